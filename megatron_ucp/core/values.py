@@ -477,7 +477,7 @@ def _exact(value: Any) -> str:
 
 def alike(one: Any, other: Any) -> bool:
     """Whether two values are the same but for the types of numbers, and of lists and tuples."""
-    return loose(one) == loose(other)
+    return one is other or loose(one) == loose(other)  # most are: groups share their settings
 
 
 def loose(value: Any) -> Any:

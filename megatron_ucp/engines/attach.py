@@ -21,7 +21,6 @@ from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of, require_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
-from megatron_ucp.engines.deepspeed.live_fingerprint import fingerprint_of
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
@@ -46,7 +45,6 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.ds_section import SECTION, options_of
 from megatron_ucp.reshard.engine import How
-from megatron_ucp.reshard.fingerprint import Fingerprint
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
 from megatron_ucp.reshard.load_options import check_options
 
@@ -191,8 +189,8 @@ class _DeepSpeedHandle(Handle):
     def describe(self) -> LiveEngine:
         return describe(self.program, self.model)
 
-    def fingerprint(self) -> Fingerprint:
-        return fingerprint_of(self.program, self.model)
+    def present(self) -> LiveEngine:
+        return describe(self.program, self.model, present=True)
 
     def to_fill(self, family: Any) -> LiveEngine:
         return to_fill(self.program, family)

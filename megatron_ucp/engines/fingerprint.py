@@ -14,8 +14,8 @@ def fingerprint(engine_or_path: Any, tag: str | None = None) -> Fingerprint:
     recorded.
 
     Args:
-        engine_or_path: An attached DeepSpeed engine, or a checkpoint: the tag's folder or the one
-            above it.
+        engine_or_path: An attached engine (of DeepSpeed, or what `attach_megatron` returned), or a
+            checkpoint: the tag's folder or the one above it.
         tag: Of a checkpoint's folder; default the newest.
 
     Returns:

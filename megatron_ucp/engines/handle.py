@@ -8,10 +8,9 @@ from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.reports import Reports, report
 from megatron_ucp.engines.saves import SaveReport
-from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
-from megatron_ucp.reshard.engine import Engine
-from megatron_ucp.reshard.fingerprint import Fingerprint
+from megatron_ucp.reshard.engine import Engine, Holder
+from megatron_ucp.reshard.fingerprint import Fingerprint, of_memories
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.report import Report
 
@@ -27,6 +26,11 @@ class Handle:
         """The engine as it is. Collective."""
         raise NotImplementedError
 
+    def present(self) -> Holder:
+        """The engine as it is, with the states that its optimizer has now. Collective; nothing in
+        it is changed."""
+        raise NotImplementedError
+
     def to_fill(self, family: Any) -> Engine:
         """The engine, which a load fills; `family` is the load's. Collective. Raises a UcpError on
         every rank where it can't be filled exactly."""
@@ -34,11 +38,7 @@ class Handle:
 
     def fingerprint(self) -> Fingerprint:
         """As `ucp.fingerprint` of the engine. Collective."""
-        raise UnsupportedError(
-            "the fingerprint of this engine can't be taken from its memory yet",
-            found=type(self.program).__name__,
-            fix="save, and take it from the files",
-        )
+        return of_memories(self.present())
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
         """As `engine.save_checkpoint`, or `ucp.save`."""

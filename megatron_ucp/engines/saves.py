@@ -8,18 +8,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
+
+import torch
 
 from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.pointers import LATEST, pointers_to, read_pointer
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import check_switch
+from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.fingerprint import Sums
 from megatron_ucp.reshard.folder_sink import FolderOutput
-from megatron_ucp.reshard.ranks_folder import RanksFolderSink
+from megatron_ucp.reshard.ranks_folder import PieceRun, RanksFolderSink
 
 STOCK, DIRECT, BACKGROUND = WAYS = ("stock", "direct", "background")
 
@@ -192,17 +197,54 @@ def publish(
 _NOT_SAVED = "the checkpoint was not saved; `latest` and all older tags are as they were"
 
 
+class SumsOfFiles(Protocol):
+    """What files hold, as sums of a fingerprint."""
+
+    def wrote(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
+        """This rank wrote elements from `low` on of a slot of a part."""
+        ...
+
+    def of_rank(self) -> Sums:
+        """All that this rank wrote."""
+        ...
+
+    def of_all(self, ranks: Sequence[Sums]) -> None:
+        """What all ranks wrote, on the one that gives the files their name."""
+        ...
+
+
 class SaveSink(RanksFolderSink):
-    """A tag of a run that all ranks write. An older tag of that name is replaced. `later` is what
-    the sink takes beside: a snapshot, and who is told what it does with it."""
+    """A tag of a run that all ranks write. An older tag of that name is replaced. `sums` see every
+    byte as it is written. `later` is what the sink takes beside: a snapshot, and who is told what
+    it does with it."""
 
     what_failed = _NOT_SAVED
 
     def __init__(
-        self, folder: Path, tag: str, output: FolderOutput, sync: durable.Syncs, *later: Any
+        self,
+        path: Path,
+        output: FolderOutput,
+        sync: durable.Syncs,
+        sums: SumsOfFiles,
+        *later: Any,
     ) -> None:
-        super().__init__(folder / tag, output, sync, *later)
-        self._tag = tag
+        super().__init__(path, output, sync, *later)
+        self._tag, self._sums_of_files = path.name, sums
+
+    def _write(self, one: PieceRun) -> None:
+        super()._write(one)
+        piece = one.place.piece
+        memory = one.memory.view(TORCH_DTYPES[piece.dtype])
+        low = (one.at - piece.place) // memory.element_size()
+        self._sums_of_files.wrote(piece.part, piece.slot, low, memory)
+
+    def finish(self) -> Sums:
+        super().finish()
+        return self._sums_of_files.of_rank()
+
+    def publish(self, told: Sequence[Sums]) -> None:
+        self._sums_of_files.of_all(told)
+        super().publish(told)
 
     @contextmanager
     def _life(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ class EngineSink:
         out: Sums = {}
         for one in parts:
             same = [want for want in one.part.wants if self._is_compared(one.part.target, *want)]
-            out |= sums_of(one.part.target, same, self.engine.tensor)
+            out |= sums_of(one.part.target, same, self.engine.read)
         return out
 
     def _is_compared(self, target: Manifest, slot: Slot, state: str) -> bool:
@@ -133,7 +133,7 @@ class EngineSink:
             self.notes += self._set_groups()
         self.notes += self.extras.restore()
 
-    def publish(self) -> None:
+    def publish(self, told: Sequence[None]) -> None:
         """The engine may step, and be saved."""
         self.engine.mark_usable()
 

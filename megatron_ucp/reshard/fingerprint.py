@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.box import Box, Ints, flat_boxes, strides
+from megatron_ucp.core.box import Box, Ints, flat_boxes, span, strides
 from megatron_ucp.core.layout import Partial, Piece
 from megatron_ucp.core.manifest import FINGERPRINT, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
@@ -22,6 +22,8 @@ from megatron_ucp.errors import ForeignFileError, some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.linear_crc import of_runs, shifted, standard
 
@@ -29,7 +31,9 @@ Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-3
 # parameter, state, dtype, share, its holder, partition
 ShareKey = tuple[str, str, str, Box, tuple[int, Any], int]
 Sums = dict[ShareKey, int]  # what one rank's memory adds to the whole
-ReadFlat = Callable[[Slot], torch.Tensor]
+# elements [first, last) of a slot, flat: of one parameter, as they lie
+ReadRun = Callable[[Slot, int, int], torch.Tensor]
+Only = Callable[[Slot, str], bool]  # whether a parameter in a slot counts
 
 
 @dataclass(frozen=True)
@@ -66,39 +70,56 @@ class Fingerprint:
 # ------------------------------------------------ what one rank holds
 
 
-def sums_of(manifest: Manifest, wants: Iterable[tuple[Slot, str]], read: ReadFlat) -> Sums:
+def sums_of(
+    manifest: Manifest,
+    wants: Iterable[tuple[Slot, str]],
+    read: ReadRun,
+    within: tuple[int, int] | None = None,
+    only: Only = lambda slot, param: True,
+) -> Sums:
     """What a rank's memory of some slots adds to the CRC-32s of their parameters; each slot holds
-    the state that is named with it."""
+    the state that is named with it. Of each slot the elements `within` alone, and `only` some
+    parameters."""
     out: Sums = {}
     for slot, state in wants:
-        memory: torch.Tensor | None = None
         dtype = manifest.buffers[slot.buffer].dtype_of(slot.state)
-        for name, share, offset, held in _held(manifest, slot):
-            memory = read(slot) if memory is None else memory
+        for name, share, offset, held in _held(manifest, slot, within, only):
+            memory = read(slot, offset, offset + span(held.full.shape, held.strides))
             key = name, state, dtype, share, (slot.buffer, slot.cut), slot.part
-            out[key] = out.get(key, 0) ^ _sum(manifest.by_name[name], memory, offset, held)
+            out[key] = out.get(key, 0) ^ _sum(manifest.by_name[name], memory, held)
     return out
 
 
-def _held(manifest: Manifest, slot: Slot) -> Iterator[tuple[str, Box, int, Piece]]:
+def _held(
+    manifest: Manifest, slot: Slot, within: tuple[int, int] | None, only: Only
+) -> Iterator[tuple[str, Box, int, Piece]]:
     """What a slot holds: the parameter, the whole share that it is of, where it begins in the slot,
     and the box. Nothing of padding, of parameters of which every rank has a copy of its own, and
     of what another partition has as well."""
     buffer = manifest.buffers[slot.buffer].of(slot.state)
+    low, high = within or (0, buffer.elems(slot.part))
     for fragment in buffer.fragments(slot.part):
         member = buffer.members[fragment.member]
         spec = manifest.by_name[member.param]
-        if isinstance(spec.layout, Partial):
+        # of what several partitions keep whole, the first one's is read
+        is_read = buffer.rule != "uncut" or buffer.owners(member, 0, 1)[0] == slot.part
+        if isinstance(spec.layout, Partial) or not is_read or not only(slot, member.param):
             continue
-        if buffer.rule == "uncut" and buffer.owners(member, 0, 1)[0] != slot.part:
-            continue  # the first partition that has it all is read
-        for piece in manifest.pieces(member, slot.cut):
-            true = piece.clip_full(_true_box(spec))
-            for box in flat_boxes(piece.view, fragment.low, fragment.high) if true else ():
-                held = true.clip_local(box) if true else None
-                if held is not None and held.full.numel:
-                    offset = buffer.offset(member, slot.part, held.flat_start)
-                    yield member.param, piece.full, offset, held
+        first = fragment.low + max(0, low - fragment.offset)
+        last = min(fragment.high, fragment.low + high - fragment.offset)
+        for piece in manifest.pieces(member, slot.cut) if first < last else ():
+            for held in _clipped(piece, _true_box(spec), first, last):
+                offset = buffer.offset(member, slot.part, held.flat_start)
+                yield member.param, piece.full, offset, held
+
+
+def _clipped(piece: Piece, true_box: Box, first: int, last: int) -> Iterator[Piece]:
+    """The flat range [first, last) of a piece's memory, as boxes without padding."""
+    true = piece.clip_full(true_box)
+    for box in flat_boxes(piece.view, first, last) if true else ():
+        held = true.clip_local(box) if true else None
+        if held is not None and held.full.numel:
+            yield held
 
 
 def true_shape(spec: ParamSpec) -> Ints:
@@ -111,15 +132,12 @@ def _true_box(spec: ParamSpec) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-def _sum(spec: ParamSpec, memory: torch.Tensor, offset: int, held: Piece) -> int:
-    """What a box of a parameter adds to the CRC-32 of all of it."""
+def _sum(spec: ParamSpec, memory: torch.Tensor, held: Piece) -> int:
+    """What a box of a parameter, which begins the memory, adds to the CRC-32 of all of it."""
     shape = true_shape(spec)
     steps = strides(shape)
-    values = (
-        torch.as_strided(memory, held.full.shape, held.strides, memory.storage_offset() + offset)
-        .contiguous()
-        .cpu()
-    )
+    at = memory.storage_offset()
+    values = torch.as_strided(memory, held.full.shape, held.strides, at).contiguous().cpu()
     size = values.element_size()
     runs, places, elems = _runs(held.full.shape, steps)
     rows = values.view(-1).view(torch.uint8).numpy().reshape(-1, elems * size)
@@ -204,6 +222,42 @@ def _plain(value: Any) -> Any:
     return None
 
 
+# ------------------------------------------------ memory
+
+
+def of_memories(held: Holder) -> Fingerprint:
+    """The fingerprint of what all ranks hold. Collective; nothing is moved but sums. Raises
+    ForeignFileError where copies differ."""
+    manifest = held.manifest
+    table, apart = table_of(manifest, agree.collect(lambda: sums_of_rank(held)))
+    require_alike(apart, "the live engine")
+    return Fingerprint(table, settings_of(manifest))
+
+
+def sums_of_rank(held: Holder, only: Only = lambda slot, param: True) -> Sums:
+    """What this rank's memory adds to the fingerprint of all; `only` of some parameters."""
+    slots = [
+        Slot(*part, state)
+        for part in held.parts()
+        for state, _ in held.manifest.buffers[part[0]].states
+    ]
+    wants = [(slot, slot.state) for slot in slots]
+    return sums_of(held.manifest, wants, held.read, only=only)
+
+
+def sums_of_memory(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> Sums:
+    """What the memory of whole slots adds to it."""
+    wants = [(slot, slot.state) for slot in held]
+    return sums_of(manifest, wants, lambda slot, first, last: held[slot][first:last])
+
+
+def diverged(apart: Sequence[str]) -> list[str]:
+    """A note about parameters of which ranks have different copies."""
+    if not apart:
+        return []
+    return [f"copies of one parameter differ between ranks, and one is saved: {some_of(apart)}"]
+
+
 # ------------------------------------------------ files
 
 
@@ -214,8 +268,9 @@ def of_files(checkpoint: Checkpoint) -> Fingerprint:
     for number, buffer in enumerate(manifest.buffers):
         for part in range(buffer.partitions):
             for cut in manifest.cuts_of(buffer):
-                slots = [(Slot(number, cut, part, state), state) for state, _ in buffer.states]
-                sums |= sums_of(manifest, slots, lambda slot: _read(checkpoint, slot))
+                slots = (Slot(number, cut, part, state) for state, _ in buffer.states)
+                for slot in slots:
+                    sums |= sums_of_memory(manifest, {slot: _read(checkpoint, slot)})
     table, apart = table_of(manifest, [sums])
     require_alike(apart, str(checkpoint.folder))
     return Fingerprint(table, settings_of(manifest))

@@ -140,7 +140,7 @@ class OutputFolder:
         """What was looked at as it was written."""
         return self._lost
 
-    def finish(self) -> None:
+    def finish(self) -> Any:
         """Writes what holds nothing of a tensor; all of it is on disk then."""
         with self._as_save_error():
             for file in self.output.files:
@@ -164,7 +164,7 @@ class OutputFolder:
                 fix=self.what_to_do,
             ) from error
 
-    def publish(self) -> None:
+    def publish(self, told: Sequence[Any]) -> None:
         """Gives the folder its name. Raises UsageError where a save took it meanwhile."""
         with self._as_save_error():
             self.output.publish(self.aside)

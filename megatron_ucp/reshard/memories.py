@@ -42,7 +42,7 @@ class Window:
     goal: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Holdings:
     """What holds the values of some parts on this rank, and which ranks hold what of them."""
 
@@ -76,12 +76,14 @@ def _holdings(engine: Holder) -> Holdings:
 
 
 class MemoryWindows:
-    """The windows of one part: which rank has what of each."""
+    """The windows of one part: which rank has what of each. `keeps`: what each is made of is
+    planned once."""
 
-    def __init__(self, held: Holdings, one: Proved, world: int) -> None:
+    def __init__(self, held: Holdings, one: Proved, world: int, keeps: bool) -> None:
         self.held = held
         self._states = dict(one.plan.wants)
         self._planner = Planner(held.engine.manifest, one.part.target, one.allow)
+        self._known: dict[tuple[Slot, int, int], Sequence[Op]] | None = {} if keeps else None
         self.holders: dict[Slot, set[int]] = {}  # the ranks that have all of a slot
         for op in one.plan.ops:
             have = self.holders.setdefault(op.target.slot, {*range(world)})
@@ -90,7 +92,13 @@ class MemoryWindows:
     def ops(self, window: Window) -> Sequence[Op]:
         """What makes up a window."""
         state, high = self._states[window.slot], window.low + window.elems
-        return self._planner.plan(window.slot, state, window.low, high).ops
+        key, known = (window.slot, window.low, high), self._known
+        if known is not None and key in known:
+            return known[key]
+        ops = self._planner.plan(window.slot, state, window.low, high).ops
+        if known is not None:
+            known[key] = ops
+        return ops
 
     def own(self, window: Window, room: Room) -> torch.Tensor:
         """A window that this rank has itself."""
@@ -125,17 +133,24 @@ class MemoryWindows:
 
 class Memories:
     """The source. Each part of a sink has a holder of its own, or the last one. Making one is
-    collective."""
+    collective. `keeps`: for several transfers of the same parts, each from holders of its own
+    (`use`)."""
 
     all_looked_at = False
     read_bytes = 0
 
-    def __init__(self, file: str, *holders: Holder) -> None:
-        self.file = file
+    def __init__(self, file: str, *holders: Holder, keeps: bool = False) -> None:
+        self.file, self._keeps = file, keeps
         self.rank, self.world = agree.world()
         self._holdings = [_holdings(engine) for engine in holders]
         self._device = _device()
         self._windows: dict[int, MemoryWindows] = {}  # by the number of the part
+
+    def use(self, file: str, *holders: Holder) -> None:
+        """From now on the values of these, who hold the same as those before."""
+        self.file = file
+        for held, engine in zip(self._holdings, holders, strict=True):
+            held.engine = engine
 
     def manifest_of(self, part: int) -> Manifest:
         """The holder's."""
@@ -156,7 +171,8 @@ class Memories:
         for slot in one.plan.sources:
             if _held(slot) not in self._of(one.number).ranks:
                 raise PlanError("no rank holds what the plan reads", found=slot)
-        self._windows[one.number] = MemoryWindows(self._of(one.number), one, self.world)
+        windows = MemoryWindows(self._of(one.number), one, self.world, self._keeps)
+        self._windows[one.number] = windows
 
     def check(self, thorough: bool) -> None:
         """Memory has no checksums."""

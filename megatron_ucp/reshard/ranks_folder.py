@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
@@ -47,7 +47,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Run:
+class PieceRun:
     """Flat bytes of a piece, which come to byte `at` of its file."""
 
     place: _Place
@@ -83,7 +83,7 @@ class RanksFolderSink(OutputFolder):
         self.rank, self.world = agree.world()
         self.sync = sync or durable.Syncs()
         self._snapshot, self._says = snapshot, says
-        self._waiting: list[_Run] = []
+        self._waiting: list[PieceRun] = []
         self._given: torch.Tensor | None = None  # of the snapshot, for the window that comes next
         self._sums: dict[tuple[str, int], list[_Sum]] = {}  # by file, and place of the piece
         self._files: dict[str, OutFile] = {}
@@ -121,7 +121,7 @@ class RanksFolderSink(OutputFolder):
         self._given = None
         self._lost = rounding.overflows.found
 
-    def finish(self) -> None:
+    def finish(self) -> Any:
         """Each rank brings what it wrote to disk: other machines can't do it for it."""
         with self._as_save_error():
             self._write_all()
@@ -155,9 +155,9 @@ class RanksFolderSink(OutputFolder):
         for path in [*sorted({*self.aside.iterdir()} - held), self.aside]:
             self.sync(path)
 
-    def publish(self) -> None:
+    def publish(self, told: Sequence[Any]) -> None:
         if self.rank == 0:
-            super().publish()
+            super().publish(told)
 
     def _queues(self, source: Memories) -> list[list[Window]]:
         """The windows that each rank takes, in the order of the files' bytes."""
@@ -190,14 +190,14 @@ class RanksFolderSink(OutputFolder):
         at, flat = place.piece.place + low * memory.element_size(), memory.view(torch.uint8)
         given = self._given
         if given is None or len(given) < len(flat):
-            self._write(_Run(place, at, flat))
+            self._write(PieceRun(place, at, flat))
             return
         kept = given[: len(flat)]
         if kept.data_ptr() != flat.data_ptr():  # it was rounded
             kept.copy_(flat)
-        self._waiting.append(_Run(place, at, kept))
+        self._waiting.append(PieceRun(place, at, kept))
 
-    def _write(self, one: _Run) -> None:
+    def _write(self, one: PieceRun) -> None:
         data, file, piece = bytes_of(one.memory), one.place.file, one.place.piece
         self._file(file.name).write(data, one.at)
         if file.owner is not None:

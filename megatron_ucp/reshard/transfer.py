@@ -18,7 +18,7 @@ import torch
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Plan, Slot, Want, make_plan
 from megatron_ucp.core.proof import prove
-from megatron_ucp.errors import SaveError
+from megatron_ucp.errors import PlanError, SaveError
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Progress
@@ -128,12 +128,14 @@ class Sink(AbstractContextManager[Any], Protocol[Given]):
         a whole."""
         ...
 
-    def finish(self) -> None:
-        """Writes all that is no piece; on disk, or in place, when it returns."""
+    def finish(self) -> Any:
+        """Writes all that is no piece; on disk, or in place, when it returns. Returns what all
+        ranks are to hear of this one before it counts."""
         ...
 
-    def publish(self) -> None:
-        """From here on it counts: a folder gets its name, an engine may step."""
+    def publish(self, told: Sequence[Any]) -> None:
+        """From here on it counts: a folder gets its name, an engine may step. `told` is what
+        `finish` returned, by rank."""
         ...
 
 
@@ -241,9 +243,10 @@ def proved(
 class Moved:
     """A transfer whose values have left their source, which may change from here on. `finish` does
     the rest: what is written gets on disk and counts; before it, or where it fails, nothing
-    does."""
+    does. `parts` are the sink's, proved."""
 
     sink: Sink[Any]
+    parts: Sequence[Proved]
     file: str
     lost: list[Lost]
     held: ExitStack
@@ -252,11 +255,11 @@ class Moved:
         """Collective, among the ranks that `together` speaks to. Raises a UcpError on all of
         them."""
         with self.held:
-            with together():
+            with together() as block:
                 refuse_lost(self.lost, self.file, self.sink.verb)
-                self.sink.finish()
+                block.value = self.sink.finish()
             with together():
-                self.sink.publish()
+                self.sink.publish(block.values)
 
 
 def moved(
@@ -265,11 +268,15 @@ def moved(
     allow: frozenset[str] = frozenset(),
     run: TransferRun | None = None,
     together: Together = agree.together,
+    known: Sequence[Proved] = (),
 ) -> Moved:
-    """The part of a transfer that needs its source. Collective. Raises as `transfer`."""
+    """The part of a transfer that needs its source. Collective. Raises as `transfer`. `known` are
+    the parts where they are those of an earlier transfer from this very source."""
     with ExitStack() as held:
         with together():
-            parts = [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
+            parts = known or [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
+            if [id(one.part) for one in parts] != [id(part) for part in sink.parts]:
+                raise PlanError("what is known is the plan of another sink", found=source.file)
         with together():
             held.enter_context(sink)
         with together():
@@ -277,7 +284,7 @@ def moved(
         with together() as block:
             source.check(sink.thorough)
             block.value = sink.lost()
-        return Moved(sink, source.file, block.values, held.pop_all())
+        return Moved(sink, parts, source.file, block.values, held.pop_all())
 
 
 def transfer(

@@ -1,6 +1,7 @@
 """Ranks that save without a pause, killed at random moments; what is left must load bit for bit.
 
     python -m tests.engines.killed FOLDER --trials 10 --seed 1
+    python -m tests.engines.killed FOLDER --engine stack --save background
 
 Prints a line of JSON for each trial. DeepSpeed is imported once: every rank is a fork of this
 process, so that a trial takes a second or two and not twenty.
@@ -15,7 +16,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,23 @@ from tests import rank_worker
 MESHES = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
 STEPS = 300  # more than a trial reaches
 # within which the kill falls, counted from the end of the first save; in the background saves wait
-# for each other, and a step is fast
+# for each other, and a step of DeepSpeed's is fast
 SAVES_S = {"stock": 0.5, "direct": 0.5, "background": 1.5}
 LIMIT_S = 100
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of one kind of engine. `meshes` are setups, and on how many ranks; `pointer` is the file
+    that names a whole checkpoint."""
+
+    meshes: Sequence[tuple[Any, int]]
+    pointer: str
+    save_on_and_on: Callable[..., None]
+    go_uninterrupted: Callable[..., None]
+    load: Callable[..., None]
+    differences: Callable[[Any, Any], list[str]]
+    saves_s: Mapping[str, float]
 
 
 def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: Any) -> int:
@@ -142,14 +158,15 @@ def wait_for(path: Path) -> None:
 
 
 def save_and_kill(
-    zero: int, ranks: int, folder: Path, store: Path, dice: random.Random, way: str
+    runs: Runs, mesh: tuple[Any, int], folder: Path, store: Path, dice: random.Random, way: str
 ) -> tuple[float, list[int]]:
     """How long after the end of its first save a run was killed, and the exit codes of its
     ranks."""
-    job = ranks, store, save_on_and_on, zero, folder, STEPS, way
+    setup, ranks = mesh
+    job = ranks, store, runs.save_on_and_on, setup, folder, STEPS, way
     pids = [start(rank, *job) for rank in range(ranks)]
-    wait_for(folder / "latest")
-    after_s = dice.uniform(0, SAVES_S[way])
+    wait_for(folder / runs.pointer)
+    after_s = dice.uniform(0, runs.saves_s[way])
     time.sleep(after_s)
     for pid in dice.sample(pids, len(pids)):
         os.kill(pid, signal.SIGKILL)
@@ -159,28 +176,29 @@ def save_and_kill(
     return after_s, codes
 
 
-def trial(number: int, folder: Path, dice: random.Random, way: str) -> dict[str, Any]:
+def trial(number: int, folder: Path, dice: random.Random, way: str, runs: Runs) -> dict[str, Any]:
     """One run that is killed, and what can be loaded after it."""
     import torch
 
-    from tests.engines.canonical import differences
-
-    (zero, ranks), (target, others) = dice.choice(MESHES), dice.choice(MESHES)
+    mesh, (target, others) = dice.choice(runs.meshes), dice.choice(runs.meshes)
     checkpoints, store = folder / f"trial{number}", folder / f"store{number}"
-    after_s, codes = save_and_kill(zero, ranks, checkpoints, store, dice, way)
+    after_s, codes = save_and_kill(runs, mesh, checkpoints, store, dice, way)
     result, oracle = folder / f"result{number}.pt", folder / f"oracle{number}.pt"
-    together(others, folder / f"store{number}b", load, target, checkpoints, result)
+    together(others, folder / f"store{number}b", runs.load, target, checkpoints, result)
     found = torch.load(result, weights_only=False)
     step = found["said"]["step"]
-    together(ranks, folder / f"store{number}c", go_uninterrupted, zero, step, oracle)
+    setup, ranks = mesh
+    together(ranks, folder / f"store{number}c", runs.go_uninterrupted, setup, step, oracle)
     states = torch.load(oracle, weights_only=False)
+    losses = zip(found.pop("losses", []), states.pop("losses", []), strict=True)
     return {
         "killed_after_s": round(after_s, 3),
-        "source": [zero, ranks],
-        "target": [target, others],
+        "source": [str(setup), ranks],
+        "target": [str(target), others],
         "codes": codes,
-        "differences": differences(states, found["after"]),
-        "differed_before": len(differences(states, found["before"])),
+        "differences": runs.differences(states, found["after"]),
+        "differed_before": len(runs.differences(states, found["before"])),
+        "losses": max((abs(a - b) for a, b in losses), default=0.0),
         **found["said"],
     }
 
@@ -196,7 +214,18 @@ def prepare() -> None:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.utils.logger.setLevel("WARNING")
     import tests.engines.canonical
+    import tests.engines.killed_stack
     import tests.engines.model  # noqa: F401 - before the forks
+
+
+def runs_of(engine: str) -> Runs:
+    """Of DeepSpeed's engines, or of megatron-core's stack."""
+    from tests.engines import killed_stack
+    from tests.engines.canonical import differences
+
+    if engine == "stack":
+        return killed_stack.RUNS
+    return Runs(MESHES, "latest", save_on_and_on, go_uninterrupted, load, differences, SAVES_S)
 
 
 def main() -> None:
@@ -207,11 +236,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", default="stock", help="stock, direct, background")
+    parser.add_argument("--engine", default="deepspeed", help="deepspeed, stack")
     args = parser.parse_args()
     prepare()
-    dice = random.Random(args.seed)
+    dice, runs = random.Random(args.seed), runs_of(args.engine)
     for number in range(args.trials):
-        print(json.dumps(trial(number, args.folder, dice, args.save)), flush=True)
+        print(json.dumps(trial(number, args.folder, dice, args.save, runs)), flush=True)
 
 
 if __name__ == "__main__":

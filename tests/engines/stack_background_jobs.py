@@ -17,7 +17,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import Background, background_of
 from megatron_ucp.engines.megatron.engine import save as saving
-from megatron_ucp.reshard import agree, memories, ranks_folder
+from megatron_ucp.reshard import agree, memories, ranks_folder, transfer
 from tests.engines.save_jobs import listing
 from tests.engines.stack_jobs import Engine, Mcore, arguments, close, make, settle, train
 from tests.engines.stack_states import canonical, compare
@@ -121,7 +121,84 @@ def _live_window(self: memories.MemoryWindows, window: Any, _: Any) -> Any:
 
 def _keep_live(self: Any, place: Any, low: int, memory: Any) -> None:
     at = place.piece.place + low * memory.element_size()
-    self._waiting.append(ranks_folder._Run(place, at, memory.view(torch.uint8)))
+    self._waiting.append(ranks_folder.PieceRun(place, at, memory.view(torch.uint8)))
+
+
+def planned_once(setup: Mcore, folder: str, way: str) -> dict[str, Any]:
+    """How many plans each of three saves makes, of values that differ; then the last moment by a
+    handle that has saved nothing yet."""
+    engine = attached(make(setup), save=way)
+    plans = []
+    for step in range(3):
+        train(engine, 1, first=step)
+        with _plans_counted() as made:
+            ucp.save(engine.handle, f"{folder}/background", arguments=arguments(engine))
+        ucp.wait(engine.handle)
+        plans.append(len(made))
+    other = attached(engine, save="direct")
+    with _plans_counted() as made:
+        ucp.save(other.handle, f"{folder}/direct", arguments=arguments(engine))
+    plans.append(len(made))
+    settle(engine)
+    want = canonical(engine)
+    close(engine)
+    return {"plans": plans, **_loaded(setup, f"{folder}/background", want)}
+
+
+def planned_anew(
+    setup: Mcore, others: Mcore, folder: str, load: Mcore | None = None, reuse: bool = False
+) -> dict[str, Any]:
+    """A save of a stack, then one after its model and optimizer became those of another one,
+    whose buffers lie otherwise. `reuse`: the old plan is taken for it all the same."""
+    engine = attached(make(setup), save="background")
+    train(engine, 1)
+    ucp.save(engine.handle, folder, arguments=arguments(engine))
+    ucp.wait(engine.handle)
+    close(engine)
+    other = make(replace(others, seed=5))
+    train(other, 2)
+    handle = engine.handle
+    for name in ("chunks", "optimizer", "scheduler", "mesh", "model"):
+        setattr(handle, name, getattr(other.handle, name))
+    handle.iteration, handle.consumed_samples = 7, other.handle.consumed_samples
+    knows = saving.knows
+    saving.knows = (lambda *_: True) if reuse else knows  # type: ignore[assignment]
+    out: dict[str, Any] = {"error": ""}
+    with _plans_counted() as made:
+        try:
+            ucp.save(handle, folder, arguments=arguments(other))
+            ucp.wait(handle)
+        except Exception as error:
+            out["error"] = f"{type(error).__name__}: {error}"
+    saving.knows = knows
+    settle(other)
+    want = {**canonical(other), "counters": None}
+    close(other)
+    out["plans"] = len(made)
+    return out if out["error"] else {**out, **_loaded(load or setup, folder, want)}
+
+
+@contextmanager
+def _plans_counted() -> Iterator[list[Any]]:
+    plan, made = transfer.make_plan, []
+    transfer.make_plan = lambda *args: made.append(1) or plan(*args)  # type: ignore
+    yield made
+    transfer.make_plan = plan
+
+
+def _loaded(setup: Mcore, folder: str, want: dict[str, Any]) -> dict[str, Any]:
+    """What differs in a fresh engine before and after a load."""
+    fresh = make(setup)
+    train(fresh, 1, first=99)
+    kept = {"counters": want["counters"]} if want["counters"] is None else {}
+    before = compare(want, {**canonical(fresh, settled=not setup.gather), **kept})
+    try:
+        ucp.load(fresh.handle, folder)
+        found = compare(want, {**canonical(fresh), **kept})
+    except ucp.UcpError as error:
+        found = [f"{type(error).__name__}: {error}"]
+    close(fresh)
+    return {"before": before, "found": found}
 
 
 def failing(setup: Mcore, folder: str, how: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Saves of megatron-core's stack that go on beside training: byte for byte those of the same moment
 that wait."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,12 @@ ENGINES: dict[str, tuple[int, Mcore]] = {
 }
 
 
-def check_alike(folder: Path) -> int:
+def check_alike(folder: Path, latest: str = "2") -> int:
     """All files of both saves are the same, but when each was made; returns how many bytes."""
     (one,), (two,) = ([*(folder / way).glob("iter_*")] for way in ("direct", "background"))
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in two.iterdir()) and len(names) > 4
-    assert (folder / "background" / LATEST).read_text() == "2"
+    assert (folder / "background" / LATEST).read_text() == latest
     assert manifest(one) == manifest(two)
     sizes = 0
     for name in names:
@@ -88,6 +90,44 @@ def test_what_is_left_out_of_the_snapshot_is_found(
     for one in ranks.run(2, JOBS + "trained_on", SMALL, str(tmp_path), plant):
         assert one["found"]
         assert any("scheduler" in line for line in one["found"]) == (plant == "schedule")
+
+
+@pytest.mark.parametrize("way", ["direct", "background"])
+@pytest.mark.parametrize("engine", ["dp4", "tp2pp2vpp2", "plain"])
+def test_a_second_save_needs_no_plan_and_writes_the_same(
+    ranks: RankPool, tmp_path: Path, engine: str, way: str
+) -> None:
+    """Byte for byte what a handle writes that has saved nothing yet; of other values."""
+    world, setup = ENGINES[engine]
+    for found in ranks.run(world, JOBS + "planned_once", setup, str(tmp_path), way):
+        assert found["plans"] == [2, 0, 0, 2]
+        assert found["found"] == [] != found["before"]
+    shutil.rmtree(tmp_path / "background" / "iter_0000001")
+    shutil.rmtree(tmp_path / "background" / "iter_0000002")
+    assert check_alike(tmp_path, "3") > 10_000
+
+
+OTHERS = {
+    "other buckets": replace(SMALL, overlap=True, bucket=2000),
+    "other widths of the pipeline": replace(SMALL, pp=2),
+    "whole optimizers": replace(SMALL, distributed=False),
+    "weights in half precision": replace(SMALL, dtype="bf16"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_structure_is_planned_anew(ranks: RankPool, tmp_path: Path, other: str) -> None:
+    setup = OTHERS[other]
+    target = replace(SMALL, dtype=setup.dtype)
+    for found in ranks.run(2, JOBS + "planned_anew", SMALL, setup, str(tmp_path), load=target):
+        assert (found["error"], found["plans"]) == ("", 2)
+        assert found["found"] == [] != found["before"]
+
+
+def test_the_plan_of_another_structure_would_be_wrong(ranks: RankPool, tmp_path: Path) -> None:
+    setup = OTHERS["other buckets"]
+    for found in ranks.run(2, JOBS + "planned_anew", SMALL, setup, str(tmp_path), reuse=True):
+        assert found["plans"] == 0 and (found["error"] or found["found"])
 
 
 @pytest.mark.parametrize("how", ["refused", "warn", "hangs"])

@@ -203,6 +203,33 @@ def test_async_save(ranks: RankPool, tmp_path: Path) -> None:
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
+def another_format(folder: str) -> None:
+    """`--ckpt-format` is followed or refused, at the start, and by a save that comes without a
+    load; with `--async-save` too."""
+    engine = stack_jobs.make(Mcore(layers=2))
+    stack_jobs.train(engine, 1)
+    for others in ({"ckpt_format": "torch"}, {"ckpt_format": "torch", "async_save": True}):
+        give(flags(engine, save=folder, load=folder, **others))
+        for call in (
+            lambda: load_checkpoint(*parts(engine)),
+            lambda: save_checkpoint(1, *parts(engine), 12.5),
+        ):
+            with pytest.raises(UnsupportedError, match="this format") as refused:
+                call()
+            assert "--ckpt-format torch_dist" in str(refused.value)
+        assert not any(Path(folder).iterdir())
+        give(flags(engine, load=folder, **others))
+        assert load_checkpoint(*parts(engine)) == (0, 0), "a run that saves nothing may load"
+    give(flags(engine, save=folder, ckpt_format="torch_dist"))
+    save_checkpoint(1, *parts(engine), 12.5)
+    stack_jobs.close(engine)
+
+
+def test_another_format_is_refused_before_anybody_trains(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, "tests.engines.test_stack_program:another_format", str(tmp_path))
+    assert (tmp_path / "iter_0000001" / ".metadata").is_file()
+
+
 def test_a_folder_of_weights_is_no_first_start(tmp_path: Path) -> None:
     assert nothing_there(tmp_path)
     (tmp_path / "model.safetensors").touch()

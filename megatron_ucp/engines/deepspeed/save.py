@@ -40,7 +40,7 @@ from megatron_ucp.engines.deepspeed.batch import BATCH, batch_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states, states_of
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
-from megatron_ucp.engines.deepspeed.live_fingerprint import diverged, held_by, sums_of_rank
+from megatron_ucp.engines.deepspeed.live_fingerprint import held_by
 from megatron_ucp.engines.deepspeed.replicas import replicas_of
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
@@ -77,7 +77,7 @@ from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import Sums, table_of
+from megatron_ucp.reshard.fingerprint import Sums, diverged, sums_of_memory, table_of
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
@@ -212,7 +212,7 @@ def _settled(taken: _Taken, ranks: SaveTurn | None, blocked_seconds: float | Non
     `ranks`."""
     asked, sync = taken.asked, taken.sync
     with as_save_error(), agree.together(ranks) as block:
-        block.value = (*_written(taken), sums_of_rank(taken.whole, taken.held))
+        block.value = (*_written(taken), sums_of_memory(taken.whole, taken.held))
     ranges, bytes_by_rank, sums = zip(*block.values, strict=True)
     with as_save_error(), agree.together(ranks) as block:
         block.value = _entries(taken, _flat(ranges))

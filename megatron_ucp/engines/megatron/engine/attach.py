@@ -15,6 +15,7 @@ from megatron_ucp.engines.megatron.engine.family import model_of, table_of
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.place import mesh_of
+from megatron_ucp.engines.megatron.engine.present import PresentStates, present_states
 from megatron_ucp.engines.megatron.engine.refuse import refuse_stack
 from megatron_ucp.engines.megatron.engine.save import save as save_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
@@ -107,6 +108,9 @@ class _StackHandle(Handle):
 
     def describe(self) -> LiveMegatron:
         return describe(self.program)
+
+    def present(self) -> PresentStates:
+        return present_states(self.describe())
 
     def to_fill(self, family: Any) -> LiveMegatron:
         return self.describe()

@@ -6,20 +6,22 @@ itself, and nothing is gathered.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 
+from megatron_ucp.core.box import Box
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import BufferPart, Manifest, ParamSpec
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.live_tensors import flat_view
-from megatron_ucp.engines.megatron.engine.live import LiveMegatron
-from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
+from megatron_ucp.engines.megatron.engine.present import PresentStates
+from megatron_ucp.engines.megatron.engine.runs import runs_of
 from megatron_ucp.formats.file_layout import FileLayout
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.writer import (
@@ -34,28 +36,13 @@ from megatron_ucp.reshard.transfer import SinkPart
 _STATES, _WEIGHTS = 0, 1  # the parts of an output
 
 
-@dataclass(frozen=True)
-class SavedStates:
-    """What the ranks hold of masters and moments, and of values: the engine, as the `manifest` says
-    with all states that its optimizers have now."""
-
-    manifest: Manifest
-    live: LiveMegatron
-
-    def parts(self) -> list[BufferPart]:
-        return self.live.parts()
-
-    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
-        return self.live.read(slot, first, last)
-
-
 class SavedWeights:
     """What the ranks hold of the weights that the model computes with: each of them whole ones,
     however masters are divided."""
 
-    def __init__(self, saved: SavedStates) -> None:
-        states, self._live = saved.manifest, saved.live
-        self._tensors = {name: tensor for tensor, name in saved.live.own.names.items()}
+    def __init__(self, present: PresentStates) -> None:
+        states = present.manifest
+        self.use(present)
         self._held_as: dict[int, list[int]] = {}  # by the buffer that has the masters
         buffers: list[FlatBuffer] = []
         for at, spec in enumerate(states.params):
@@ -66,6 +53,11 @@ class SavedWeights:
             buffers.append(alone(spec.name, member.size, dtypes, at=held.at, axes=held.axes))
         mesh = replace(states.mesh, zero=0)
         self.manifest = Manifest(Keeper.PAPER, mesh, states.params, tuple(buffers))
+
+    def use(self, present: PresentStates) -> None:
+        """From now on these weights, of the same structure."""
+        self._live = present.live
+        self._tensors = {name: tensor for tensor, name in present.live.own.names.items()}
 
     def parts(self) -> list[BufferPart]:
         places = {(number, cut) for number, cut, _ in self._live.parts()}
@@ -87,6 +79,7 @@ class StackOutput:
         self._slots: dict[tuple[int, str], list[int]] = {}  # buffers of (part, parameter)
         self.parts = self._part(_STATES), self._part(_WEIGHTS)
 
+    @cached_property
     def files(self) -> tuple[FileLayout, ...]:
         """All of them."""
         return tuple(self.plan.layouts(self._slot))
@@ -95,7 +88,7 @@ class StackOutput:
         for spec in self.states.params:
             runs = self._runs[spec.name]
             boxes = tuple((run.start, run.stop) for run in runs)
-            owners = tuple(self._owner(run) for run in runs)
+            owners = tuple(self.first_rank(run.place) for run in runs)
             yield Wish(spec.name, WEIGHT, spec.dtype, boxes, owners)
             for state, dtype in self._stored(spec):
                 yield Wish(spec.name, state, dtype, boxes, owners)
@@ -106,10 +99,35 @@ class StackOutput:
         found = self.states.states_of(spec.name).items()
         return [(s, d) for s, d in found if s != VALUE and not (s == MASTER and is_master)]
 
-    def _owner(self, run: OwnedBox) -> int:
-        """The first rank that has the elements."""
-        number, cut, part = run.place
+    def first_rank(self, place: BufferPart) -> int:
+        """The first rank that has a part of a buffer: it writes it."""
+        number, cut, part = place
         return self.states.mesh.rank_of((*self.states.buffers[number].at, *cut), part)
+
+    @cached_property
+    def written(self) -> set[tuple[str, BufferPart]]:
+        """What is read of each parameter: of copies one."""
+        return {(name, run.place) for name, runs in self._runs.items() for run in runs}
+
+    def stands_for(self, part: int, slot: Slot) -> str | None:
+        """The state of which the elements of a slot are the only ones in the files; None for
+        weights that are the masters, rounded."""
+        if part == _STATES:
+            return slot.state
+        spec = self.states.by_name[self.parts[part].target.buffers[slot.buffer].first_param]
+        left = self.states.states_of(spec.name).keys() - dict(self._stored(spec)).keys()
+        return next(iter(left), None)
+
+    def home(self, part: int, buffer: int) -> tuple[Box, tuple[int, Coords], int]:
+        """Where the elements of a buffer of a part come from: the share of a parameter that they
+        are of, its holder, the partition."""
+        member = self.parts[part].target.member(buffer, 0)
+        run = self._runs[member.param][member.chunk or 0]
+        number, cut, partition = run.place
+        own = Box(run.start, run.stop)
+        pieces = self.states.pieces(self.states.member(number, run.member), cut)
+        share = next(piece.full for piece in pieces if piece.full.meet(own) == own)
+        return share, (number, cut), partition
 
     def _part(self, part: int) -> SinkPart:
         """Each box in a buffer of its own."""

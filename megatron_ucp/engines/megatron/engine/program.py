@@ -14,6 +14,7 @@ from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.saves import BACKGROUND, DIRECT, Saving
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
+from megatron_ucp.formats.megatron.torch_dist import BACKEND as TORCH_DIST
 from megatron_ucp.formats.pointers import iteration_name
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
@@ -39,7 +40,9 @@ def load_checkpoint(
     Follows `--ckpt-step`, `--finetune`, `--pretrained-checkpoint`, `--no-load-optim`,
     `--no-load-rng` and `--exit-on-missing-checkpoint`. Raises a UcpError on every rank.
     """
-    args, stack = _arguments(), _stack_of(ddp_model, optimizer, opt_param_scheduler)
+    args = _arguments()
+    _refuse_format(args)  # before anybody trains
+    stack = _stack_of(ddp_model, optimizer, opt_param_scheduler)
     wait(stack)  # the folder's newest save may be on its way
     folder, finetune = getattr(args, load_arg), bool(args.finetune)
     pretrained = getattr(args, "pretrained_checkpoint", None)
@@ -139,9 +142,23 @@ def _is_empty(folder: str | None) -> bool:
     return bool(told.values[0])
 
 
+def _refuse_format(args: Any) -> None:
+    """Raises UnsupportedError for another format than the one that is written, of a run that saves.
+    One that is told none has Megatron-LM's default."""
+    asked = getattr(args, "ckpt_format", None)
+    if getattr(args, "save", None) and asked not in (None, TORCH_DIST):
+        raise UnsupportedError(
+            "this format of Megatron-LM's is not written, only loaded",
+            expected=f"--ckpt-format {TORCH_DIST}",
+            found=f"--ckpt-format {asked}",
+            fix="leave it out, or call Megatron-LM's own save_checkpoint",
+        )
+
+
 def _refuse(args: Any, non_persistent: bool, release: bool) -> None:
     """Raises UnsupportedError for what this package's save does not write."""
     local = non_persistent and getattr(args, "non_persistent_ckpt_type", None) == "local"
+    _refuse_format(args)
     asked = {
         "--no-save-optim": getattr(args, "no_save_optim", None),
         "--non-persistent-ckpt-type local": local,

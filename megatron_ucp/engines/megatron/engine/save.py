@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from megatron_ucp import say
-from megatron_ucp.core.flat import Scalars, States
+from megatron_ucp.core.flat import States
 from megatron_ucp.core.manifest import (
+    FINGERPRINT,
     MOVED_LATEST,
     RECORDED,
     RUN,
     TAG,
     FileEntry,
-    Manifest,
 )
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
@@ -37,10 +37,13 @@ from megatron_ucp.engines.background import (
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.flags import plain_flags
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, kind_of
-from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
-from megatron_ucp.engines.megatron.engine.output import SavedStates, SavedWeights, StackOutput
+from megatron_ucp.engines.megatron.engine.live import describe
+from megatron_ucp.engines.megatron.engine.output import StackOutput
+from megatron_ucp.engines.megatron.engine.planned import knows, planned, structure_of
+from megatron_ucp.engines.megatron.engine.present import PresentStates, present_states
 from megatron_ucp.engines.megatron.engine.retained import newest, retired
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+from megatron_ucp.engines.megatron.engine.summed import WrittenSums
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.read_back import KeptValue, kept_of, refuse_strange
@@ -60,7 +63,7 @@ from megatron_ucp.engines.saves import (
 )
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
-from megatron_ucp.families.architecture import FREQUENCY, recorded
+from megatron_ucp.families.architecture import recorded
 from megatron_ucp.formats import of_ranks
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs
@@ -75,9 +78,9 @@ from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
 from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
+from megatron_ucp.reshard.fingerprint import diverged
 from megatron_ucp.reshard.folder_sink import FolderOutput
-from megatron_ucp.reshard.memories import Memories
-from megatron_ucp.reshard.transfer import Moved, TransferRun, moved
+from megatron_ucp.reshard.transfer import Moved, TransferRun
 
 
 def save(
@@ -164,10 +167,17 @@ def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float, turn: Sav
 def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
     """Takes everything: from here on the stack may train. Collective. Raises as `save`."""
     tag = _Tag(asked)
-    job = _Job(asked.stack, *_described(asked.stack))
+    present = _described(asked.stack)
     with agree.together() as block:
-        block.value = where_to(asked.folder, tag.name), asked.how.asked()
-    require_one_save(block.values)
+        structure = structure_of(asked.stack, present)
+        block.value = (
+            (where_to(asked.folder, tag.name), asked.how.asked()),
+            knows(asked.stack, structure),
+        )
+    require_one_save([said for said, _ in block.values])
+    known = all(is_known for _, is_known in block.values)
+    plan = planned(asked.stack, structure, present, str(tag.path), known)
+    job = _Job(asked.stack, present, plan.output)
     tag.take(job, job.own.differing(agree.collect(job.own.digest)))
     background, later = asked.background, ()
     if background is not None:
@@ -175,10 +185,9 @@ def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
         later = background.snapshot, says
     with agree.together():
         output = tag.output(job)
-        sink = SaveSink(asked.folder, tag.name, output, tag.sync, *later)
-    source = Memories(str(tag.path), job.states, SavedWeights(job.states))
+        sink = SaveSink(tag.path, output, tag.sync, tag.sums, *later)
     with say.progress("save") as advance:
-        return tag, moved(source, sink, run=TransferRun(progress=advance))
+        return tag, plan.moved(present, sink, TransferRun(progress=advance))
 
 
 def _settled(tag: "_Tag", values: Moved, blocked_seconds: float | None) -> SaveReport:
@@ -231,6 +240,7 @@ class _Tag:
         how, rank = self.asked.how, self._rank
         self.manifest = job.manifest
         with agree.together():
+            self.sums = WrittenSums(job.states, job.output)
             common = job.common(self.asked.arguments, str(self.path))
             # a live scheduler, and a program's own flags, may be in it
             self._common = copy.deepcopy(common.output())
@@ -247,7 +257,7 @@ class _Tag:
 
     def output(self, job: "_Job") -> FolderOutput:
         """The folder on paper."""
-        plan, files = job.output.plan, job.output.files()
+        plan, files = job.output.plan, job.output.files
         self._owners = {file.name: file.owner or 0 for file in files}
         close = partial(finish_files, plan=plan, common=self._common)
         return FolderOutput(job.output.parts, files, close, self._publish, "save", self._each)
@@ -266,7 +276,9 @@ class _Tag:
         folder, interval = asked.folder, asked.retain_interval
         before = newest(folder) if interval else None
         entries = entries_of(aside)
-        whole = completed(self.manifest, entries, self._said)
+        table, apart = self.sums.table()
+        whole = completed(self.manifest, entries, self._said | {FINGERPRINT: table})
+        self.notes += diverged(apart)
         self.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, self.sync)
         self.notes += prune(folder, asked.how.keep_latest, asked.stack)
         self.notes += retired(folder, before, self.steps, self._said[RUN], interval)
@@ -294,33 +306,23 @@ def _refuse_other(stack: Any) -> None:
         )
 
 
-def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
+def _described(stack: MegatronStack) -> PresentStates:
     """The engine with the states that its optimizers have now. Collective."""
     with agree.together():
         refuse_strange(_kept(stack), SaveError)
         require_usable(stack.optimizer)
     live = describe(stack)
     live.finish_gathers()
-    with agree.together() as told:
-        told.value = live.own.present()
-    states, scalars = _one_of([one for own in told.values for one in own])
-    buffers = tuple(
-        replace(
-            buffer,
-            states=(*buffer.states, *states),
-            members=tuple(replace(member, scalars=scalars) for member in buffer.members),
-        )
-        if buffer.stepped
-        else buffer
-        for buffer in live.manifest.buffers
-    )
+    found = present_states(live)
+    with agree.together():
+        _require_loadable(found.states)
     run = {
         random_states.STEPS: stack.iteration,
         random_states.SEED: torch.initial_seed(),
         "skipped_steps": stack.skipped_iterations,
         RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
     }
-    return live, replace(live.manifest, buffers=buffers, run=run)
+    return replace(found, manifest=replace(found.manifest, run=run))
 
 
 def _kept(stack: MegatronStack) -> Iterator[KeptValue]:
@@ -330,15 +332,14 @@ def _kept(stack: MegatronStack) -> Iterator[KeptValue]:
         yield from kept_of("scheduler", stack.scheduler, groups, live=False)
 
 
-def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
-    """What all pieces of all ranks have. Raises UsageError where it is not the same, or none, or
-    not in fp32."""
-    states, scalars = found[0] if found else ((), {})
-    if any(one != found[0] for one in found) or not states:
+def _require_loadable(states: States) -> None:
+    """Raises UsageError where the optimizer has no states, UnsupportedError for some that are not
+    in fp32."""
+    if not states:
         raise UsageError(
             "there is nothing that Megatron-LM could load as the state of an optimizer",
-            expected="the same states and step on every rank",
-            found=f"{found[0]} and others" if states else "none, before the first step",
+            expected="its states",
+            found="none, before the first step",
             fix="save after the first step",
         )
     if odd := [f"{state} in {dtype}" for state, dtype in states if dtype != "float32"]:
@@ -349,21 +350,20 @@ def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
             fix="keep the optimizer's states in fp32: leave --exp-avg-dtype and "
             "--exp-avg-sq-dtype out",
         )
-    return states, scalars
 
 
 class _Job:
     """One save on its way: what is written, the same on every rank, and what this rank has."""
 
-    def __init__(self, stack: MegatronStack, live: LiveMegatron, manifest: Manifest) -> None:
-        self.stack, self.live, self.manifest = stack, live, manifest
-        self.states = SavedStates(manifest, live)
-        buffers = {value.name: value.tensor for value in live.own.values if value.kind == "buffer"}
+    def __init__(self, stack: MegatronStack, states: PresentStates, output: StackOutput) -> None:
+        self.stack, self.states, self.output = stack, states, output
+        self.live, self.manifest = states.live, states.manifest
+        buffers = {
+            value.name: value.tensor for value in self.live.own.values if value.kind == "buffer"
+        }
         self.own = LiveValues(buffers, {}, None, False, {})
-        self.notes = list(live.own.taken_as)
+        self.notes = list(self.live.own.taken_as)
         self.kind = kind_of(stack.optimizer)
-        apart = isinstance(getattr(bare_model(stack.chunks[0]).config, FREQUENCY, 1), list)
-        self.output = StackOutput(manifest, self.kind, apart)
 
     def common(self, arguments: Any, file: str) -> CommonFile:
         """What stands in `common.pt`."""

@@ -1,0 +1,62 @@
+"""The states that the optimizers of megatron-core's stack have now."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_ucp.core.flat import Scalars, States
+from megatron_ucp.core.manifest import BufferPart, Manifest
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.engines.megatron.engine.live import LiveMegatron
+from megatron_ucp.errors import UsageError
+from megatron_ucp.reshard import agree
+
+
+@dataclass(frozen=True)
+class PresentStates:
+    """What the ranks hold of masters and moments, and of values: the engine, as the `manifest` says
+    with all `states` that its optimizers have now beside the masters (none before the first
+    step)."""
+
+    manifest: Manifest
+    live: LiveMegatron
+    states: States
+
+    def parts(self) -> list[BufferPart]:
+        return self.live.parts()
+
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        return self.live.read(slot, first, last)
+
+
+def present_states(live: LiveMegatron) -> PresentStates:
+    """Collective; nothing is changed. Raises UsageError on every rank where states differ."""
+    with agree.together() as told:
+        told.value = live.own.present()
+    with agree.together():
+        states, scalars = _one_of([one for own in told.values for one in own])
+    buffers = tuple(
+        replace(
+            buffer,
+            states=(*buffer.states, *states),
+            members=tuple(replace(member, scalars=scalars) for member in buffer.members),
+        )
+        if buffer.stepped
+        else buffer
+        for buffer in live.manifest.buffers
+    )
+    return PresentStates(replace(live.manifest, buffers=buffers), live, states)
+
+
+def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
+    """What all pieces of all ranks have. Raises UsageError where it is not the same."""
+    first = found[0] if found else ((), {})
+    for one in found:
+        if one != first:
+            raise UsageError(
+                "the optimizer's states are not alike",
+                expected="the same states and step of all parameters, on every rank",
+                found=f"{first} and {one}",
+                fix="step all parameters before",
+            )
+    return first
