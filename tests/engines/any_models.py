@@ -17,7 +17,6 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import chunks, models
 from megatron_ucp.engines.megatron.chunks import Stack, Stages
 from tests.engines.stack_jobs import (
-    BATCH,
     SEQUENCE,
     VOCAB,
     Engine,
@@ -65,21 +64,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Any_(Mcore):
+class AnyModel(Mcore):
     """A model of some kind of `SETTINGS` on a mesh."""
 
     kind: str = "dense"
-    plant: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def make_any(setup: Any_, attach: bool = True) -> Engine:
+def make_any(setup: AnyModel, attach: bool = True) -> Engine:
     """Built, wrapped, with an optimizer, and attached without a family."""
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
     import megatron_ucp_patches as patches
 
     for name in ("moe_router_gemm", "moe_dispatch_on_cpu", "uneven_gather_on_cpu"):
         patches.apply(name)
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker = {}  # of the size that the process met first
     torch.manual_seed(setup.seed)
     stack = _stack(setup)
     optimizer, scheduler = make_optimizer(setup, stack)
@@ -87,7 +88,7 @@ def make_any(setup: Any_, attach: bool = True) -> Engine:
     return Engine(setup, stack, optimizer, scheduler, handle)
 
 
-def _stack(setup: Any_) -> Stack:
+def _stack(setup: AnyModel) -> Stack:
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -109,7 +110,7 @@ def _stack(setup: Any_) -> Stack:
     return Stack(shown, config, made, bare)
 
 
-def _config(setup: Any_) -> Any:
+def _config(setup: AnyModel) -> Any:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     settings = {**SETTINGS[setup.kind], **setup.settings}
@@ -148,7 +149,7 @@ def _config(setup: Any_) -> Any:
     return kind(**{**usual, **settings, **stages.transformer(torch.float32)})
 
 
-def _model(setup: Any_, config: Any, number: int | None) -> Any:
+def _model(setup: AnyModel, config: Any, number: int | None) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -295,7 +296,7 @@ def _forward(kind: str) -> Any:
 # ------------------------------------------------ jobs
 
 
-def saved(setup: Any_, folder: str, steps: int = 2, more: int = 3) -> list[float]:
+def saved(setup: AnyModel, folder: str, steps: int = 2, more: int = 3) -> list[float]:
     """Trains, saves by this package and by stock, goes on; the losses after the save."""
     engine = make_any(setup)
     with _forward(setup.kind):
@@ -307,29 +308,69 @@ def saved(setup: Any_, folder: str, steps: int = 2, more: int = 3) -> list[float
     return found
 
 
-def resumed(setup: Any_, folder: str, again: str, steps: int = 2, more: int = 3) -> dict[str, Any]:
+def resumed(
+    setup: AnyModel, folder: str, again: str, steps: int = 2, more: int = 3
+) -> dict[str, Any]:
     """Loads into a model that has trained on something else; stock then saves what it holds."""
     engine = make_any(setup)
     with _forward(setup.kind):
         train(engine, 1, first=50)
         report = ucp.load(engine.handle, folder)
-        if setup.plant:
-            _plant(engine, setup.plant)
+        others = ucp.fingerprint(engine.handle).differences(ucp.fingerprint(folder))
         stock_save(engine, Path(again))
         losses = train(engine, more, first=steps)
     close(engine)
-    return {"losses": losses, "notes": list(report.notes)}
+    return {"losses": losses, "notes": list(report.notes), "others": others}
 
 
-def _plant(engine: Engine, what: str) -> None:
-    """Swaps the first rows of two parameters, or of one with its last."""
-    named = {n: p for bare in engine.stack.bare for n, p in bare.named_parameters()}
-    one, other = ([p for n, p in named.items() if what in n] * 2)[:2]
-    with torch.no_grad():
-        first, last = one.detach().view(-1)[:4], other.detach().view(-1)[-4:]
-        kept = first.clone()
-        first.copy_(last)
-        last.copy_(kept)
+def refused(setup: AnyModel, plant: str) -> str:
+    """What attaching a model says that numbers or cuts a parameter otherwise than it says."""
+    engine = make_any(setup, attach=False)
+    with PLANTS[plant](engine.stack.bare[0]):
+        parts = (engine.stack.chunks, engine.optimizer, engine.scheduler)
+        try:
+            ucp.attach_megatron(*parts)
+            found = ""
+        except ucp.UcpError as error:
+            found = str(error)
+    close(engine)
+    return found
+
+
+def _swapped_experts(model: Any) -> Any:
+    """The files have the experts of a rank in another order than the layer says."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    layer = next(one for one in model.modules() if isinstance(one, MoELayer))
+    own = layer.local_expert_indices
+    return mock.patch.object(layer, "local_expert_indices", own[::-1])
+
+
+def _later_prediction(model: Any) -> Any:
+    """A layer for multi-token prediction has the number of the next one."""
+    layer = model.mtp.layers[0]
+    return mock.patch.object(layer, "layer_number", layer.layer_number + 1)
+
+
+def _cut_by_columns(model: Any) -> Any:
+    """One rank says that the up projection of the queries is cut along its columns."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    linear = model.decoder.layers[0].self_attention.linear_q_up_proj
+
+    def said(prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        held = linear.state_dict(prefix="", keep_vars=True)
+        dim = dist.get_rank() % 2
+        return make_sharded_tensors_for_checkpoint(held, prefix, {"weight": dim}, sharded_offsets)
+
+    return mock.patch.object(linear, "sharded_state_dict", said)
+
+
+PLANTS = {
+    "swapped experts": _swapped_experts,
+    "later prediction": _later_prediction,
+    "cut by columns": _cut_by_columns,
+}
 
 
 def differing(one: Path, other: Path) -> list[str]:

@@ -226,5 +226,5 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
 def test_options_of_the_background_are_refused_for_other_saves() -> None:
     assert beside_training(True, {"deadline": 3.0}) == BesideTraining(deadline=3.0)
     assert beside_training(False, {}) is None
-    with pytest.raises(UsageError, match='deadline(.|\n)*save="background" beside them'):
+    with pytest.raises(UsageError, match=r'deadline(.|\n)*save="background" beside them'):
         beside_training(False, {"deadline": 3.0})

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.layout import Replicate, ShardRuns
+from megatron_ucp.core.layout import Chunks, Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.errors import (
@@ -226,14 +226,14 @@ class MegatronFolder(OpenedFolder):
                 )
 
     def as_recorded(self, found: Manifest) -> Manifest:
-        """With what the manifest beside the files knows of the model: its family and sizes, and
-        which rows of a vocabulary are data."""
+        """With what the manifest beside the files knows of the model: its family and sizes, which
+        rows of a vocabulary are data, and how a mesh cuts what nobody else says."""
         kept = self.recorded
         if kept is None or RECORDED not in kept.run:
             return found
-        extents = {(spec.name, spec.shape): spec.extent for spec in kept.params}
+        known = {(spec.name, spec.shape): spec for spec in kept.params}
         params = tuple(
-            replace(spec, extent=extents.get((spec.name, spec.shape))) for spec in found.params
+            _as_recorded(spec, known.get((spec.name, spec.shape))) for spec in found.params
         )
         run = {key: value for key, value in found.run.items() if key != ARGUMENTS}
         run[RECORDED] = kept.run[RECORDED]
@@ -264,6 +264,15 @@ class MegatronFolder(OpenedFolder):
         elif self.recorded is not None:
             out[SAVED_ON] = str(self.recorded.written_on)
         return out
+
+
+def _as_recorded(spec: ParamSpec, kept: ParamSpec | None) -> ParamSpec:
+    if kept is None:
+        return replace(spec, extent=None)
+    on_mesh = spec.on_mesh
+    if on_mesh is None and isinstance(spec.layout, Chunks):
+        on_mesh = kept.on_mesh if isinstance(kept.layout, Chunks) else kept.layout
+    return replace(spec, extent=kept.extent, on_mesh=on_mesh)
 
 
 # options that change what the optimizer's files hold
