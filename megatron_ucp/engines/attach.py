@@ -19,7 +19,7 @@ from megatron_ucp.engines.background import (
 )
 from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
-from megatron_ucp.engines.deepspeed.family import model_of, require_engine
+from megatron_ucp.engines.deepspeed.family import as_it_says, model_of, require_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Asked, save
@@ -76,7 +76,8 @@ def attach(
     Args:
         engine: What `deepspeed.initialize` returned.
         family: The model family (a registered name, or a `Family`), which declares how tensor
-            parallelism of megatron-core shards the model. What AutoTP shards says so itself.
+            parallelism of megatron-core shards the model. Without one a model of megatron-core's
+            says it itself, as does what AutoTP shards; an export to Hugging Face needs the family.
         loader: A data loader whose position is kept in saves and restored by loads.
         durable: Whether a save's files are on disk before they count. Default: true.
         keep_latest: How many whole tags are left after a save. Default: all.
@@ -127,13 +128,15 @@ def _attach(
     check_options(**loading)
     with agree.together():
         model = model_of(engine, family)
+    model = as_it_says(engine, model)
+    with agree.together():
         refuse_engine(engine, model)
         refuse_writer(engine)
         taken_as = carried_as(engine)
         refuse_strange(kept.of_engine(engine), left=how.values_left)
     if taken_as:
         say.note(taken_as)
-    if model is not None and not hasattr(engine.module, INFO):
+    if model is not None and model.family.name and not hasattr(engine.module, INFO):
         _say_layouts(engine, model)
     if beside is not None:
         keep_background(engine, Background(beside))

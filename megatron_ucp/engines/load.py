@@ -12,7 +12,7 @@ import torch
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.built import reducing
-from megatron_ucp.engines.deepspeed.family import model_of
+from megatron_ucp.engines.deepspeed.family import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.loader import ResumableLoader
@@ -135,6 +135,8 @@ def to_fill(engine: Any, family: Any) -> LiveEngine:
     """An engine of DeepSpeed, attached or not. Collective. Raises a UcpError on every rank."""
     with agree.together():
         model = model_of(engine, family)
+    model = as_it_says(engine, model)
+    with agree.together():
         refuse_engine(engine, model)
     return describe(engine, model)
 

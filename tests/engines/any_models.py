@@ -17,6 +17,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import chunks, models
 from megatron_ucp.engines.megatron.chunks import Stack, Stages
 from tests.engines.stack_jobs import (
+    BATCH,
     SEQUENCE,
     VOCAB,
     Engine,
@@ -56,6 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "leading dense layers": DENSE_FIRST,
     "shared experts and router bias": {**SHARED, **BIASED},
     "latent attention": {**LATENT, **SHARED, **BIASED},
+    "latent attention alone": LATENT,
     "multi-token prediction": {"mtp_num_layers": 1},
     "predicting mixture": {**SHARED, "mtp_num_layers": 2, "qk_layernorm": True},
     "bert": {"gated_linear_unit": False, "activation_func": F.gelu, "add_bias_linear": True},
@@ -291,6 +293,71 @@ def _forward(kind: str) -> Any:
         yield
     finally:
         chunks._forward_step = stock
+
+
+# ------------------------------------------------ under DeepSpeed
+
+
+def make_under_deepspeed(setup: AnyModel, zero: int) -> Any:
+    """An engine of DeepSpeed around such a model, attached without a family."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    models.start(setup.tp, 7)
+    torch.manual_seed(setup.seed)
+    model = _model(setup, _config(setup), None)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, mpu=models.mpu(), config=config
+    )
+    return ucp.attach(engine)
+
+
+def train_under_deepspeed(engine: Any, steps: int, first: int = 0) -> list[float]:
+    """As `train`; every rank has the same batch."""
+    mask = models.not_attended(SEQUENCE, torch.device("cpu"))
+    out: list[float] = []
+    for step in range(first, first + steps):
+        drawn = torch.randint(
+            40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step)
+        )
+        places = torch.arange(SEQUENCE).expand(BATCH, -1)
+        loss = engine(drawn[:, :-1].contiguous(), places, mask, labels=drawn[:, 1:].contiguous())
+        engine.backward(loss.float().mean())
+        engine.step()
+        out.append(float(loss.detach().float().mean()))
+    return out
+
+
+def saved_under_deepspeed(setup: AnyModel, zero: int, folder: str) -> list[float]:
+    """As `saved`."""
+    engine = make_under_deepspeed(setup, zero)
+    train_under_deepspeed(engine, 2)
+    engine.save_checkpoint(folder)
+    losses = train_under_deepspeed(engine, 3, first=2)
+    engine.destroy()
+    models.stop()
+    return losses
+
+
+def resumed_under_deepspeed(setup: AnyModel, zero: int, folder: str) -> dict[str, Any]:
+    """As `resumed`."""
+    engine = make_under_deepspeed(setup, zero)
+    train_under_deepspeed(engine, 1, first=50)
+    before = ucp.fingerprint(engine).differences(ucp.fingerprint(folder))
+    engine.load_checkpoint(folder)
+    others = ucp.fingerprint(engine).differences(ucp.fingerprint(folder))
+    losses = train_under_deepspeed(engine, 3, first=2)
+    engine.destroy()
+    models.stop()
+    return {"losses": losses, "before": before, "others": others}
 
 
 # ------------------------------------------------ jobs

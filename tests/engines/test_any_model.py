@@ -37,10 +37,28 @@ def on(kind: str, mesh: tuple[int, int, int, int | None], **more: Any) -> AnyMod
     return AnyModel(kind=kind, tp=tp, pp=pp, ep=ep, etp=etp, **more)
 
 
+def steps_alike(kind: str) -> int:
+    """How many losses a run on another mesh has alike: megatron-core's latent attention of local
+    modules has other gradients under another tp, also without a resume."""
+    return 1 if kind.startswith("latent attention") else STEPS
+
+
+@pytest.fixture(scope="module")
+def deepspeed_sources(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """As `sources`, of runs under DeepSpeed at tp=2, ZeRO-2."""
+
+    class Sources(dict[str, Any]):
+        def __missing__(self, kind: str) -> Any:
+            folder, setup = str(tmp_path_factory.mktemp("any")), AnyModel(kind=kind, tp=2)
+            found = ranks.run(WORLD, JOBS + "saved_under_deepspeed", setup, 2, folder)
+            return self.setdefault(kind, (folder, found[0]))
+
+    return Sources()
+
+
 @pytest.fixture(scope="module")
 def sources(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of each kind the folder and the losses of the run that goes on; made when it is asked for."""
-    known: dict[str, Any] = {}
 
     class Sources(dict[str, Any]):
         def __missing__(self, kind: str) -> Any:
@@ -48,7 +66,7 @@ def sources(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             found = ranks.run(WORLD, JOBS + "saved", on(kind, MESHES[kind][0]), folder)
             return self.setdefault(kind, (folder, found[0]))
 
-    return Sources(known)
+    return Sources()
 
 
 @pytest.mark.parametrize(("kind", "mesh"), CASES)
@@ -60,8 +78,7 @@ def test_another_mesh_has_the_same_bits_and_losses(
     count, unequal = ranks.run(1, JOBS + "compared", f"{folder}/stock", str(tmp_path / "b"))[0]
     assert found[0]["others"] == [] and count > 20
     assert set(unequal) <= (STOCK_LOSES if kind == "predicting mixture" and mesh[1] > 1 else set())
-    # megatron-core's latent attention of local modules steps otherwise under another tp
-    same = 1 if kind == "latent attention" else STEPS
+    same = steps_alike(kind)
     assert found[0]["losses"][:same] == pytest.approx(losses[:same], abs=1e-5)
 
 
@@ -116,3 +133,27 @@ def test_a_planted_fault_is_named_on_every_rank(
             "two ranks say different things of how a parameter is cut",
         )
         assert parameter in found
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent attention alone", "own module"])
+@pytest.mark.parametrize(("tp", "zero"), [(1, 3), (2, 1), (4, 2)])
+def test_under_deepspeed(
+    ranks: RankPool, deepspeed_sources: dict[str, Any], kind: str, tp: int, zero: int
+) -> None:
+    """Across stages of ZeRO too; a run of the stack's own loads the same files."""
+    folder, losses = deepspeed_sources[kind]
+    setup = AnyModel(kind=kind, tp=tp, seed=3)
+    for found in ranks.run(WORLD, JOBS + "resumed_under_deepspeed", setup, zero, folder):
+        assert found["others"] == [] and len(found["before"]) > 10
+        same = steps_alike(kind)
+        assert found["losses"][:same] == pytest.approx(losses[:same], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent attention alone"])
+def test_the_stack_resumes_a_run_of_deepspeed(
+    ranks: RankPool, deepspeed_sources: dict[str, Any], tmp_path: Path, kind: str
+) -> None:
+    folder, _ = deepspeed_sources[kind]
+    setup = on(kind, (2, 2, 1, None), seed=3)
+    for found in ranks.run(WORLD, JOBS + "resumed", setup, folder, str(tmp_path / "b")):
+        assert found["others"] == []

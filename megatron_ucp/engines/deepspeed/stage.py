@@ -136,7 +136,7 @@ class OwnStage:
     @property
     def at(self) -> Coords:
         """This rank's place (see `Mesh.holding`)."""
-        return self._along(axis for axis, _ in self.places[0])
+        return self.along(axis for axis, _ in self.places[0])
 
     @property
     def speaks(self) -> bool:
@@ -148,9 +148,9 @@ class OwnStage:
 
     def cut(self, buffer: FlatBuffer) -> Coords:
         """This rank's place along the axes that cut one of its buffers."""
-        return self._along(buffer.axes)
+        return self.along(buffer.axes)
 
-    def _along(self, axes: Iterable[str]) -> Coords:
+    def along(self, axes: Iterable[str]) -> Coords:
         """This rank's place along some axes."""
         experts = expert_place(self.number, self.ep_rank, self.etp_rank)
         here = dict((*at_tp(self.tp_rank), *experts))

@@ -10,7 +10,7 @@ are which.
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +28,18 @@ from megatron_ucp.core.layout import (
     layout_to_json,
     same_layout,
 )
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Coords
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Declared, Family, Model
 from megatron_ucp.families.measure import TRUE_VOCAB
+from megatron_ucp.reshard import agree
 
 SOURCE = "the model's own sharded_state_dict()"
 _OFFSETS = "_ucp_offsets"  # of a ShardedTensor: those that it was made from
 
 
 @dataclass(frozen=True)
-class Place:
+class Share:
     """Into how many parts the ranks cut a parameter, along which axis, and which part this rank
     has."""
 
@@ -55,7 +56,10 @@ class NoSizes:
 Table = dict[str, Declared]
 
 
-def derived_table(model: Any, names: Mapping[str, str], mesh: Mesh, rank: int) -> Table:
+Place = Mapping[str, tuple[int, int]]  # of each axis that cuts: its size, and this rank's index
+
+
+def derived_table(model: Any, names: Mapping[str, str], place: Place) -> Table:
     """What this rank's `model` says of each of its parameters. `names` are those of its state dict,
     each with the canonical one.
 
@@ -71,7 +75,7 @@ def derived_table(model: Any, names: Mapping[str, str], mesh: Mesh, rank: int) -
                 shape = tuple(entry.data.shape)
                 pieces = _pieces(name, entry, shape)
                 _check_numbers(name, pieces)
-                declared = _declared(name, shape, pieces, _place_of(name, mesh, rank))
+                declared = _declared(name, shape, pieces, _share_of(name, place))
                 out.setdefault(name, _with_extent(declared, entry, model))
         missing = sorted({names[own] for own in params.values() if own in names} - out.keys())
     if missing:
@@ -90,6 +94,19 @@ def digest_of(table: Mapping[str, Declared]) -> str:
     """Equal for tables that say the same."""
     said = [(name, one.shape, layout_to_json(one.layout)) for name, one in sorted(table.items())]
     return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def said_together(own: Callable[[], Table], at: Coords, speaks: bool) -> Table:
+    """What all ranks say, of which each has its `own`: the ranks at one place of the mesh (`at`)
+    must say the same, and the first of them `speaks`. Collective. Raises what `own` raises on every
+    rank, and LayoutError."""
+    with agree.together() as told:
+        table = own()
+        told.value = at, digest_of(table), table if speaks else None
+    said = {(place, digest) for place, digest, _ in told.values}
+    if len(said) > len({place for place, _ in said}):
+        return joined_tables(agree.gather(table))  # says where they differ
+    return joined_tables([one or {} for _, _, one in told.values])
 
 
 def joined_tables(tables: Sequence[Mapping[str, Declared]]) -> Table:
@@ -132,9 +149,9 @@ def require_agreement(model: Model, table: Mapping[str, Declared]) -> None:
             )
 
 
-def _place_of(name: str, mesh: Mesh, rank: int) -> Place:
-    ((axis, parts),) = mesh.cuts(expert=is_expert(name)).items()
-    return Place(axis, parts, mesh.index(rank, axis))
+def _share_of(name: str, place: Place) -> Share:
+    (axis,) = EXPERT_CUT if is_expert(name) else DENSE_CUT
+    return Share(axis, *place[axis])
 
 
 @contextmanager
@@ -262,7 +279,7 @@ def _numbers(name: str) -> list[str]:
     return re.findall(r"(?<=\.)\d+(?=\.)", name)
 
 
-def _declared(name: str, shape: Ints, pieces: Sequence[_Piece], place: Place) -> Declared:
+def _declared(name: str, shape: Ints, pieces: Sequence[_Piece], share: Share) -> Declared:
     """The whole shape and the layout. Raises UnsupportedError."""
     dims = {dim for piece in pieces for dim, _, _ in piece.offsets}
     if not dims and len(pieces) == 1:
@@ -271,18 +288,18 @@ def _declared(name: str, shape: Ints, pieces: Sequence[_Piece], place: Place) ->
         raise _not_a_layout(name, f"cut along the dims {sorted(dims)}")
     (dim,) = dims
     for piece in pieces:
-        if any((index, of) != (place.index, place.parts) for _, index, of in piece.offsets):
+        if any((index, of) != (share.index, share.parts) for _, index, of in piece.offsets):
             raise _not_a_layout(name, f"{piece.key} cut as {piece.offsets}")
     sizes = _rows(name, shape, dim, pieces)
-    whole = (*shape[:dim], shape[dim] * place.parts, *shape[dim + 1 :])
-    return Declared(whole, _cut_along(place, dim, sizes))
+    whole = (*shape[:dim], shape[dim] * share.parts, *shape[dim + 1 :])
+    return Declared(whole, _cut_along(share, dim, sizes))
 
 
-def _cut_along(place: Place, dim: int, sizes: Sequence[int]) -> Layout:
+def _cut_along(share: Share, dim: int, sizes: Sequence[int]) -> Layout:
     """`sizes` are those that this rank has of each part along the dim."""
     if len(sizes) == 1:
-        return Shard(place.axis, dim)
-    return ShardNC(place.axis, dim, tuple(size * place.parts for size in sizes))
+        return Shard(share.axis, dim)
+    return ShardNC(share.axis, dim, tuple(size * share.parts for size in sizes))
 
 
 def _rows(name: str, shape: Ints, dim: int, pieces: Sequence[_Piece]) -> list[int]:

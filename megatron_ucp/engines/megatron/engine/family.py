@@ -7,21 +7,19 @@ from typing import Any
 import torch
 
 from megatron_ucp import say
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.engines.megatron.derived import (
     Table,
     derived_table,
-    digest_of,
-    joined_tables,
     model_by_itself,
     require_agreement,
+    said_together,
 )
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
 from megatron_ucp.errors import LayoutError, UsageError
 from megatron_ucp.families import families, model_of_module
 from megatron_ucp.families.base import Declared, Family, Model
 from megatron_ucp.families.measure import measured
-from megatron_ucp.reshard import agree
 
 
 def table_of(chunks: Sequence[Any], mesh: Mesh) -> Table:
@@ -29,17 +27,14 @@ def table_of(chunks: Sequence[Any], mesh: Mesh) -> Table:
     UnsupportedError, LayoutError on every rank."""
     rank = torch.distributed.get_rank()
     at = mesh.at(rank, dict(mesh.holding()[0]))
-    own: Table = {}
-    with agree.together() as told:
-        for bare in map(bare_model, chunks):
-            own |= derived_table(bare, canonical_names(bare), mesh, rank)
-        is_first = rank == mesh.rank_of(at, 0)
-        told.value = at, digest_of(own), own if is_first else None
-    if len({(place, digest) for place, digest, _ in told.values}) != len(
-        {place for place, _, _ in told.values}
-    ):
-        return joined_tables(agree.gather(own))  # says where they differ
-    return joined_tables([table or {} for _, _, table in told.values])
+    place = mesh.place(mesh.at(rank, (*DENSE_CUT, *EXPERT_CUT)))
+
+    def own() -> Table:
+        models = [bare_model(chunk) for chunk in chunks]
+        tables = [derived_table(one, canonical_names(one), place) for one in models]
+        return {name: declared for table in tables for name, declared in table.items()}
+
+    return said_together(own, at, rank == mesh.rank_of(at, 0))
 
 
 def model_of(
