@@ -15,7 +15,7 @@ def fingerprint(engine_or_path: Any, tag: str | None = None) -> Fingerprint:
 
     Args:
         engine_or_path: An attached DeepSpeed engine, or a checkpoint: the tag's folder or the one
-            above it.
+            above it. Or a file with what `megatron-ucp inspect --fingerprint --json` printed.
         tag: Of a checkpoint's folder; default the newest.
 
     Returns:

@@ -25,7 +25,9 @@ SOURCE = Setup(1, "bf16")
 # ------------------------------------------------ arithmetic
 
 
-@pytest.mark.parametrize("shape", [(7,), (1,), (6, 5), (3, 1, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(7,), (1,), (6, 5), (3, 1, 4), (200,), (101, 2), (2, 3, 40)], ids=str
+)
 def test_runs_of_a_tensor_add_up_to_its_crc(shape: tuple[int, ...]) -> None:
     """Runs at constant strides, each of 12 bytes in rows of 20, against zlib's CRC of all bytes
     with zeros between."""
