@@ -16,7 +16,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.file_source import SharedFiles
 from megatron_ucp.reshard.fingerprint import (
-    Named,
+    StateKey,
     Sums,
     Table,
     require_alike,
@@ -27,7 +27,7 @@ from megatron_ucp.reshard.fingerprint import (
 )
 from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow, param_of
 from megatron_ucp.reshard.own_values import set_buffers
-from megatron_ucp.reshard.report import Compared
+from megatron_ucp.reshard.report import FingerprintCheck
 from megatron_ucp.reshard.transfer import Proved, SinkPart, TransferRun
 
 _NAMED = 5  # parameters that a note lists by name
@@ -65,10 +65,10 @@ class EngineSink:
         self.filled, self.extras, self.notes = filled, extras, notes
         self._read: tuple[Readable, Plan] | None = None
         self._sums: Sums = {}
-        self._sizes: Counter[Named] = Counter()
+        self._sizes: Counter[StateKey] = Counter()
         self._loaded_bytes = 0
         self._file = ""
-        self.compared: Compared | None = None
+        self.compared: FingerprintCheck | None = None
 
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
@@ -113,11 +113,13 @@ class EngineSink:
         self.notes[:0] = _of_all_ranks(manifest, found)
         if self.filled.recorded and self.how.checksums:
             same = self._compare(sums)
-            self.compared = Compared(sum(own[key] for own in sizes for key in same), sum(loaded))
+            self.compared = FingerprintCheck(
+                sum(own[key] for own in sizes for key in same), sum(loaded)
+            )
         rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
         return lost_in(self.engine, checkpoint, plan) if rounds else {}
 
-    def _compare(self, ranks: Sequence[Sums]) -> set[Named]:
+    def _compare(self, ranks: Sequence[Sums]) -> set[StateKey]:
         """Which states were compared. Raises ForeignFileError where what ranks have now is not what
         was saved."""
         table, apart = table_of(self.parts[0].target, ranks)

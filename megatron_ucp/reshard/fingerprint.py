@@ -32,7 +32,7 @@ Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-3
 # parameter, state, dtype, share, its holder, partition
 ShareKey = tuple[str, str, str, Box, tuple[int, Any], int]
 Sums = dict[ShareKey, int]  # what one rank's memory adds to the whole
-Named = tuple[str, str]  # parameter, state
+StateKey = tuple[str, str]  # parameter, state
 ReadFlat = Callable[[Slot], torch.Tensor]
 
 
@@ -78,7 +78,7 @@ def sums_of(
     wants: Iterable[tuple[Slot, str]],
     read: ReadFlat,
     compared: Callable[[str, str, str], bool] = lambda *_: True,
-    sizes: Counter[Named] | None = None,
+    sizes: Counter[StateKey] | None = None,
 ) -> Sums:
     """What a rank's memory of some slots adds to the CRC-32s of their parameters; each slot holds
     the state that is named with it. Only that is looked at whose parameter, state and dtype are
@@ -344,7 +344,7 @@ def recorded_in(run: Mapping[str, Any]) -> Table:
     }
 
 
-def require_recorded(table: Table, recorded: Table, file: str) -> set[Named]:
+def require_recorded(table: Table, recorded: Table, file: str) -> set[StateKey]:
     """Which states were compared: those that were recorded in the same dtype. Raises
     ForeignFileError where one is not the recorded one."""
     pairs = {

@@ -8,7 +8,7 @@ from megatron_ucp import say
 
 
 @dataclass(frozen=True)
-class Compared:
+class FingerprintCheck:
     """How many bytes of the ranks' memory were compared with the fingerprint that the save
     recorded, of all that were loaded into it. Not compared is what a load rounds, averages or
     resizes, what each rank has of its own, and padding of a vocabulary."""
@@ -41,7 +41,7 @@ class Report:
     run_id: str = ""
     all_read_bytes: int = 0
     left_out: str = ""
-    fingerprint: Compared | None = None
+    fingerprint: FingerprintCheck | None = None
 
     @property
     def _compared(self) -> str:
