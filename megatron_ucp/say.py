@@ -166,6 +166,11 @@ def of(done: int, total: int, unit: str = "B") -> str:
     return f"{_short(done / scale)} of {_short(total / scale)} {name}"
 
 
+def part(done: int, total: int) -> str:
+    """How many bytes of how many: "15.5 GB" where it is all of them."""
+    return amount(done) if done == total else of(done, total)
+
+
 def duration(seconds: float) -> str:
     """Seconds for people: "0.16 s", "41 s", "3 min 20 s", "1 h 05 min"."""
     if seconds < 9.95:

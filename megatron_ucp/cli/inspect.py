@@ -23,19 +23,22 @@ def run(args: Any) -> int:
     from megatron_ucp.reshard.inspect import inspect
 
     found = inspect(args.path, **named(args, "tag", "rules"))
-    summed = {}
-    if args.fingerprint:
-        from megatron_ucp.reshard.fingerprint import of_path
-
-        summed = {"fingerprint": of_path(args.path, args.tag).digest}
+    summed = _summed(args) if args.fingerprint else {}
     if args.json:
         return print_json({**_tree(found), **summed}, DONE)
     print(found)
-    for name, digest in summed.items():
-        print(f"{name:12} {digest}")
+    for name, one in summed.items():
+        print(f"{name:12} {one['digest']}")
     if args.all:
         print(f"\n{found.details()}")
     return DONE
+
+
+def _summed(args: Any) -> dict[str, dict[str, Any]]:
+    from megatron_ucp.reshard.fingerprint import PARTS, of_path
+
+    found = of_path(args.path, **named(args, "tag", "rules"))
+    return {FINGERPRINT: {"digest": found.digest, **{key: getattr(found, key) for key in PARTS}}}
 
 
 def _tree(found: Any) -> dict[str, Any]:

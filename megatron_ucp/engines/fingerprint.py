@@ -15,7 +15,8 @@ def fingerprint(engine_or_path: Any, tag: str | None = None) -> Fingerprint:
 
     Args:
         engine_or_path: An attached engine (of DeepSpeed, or what `attach_megatron` returned), or a
-            checkpoint: the tag's folder or the one above it.
+            checkpoint: the tag's folder or the one above it. Or a file with what `megatron-ucp
+            inspect --fingerprint --json` printed.
         tag: Of a checkpoint's folder; default the newest.
 
     Returns:

@@ -28,6 +28,7 @@ from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, op
 from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.file_source import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.fingerprint import is_kept, of_path
 from megatron_ucp.reshard.hugging_face.twin import told_by
 from megatron_ucp.reshard.one_parameter import one_parameter, slots_of
 from megatron_ucp.reshard.transfer import SinkPart, WindowReader, proved
@@ -54,6 +55,7 @@ def diff(
     progress: Progress | None = None,
     rules: str | Path | None = None,
     rules_b: str | Path | None = None,
+    fingerprint: bool = False,
 ) -> list[Difference]:
     """Compares two checkpoints of any formats and meshes, bit by bit: parameters, shapes, fp32
     master weights, optimizer states, steps, hyper-parameters, counters, schedules.
@@ -63,22 +65,30 @@ def diff(
     rounded to its dtypes.
 
     Args:
-        a: A tag folder, the folder above it, or a Hugging Face folder.
+        a: A tag folder, the folder above it, or a Hugging Face folder. Or a file with what
+            `megatron-ucp inspect --fingerprint --json` printed of a checkpoint that lies elsewhere:
+            then fingerprints are compared.
         b: The other one.
         progress: `progress(done, total)` counts bytes.
         rules: A file of rules (docs/reference/rules.md) for both.
         rules_b: Another one for `b`.
+        fingerprint: Compares what the saves recorded of every parameter and state, and reads no
+            tensor.
 
     Returns:
         Every difference; an empty list where there is none.
 
     Raises:
-        UcpError: For a checkpoint that can't be read.
+        UcpError: For a checkpoint that can't be read, or has no such record.
 
     Example:
         >>> import megatron_ucp as ucp
         >>> assert not ucp.diff("runs/llama", "dp3/global_step80")
     """
+    if fingerprint or is_kept(a) or is_kept(b):
+        sides = (a, rules), (b, rules_b or rules)
+        first, second = (of_path(p, rules=r, recorded=fingerprint) for p, r in sides)
+        return [Difference(*one) for one in first.compared(second)]
     with ExitStack() as opened:
         one, two = _opened(a, b, rules, rules_b or rules, opened)
         if Keeper.WEIGHTS in (one.manifest.keeper, two.manifest.keeper):

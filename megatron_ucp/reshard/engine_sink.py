@@ -1,8 +1,9 @@
 """A live engine as a sink: its memory is filled in place, in the order of the files."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Self
 
 from megatron_ucp.core.flat import Scalars
@@ -10,10 +11,12 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Cast, Mean, Plan, Slot
 from megatron_ucp.errors import some_of
 from megatron_ucp.formats.base import Readable
+from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.file_source import SharedFiles
 from megatron_ucp.reshard.fingerprint import (
+    StateKey,
     Sums,
     Table,
     require_alike,
@@ -24,6 +27,7 @@ from megatron_ucp.reshard.fingerprint import (
 )
 from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow, param_of
 from megatron_ucp.reshard.own_values import set_buffers
+from megatron_ucp.reshard.report import FingerprintCheck
 from megatron_ucp.reshard.transfer import Proved, SinkPart, TransferRun
 
 _NAMED = 5  # parameters that a note lists by name
@@ -61,7 +65,10 @@ class EngineSink:
         self.filled, self.extras, self.notes = filled, extras, notes
         self._read: tuple[Readable, Plan] | None = None
         self._sums: Sums = {}
+        self._sizes: Counter[StateKey] = Counter()
+        self._loaded_bytes = 0
         self._file = ""
+        self.compared: FingerprintCheck | None = None
 
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
@@ -80,25 +87,21 @@ class EngineSink:
         self._file = source.file
         source.read(plan, self.engine.tensor, run.progress)
         if self.filled.recorded and self.how.checksums:
-            self._sums = self._filled_sums(parts)
+            self._loaded_bytes = sum(map(_bytes_of, parts))
+            for one in parts:
+                target, wants = one.part.target, one.part.wants
+                only = partial(self._is_compared, target, dict(wants))
+                self._sums |= sums_of(target, wants, self.engine.read, only=only, sizes=self._sizes)
 
-    def _filled_sums(self, parts: Sequence[Proved]) -> Sums:
-        """What this rank's memory adds to the fingerprint of what was loaded."""
-        out: Sums = {}
-        for one in parts:
-            same = [want for want in one.part.wants if self._is_compared(one.part.target, *want)]
-            out |= sums_of(one.part.target, same, self.engine.read)
-        return out
-
-    def _is_compared(self, target: Manifest, slot: Slot, state: str) -> bool:
-        """Whether a slot gets what the checkpoint has, element by element."""
-        dtype = target.buffers[slot.buffer].dtype_of(slot.state)
-        names = {member.param for member in target.buffers[slot.buffer].members}
-        return all(
-            name in self.held.by_name
-            and true_shape(self.held.by_name[name]) == true_shape(target.by_name[name])
-            and self.held.states_of(name).get(state) == dtype
-            for name in names
+    def _is_compared(
+        self, target: Manifest, states: Mapping[Slot, str], slot: Slot, name: str
+    ) -> bool:
+        """Whether a parameter in a slot gets what the checkpoint has, element by element."""
+        held, dtype = self.held.by_name.get(name), target.buffers[slot.buffer].dtype_of(slot.state)
+        return (
+            held is not None
+            and true_shape(held) == true_shape(self.engine.manifest.by_name[name])
+            and self.held.states_of(name).get(states[slot]) == dtype
         )
 
     def lost(self) -> Lost:
@@ -108,18 +111,23 @@ class EngineSink:
         if self._read is None:
             return {}
         (checkpoint, plan), manifest = self._read, self.engine.manifest
-        told = agree.gather((_inexact(plan, manifest), self._sums))
-        found = [inexact for inexact, _ in told]
+        own = _inexact(plan, manifest), self._sums, self._sizes, self._loaded_bytes
+        found, sums, sizes, loaded = zip(*agree.gather(own), strict=True)
         self.notes[:0] = _of_all_ranks(manifest, found)
-        self._compare([sums for _, sums in told])
+        if self.filled.recorded and self.how.checksums:
+            same = self._compare(sums)
+            self.compared = FingerprintCheck(
+                sum(own[key] for own in sizes for key in same), sum(loaded)
+            )
         rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
         return lost_in(self.engine, checkpoint, plan) if rounds else {}
 
-    def _compare(self, ranks: Sequence[Sums]) -> None:
-        """Raises ForeignFileError where what ranks have now is not what was saved."""
+    def _compare(self, ranks: Sequence[Sums]) -> set[StateKey]:
+        """Which states were compared. Raises ForeignFileError where what ranks have now is not what
+        was saved."""
         table, apart = table_of(self.parts[0].target, ranks)
         require_alike(apart, self._file)
-        require_recorded(table, self.filled.recorded, self._file)
+        return require_recorded(table, self.filled.recorded, self._file)
 
     def finish(self) -> None:
         """Copies the masters into the weights; sets steps, hyper-parameters and extras."""
@@ -149,6 +157,15 @@ class EngineSink:
         own = {group.optimizer for group in self.engine.manifest.groups}
         theirs = {group.optimizer for group in self.held.groups}
         return self.engine.set_groups(self.filled.groups, carried=theirs <= {*own, ""})
+
+
+def _bytes_of(one: Proved) -> int:
+    """What a plan puts into the memory of a rank, padding apart."""
+    buffers = one.part.target.buffers
+    return sum(
+        op.box.numel * ITEMSIZE[buffers[op.target.slot.buffer].dtype_of(op.target.slot.state)]
+        for op in one.plan.ops
+    )
 
 
 def _joined(plans: Sequence[Plan]) -> Plan:

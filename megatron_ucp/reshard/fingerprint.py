@@ -5,6 +5,7 @@ table, the steps and the hyper-parameters."""
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,19 +19,22 @@ from megatron_ucp.core.box import Box, Ints, flat_boxes, span, strides
 from megatron_ucp.core.layout import Partial, Piece
 from megatron_ucp.core.manifest import FINGERPRINT, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.errors import ForeignFileError, some_of
+from megatron_ucp.errors import ForeignFileError, UsageError, some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import read_json
 from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.linear_crc import of_runs, shifted, standard
 
+PARTS = ("table", "settings")  # of a fingerprint, as JSON names them
 Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-32
 # parameter, state, dtype, share, its holder, partition
 ShareKey = tuple[str, str, str, Box, tuple[int, Any], int]
 Sums = dict[ShareKey, int]  # what one rank's memory adds to the whole
+StateKey = tuple[str, str]  # parameter, state
 # elements [first, last) of a slot, flat: of one parameter, as they lie
 ReadRun = Callable[[Slot, int, int], torch.Tensor]
 Only = Callable[[Slot, str], bool]  # whether a parameter in a slot counts
@@ -55,16 +59,19 @@ class Fingerprint:
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """What differs, by name; empty where both are of one state."""
-        out = [
-            f"{name} ({state})"
-            for name in sorted({*self.table, *other.table})
-            for state in sorted({*self.table.get(name, {}), *other.table.get(name, {})})
-            if self.table.get(name, {}).get(state) != other.table.get(name, {}).get(state)
-        ]
+        return [f"{name} ({what})" for name, what, _, _ in self.compared(other)]
+
+    def compared(self, other: "Fingerprint") -> Iterator[tuple[str, str, str, str]]:
+        """Each parameter that differs, what of it, and both sides as text."""
+        for name in sorted({*self.table, *other.table}):
+            a, b = self.table.get(name, {}), other.table.get(name, {})
+            for state in sorted({*a, *b}):
+                if a.get(state) != b.get(state):
+                    yield name, state, a.get(state, "missing"), b.get(state, "missing")
         for name in sorted({*self.settings, *other.settings}):
-            if self.settings.get(name) != other.settings.get(name):
-                out.append(f"{name} (steps or hyper-parameters)")
-        return out
+            a, b = self.settings.get(name, {}), other.settings.get(name, {})
+            if a != b:
+                yield name, "steps or hyper-parameters", _without(a, b), _without(b, a)
 
 
 # ------------------------------------------------ what one rank holds
@@ -76,17 +83,20 @@ def sums_of(
     read: ReadRun,
     within: tuple[int, int] | None = None,
     only: Only = lambda slot, param: True,
+    sizes: Counter[StateKey] | None = None,
 ) -> Sums:
     """What a rank's memory of some slots adds to the CRC-32s of their parameters; each slot holds
     the state that is named with it. Of each slot the elements `within` alone, and `only` some
-    parameters."""
+    parameters. `sizes` grows by the bytes of each."""
     out: Sums = {}
+    sizes = Counter() if sizes is None else sizes
     for slot, state in wants:
         dtype = manifest.buffers[slot.buffer].dtype_of(slot.state)
         for name, share, offset, held in _held(manifest, slot, within, only):
             memory = read(slot, offset, offset + span(held.full.shape, held.strides))
             key = name, state, dtype, share, (slot.buffer, slot.cut), slot.part
             out[key] = out.get(key, 0) ^ _sum(manifest.by_name[name], memory, held)
+            sizes[name, state] += held.full.numel * memory.element_size()
     return out
 
 
@@ -212,6 +222,12 @@ def settings_of(manifest: Manifest) -> dict[str, Any]:
     return out
 
 
+def _without(settings: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What of some settings is not in others."""
+    own = {key: value for key, value in settings.items() if other.get(key) != value}
+    return ", ".join(f"{key}={value}" for key, value in sorted(own.items())) or "missing"
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, bool):
         return None
@@ -297,14 +313,67 @@ def _read(checkpoint: Checkpoint, slot: Slot) -> torch.Tensor:
     return out
 
 
-def of_path(path: str | os.PathLike[str], tag: str | None = None) -> Fingerprint:
-    """The fingerprint of a checkpoint's files, compared with what the save recorded. Raises a
-    UcpError."""
-    with open_checkpoint(Path(path), tag) as source:
+def of_path(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    rules: str | Path | None = None,
+    *,
+    recorded: bool = False,
+) -> Fingerprint:
+    """The fingerprint of a checkpoint's files, compared with what the save recorded; or one that
+    lies in a JSON file. `recorded`: what the save recorded is taken, and no tensor is read. Raises
+    a UcpError."""
+    if is_kept(path):
+        return _kept_in(str(path))
+    with open_checkpoint(Path(path), tag, rules=rules) as source:
+        table = {} if source.recorded is None else recorded_in(source.recorded.run)
+        if recorded:
+            return Fingerprint(_required(table, str(source.folder)), settings_of(source.manifest))
         found = of_files(source)
-        if source.recorded is not None:
-            require_recorded(found.table, recorded_in(source.recorded.run), str(source.folder))
+        require_recorded(found.table, table, str(source.folder))
         return found
+
+
+def is_kept(path: Any) -> bool:
+    """Whether a path is that of a fingerprint in a file, and no checkpoint's."""
+    return (
+        isinstance(path, str | os.PathLike)
+        and Path(path).is_file()
+        and Path(path).suffix == ".json"
+    )
+
+
+def _kept_in(path: str) -> Fingerprint:
+    """What `megatron-ucp inspect --fingerprint --json` printed. Raises UsageError."""
+    kept = _objects(_objects(read_json(path)).get(FINGERPRINT))
+    table, settings = (_objects(kept.get(key)) for key in PARTS)
+    rows = (*table.values(), *settings.values())
+    if not table or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(
+            "the file holds no fingerprint",
+            file=path,
+            expected="what `megatron-ucp inspect PATH --fingerprint --json` prints",
+            fix="write it again, or give the folder of a checkpoint",
+        )
+    return Fingerprint(table, settings)
+
+
+def _objects(value: Any) -> dict[str, Any]:
+    """A JSON object; empty for another value."""
+    return value if isinstance(value, dict) else {}
+
+
+def _required(table: Table, file: str) -> Table:
+    """Raises UsageError where a save recorded nothing."""
+    if not table:
+        raise UsageError(
+            "no fingerprint was saved with this checkpoint",
+            file=file,
+            expected="a save of an attached engine, or a conversion of one",
+            fix="read all of its bytes: leave --fingerprint out, or compare with what "
+            "`megatron-ucp inspect PATH --fingerprint --json` prints of it",
+        )
+    return table
 
 
 # ------------------------------------------------ as a manifest keeps it
@@ -322,14 +391,16 @@ def recorded_in(run: Mapping[str, Any]) -> Table:
     }
 
 
-def require_recorded(table: Table, recorded: Table, file: str) -> None:
-    """Raises ForeignFileError where a value is not the recorded one, in the same dtype."""
-    wrong: list[tuple[str, str]] = []
-    for name, states in table.items():
-        for state, crc in states.items():
-            saved = recorded.get(name, {}).get(state, "")
-            if saved.partition(" ")[0] == crc.partition(" ")[0] and saved != crc:
-                wrong.append((name, state))
+def require_recorded(table: Table, recorded: Table, file: str) -> set[StateKey]:
+    """Which states were compared: those that were recorded in the same dtype. Raises
+    ForeignFileError where one is not the recorded one."""
+    pairs = {
+        (name, state): (crc, recorded.get(name, {}).get(state, ""))
+        for name, states in table.items()
+        for state, crc in states.items()
+    }
+    compared = {key for key, (a, b) in pairs.items() if a.partition(" ")[0] == b.partition(" ")[0]}
+    wrong = [key for key in pairs if key in compared and pairs[key][0] != pairs[key][1]]
     if wrong:
         name, state = wrong[0]
         raise ForeignFileError(
@@ -341,3 +412,4 @@ def require_recorded(table: Table, recorded: Table, file: str) -> None:
             fix="a file was changed or damaged, or this package has a defect: load an older tag, "
             "and report it",
         )
+    return compared

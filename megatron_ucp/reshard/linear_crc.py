@@ -6,7 +6,7 @@ polynomials modulo that of CRC-32). So ranks sum what they have, and nobody need
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import repeat
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
 
 _ONES = 0xFFFFFFFF
+_FEW = 48  # sums
 _Rows = Any  # numpy: uint8 of runs, bytes of a run
 _Sums = Any  # numpy: uint32
 
@@ -46,20 +47,24 @@ def of_runs(rows: _Rows, shape: Sequence[int], strides_bytes: Sequence[int]) -> 
 
 
 def _folded(sums: _Sums, stride_bytes: int) -> _Sums:
-    """Adds up the last dim, whose parts begin `stride_bytes` behind each other: two at a time."""
-    while sums.shape[-1] > 1:
+    """Adds up the last dim, whose parts begin `stride_bytes` behind each other: two at a time, and
+    the last few one by one, for which a call of numpy takes longer."""
+    while sums.shape[-1] > 1 and sums.size > _FEW:
         if sums.shape[-1] % 2:  # zeros in front of the whole change nothing
             sums = np.concatenate([np.zeros_like(sums[..., :1]), sums], axis=-1)
         sums = _shifted_each(sums[..., 0::2], stride_bytes) ^ sums[..., 1::2]
         stride_bytes *= 2
-    return sums[..., 0]
+    rows = sums.reshape(-1, sums.shape[-1]).tolist()
+    total = [reduce(lambda one, next_: shifted(one, stride_bytes) ^ next_, row) for row in rows]
+    return np.array(total, dtype=np.uint32).reshape(sums.shape[:-1])
 
 
 def _shifted_each(sums: _Sums, size_bytes: int) -> _Sums:
     tables = _tables(size_bytes)
-    out = tables[0][sums & 0xFF]
+    places = np.ascontiguousarray(sums, dtype="<u4").view(np.uint8).reshape(*sums.shape, 4)
+    out = tables[0].take(places[..., 0])
     for number in (1, 2, 3):
-        out = out ^ tables[number][sums >> np.uint32(8 * number) & 0xFF]
+        out ^= tables[number].take(places[..., number])
     return out
 
 

@@ -81,6 +81,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         str(said.get(RUN, "")),
         values.read_by_all,
         _left_out(how, engine),
+        sink.compared,
     )
 
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import megatron_ucp as ucp
 from tests.engines.autotp_states import canonical, fill, tensor_place
 from tests.engines.canonical import base_of, differences
+from tests.engines.fingerprints import unlike
 from tests.engines.model import MUON, uncompiled
 from tests.ranks import allow_fp16_on_cpu
 
@@ -260,11 +261,14 @@ def resume(
     before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}, "loss": 0.0}
     for tag in tags:
-        found["notes"][tag] = ucp.load(engine, folder, tag=tag, **options).notes
+        report = ucp.load(engine, folder, tag=tag, **options)
+        found["notes"][tag] = report.notes
         PLANTS[plant](engine)
         want = oracle["states"][tag]
         found["before"][tag] = differences(want, before)
         found["differences"][tag] = differences(want, canonical(engine))
+        exact = report.fingerprint is not None and not options
+        found["differences"][tag] += unlike(engine, folder, tag, exact)
     if more:
         losses = train(engine, more, first=oracle["steps"])
         found["loss"] = max(

@@ -219,15 +219,39 @@ def fingerprints(setup: Setup, folder: str, target: Setup) -> list[Any]:
     return [found, len(before.differences(found[0]))]
 
 
-def refused_load(setup: Setup, folder: str) -> str:
-    engine = make_engine(replace(setup, seed=9))
-    try:
-        engine.load_checkpoint(folder)
-        return ""
-    except ucp.UcpError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
+def refused_loads(
+    making: str, setup: Any, folder: str, tags: list[str]
+) -> dict[str, tuple[str, str]]:
+    """What an engine says to each tag, with checksums and without. `stale`: masters that lie far
+    from the training weights beside them are refused before a byte moves, else."""
+    engine = _named(making)(setup)
+    out: dict[str, tuple[str, str]] = {}
+    for tag in tags:
+        said = ["", ""]
+        for number, checksums in enumerate((True, False)):
+            try:
+                ucp.load(engine, f"{folder}/{tag}", checksums=checksums, allow={"stale"})
+            except ucp.UcpError as error:
+                said[number] = f"{type(error).__name__}: {error}"
+        out[tag] = said[0], said[1]
+    engine.destroy()
+    return out
+
+
+def reports(setup: Setup, folder: str, stock: str) -> list[Any]:
+    """Of loads of everything, of files without a manifest, into an engine of fp32, and without
+    checksums."""
+    found = []
+    for path, dtype, options in (
+        (folder, setup.dtype, {}),
+        (stock, setup.dtype, {}),
+        (folder, "fp32", {}),
+        (folder, setup.dtype, {"checksums": False}),
+    ):
+        engine = make_engine(replace(setup, dtype=dtype))
+        found.append(ucp.load(engine, path, **options))
         engine.destroy()
+    return found
 
 
 def back_in_the_next_save(setup: Setup, folder: str) -> list[str]:

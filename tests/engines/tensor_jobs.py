@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
 from tests.engines.canonical import canonical, differences, fill
+from tests.engines.fingerprints import unlike
 from tests.engines.model import MUON, uncompiled
 from tests.ranks import allow_fp16_on_cpu
 
@@ -181,11 +182,14 @@ def resume(
     before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
     for tag in tags:
-        found["notes"][tag] = ucp.load(engine, folder, tag=tag, **options).notes
+        report = ucp.load(engine, folder, tag=tag, **options)
+        found["notes"][tag] = report.notes
         if plant:
             (planting or plant_fault)(engine, plant)
         found["before"][tag] = differences(oracle["states"][tag], before)
         found["differences"][tag] = differences(oracle["states"][tag], canonical(engine))
+        exact = report.fingerprint is not None and not options
+        found["differences"][tag] += unlike(engine, folder, tag, exact)
     if more:
         found["loss"] = max(
             abs(a - b)

@@ -4,6 +4,10 @@ the smallest fault, which it names."""
 import itertools
 import json
 import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,14 @@ import torch
 from isal.isal_zlib import crc32
 
 import megatron_ucp as ucp
+from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.formats.durable import entry_of
 from megatron_ucp.reshard.linear_crc import linear, of_runs, shifted, standard
 from tests.engines.model import Setup
+from tests.engines.pipeline_jobs import Staged
+from tests.engines.sources import Sources
+from tests.engines.tensor_jobs import Mega
 from tests.ranks import RankPool
 
 JOBS = "tests.engines.direct_jobs:"
@@ -25,7 +34,9 @@ SOURCE = Setup(1, "bf16")
 # ------------------------------------------------ arithmetic
 
 
-@pytest.mark.parametrize("shape", [(7,), (1,), (6, 5), (3, 1, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(7,), (1,), (6, 5), (3, 1, 4), (200,), (101, 2), (2, 3, 40)], ids=str
+)
 def test_runs_of_a_tensor_add_up_to_its_crc(shape: tuple[int, ...]) -> None:
     """Runs at constant strides, each of 12 bytes in rows of 20, against zlib's CRC of all bytes
     with zeros between."""
@@ -84,17 +95,48 @@ def test_conversions_and_meshes_keep_it(ranks: RankPool, tmp_path: Path) -> None
     ucp.convert(tmp_path / "a", tmp_path / "torch_dist", to="torch_dist")
     for name in ("native", "universal", "torch_dist"):
         assert ucp.fingerprint(tmp_path / name).differences(want) == [], name
+        if (tmp_path / name / FILE_NAME).exists():  # a universal folder has none
+            assert ucp.diff(tmp_path / "a", tmp_path / name, fingerprint=True) == []
 
 
 # ------------------------------------------------ faults
 
 
-def flip(tensor: torch.Tensor) -> None:
-    tensor.view(torch.int32)[tensor.numel() // 2] ^= 1
+@dataclass
+class Shard:
+    """One state of one group in the file of a rank, and the same in the file of another one; `at`
+    is the number of an element."""
+
+    own: torch.Tensor
+    other: torch.Tensor
+    at: int
 
 
-def swap(tensor: torch.Tensor) -> None:
-    tensor[0], tensor[1] = tensor[1].clone(), tensor[0].clone()
+def flip(shard: Shard) -> None:
+    shard.own.view(torch.int32)[shard.at] ^= 1
+
+
+def swap(shard: Shard) -> None:
+    own, at = shard.own, shard.at
+    assert own[at] != own[at + 1]
+    own[at], own[at + 1] = own[at + 1].clone(), own[at].clone()
+
+
+def drop(shard: Shard) -> None:
+    shard.own.zero_()
+
+
+def double(shard: Shard) -> None:
+    shard.own.copy_(shard.other)
+
+
+FAULTS: dict[str, Callable[[Shard], None]] = {
+    "a flipped bit": flip,
+    "two swapped elements": swap,
+    "a dropped shard": drop,
+    "a doubled shard": double,
+}
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 def shards(tree: Any, state: str) -> list[torch.Tensor]:
@@ -104,43 +146,63 @@ def shards(tree: Any, state: str) -> list[torch.Tensor]:
     return [one[state] for one in held["base_optimizer_state"]["state"].values()]
 
 
-FAULTS: dict[str, tuple[str, Any]] = {
-    "a flipped bit of a master": ("fp32", flip),
-    "a flipped bit of a moment": ("exp_avg_sq", flip),
-    "two swapped elements": ("exp_avg", swap),
-    "a shard that is lost": ("exp_avg", torch.Tensor.zero_),
+def damaged(good: Path, copy: Path, rank: int, state: str, fault: str, dice: random.Random) -> str:
+    """A copy of a tag in which one record of one file has a fault. The file is written anew, with
+    checksums of its own, and the manifest says it is that file. Returns the parameter that has it,
+    as DeepSpeed says in the file."""
+    shutil.copytree(good, copy)
+    paths = sorted(copy.glob("*optim_states.pt"))
+    tree, other = (torch.load(paths[at], weights_only=False) for at in (rank, rank - 1))
+    mappings = tree["optimizer_state_dict"]["param_slice_mappings"]
+    # the largest parameter is cut by tp: of one that is not, tensor ranks have copies
+    largest = [max(one, key=lambda name, one=one: one[name].numel) for one in mappings]
+    group = max(range(len(mappings)), key=lambda n: mappings[n][largest[n]].numel)
+    own, name, places = shards(tree, state)[group].detach(), largest[group], mappings[group]
+    at = places[name].start + dice.randrange(places[name].numel - 1)
+    FAULTS[fault](Shard(own, shards(other, state)[group].detach(), at))
+    torch.save(tree, paths[rank])
+    manifest = json.loads((copy / FILE_NAME).read_text())
+    entry = entry_of(paths[rank])
+    manifest["files"] = [
+        [entry.name, entry.size_bytes, entry.sha256] if name == entry.name else [name, size, sha]
+        for name, size, sha in manifest["files"]
+    ]
+    (copy / FILE_NAME).write_text(json.dumps(manifest))
+    return name
+
+
+MESHES: dict[str, tuple[int, str, Any]] = {
+    "the same": (4, "tensor_jobs:make", Mega("llama", 2, 1, "bf16", seed=9)),
+    "zero=3": (2, "tensor_jobs:make", Mega("llama", 1, 3, "bf16", seed=9)),
+    "tp=2,zero=0": (2, "tensor_jobs:make", Mega("llama", 2, 0, "bf16", seed=9)),
+    "tp=4": (4, "tensor_jobs:make", Mega("llama", 4, 2, "bf16", seed=9)),
+    "pp=2": (4, "pipeline_jobs:make", Staged("llama", 1, 1, "bf16", layers=2, seed=9, pp=2)),
 }
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("target", [Setup(1, "bf16"), Setup(3, "bf16")], ids=["same", "stage 3"])
-def test_a_fault_in_a_file_is_named_by_a_load_onto_any_mesh(
-    ranks: RankPool, tmp_path: Path, fault: str, target: Setup
+def test_a_fault_in_any_file_is_named_by_a_load_onto_any_mesh(
+    sources: Sources, tmp_path: Path
 ) -> None:
-    """The file is written anew, with checksums of its own, and the manifest says it is that
-    file."""
-    ranks.run(2, JOBS + "fingerprints", SOURCE, str(tmp_path), SOURCE)
-    tag = tmp_path / "global_step2"
-    path = tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    tree = torch.load(path, weights_only=False)
-    state, change = FAULTS[fault]
-    change(shards(tree, state)[0])
-    torch.save(tree, path)
-    manifest = json.loads((tag / FILE_NAME).read_text())
-    from megatron_ucp.formats.durable import entry_of
-
-    entry = entry_of(path)
-    manifest["files"] = [
-        [entry.name, entry.size_bytes, entry.sha256] if name == path.name else [name, size, sha]
-        for name, size, sha in manifest["files"]
-    ]
-    (tag / FILE_NAME).write_text(json.dumps(manifest))
-    for said in ranks.run(2, JOBS + "refused_load", target, str(tmp_path)):
-        assert said.startswith("ForeignFileError"), said
-        assert f"({state})" in said and "CRC-32 of float32" in said
-    with pytest.raises(ucp.ForeignFileError, match="is not what was saved"):
-        ucp.fingerprint(tmp_path)
+    """Every fault in the masters and each moment of every file. Nothing else sees them: without
+    checksums each is loaded."""
+    source = sources.get(4, Mega("llama", 2, 1, "bf16"), "tests.engines.tensor_jobs:save", more=3)
+    dice, wanted = random.Random(5), dict[str, tuple[str, str]]()
+    for number, (state, fault) in enumerate(itertools.product(STATES, FAULTS)):
+        folder = f"{state}, {fault}"
+        name = damaged(Path(source) / "filled", tmp_path / folder, number % 4, state, fault, dice)
+        wanted[folder] = name, state
+    for mesh, (world, making, setup) in MESHES.items():
+        job = JOBS + "refused_loads"
+        for said in sources.ranks.run(world, job, making, setup, str(tmp_path), [*wanted]):
+            for folder, (name, state) in wanted.items():
+                refused, unseen = said[folder]
+                assert refused.startswith("ForeignFileError: the "), (mesh, folder, refused)
+                assert f"{name} ({state})" in refused, (mesh, folder, refused)
+                assert unseen == "", (mesh, folder, unseen)
+    for folder in wanted:
+        with pytest.raises(ucp.ForeignFileError, match="is not what was saved"):
+            ucp.fingerprint(tmp_path / folder)
 
 
 @pytest.mark.ranks
@@ -159,3 +221,72 @@ def test_steps_and_hyper_parameters_are_part_of_it(ranks: RankPool, tmp_path: Pa
 def test_what_has_none_is_refused() -> None:
     with pytest.raises(ucp.UsageError, match="no fingerprint"):
         ucp.fingerprint(3)
+
+
+# ------------------------------------------------ without moving data
+
+
+@pytest.mark.ranks
+def test_diff_takes_a_fingerprint_in_a_file(
+    sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sources.get(2, SOURCE)
+    trained, filled = f"{folder}/trained", f"{folder}/filled"
+
+    def tool(*words: str) -> tuple[int, str]:
+        code = main([*words])
+        return code, capsys.readouterr().out
+
+    kept = tmp_path / "trained.json"
+    code, text = tool("--json", "inspect", trained, "--fingerprint")
+    kept.write_text(text)
+    assert code == 0 and ucp.fingerprint(kept).digest == ucp.fingerprint(trained).digest
+    assert tool("diff", str(kept), trained) == (0, "equal\n")
+    for words in ((str(kept), filled), (filled, str(kept)), (trained, filled, "--fingerprint")):
+        code, text = tool("diff", *words, "--limit", "99")
+        assert code == 1 and "\nup.weight: exp_avg: float32 " in text
+    tree = json.loads(kept.read_text())
+    tree["fingerprint"]["settings"]["up.weight"]["lr"] = 0.5
+    kept.write_text(json.dumps(tree))
+    code, text = tool("diff", str(kept), trained)
+    assert code == 1 and text.startswith("up.weight: steps or hyper-parameters: lr=0.5 and lr=")
+
+
+@pytest.mark.ranks
+def test_what_holds_no_fingerprint_is_refused(sources: Sources, tmp_path: Path) -> None:
+    folder, stock = f"{sources.get(2, SOURCE)}/trained", tmp_path / "stock"
+    shutil.copytree(folder, stock)
+    (stock / FILE_NAME).unlink()
+    with pytest.raises(ucp.UsageError, match="no fingerprint was saved") as caught:
+        ucp.diff(folder, stock, fingerprint=True)
+    assert caught.value.file == str(stock)
+    assert ucp.fingerprint(stock).table == ucp.fingerprint(folder).table
+    for text in ("[]", "{}", '{"fingerprint": {"table": {"a": 3}, "settings": {}}}', "{"):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ucp.UsageError) as caught:
+            ucp.diff(tmp_path / "wrong.json", folder)
+        assert caught.value.file == str(tmp_path / "wrong.json") and caught.value.what_to_do
+
+
+# ------------------------------------------------ what a load says
+
+
+@pytest.mark.ranks
+def test_a_load_says_how_much_was_compared(sources: Sources, tmp_path: Path) -> None:
+    folder = sources.get(2, SOURCE)
+    shutil.copytree(f"{folder}/trained", tmp_path / "stock")
+    (tmp_path / "stock" / FILE_NAME).unlink()
+    job = JOBS + "reports"
+    for whole, stock, wider, unchecked in sources.ranks.run(
+        2, job, Setup(3, "bf16", seed=9), f"{folder}/trained", str(tmp_path / "stock")
+    ):
+        found = whole.fingerprint
+        assert found.done_bytes == found.loaded_bytes > 3000
+        assert f"fingerprint of {found.done_bytes / 1000:.1f} kB compared" in str(whole)
+        assert stock.fingerprint is None
+        assert "(of whole records: no fingerprint was saved)" in str(stock)
+        # a frozen weight and a buffer have another dtype in the files
+        part = wider.fingerprint
+        assert found.done_bytes // 2 < part.done_bytes < part.loaded_bytes
+        assert re.search(r"fingerprint of [\d.]+ of [\d.]+ kB compared", str(wider))
+        assert unchecked.fingerprint is None and "checksums not compared" in str(unchecked)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from tests.engines.fingerprints import MARK
 from tests.engines.moe_jobs import Moe
 from tests.engines.moe_pipe_jobs import Piped
 from tests.engines.sources import Sources, without_manifest
@@ -123,7 +124,14 @@ def test_a_rank_that_trains_none_of_its_experts(ranks: RankPool, tmp_path: Path)
     assert not list(tmp_path.rglob("*.pt"))
 
 
-FAULTS = ["two experts swapped", "a row of the router", "an expert's moment", "an expert's decay"]
+EXPERTS = "mixtures.1.deepspeed_moe.experts.deepspeed_experts."
+# a fault that is planted -> what the fingerprint names
+FAULTS = {
+    "two experts swapped": [f"{EXPERTS}0.up.weight (fp32)", f"{EXPERTS}1.up.weight (fp32)"],
+    "a row of the router": ["mixtures.0.deepspeed_moe.gate.wg.weight (fp32)"],
+    "an expert's moment": [f"{EXPERTS}0.up.weight (exp_avg)"],
+    "an expert's decay": [f"{EXPERTS}0.up.weight (steps or hyper-parameters)"],
+}
 
 
 @pytest.mark.parametrize("plant", FAULTS)
@@ -133,6 +141,8 @@ def test_a_planted_fault_is_seen(ranks: RankPool, sources: Sources, plant: str) 
         2, f"{JOBS}:resume", Moe(1, 0), folder, plant=plant, tags=("filled",), timeout_s=200
     )
     assert found["differences"]["filled"]
+    said = [one for one in found["differences"]["filled"] if one.startswith(MARK)]
+    assert {MARK + one for one in FAULTS[plant]} <= {*said}, said
 
 
 def test_a_client_state_with_a_reserved_key(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.fingerprints import MARK
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 
@@ -17,6 +18,15 @@ MESHES = [
     for zero in (0, 1, 2, 3)
 ]
 Mesh = tuple[int, int, str]
+# a fault that is planted -> what the fingerprint says is not as in the files
+SAID = {
+    "one bit": ".weight (fp32)",
+    "two elements swapped": ".weight (fp32)",
+    "one moment": ".weight (exp_avg)",
+    "one step": " (steps or hyper-parameters)",
+    "one group's weight decay": " (steps or hyper-parameters)",
+    "a buffer": "calls (value)",
+}
 
 
 def sampled(count: int) -> list[tuple[Mesh, Mesh]]:
@@ -165,17 +175,7 @@ def test_masters_and_states_cross_dtypes(sources: Sources, source: Mesh, target:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "one bit",
-        "two elements swapped",
-        "one moment",
-        "one step",
-        "one group's weight decay",
-        "a buffer",
-    ],
-)
+@pytest.mark.parametrize("fault", SAID)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_the_comparison_sees_a_planted_fault(sources: Sources, zero: int, fault: str) -> None:
     folder = sources.get(2, Setup(1, "bf16"))
@@ -188,6 +188,11 @@ def test_the_comparison_sees_a_planted_fault(sources: Sources, zero: int, fault:
         plant=fault,
     )
     check_fails(found)
+    (rank,) = found
+    named = [one for one in rank["differences"]["filled"] if one.startswith(MARK)]
+    assert named and all(one.endswith(SAID[fault]) for one in named), named
+    if "steps" not in SAID[fault]:  # which are those of a whole group
+        assert len(named) == 1
 
 
 @pytest.mark.ranks

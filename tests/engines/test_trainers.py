@@ -334,7 +334,7 @@ def test_the_module_runner_resumes_a_script_that_knows_nothing(
     assert "ZeRORuntimeException" in log.read_text()
     assert start(1, [*runner, "resume", "3"], log) == 0, log.read_text()
     (line,) = [line for line in log.read_text().splitlines() if "loaded step 3" in line]
-    assert "tp=1,pp=1,dp=2,zero=1 -> tp=1,pp=1,dp=1,zero=3" in line and "checksums of" in line
+    assert "tp=1,pp=1,dp=2,zero=1 -> tp=1,pp=1,dp=1,zero=3" in line and "fingerprint of" in line
     want, have = (
         torch.load(tmp_path / f"{verb}.pt", weights_only=False) for verb in ("save", "resume")
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ucp.core.manifest import (
     CONVERTED_FROM,
+    FINGERPRINT,
     MOVED_LATEST,
     RUN,
     SAVED_ON,
@@ -19,6 +20,7 @@ from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.tag_folder import CLASSES, MEMBERS
+from megatron_ucp.reshard.fingerprint import recorded_in, true_shape
 from megatron_ucp.reshard.folder_sink import require_free
 
 
@@ -33,7 +35,8 @@ def signed(
     kept = ("seed", "data", RUN, CLASSES, MEMBERS)
     run = {
         **{key: recorded[key] for key in kept if key in recorded},
-        **{key: value for key, value in manifest.run.items() if key != SAVED_ON},
+        **_fingerprint(manifest, source),
+        **{key: value for key, value in manifest.run.items() if key not in (SAVED_ON, FINGERPRINT)},
         CONVERTED_FROM: str(source.manifest.written_on),
         "saved_at": recorded.get("saved_at", newest),
         MOVED_LATEST: False,
@@ -41,6 +44,18 @@ def signed(
     }
     save_id = hashlib.sha256(content.encode()).hexdigest()[:32]
     return replace(manifest, files=files, save_id=save_id, run=run)
+
+
+def _fingerprint(manifest: Manifest, source: Checkpoint) -> dict[str, Any]:
+    """What the save recorded of each parameter that still has the same elements."""
+    table = {} if source.recorded is None else recorded_in(source.recorded.run)
+    known, there = source.manifest.by_name, manifest.by_name
+    same = {
+        name: states
+        for name, states in table.items()
+        if name in known and name in there and true_shape(known[name]) == true_shape(there[name])
+    }
+    return {FINGERPRINT: same} if same else {}
 
 
 def name_folder(folder: Path, manifest: Manifest, aside: Path) -> None:

@@ -1,0 +1,183 @@
+"""The fingerprint: gigabytes a second on one core, and its share of a load and of a save of 124
+million parameters on two ranks.
+
+    python -m benchmarks.fingerprint         # a minute
+    python -m benchmarks.fingerprint --tiny  # to see that it runs
+
+A core sums what memory holds in one piece, and rows of a matrix that a tensor-parallel cut leaves
+between others. Beside it the bound: isal's CRC-32 of one piece, of the same memory and in the
+core's cache. The shares are the seconds in the fingerprint's own code over those of the whole
+operation, of the rank that takes longest. Writes benchmarks/results/fingerprint.json.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal.isal_zlib import crc32
+
+from benchmarks.cases import Mesh
+from benchmarks.machine import description
+from benchmarks.model import TINY
+from benchmarks.tool import claim
+from megatron_ucp.core.flat import alone
+from megatron_ucp.core.keepers import Keeper
+from megatron_ucp.core.layout import Replicate, Shard
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.mesh import Mesh as WholeMesh
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.reshard.fingerprint import sums_of
+from tests.ranks import RankPool
+
+RANKS, RESULTS = 2, Path(__file__).parent / "results" / "fingerprint.json"
+ROWS_LIMIT_GBS, LOAD_LIMIT, SAVE_LIMIT = 10.0, 0.03, 0.01
+CACHE_BYTES = 2**18
+# what a rank of tp=2 has: bytes of a run, and how many
+CUTS = {"rows of 3 KB": (3072, 16384), "rows of 12 KB": (12288, 4096), "runs of 64 B": (64, 65536)}
+
+
+def main() -> int:
+    args = parse()
+    speeds = {what: round(value, 2) for what, value in speeds_of(args.repetitions).items()}
+    folder = Path(tempfile.mkdtemp(prefix="fingerprint_", dir=args.folder))
+    pool = RankPool(RANKS, gloo=True)
+    try:
+        size = TINY if args.tiny else {}
+        call = ("benchmarks.fingerprint:shares", str(folder), size, args.repetitions)
+        found = pool.run(RANKS, *call, timeout_s=1000)
+    finally:
+        pool.close()
+        shutil.rmtree(folder)
+    shares = {what: max(one[what] for one in found) for what in found[0]}
+    claims = [
+        claim("a load's seconds in the fingerprint", shares["load"], LOAD_LIMIT),
+        claim("a save's seconds in the fingerprint", shares["save"], SAVE_LIMIT),
+    ]
+    for what, value in speeds.items():
+        print(f"{what:36} {value:6.2f} GB/s")
+    for one in claims:
+        print(one)
+    met = speeds["rows of 3 KB"] >= ROWS_LIMIT_GBS
+    print(f"rows of 3 KB, at least {ROWS_LIMIT_GBS} GB/s: {'met' if met else 'MISSED'}")
+    if not args.tiny:
+        out = {"GB/s": speeds, "rows met": met, "claims": claims, "machine": description()}
+        RESULTS.write_text(json.dumps(out, indent=1) + "\n")
+    return 0
+
+
+# ------------------------------------------------ one core
+
+
+def speeds_of(repetitions: int) -> dict[str, float]:
+    """Gigabytes a second, the best of some repetitions."""
+    whole = torch.rand(12 * 2**20)
+    data: Any = whole.view(torch.uint8).numpy()
+    out = {
+        "bound: one piece in the cache": CACHE_BYTES
+        / best(lambda: crc32(data[:CACHE_BYTES]), 9 * repetitions),
+        "bound: one piece in memory": data.nbytes / best(lambda: crc32(data), repetitions),
+        "one piece": summed((len(whole),), Replicate(), whole, repetitions),
+    }
+    for what, (size_bytes, count) in CUTS.items():
+        own = torch.rand(count * size_bytes // 4)
+        shape = count, 2 * size_bytes // 4
+        out[what] = summed(shape, Shard("tp", 1), own, repetitions)
+    return {what: value / 1e9 for what, value in out.items()}
+
+
+def summed(shape: tuple[int, ...], layout: Any, own: torch.Tensor, repetitions: int) -> float:
+    """Bytes a second of a parameter of which a rank of tp=2 has `own`."""
+    cut = layout != Replicate()
+    spec = ParamSpec("weight", shape, "float32", layout=layout)
+    assert own.numel() == prod(shape) // (2 if cut else 1)
+    buffer = alone("weight", own.numel(), (("fp32", "float32"),), 0)
+    mesh = WholeMesh(tp=2 if cut else 1)
+    manifest = Manifest(
+        Keeper.ZERO_1_OR_2, mesh, (spec,), (buffer,), (ParamGroup({}),), (), (), "", "0" * 32, {}
+    )
+    (held, *_) = manifest.cuts_of(buffer)
+    wants = [(Slot(0, held, 0, "fp32"), "fp32")]
+    return own.nbytes / best(
+        lambda: sums_of(manifest, wants, lambda _, first, last: own[first:last]), repetitions
+    )
+
+
+def best(call: Callable[[], Any], repetitions: int) -> float:
+    """Seconds of the fastest of several calls."""
+    seconds: list[float] = []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+# ------------------------------------------------ on the ranks
+
+
+class Watched:
+    """A function of a module, with the seconds in it."""
+
+    def __init__(self, module: Any, names: tuple[str, ...]) -> None:
+        self.seconds = 0.0
+        for name in names:
+            setattr(module, name, self._timed(getattr(module, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+def shares(folder: str, size: dict[str, int], repetitions: int) -> dict[str, float]:
+    """Seconds in the fingerprint over seconds of a load and of a direct save: the smallest share of
+    some repetitions, as others may work on the machine."""
+    import megatron_ucp as ucp
+    from benchmarks.model import close, make_engine, train_step
+    from megatron_ucp.engines.deepspeed import save
+    from megatron_ucp.reshard import engine_sink
+
+    mesh = Mesh(1)
+    engine = make_engine(mesh, size)
+    ucp.attach(engine, save="direct")
+    train_step(engine, mesh)
+    saving = Watched(save, ("sums_of_memory", "table_of"))
+    loading = Watched(engine_sink, ("sums_of", "table_of", "require_recorded"))
+    calls: dict[str, tuple[Watched, Callable[[], Any]]] = {
+        "save": (saving, lambda: engine.save_checkpoint(folder, tag="tag")),
+        "load": (loading, lambda: ucp.load(engine, folder, tag="tag")),
+    }
+    out: dict[str, list[float]] = {}
+    for _ in range(repetitions):
+        for what, (watched, call) in calls.items():
+            watched.seconds, started = 0.0, time.perf_counter()
+            call()
+            out.setdefault(what, []).append(watched.seconds / (time.perf_counter() - started))
+    close(engine, mesh)
+    return {what: min(each) for what, each in out.items()}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="a small model; nothing is written")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint goes for a while")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
