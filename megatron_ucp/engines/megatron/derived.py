@@ -28,7 +28,7 @@ from megatron_ucp.core.layout import (
     layout_to_json,
     same_layout,
 )
-from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Coords
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Coords, Place
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Declared, Family, Model
 from megatron_ucp.families.measure import TRUE_VOCAB
@@ -39,7 +39,7 @@ _OFFSETS = "_ucp_offsets"  # of a ShardedTensor: those that it was made from
 
 
 @dataclass(frozen=True)
-class Share:
+class AxisShare:
     """Into how many parts the ranks cut a parameter, along which axis, and which part this rank
     has."""
 
@@ -53,13 +53,10 @@ class NoSizes:
     """A model that no family describes has none that a family's table could be made from."""
 
 
-Table = dict[str, Declared]
+DeclaredTable = dict[str, Declared]
 
 
-Place = Mapping[str, tuple[int, int]]  # of each axis that cuts: its size, and this rank's index
-
-
-def derived_table(model: Any, names: Mapping[str, str], place: Place) -> Table:
+def derived_table(model: Any, names: Mapping[str, str], place: Place) -> DeclaredTable:
     """What this rank's `model` says of each of its parameters. `names` are those of its state dict,
     each with the canonical one.
 
@@ -67,7 +64,7 @@ def derived_table(model: Any, names: Mapping[str, str], place: Place) -> Table:
     says to be cut in a way that no layout has; LayoutError where it gives a layer or an expert
     another number.
     """
-    out: Table = {}
+    out: DeclaredTable = {}
     with _without_values(model) as params:
         for entry in _entries(model):
             name = names.get(params.get(id(entry.data), ""))
@@ -96,7 +93,7 @@ def digest_of(table: Mapping[str, Declared]) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
-def said_together(own: Callable[[], Table], at: Coords, speaks: bool) -> Table:
+def said_together(own: Callable[[], DeclaredTable], at: Coords, speaks: bool) -> DeclaredTable:
     """What all ranks say, of which each has its `own`: the ranks at one place of the mesh (`at`)
     must say the same, and the first of them `speaks`. Collective. Raises what `own` raises on every
     rank, and LayoutError."""
@@ -109,10 +106,10 @@ def said_together(own: Callable[[], Table], at: Coords, speaks: bool) -> Table:
     return joined_tables([one or {} for _, _, one in told.values])
 
 
-def joined_tables(tables: Sequence[Mapping[str, Declared]]) -> Table:
+def joined_tables(tables: Sequence[Mapping[str, Declared]]) -> DeclaredTable:
     """What all ranks say together. Raises LayoutError where two say different things of one
     parameter: then the cut is none that a mesh axis makes."""
-    out: Table = {}
+    out: DeclaredTable = {}
     first: dict[str, int] = {}
     for rank, table in enumerate(tables):
         for name, declared in table.items():
@@ -129,7 +126,7 @@ def joined_tables(tables: Sequence[Mapping[str, Declared]]) -> Table:
     return out
 
 
-def model_by_itself(table: Table) -> Model:
+def model_by_itself(table: DeclaredTable) -> Model:
     """A model that no family describes: all that is known of it is how it is cut."""
     return Model(Family("", lambda _: table, SOURCE, divided=lambda _: ()), NoSizes())
 
@@ -149,9 +146,9 @@ def require_agreement(model: Model, table: Mapping[str, Declared]) -> None:
             )
 
 
-def _share_of(name: str, place: Place) -> Share:
+def _share_of(name: str, place: Place) -> AxisShare:
     (axis,) = EXPERT_CUT if is_expert(name) else DENSE_CUT
-    return Share(axis, *place[axis])
+    return AxisShare(axis, *place[axis])
 
 
 @contextmanager
@@ -279,7 +276,7 @@ def _numbers(name: str) -> list[str]:
     return re.findall(r"(?<=\.)\d+(?=\.)", name)
 
 
-def _declared(name: str, shape: Ints, pieces: Sequence[_Piece], share: Share) -> Declared:
+def _declared(name: str, shape: Ints, pieces: Sequence[_Piece], share: AxisShare) -> Declared:
     """The whole shape and the layout. Raises UnsupportedError."""
     dims = {dim for piece in pieces for dim, _, _ in piece.offsets}
     if not dims and len(pieces) == 1:
@@ -295,7 +292,7 @@ def _declared(name: str, shape: Ints, pieces: Sequence[_Piece], share: Share) ->
     return Declared(whole, _cut_along(share, dim, sizes))
 
 
-def _cut_along(share: Share, dim: int, sizes: Sequence[int]) -> Layout:
+def _cut_along(share: AxisShare, dim: int, sizes: Sequence[int]) -> Layout:
     """`sizes` are those that this rank has of each part along the dim."""
     if len(sizes) == 1:
         return Shard(share.axis, dim)

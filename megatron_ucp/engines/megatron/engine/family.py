@@ -9,7 +9,7 @@ import torch
 from megatron_ucp import say
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.engines.megatron.derived import (
-    Table,
+    DeclaredTable,
     derived_table,
     model_by_itself,
     require_agreement,
@@ -22,14 +22,14 @@ from megatron_ucp.families.base import Declared, Family, Model
 from megatron_ucp.families.measure import measured
 
 
-def table_of(chunks: Sequence[Any], mesh: Mesh) -> Table:
+def table_of(chunks: Sequence[Any], mesh: Mesh) -> DeclaredTable:
     """What the chunks of all ranks say of how their parameters are cut. Collective. Raises
     UnsupportedError, LayoutError on every rank."""
     rank = torch.distributed.get_rank()
     at = mesh.at(rank, dict(mesh.holding()[0]))
     place = mesh.place(mesh.at(rank, (*DENSE_CUT, *EXPERT_CUT)))
 
-    def own() -> Table:
+    def own() -> DeclaredTable:
         models = [bare_model(chunk) for chunk in chunks]
         tables = [derived_table(one, canonical_names(one), place) for one in models]
         return {name: declared for table in tables for name, declared in table.items()}
