@@ -223,19 +223,19 @@ def _file_of(number: int) -> str:
     return f"__{number}_0{_DATA}"
 
 
-def layers_are_alike(params: Iterable[str]) -> bool:
-    """Whether all layers of a list have the same parameters: Megatron stacks those under one
-    key."""
-    lists: dict[str, dict[int, set[str]]] = {}
-    for name in params:
+def layers_are_alike(params: Mapping[str, ParamSpec]) -> bool:
+    """Whether all layers of a list have the same parameters of the same shapes: Megatron stacks
+    those under one key."""
+    lists: dict[str, dict[int, set[tuple[str, Ints]]]] = {}
+    for name, spec in params.items():
         if (found := in_its_layer(name)) is not None:
             of, number, rest = found
-            lists.setdefault(of, {}).setdefault(number, set()).add(rest)
-    return all(
-        sorted(layers) == list(range(len(layers)))
-        and all(one == layers[0] for one in layers.values())
-        for layers in lists.values()
-    )
+            lists.setdefault(of, {}).setdefault(number, set()).add((rest, spec.shape))
+    for layers in lists.values():
+        kinds = list(layers.values())
+        if sorted(layers) != list(range(len(layers))) or any(one != kinds[0] for one in kinds):
+            return False
+    return True
 
 
 def extra_states(params: Iterable[str], stacked: bool) -> dict[str, bytes]:

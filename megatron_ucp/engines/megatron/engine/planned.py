@@ -22,7 +22,9 @@ def structure_of(stack: MegatronStack, present: PresentStates) -> tuple[Any, ...
     """Everything that the plan of a save depends on: equal where the plan is. Values, steps and
     hyper-parameters are no part of it; of the ranks all that matters is in the mesh."""
     bare = present.live.manifest  # whose members have no steps yet
-    apart = isinstance(getattr(bare_model(stack.chunks[0]).config, FREQUENCY, 1), list)
+    config = bare_model(stack.chunks[0]).config
+    apart = isinstance(getattr(config, FREQUENCY, 1), list)
+    apart = apart or bool(getattr(config, "heterogeneous_block_specs", False))
     held = (bare.mesh, bare.params, bare.buffers, present.states)
     return (kind_of(stack.optimizer), apart, *held, agree.world())
 
