@@ -136,8 +136,7 @@ def _attach(
         refuse_strange(kept.of_engine(engine), left=how.values_left)
     if taken_as:
         say.note(taken_as)
-    if model is not None and model.family.name and not hasattr(engine.module, INFO):
-        _say_layouts(engine, model)
+    _say_layouts(engine, model)
     if beside is not None:
         keep_background(engine, Background(beside))
     _take_over(engine, _DeepSpeedHandle(engine, model, how, family, loading))
@@ -154,8 +153,10 @@ def _take_over(engine: Any, handle: "_DeepSpeedHandle") -> None:
     engine.destroy = _instead_of(engine.destroy, partial(_destroy, engine, engine.destroy))
 
 
-def _say_layouts(engine: Any, model: Model) -> None:
-    """Lets stock DeepSpeed's own tools know how the model is cut."""
+def _say_layouts(engine: Any, model: Model | None) -> None:
+    """Lets stock DeepSpeed's own tools know how a model of a family is cut."""
+    if model is None or not model.family.name or hasattr(engine.module, INFO):
+        return
     pipe = model.pipe if is_pipeline(engine) else None
     if info := info_of(model, parallel_of(engine)[0][0], pipe):
         setattr(engine.module, INFO, info)

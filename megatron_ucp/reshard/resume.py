@@ -21,7 +21,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
     StateMismatchError,
 )
-from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.formats.optimizers import kept_by, require_equal
@@ -56,10 +56,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
     started = time.perf_counter()
     with ExitStack() as opened:
         with agree.together() as looked:
-            told = replace(engine.told(), weights="weights" in how.allow)
-            if "values" in how.allow:
-                told = replace(told, classes=None)
-            source = opened.enter_context(open_checkpoint(path, tag, told=told))
+            source = opened.enter_context(open_checkpoint(path, tag, told=_told(engine, how)))
             looked.value = _check_files(source, how, engine)
         how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
         with agree.together():
@@ -83,6 +80,12 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         _left_out(how, engine),
         sink.compared,
     )
+
+
+def _told(engine: Engine, how: How) -> Told:
+    """What the engine knows of the checkpoint, and what the caller allows."""
+    told = replace(engine.told(), weights="weights" in how.allow)
+    return replace(told, classes=None) if "values" in how.allow else told
 
 
 def _left_out(how: How, engine: Engine) -> str:
