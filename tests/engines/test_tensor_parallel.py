@@ -209,12 +209,10 @@ def expect(found: list[dict], kind: str, *words: str) -> None:
 
 
 def test_tensor_parallel_files_without_family_and_manifest(sources: Sources) -> None:
+    """The model of the engine says how it is cut."""
     folder = source(sources, (2, 2, 1), "llama", attach=False, more=0)
-    expect(
-        attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family=None),
-        "UnsupportedError",
-        "family",
-    )
+    for rank in attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family=None):
+        assert rank["error"] is None
 
 
 def test_a_family_that_does_not_fit(sources: Sources) -> None:
@@ -369,7 +367,8 @@ def test_a_stock_checkpoint_with_patterns_and_no_family(
     sources: Sources, tmp_path: Path, family: str, keep: str
 ) -> None:
     """Our own save without its manifest is what a stock run with universal_checkpoint_info
-    writes. Where a map says how each parameter is cut nothing is left to a default."""
+    writes. Nothing is left to stock's default: the model of the engine says how it is cut, where no
+    map does."""
     import shutil
 
     folder = tmp_path / "save"
@@ -381,10 +380,7 @@ def test_a_stock_checkpoint_with_patterns_and_no_family(
     found = sources.ranks.run(2, JOBS + "resume_plain", Mega(family, 1, 1, seed=9), str(folder))
     for rank in found:
         assert rank["differences"] == []
-        guessed = any(
-            "stock DeepSpeed's default" in note and "linear_qkv" in note for note in rank["notes"]
-        )
-        assert guessed == (keep == "patterns")
+        assert not any("stock DeepSpeed's default" in note for note in rank["notes"])
 
 
 @pytest.mark.parametrize(("rows", "note"), [(52, "4 rows added as zeros"), (44, "4 rows dropped")])

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.engines.deepspeed.autotp import is_autotp
+from megatron_ucp.engines.deepspeed.experts import refuse_unplaced
 from megatron_ucp.engines.deepspeed.stage import OwnStage, parallel_of
 from megatron_ucp.engines.megatron.derived import (
     derived_table,
@@ -53,7 +54,9 @@ def as_it_says(engine: Any, model: Model | None) -> Model | None:
     parameters is says AutoTP. Collective. Raises UnsupportedError, LayoutError on every rank."""
     if not all(agree.gather(_says_itself(engine))):
         return model
-    own = OwnStage(engine, None)
+    with agree.together():
+        refuse_unplaced(engine)
+        own = OwnStage(engine, None)
     names = {name: own.names[param][0] for param, name in engine.param_names.items()}
     place = own.mesh.place(own.along((*DENSE_CUT, *EXPERT_CUT)))
     table = said_together(lambda: derived_table(engine.module, names, place), own.at, own.speaks)
