@@ -2,7 +2,7 @@
 resumed on other meshes, and compared by stock megatron-core's own checkpoints of both."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +70,6 @@ class AnyModel(Mcore):
     """A model of some kind of `SETTINGS` on a mesh."""
 
     kind: str = "dense"
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def make_any(setup: AnyModel, attach: bool = True) -> Engine:
@@ -115,7 +114,7 @@ def _stack(setup: AnyModel) -> Stack:
 def _config(setup: AnyModel) -> Any:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    settings = {**SETTINGS[setup.kind], **setup.settings}
+    settings = SETTINGS[setup.kind]
     latent = settings.get("multi_latent_attention")
     kind: Any = MLATransformerConfig if latent else TransformerConfig
     drawn = partial(torch.nn.init.normal_, std=0.15)

@@ -1,7 +1,6 @@
 """Models of megatron-core's that no family describes resume on other meshes bit for bit: how they
 are cut is what their own `sharded_state_dict` says."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +124,7 @@ def test_the_tools_know_the_model_from_its_manifest(
 def test_a_planted_fault_is_named_on_every_rank(
     ranks: RankPool, kind: str, plant: str, parameter: str
 ) -> None:
-    setup = on(kind, (2, 1, 1, None), layers=4)
-    for found in ranks.run(2, JOBS + "refused", replace(setup), plant):
+    for found in ranks.run(2, JOBS + "refused", on(kind, (2, 1, 1, None)), plant):
         assert found.partition("\n")[0] in (
             "a module and its files number a layer or an expert differently",
             "a module and its files number a layer or an expert differently (on rank 0)",

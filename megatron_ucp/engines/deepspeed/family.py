@@ -2,6 +2,7 @@
 model says itself; or that alone."""
 
 import sys
+from functools import partial
 from typing import Any
 
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
@@ -59,7 +60,8 @@ def as_it_says(engine: Any, model: Model | None) -> Model | None:
         own = OwnStage(engine, None)
     names = {name: own.names[param][0] for param, name in engine.param_names.items()}
     place = own.mesh.place(own.along((*DENSE_CUT, *EXPERT_CUT)))
-    table = said_together(lambda: derived_table(engine.module, names, place), own.at, own.speaks)
+    said = partial(derived_table, engine.module, names, place, whole=model is None)
+    table = said_together(said, own.at, own.speaks)
     if model is None:
         model = engine.__dict__[_REMEMBERED] = model_by_itself(table)
     else:

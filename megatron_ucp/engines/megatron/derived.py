@@ -56,9 +56,11 @@ class NoSizes:
 DeclaredTable = dict[str, Declared]
 
 
-def derived_table(model: Any, names: Mapping[str, str], place: Place) -> DeclaredTable:
-    """What this rank's `model` says of each of its parameters. `names` are those of its state dict,
-    each with the canonical one.
+def derived_table(
+    model: Any, names: Mapping[str, str], place: Place, whole: bool = True
+) -> DeclaredTable:
+    """What this rank's `model` says of its parameters: of each of them, where the table must be the
+    `whole` of what is known. `names` are those of its state dict, each with the canonical one.
 
     Raises UnsupportedError, which names the parameter, for one that the model says nothing of, or
     says to be cut in a way that no layout has; LayoutError where it gives a layer or an expert
@@ -75,7 +77,7 @@ def derived_table(model: Any, names: Mapping[str, str], place: Place) -> Declare
                 declared = _declared(name, shape, pieces, _share_of(name, place))
                 out.setdefault(name, _with_extent(declared, entry, model))
         missing = sorted({names[own] for own in params.values() if own in names} - out.keys())
-    if missing:
+    if missing and whole:
         raise UnsupportedError(
             "the model does not say how a parameter is cut",
             parameter=missing[0],
