@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,9 +26,7 @@ from tests import rank_worker
 
 MESHES = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
 STEPS = 300  # more than a trial reaches
-# within which the kill falls, counted from the end of the first save; in the background saves wait
-# for each other, and a step of DeepSpeed's is fast
-SAVES_S = {"stock": 0.5, "direct": 0.5, "background": 1.5}
+MOST_SAVES = 5  # that may be whole when a run is killed
 LIMIT_S = 100
 
 
@@ -43,7 +41,6 @@ class Runs:
     go_uninterrupted: Callable[..., None]
     load: Callable[..., None]
     differences: Callable[[Any, Any], list[str]]
-    saves_s: Mapping[str, float]
 
 
 def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: Any) -> int:
@@ -151,22 +148,31 @@ def load(zero: int, folder: Path, result: Path) -> None:
         torch.save({"said": said, "before": before, "after": after}, result)
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not path.exists() and time.monotonic() < deadline:
+def wait_for_saves(pointer: Path, saves: int) -> float:
+    """Waits until the pointer has named so many saves. How long the last one took, in seconds: a
+    save and the steps before it, on this machine and as busy as it is."""
+    began = now = time.monotonic()
+    deadline, named = began + LIMIT_S, ""
+    while saves and now < deadline:
         time.sleep(0.001)
+        names = pointer.read_text() if pointer.exists() else ""
+        if names == named:
+            continue
+        saves, named = saves - 1, names
+        began, now = now, time.monotonic()
+    return now - began
 
 
 def save_and_kill(
     runs: Runs, mesh: tuple[Any, int], folder: Path, store: Path, dice: random.Random, way: str
 ) -> tuple[float, list[int]]:
-    """How long after the end of its first save a run was killed, and the exit codes of its
-    ranks."""
+    """Kills a run after some of its saves, at any moment of the next one. How long after the end of
+    the save before, and the exit codes of its ranks."""
     setup, ranks = mesh
     job = ranks, store, runs.save_on_and_on, setup, folder, STEPS, way
     pids = [start(rank, *job) for rank in range(ranks)]
-    wait_for(folder / runs.pointer)
-    after_s = dice.uniform(0, runs.saves_s[way])
+    one_save_s = wait_for_saves(folder / runs.pointer, dice.randint(2, MOST_SAVES))
+    after_s = dice.uniform(0, one_save_s)
     time.sleep(after_s)
     for pid in dice.sample(pids, len(pids)):
         os.kill(pid, signal.SIGKILL)
@@ -225,7 +231,7 @@ def runs_of(engine: str) -> Runs:
 
     if engine == "stack":
         return killed_stack.RUNS
-    return Runs(MESHES, "latest", save_on_and_on, go_uninterrupted, load, differences, SAVES_S)
+    return Runs(MESHES, "latest", save_on_and_on, go_uninterrupted, load, differences)
 
 
 def main() -> None:

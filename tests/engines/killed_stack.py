@@ -24,7 +24,6 @@ MESHES = [
     (SMALL, 1),
 ]
 MORE = 1  # steps after a resume
-SAVES_S = {"direct": 0.6, "background": 0.6}
 
 
 def save_on_and_on(setup: Mcore, folder: Path, steps: int, way: str) -> None:
@@ -69,4 +68,4 @@ def load(setup: Mcore, folder: Path, result: Path) -> None:
         torch.save({"said": said, "before": before, "after": after, "losses": losses}, result)
 
 
-RUNS = Runs(MESHES, POINTER, save_on_and_on, go_uninterrupted, load, compare, SAVES_S)
+RUNS = Runs(MESHES, POINTER, save_on_and_on, go_uninterrupted, load, compare)
