@@ -8,9 +8,8 @@ from typing import Any, Self
 
 from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Cast, Mean, Plan, Slot
+from megatron_ucp.core.plan import Cast, Mean, Op, Plan, Slot
 from megatron_ucp.errors import some_of
-from megatron_ucp.formats.base import Readable
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras
@@ -19,6 +18,8 @@ from megatron_ucp.reshard.fingerprint import (
     StateKey,
     Sums,
     Table,
+    compared_with,
+    is_held,
     require_alike,
     require_recorded,
     sums_of,
@@ -63,11 +64,12 @@ class EngineSink:
     ) -> None:
         self.engine, self.held, self.how, self.parts = engine, held, how, parts
         self.filled, self.extras, self.notes = filled, extras, notes
-        self._read: tuple[Readable, Plan] | None = None
+        self._read: tuple[SharedFiles, Plan] | None = None
+        self._states = {slot: state for part in parts for slot, state in part.wants}
+        self._recorded = filled.recorded if how.checksums else {}
         self._sums: Sums = {}
         self._sizes: Counter[StateKey] = Counter()
         self._loaded_bytes = 0
-        self._file = ""
         self.compared: FingerprintCheck | None = None
 
     def __enter__(self) -> Self:
@@ -83,25 +85,38 @@ class EngineSink:
     def move(self, source: SharedFiles, parts: Sequence[Proved], run: TransferRun) -> None:
         """All bytes that this rank needs, straight into its memory."""
         plan = _joined([one.plan for one in parts])
-        self._read = source.checkpoint, plan
-        self._file = source.file
-        source.read(plan, self.engine.tensor, run.progress)
-        if self.filled.recorded and self.how.checksums:
+        self._read = source, plan
+        source.read(
+            plan,
+            self.engine.tensor,
+            run.progress,
+            lambda op: self._vouched_for(op, self.parts[0].target) is None,
+        )
+        if self._recorded:
             self._loaded_bytes = sum(map(_bytes_of, parts))
             for one in parts:
                 target, wants = one.part.target, one.part.wants
-                only = partial(self._is_compared, target, dict(wants))
+                only = partial(self._is_compared, target)
                 self._sums |= sums_of(target, wants, self.engine.read, only=only, sizes=self._sizes)
 
-    def _is_compared(
-        self, target: Manifest, states: Mapping[Slot, str], slot: Slot, name: str
-    ) -> bool:
+    def _vouched_for(self, op: Op, target: Manifest) -> StateKey | None:
+        """The state whose recorded fingerprint will be compared with what an operation fills: a
+        checksum of the bytes that it reads would sum them twice. None where nothing will."""
+        slot, member = op.target.slot, target.member(op.target.slot.buffer, op.member)
+        name, state = member.param, self._states[slot]
+        crc = self._recorded.get(name, {}).get(state, "")
+        same_dtype = crc.startswith(target.buffers[slot.buffer].dtype_of(slot.state) + " ")
+        if not same_dtype or not self._is_compared(target, slot, name):
+            return None
+        return (name, state) if is_held(target, slot, member) else None
+
+    def _is_compared(self, target: Manifest, slot: Slot, name: str) -> bool:
         """Whether a parameter in a slot gets what the checkpoint has, element by element."""
         held, dtype = self.held.by_name.get(name), target.buffers[slot.buffer].dtype_of(slot.state)
         return (
             held is not None
             and true_shape(held) == true_shape(self.engine.manifest.by_name[name])
-            and self.held.states_of(name).get(states[slot]) == dtype
+            and self.held.states_of(name).get(self._states[slot]) == dtype
         )
 
     def lost(self) -> Lost:
@@ -110,24 +125,36 @@ class EngineSink:
         the training is the same."""
         if self._read is None:
             return {}
-        (checkpoint, plan), manifest = self._read, self.engine.manifest
+        (source, plan), manifest = self._read, self.engine.manifest
         own = _inexact(plan, manifest), self._sums, self._sizes, self._loaded_bytes
         found, sums, sizes, loaded = zip(*agree.gather(own), strict=True)
         self.notes[:0] = _of_all_ranks(manifest, found)
-        if self.filled.recorded and self.how.checksums:
-            same = self._compare(sums)
+        if self._recorded:
+            same = self._compare(source, plan, sums)
             self.compared = FingerprintCheck(
                 sum(own[key] for own in sizes for key in same), sum(loaded)
             )
         rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
-        return lost_in(self.engine, checkpoint, plan) if rounds else {}
+        return lost_in(self.engine, source.checkpoint, plan) if rounds else {}
 
-    def _compare(self, ranks: Sequence[Sums]) -> set[StateKey]:
-        """Which states were compared. Raises ForeignFileError where what ranks have now is not what
-        was saved."""
-        table, apart = table_of(self.parts[0].target, ranks)
-        require_alike(apart, self._file)
-        return require_recorded(table, self.filled.recorded, self._file)
+    def _compare(self, source: SharedFiles, plan: Plan, ranks: Sequence[Sums]) -> set[StateKey]:
+        """Which states were compared. Raises DamagedFileError where a record is not what its file
+        says, else ForeignFileError where what ranks have now is not what was saved."""
+        target = self.parts[0].target
+        table, apart = table_of(target, ranks)
+        same, wrong = compared_with(table, self._recorded)
+        unseen = set[Slot]()  # of the files: read without a checksum, and not as was saved
+        for op in plan.ops:
+            key = self._vouched_for(op, target)
+            if key is not None and key not in same:
+                unseen |= {side.slot for side in op.sources}
+        if not wrong and not apart:
+            source.check_records(unseen)
+            return same
+        agree.collect(lambda: source.check_records(unseen))  # that error says more
+        require_alike(apart, source.file)
+        require_recorded(table, self._recorded, source.file)
+        return same
 
     def finish(self) -> None:
         """Copies the masters into the weights; sets steps, hyper-parameters and extras."""

@@ -40,6 +40,7 @@ TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch
 Locate = Callable[[Slot], Where]
 TensorOf = Callable[[Slot], torch.Tensor]
 Put = Callable[[torch.Tensor, torch.Tensor], object]  # of values into a view of the target
+OfOp = Callable[[Op], bool]
 
 
 @dataclass
@@ -76,14 +77,15 @@ def execute(
     locate: Locate,
     target: TensorOf,
     *,
-    checksums: bool = True,
+    is_summed: OfOp = lambda _: True,
     over_gaps: int = 1,
     staging: "Staging | None" = None,
     progress: Progress | None = None,
 ) -> Counts:
     """Fills every wanted slot. `target` gives the flat tensor of a slot (any device, any dtype of
     the plan). `staging` is kept from one call to the next where there are many. `progress` is told
-    the bytes after each record.
+    the bytes after each record. The CRC-32 of what is read of a record is noted where one of the
+    operations on it `is_summed`.
 
     Rows with gaps between them are read for themselves, as what lies between is for other ranks;
     over short gaps where that takes at most `over_gaps` times the bytes that are wanted. Raises
@@ -91,7 +93,7 @@ def execute(
     """
     places = {slot: locate(slot) for slot in plan.sources}
     tensor_of, staging = functools.cache(target), staging or Staging()
-    reading = _Reading(places, tensor_of, staging, checksums, over_gaps)
+    reading = _Reading(places, tensor_of, staging, is_summed, over_gaps)
     ordered = sorted(plan.ops, key=reading.file_order)
     advance = _advancing(plan, places, progress)
     for _, ops in itertools.groupby(ordered, key=reading.record_of):
@@ -339,12 +341,12 @@ class _Reading:
         places: dict[Slot, Where],
         target: TensorOf,
         staging: Staging,
-        checksums: bool,
+        is_summed: OfOp,
         over_gaps: int,
     ) -> None:
         self.counts = Counts()
         self._places, self._target, self._staging = places, target, staging
-        self._checksums, self._over_gaps = checksums, over_gaps
+        self._is_summed, self._over_gaps = is_summed, over_gaps
 
     def file_order(self, op: Op) -> tuple[str, int, int]:
         """Where an operation reads first: the record, and the byte."""
@@ -358,11 +360,13 @@ class _Reading:
 
     def read_record(self, ops: Iterable[Op]) -> None:
         """All operations on one record."""
-        blocks = [block for op in ops for block in self._read(op)]
+        ops = [*ops]
+        checksums = any(map(self._is_summed, ops))
+        blocks = [block for op in ops for block in self._read(op, checksums)]
         if blocks:
-            self._read_blocks(blocks, _copy, self._checksums)
+            self._read_blocks(blocks, _copy, checksums)
 
-    def _read(self, op: Op) -> Iterable[_Block]:
+    def _read(self, op: Op, checksums: bool) -> Iterable[_Block]:
         """Carries out an operation; of one that can't be read straight into the target's memory
         the blocks that are left to be read."""
         tensor = self._target(op.target.slot)
@@ -377,7 +381,7 @@ class _Reading:
             return _blocks_of(op.source, op.shape, where, out, most, self._over_gaps)
         if way == "run":
             start = _byte_offset(where, op.source)
-            read_run(where, start, bytes_of(out), self.counts, self._checksums)
+            read_run(where, start, bytes_of(out), self.counts, checksums)
         else:
             first_byte = op.target.offset * tensor.element_size()
             into = _Rows(bytes_of(tensor), first_byte, op.target.strides)

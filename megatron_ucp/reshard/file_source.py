@@ -4,7 +4,7 @@ threads, in memory that does not grow with the model."""
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -20,6 +20,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import (
     TORCH_DTYPES,
     Counts,
+    OfOp,
     Staging,
     TensorOf,
     bytes_of,
@@ -121,10 +122,21 @@ class SharedFiles(FileSource):
         self.sums, self.read_by_all = (0, 0, 0), 0
         self._checksums, self._counts = checksums, Counts()
 
-    def read(self, plan: Plan, into: TensorOf, progress: Progress | None) -> None:
-        """Fills every slot of a plan in place, in the order of the files."""
-        where, checksums = self.places.__getitem__, self._checksums
-        self._counts = execute(plan, where, into, checksums=checksums, progress=progress)
+    def read(self, plan: Plan, into: TensorOf, progress: Progress | None, is_summed: OfOp) -> None:
+        """Fills every slot of a plan in place, in the order of the files. Checksums are taken of
+        records of which an operation `is_summed`."""
+        summed: OfOp = is_summed if self._checksums else lambda _: False
+        where = self.places.__getitem__
+        self._counts = execute(plan, where, into, is_summed=summed, progress=progress)
+
+    def check_records(self, slots: Iterable[Slot]) -> None:
+        """Compares every record that holds some slots with its CRC-32, reading it again. Raises
+        DamagedFileError."""
+        places = [self.places[slot] for slot in slots]
+        found = {(where.file.path, where.record.name): where for where in places}
+        for _, where in sorted(found.items()):
+            if where.file.has_checksums:
+                where.file.check(where.record)
 
     def check(self, thorough: bool) -> None:
         """Compares the sums of all ranks' runs, each rank a share of the records. Collective."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, span, strides
+from megatron_ucp.core.flat import Member
 from megatron_ucp.core.layout import Partial, Piece
 from megatron_ucp.core.manifest import FINGERPRINT, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
@@ -110,17 +111,23 @@ def _held(
     low, high = within or (0, buffer.elems(slot.part))
     for fragment in buffer.fragments(slot.part):
         member = buffer.members[fragment.member]
-        spec = manifest.by_name[member.param]
-        # of what several partitions keep whole, the first one's is read
-        is_read = buffer.rule != "uncut" or buffer.owners(member, 0, 1)[0] == slot.part
-        if isinstance(spec.layout, Partial) or not is_read or not only(slot, member.param):
+        if not is_held(manifest, slot, member) or not only(slot, member.param):
             continue
+        spec = manifest.by_name[member.param]
         first = fragment.low + max(0, low - fragment.offset)
         last = min(fragment.high, fragment.low + high - fragment.offset)
         for piece in manifest.pieces(member, slot.cut) if first < last else ():
             for held in _clipped(piece, _true_box(spec), first, last):
                 offset = buffer.offset(member, slot.part, held.flat_start)
                 yield member.param, piece.full, offset, held
+
+
+def is_held(manifest: Manifest, slot: Slot, member: Member) -> bool:
+    """Whether a slot counts for the fingerprint of a member: of what several partitions keep whole
+    the first one's does, and of copies that every rank has for itself none."""
+    buffer = manifest.buffers[slot.buffer].of(slot.state)
+    is_first = buffer.rule != "uncut" or buffer.owners(member, 0, 1)[0] == slot.part
+    return is_first and not isinstance(manifest.by_name[member.param].layout, Partial)
 
 
 def _clipped(piece: Piece, true_box: Box, first: int, last: int) -> Iterator[Piece]:
@@ -391,16 +398,23 @@ def recorded_in(run: Mapping[str, Any]) -> Table:
     }
 
 
-def require_recorded(table: Table, recorded: Table, file: str) -> set[StateKey]:
-    """Which states were compared: those that were recorded in the same dtype. Raises
-    ForeignFileError where one is not the recorded one."""
-    pairs = {
-        (name, state): (crc, recorded.get(name, {}).get(state, ""))
-        for name, states in table.items()
-        for state, crc in states.items()
-    }
-    compared = {key for key, (a, b) in pairs.items() if a.partition(" ")[0] == b.partition(" ")[0]}
-    wrong = [key for key in pairs if key in compared and pairs[key][0] != pairs[key][1]]
+def compared_with(table: Table, recorded: Table) -> tuple[set[StateKey], list[StateKey]]:
+    """The states that were recorded in the same dtype: those that are as they were, and those that
+    are not."""
+    same, wrong = set[StateKey](), list[StateKey]()
+    for name, states in table.items():
+        for state, crc in states.items():
+            saved = recorded.get(name, {}).get(state, "")
+            if saved == crc:
+                same.add((name, state))
+            elif saved.partition(" ")[0] == crc.partition(" ")[0]:
+                wrong.append((name, state))
+    return same, wrong
+
+
+def require_recorded(table: Table, recorded: Table, file: str) -> None:
+    """Raises ForeignFileError where a state is not the recorded one."""
+    _, wrong = compared_with(table, recorded)
     if wrong:
         name, state = wrong[0]
         raise ForeignFileError(
@@ -412,4 +426,3 @@ def require_recorded(table: Table, recorded: Table, file: str) -> set[StateKey]:
             fix="a file was changed or damaged, or this package has a defect: load an older tag, "
             "and report it",
         )
-    return compared

@@ -205,6 +205,32 @@ def test_a_fault_in_any_file_is_named_by_a_load_onto_any_mesh(
 
 
 @pytest.mark.ranks
+def test_a_flipped_bit_under_an_old_checksum_names_the_file(
+    sources: Sources, tmp_path: Path
+) -> None:
+    """What the fingerprint covers is read without a checksum of the file: where it differs, the
+    records are read again, and the damaged one is named."""
+    source = sources.get(4, Mega("llama", 2, 1, "bf16"), "tests.engines.tensor_jobs:save", more=3)
+    files: dict[str, str] = {}
+    for rank, state in enumerate(STATES):
+        copy = shutil.copytree(Path(source) / "filled", tmp_path / state)
+        path = sorted(copy.glob("*optim_states.pt"))[rank]
+        (own, *_) = shards(torch.load(path, weights_only=False), state)
+        data = bytearray(path.read_bytes())
+        data[data.index(own.detach().numpy().tobytes()) + 5] ^= 16
+        path.write_bytes(data)
+        files[state] = path.name
+    for world, making, setup in MESHES.values():
+        job = JOBS + "refused_loads"
+        for said in sources.ranks.run(world, job, making, setup, str(tmp_path), [*STATES]):
+            for state in STATES:
+                refused, unseen = said[state]
+                assert refused.startswith("DamagedFileError: "), refused
+                assert f"/{files[state]}\n" in refused, refused
+                assert unseen == "", unseen
+
+
+@pytest.mark.ranks
 def test_steps_and_hyper_parameters_are_part_of_it(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, JOBS + "fingerprints", SOURCE, str(tmp_path), SOURCE)
     want = ucp.fingerprint(tmp_path)

@@ -12,6 +12,7 @@ import dataclasses
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -211,8 +212,10 @@ def _settled(taken: _Taken, ranks: SaveTurn | None, blocked_seconds: float | Non
     """Writes what waits, and brings it to disk; then files get their names. Collective, among
     `ranks`."""
     asked, sync = taken.asked, taken.sync
-    with as_save_error(), agree.together(ranks) as block:
-        block.value = (*_written(taken), sums_of_memory(taken.whole, taken.held))
+    with as_save_error(), agree.together(ranks) as block, ThreadPoolExecutor(1) as beside:
+        # while the disk works: summing and fsync both let go of the interpreter
+        sums = beside.submit(sums_of_memory, taken.whole, taken.held)
+        block.value = (*_written(taken), sums.result())
     ranges, bytes_by_rank, sums = zip(*block.values, strict=True)
     with as_save_error(), agree.together(ranks) as block:
         block.value = _entries(taken, _flat(ranges))

@@ -1,0 +1,291 @@
+"""Layouts from the model itself, for 1,024 ranks of a model of DeepSeek-V3's shape: seconds,
+memory, the size of the manifest, and a plan from one mesh of 1,024 ranks to another.
+
+    python -m benchmarks.derive         # some minutes
+    python -m benchmarks.derive --tiny  # to see that it runs
+
+One process is every rank in turn: its process groups are fake, and its model has no memory. What a
+rank does at `attach` is timed: asking its model, sending what it says, joining what all ranks say.
+Building groups and models is the program's own work, and not counted. A rank of each place that
+holds other parameters is asked; the other ranks say the same. Writes
+benchmarks/results/derive.json.
+"""
+
+import argparse
+import json
+import pickle
+import re
+import resource
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.machine import description
+from benchmarks.tool import claim
+from megatron_ucp.core.experts import expert_name
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
+from megatron_ucp.engines.megatron.derived import (
+    DeclaredTable,
+    derived_table,
+    joined_tables,
+    model_by_itself,
+)
+from megatron_ucp.engines.megatron.names import canonical_names
+from megatron_ucp.families.base import Declared
+from megatron_ucp.formats.deepspeed.native_writer import state_file
+from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.reshard.preview import of_manifests, paper_manifest
+from megatron_ucp.reshard.target import target_manifest
+from megatron_ucp.reshard.wanted import Wanted
+
+RESULTS = Path(__file__).parent / "results" / "derive.json"
+PLAN_LIMIT_S = 10.0
+LAST_LAYERS = 1  # of 61, on the last stage; fifteen stages have four each
+# of the model's published configuration
+DEEPSEEK_V3 = {
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "ffn_hidden_size": 18432,
+    "num_attention_heads": 128,
+    "num_query_groups": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "num_moe_experts": 256,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_layer_freq": [0] * 3 + [1] * 58,
+}
+VOCABULARY = 129280
+SOURCE, TARGET = (
+    Mesh(tp=8, pp=16, ep=64, etp=1, dp=8, zero=1),
+    Mesh(tp=4, pp=8, ep=32, etp=1, dp=32, zero=1),
+)
+TINY = {
+    "num_layers": 5,
+    "num_moe_experts": 8,
+    "moe_layer_freq": [0] + [1] * 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_query_groups": 8,
+}
+TINY_MESHES = (
+    Mesh(tp=2, pp=2, ep=4, etp=1, dp=2, zero=1),
+    Mesh(tp=1, pp=1, ep=2, etp=1, dp=8, zero=1),
+)
+
+
+def main() -> int:
+    args = parse()
+    settings = {**DEEPSEEK_V3, **(TINY if args.tiny else {})}
+    source, target = TINY_MESHES if args.tiny else (SOURCE, TARGET)
+    asked = asked_ranks(source)
+    tables, seconds = [], []
+    for rank in asked:
+        table, took = said_by(rank, source, settings)
+        tables.append(table)
+        seconds.append(took)
+    started = time.perf_counter()
+    whole = joined_tables(tables)
+    joining_s = time.perf_counter() - started
+    result = {
+        "ranks": source.world,
+        "parameters": len(whole),
+        "elements": sum(torch.Size(one.shape).numel() for one in whole.values()),
+        "places asked": len(asked),
+        "seconds of a rank's own model, most": max(seconds),
+        "bytes that all ranks send": sum(len(pickle.dumps(table)) for table in tables),
+        "seconds to join all": joining_s,
+        **planned(whole, (source, target)),
+        "peak memory in bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "machine": description(),
+    }
+    print(json.dumps(result, indent=1))
+    if not args.tiny:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def asked_ranks(mesh: Mesh) -> list[int]:
+    """The first rank of each place that holds parameters of its own."""
+    return sorted({mesh.rank_of(at, 0) for at in mesh.holding()})
+
+
+def planned(whole: DeclaredTable, meshes: tuple[Mesh, Mesh]) -> dict[str, Any]:
+    """The manifest of a run with these parameters on the first mesh, and what every rank of the
+    second one would read."""
+    experts = 1 + max(one.number for one in map(expert_name, whole) if one is not None)
+    known = {name: with_expert(name, declared, experts) for name, declared in whole.items()}
+    model = model_by_itself(known)
+    paper = paper_manifest(model.family, model.sizes)
+    layers = in_a_row(known)
+    of = [target_manifest(Wanted(paper, on_paper(mesh, layers), "", layers)) for mesh in meshes]
+    size = len(to_json(of[0]).encode())
+    started = time.perf_counter()
+    of_manifests(of[0], of[1], lambda slot: state_file(of[0], slot))
+    seconds = time.perf_counter() - started
+    return {
+        "manifest bytes": size,
+        "plan": claim(f"seconds of a plan from {meshes[0]} to {meshes[1]}", seconds, PLAN_LIMIT_S),
+    }
+
+
+def with_expert(name: str, declared: Declared, experts: int) -> Declared:
+    """A parameter with the number of the expert that it is of."""
+    found = expert_name(name)
+    return declared if found is None else replace(declared, expert=(found.number, experts))
+
+
+def in_a_row(names: Iterable[str]) -> Layers:
+    """The embedding, each layer, and what comes after the last one, as a pipeline has them."""
+    of: dict[int, list[str]] = {}
+    for name in names:
+        found = re.match(r"decoder\.layers\.(\d+)\.", name)
+        first = 0 if name.startswith("embedding.") else sys.maxsize
+        of.setdefault(int(found[1]) + 1 if found else first, []).append(name)
+    held = [{name: f"{at}.{name}" for name in of[place]} for at, place in enumerate(sorted(of))]
+    known = {pipe: name for one in held for name, pipe in one.items()}
+    return Layers(tuple(held), known, frozenset())
+
+
+def on_paper(mesh: Mesh, layers: Layers) -> Target:
+    """A mesh whose stages have as many layers each, the first ones rounded up."""
+    count = len(layers.held) - 2
+    most = -(-count // mesh.pp)
+    own = [min(most, count - most * stage) for stage in range(mesh.pp)]
+    own[0], own[-1] = own[0] + 1, own[-1] + 1
+    return Target(mesh, dtype="bfloat16", stages=tuple(own)).completed({})
+
+
+# ------------------------------------------------ a rank that is not there
+
+
+def said_by(rank: int, mesh: Mesh, settings: dict[str, Any]) -> tuple[DeclaredTable, float]:
+    """What the model of a rank says, and how long asking takes, in seconds."""
+    with fake_ranks(rank, mesh):
+        model = built(mesh, settings)
+        place = mesh.place(mesh.at(rank, (*DENSE_CUT, *EXPERT_CUT)))
+        started = time.perf_counter()
+        table = derived_table(model, canonical_names(model), place)
+        return table, time.perf_counter() - started
+
+
+@contextmanager
+def fake_ranks(rank: int, mesh: Mesh) -> Any:
+    """Process groups as that rank has them, in which nobody else is."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world)
+    try:
+        parallel_state.initialize_model_parallel(
+            mesh.tp,
+            mesh.pp,
+            expert_model_parallel_size=mesh.ep,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
+        with (
+            mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
+            mock.patch.object(torch.Tensor, "cuda", lambda self: self),
+        ):
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def built(mesh: Mesh, settings: dict[str, Any]) -> Any:
+    """This rank's part of a model of DeepSeek-V3's kind, without memory."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    without_transformer_engine()
+    config = MLATransformerConfig(
+        **settings,
+        multi_latent_attention=True,
+        rope_type="rope",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        qk_layernorm=True,
+        mtp_num_layers=1,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="allgather",
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=1,
+        num_layers_in_last_pipeline_stage=LAST_LAYERS,
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    last = parallel_state.is_pipeline_last_stage()
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = IdentityOp
+    predicts = None
+    if last:
+        predicts = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    with torch.device("meta"):
+        return GPTModel(
+            config,
+            spec,
+            VOCABULARY,
+            4096,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=last,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            mtp_block_spec=predicts,
+        )
+
+
+def without_transformer_engine() -> None:
+    """megatron-core's latent attention asks for classes of Transformer Engine by name."""
+    import megatron.core.transformer.multi_latent_attention as latent
+
+    for name in ("TEColumnParallelLinear", "TELinear", "Linear"):
+        if not isinstance(getattr(latent, name, None), type):
+            setattr(latent, name, type(name, (), {}))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="16 ranks; nothing is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
