@@ -6,13 +6,16 @@ million parameters on two ranks.
 
 A core sums what memory holds in one piece, and rows of a matrix that a tensor-parallel cut leaves
 between others. Beside it the bound: isal's CRC-32 of one piece, of the same memory and in the
-core's cache. The shares are the seconds in the fingerprint's own code over those of the whole
-operation, of the rank that takes longest. Writes benchmarks/results/fingerprint.json.
+core's cache. The share of a save is the seconds in the fingerprint's own code over all, that of a
+load what it takes longer than one of the same files without a fingerprint; of the rank that takes
+longest. Writes benchmarks/results/fingerprint.json.
 """
 
 import argparse
 import json
+import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from isal.isal_zlib import crc32
 
 from benchmarks.cases import Mesh
@@ -30,7 +34,7 @@ from benchmarks.tool import claim
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate, Shard
-from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest import FILE_NAME, FINGERPRINT, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh as WholeMesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.reshard.fingerprint import sums_of
@@ -57,7 +61,7 @@ def main() -> int:
         shutil.rmtree(folder)
     shares = {what: max(one[what] for one in found) for what in found[0]}
     claims = [
-        claim("a load's seconds in the fingerprint", shares["load"], LOAD_LIMIT),
+        claim("a load, on top of one by checksums alone", shares["load"], LOAD_LIMIT),
         claim("a save's seconds in the fingerprint", shares["save"], SAVE_LIMIT),
     ]
     for what, value in speeds.items():
@@ -142,31 +146,44 @@ class Watched:
 
 
 def shares(folder: str, size: dict[str, int], repetitions: int) -> dict[str, float]:
-    """Seconds in the fingerprint over seconds of a load and of a direct save: the smallest share of
-    some repetitions, as others may work on the machine."""
+    """Of a direct save the seconds in the fingerprint over all, the smallest share of some
+    repetitions, as others may work on the machine. Of a load what it takes longer, as a share,
+    than one of the same files without a fingerprint, by medians: that one compares checksums."""
     import megatron_ucp as ucp
     from benchmarks.model import close, make_engine, train_step
     from megatron_ucp.engines.deepspeed import save
-    from megatron_ucp.reshard import engine_sink
 
     mesh = Mesh(1)
     engine = make_engine(mesh, size)
     ucp.attach(engine, save="direct")
     train_step(engine, mesh)
     saving = Watched(save, ("sums_of_memory", "table_of"))
-    loading = Watched(engine_sink, ("sums_of", "table_of", "require_recorded"))
-    calls: dict[str, tuple[Watched, Callable[[], Any]]] = {
-        "save": (saving, lambda: engine.save_checkpoint(folder, tag="tag")),
-        "load": (loading, lambda: ucp.load(engine, folder, tag="tag")),
-    }
-    out: dict[str, list[float]] = {}
+    saved: list[float] = []
     for _ in range(repetitions):
-        for what, (watched, call) in calls.items():
-            watched.seconds, started = 0.0, time.perf_counter()
-            call()
-            out.setdefault(what, []).append(watched.seconds / (time.perf_counter() - started))
+        saving.seconds, started = 0.0, time.perf_counter()
+        engine.save_checkpoint(folder, tag="with")
+        saved.append(saving.seconds / (time.perf_counter() - started))
+    if dist.get_rank() == 0:
+        without_fingerprint(Path(folder, "with"), Path(folder, "without"))
+    dist.barrier()
+    loaded: dict[str, list[float]] = {"with": [], "without": []}
+    for number in range(2 * repetitions):
+        tag = ("with", "without")[number % 2]
+        started = time.perf_counter()
+        ucp.load(engine, folder, tag=tag)
+        loaded[tag].append(time.perf_counter() - started)
     close(engine, mesh)
-    return {what: min(each) for what, each in out.items()}
+    with_, without = (statistics.median(each) for each in loaded.values())
+    return {"save": min(saved), "load": with_ / without - 1}
+
+
+def without_fingerprint(tag: Path, copy: Path) -> None:
+    """The same files, of which the manifest says none."""
+    shutil.copytree(tag, copy, copy_function=os.link)
+    manifest = json.loads((copy / FILE_NAME).read_text())
+    del manifest["run"][FINGERPRINT]
+    (copy / FILE_NAME).unlink()
+    (copy / FILE_NAME).write_text(json.dumps(manifest))
 
 
 def parse() -> argparse.Namespace:
