@@ -133,10 +133,11 @@ def planned(whole: DeclaredTable, meshes: tuple[Mesh, Mesh]) -> dict[str, Any]:
     model = model_by_itself(known)
     paper = paper_manifest(model.family, model.sizes)
     layers = in_a_row(known)
-    of = [target_manifest(Wanted(paper, on_paper(mesh, layers), "", layers)) for mesh in meshes]
-    size = len(to_json(of[0]).encode())
+    held = target_manifest(Wanted(paper, on_paper(meshes[0], layers), "", layers))
+    size = len(to_json(held).encode())
     started = time.perf_counter()
-    of_manifests(of[0], of[1], lambda slot: state_file(of[0], slot))
+    wanted = target_manifest(Wanted(paper, on_paper(meshes[1], layers), "", layers))
+    of_manifests(held, wanted, lambda slot: state_file(held, slot))
     seconds = time.perf_counter() - started
     return {
         "manifest bytes": size,

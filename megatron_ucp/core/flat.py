@@ -1,5 +1,6 @@
 """Flat buffers as arithmetic: which run of which parameter lies where in which partition."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -165,7 +166,7 @@ class FlatBuffer:
         """The parameter group of all members; that of the first one where they differ."""
         return self.members[0].group if self.members else None
 
-    @property
+    @cached_property
     def spread(self) -> tuple[str, ...]:
         """Every axis that decides which ranks have a part of it."""
         return tuple(dict.fromkeys((*self.axes, *(axis for axis, _ in self.at))))
@@ -217,10 +218,23 @@ class FlatBuffer:
 
     def fragments(self, part: int) -> Iterator[Fragment]:
         """What partition `part` holds, in memory order."""
-        for index, member in enumerate(self.members):
+        for index in self._reached(part):
+            member = self.members[index]
             low, high = self.owned(member, part)
             if low < high:
                 yield Fragment(index, low, high, self.offset(member, part, low))
+
+    def _reached(self, part: int) -> range:
+        """The numbers of the members that partition `part` may hold some of."""
+        if self.rule == "each" or self.partitions == 1:
+            return range(len(self.members))
+        size, starts = self.partition_elems, self._starts
+        first = max(0, bisect_right(starts, part * size) - 1)
+        return range(first, bisect_left(starts, (part + 1) * size, first))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [member.start for member in self.members]
 
     def owned(self, member: Member, part: int) -> tuple[int, int]:
         """The flat range of the member's rank-local tensor that partition `part` owns; empty where

@@ -293,11 +293,30 @@ class Manifest:
         """What a rank holds: number of the buffer, the rank's place along the axes that cut it, the
         partition that the rank has of it."""
         mesh, out = self.mesh, list[BufferPart]()
-        axes = {axis for buffer in self.buffers for axis in buffer.spread}
-        here = {axis: mesh.index(rank, axis) for axis in axes}
-        part = {kind: mesh.share_of(rank, kind) for kind in {b.spread for b in self.buffers}}
+        here: dict[str, int] = {}
+        part: dict[tuple[str, ...], int] = {}
+        for number in self._held_at(rank):
+            buffer = self.buffers[number]
+            for axis in buffer.axes:
+                here.setdefault(axis, mesh.index(rank, axis))
+            if buffer.spread not in part:
+                part[buffer.spread] = mesh.share_of(rank, buffer.spread)
+            cut = tuple((axis, here[axis]) for axis in buffer.axes)
+            out.append((number, cut, part[buffer.spread] if buffer.partitions > 1 else 0))
+        return out
+
+    def _held_at(self, rank: int) -> list[int]:
+        """The numbers of the buffers of which a rank has a part, in their order."""
+        found: list[int] = []
+        for axes, places in self._numbers_at.items():
+            found += places.get(self.mesh.at(rank, axes), ())
+        return sorted(found)
+
+    @cached_property
+    def _numbers_at(self) -> dict[tuple[str, ...], dict[Coords, list[int]]]:
+        """The numbers of the buffers at each place, by the axes that the place is on."""
+        out: dict[tuple[str, ...], dict[Coords, list[int]]] = {}
         for number, buffer in enumerate(self.buffers):
-            if all(here[axis] == index for axis, index in buffer.at):
-                cut = tuple((axis, here[axis]) for axis in buffer.axes)
-                out.append((number, cut, part[buffer.spread] if buffer.partitions > 1 else 0))
+            axes = tuple(axis for axis, _ in buffer.at)
+            out.setdefault(axes, {}).setdefault(buffer.at, []).append(number)
         return out

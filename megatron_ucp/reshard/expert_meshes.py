@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_ucp.core.experts import check_files, in_own_file, is_stacked
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of
+from megatron_ucp.core.mesh import EXPERT_RANK, Mesh
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
 from megatron_ucp.formats.deepspeed.autoep import group_name
 
@@ -14,7 +14,7 @@ def check_experts(source: Manifest, mesh: Mesh, file: str) -> None:
     """Raises UsageError for expert-parallel ranks of a model without experts, LayoutError where
     they don't divide its experts."""
     for spec in source.params:
-        _is_here(spec, 0, mesh, file)
+        _expert_rank(spec, mesh, file)
     if mesh.ep > 1 and not any(spec.expert for spec in source.params):
         raise UsageError(
             "this axis is not converted: the model has no experts",
@@ -62,21 +62,29 @@ def check_stages(
         )
 
 
-def held_at(
-    names: frozenset[str], source: Manifest, at: Coords, mesh: Mesh, file: str
-) -> frozenset[str]:
-    """What a place of a mesh holds of a stage's parameters: everything but other ranks' experts.
+def held_by(
+    by_stage: Sequence[frozenset[str]], source: Manifest, mesh: Mesh, file: str
+) -> list[list[frozenset[str]]]:
+    """What a place of a mesh holds of the parameters of each stage, by stage and expert-parallel
+    rank: everything but other ranks' experts.
 
     Raises LayoutError where the expert-parallel ranks don't divide the experts.
     """
-    return frozenset(
-        name for name in names if _is_here(source.by_name[name], expert_rank_of(at), mesh, file)
-    )
+    out: list[list[frozenset[str]]] = []
+    for names in by_stage:
+        ranks = {name: _expert_rank(source.by_name[name], mesh, file) for name in names}
+        of: list[set[str]] = [set() for _ in range(mesh.ep)]
+        for name, rank in ranks.items():
+            for held in of if rank is None else [of[rank]]:
+                held.add(name)
+        out.append([frozenset(held) for held in of])
+    return out
 
 
-def _is_here(spec: ParamSpec, ep_rank: int, mesh: Mesh, file: str) -> bool:
+def _expert_rank(spec: ParamSpec, mesh: Mesh, file: str) -> int | None:
+    """The expert-parallel rank that has an expert's parameter; None of what all have."""
     if spec.expert is None:
-        return True
+        return None
     number, count = spec.expert
     if count % mesh.ep:
         works = [n for n in range(1, count + 1) if not count % n]
@@ -89,7 +97,7 @@ def _is_here(spec: ParamSpec, ep_rank: int, mesh: Mesh, file: str) -> bool:
             fix=f"use an expert-parallel size of {', '.join(map(str, works))}",
             id="does-not-divide",
         )
-    return number // (count // mesh.ep) == ep_rank
+    return number // (count // mesh.ep)
 
 
 def notes_of_groups(source: Manifest, mesh: Mesh, listed: bool) -> list[str]:

@@ -12,7 +12,7 @@ from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.mesh import Coords, Mesh, stage_of
+from megatron_ucp.core.mesh import Coords, Mesh, expert_rank_of, stage_of
 from megatron_ucp.core.stages import Stage, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -29,7 +29,7 @@ from megatron_ucp.reshard.expert_meshes import (
     check_experts,
     check_stages,
     check_trained,
-    held_at,
+    held_by,
     marks_on,
 )
 from megatron_ucp.reshard.match import check_not_lost, match_ties, one_value, source_states
@@ -63,8 +63,9 @@ def target_manifest(wanted: Wanted) -> Manifest:
     local = {name: math.prod(shape) for name, shape in shapes.items()}
     by_stage = placed(wanted, local)
     check_stages(by_stage, source, mesh, file)
+    held = held_by(by_stage, source, mesh, file)
     stages = [
-        _stage(wanted, groups, local, held_at(by_stage[stage_of(at)], source, at, mesh, file), at)
+        _stage(wanted, groups, local, held[stage_of(at)][expert_rank_of(at)], at)
         for at in mesh.holding()
     ]
     joined = join(stages)
@@ -174,8 +175,7 @@ def _stage(
     """What one place of the target holds. `local` are the elements of each parameter that a rank
     has."""
     keeper, params = wanted.target.keeper(wanted.dtype), wanted.params
-    here = [replace(one, names=tuple(n for n in one.names if n in held)) for one in groups]
-    here = [one for one in here if one.names]
+    here = [one for one in (group.of(held) for group in groups) if one.names]
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(here):
         _check_stacks(one.names, params, wanted.target.mesh, wanted.file)
@@ -184,7 +184,7 @@ def _stage(
     for buffer in buffers:  # files keep one set of them for each buffer
         stepped = [member.param for member in buffer.members]
         one_value(stepped, wanted.source.scalars_of, "steps", wanted.file)
-    specs = tuple(spec for name, spec in params.items() if name in held)
+    specs = tuple(params[name] for name in sorted(held, key=wanted.places.__getitem__))
     values = tuple(
         _value(wanted.target.mesh, keeper, spec, local[spec.name])
         for spec in specs

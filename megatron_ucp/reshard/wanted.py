@@ -1,6 +1,7 @@
 """What a conversion is asked for."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
@@ -13,6 +14,15 @@ class NamedGroup:
 
     group: ParamGroup
     names: tuple[str, ...]
+
+    def of(self, held: frozenset[str]) -> "NamedGroup":
+        """The same group of a rank that holds some parameters."""
+        own = [name for name in held if name in self._places]
+        return replace(self, names=tuple(sorted(own, key=self._places.__getitem__)))
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
 
 
 @dataclass(frozen=True)
@@ -29,13 +39,18 @@ class Wanted:
     declared: bool = True
     permuted: bool = False
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         """That of the training copies."""
         trained = (spec.dtype for spec in self.source.params if spec.kind == "trainable")
         return self.target.dtype or next(trained, "float32")
 
-    @property
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where each parameter stands among all."""
+        return {name: place for place, name in enumerate(self.params)}
+
+    @cached_property
     def params(self) -> dict[str, ParamSpec]:
         """Parameters as the target trains them: in one dtype; module buffers keep theirs. Files are
         written with the dims in their own order."""
