@@ -251,10 +251,10 @@ def built(mesh: Mesh, settings: dict[str, Any]) -> Any:
         persist_layer_norm=False,
     )
     last = parallel_state.is_pipeline_last_stage()
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = IdentityOp
-    predicts = None
+    predicts: Any = None
     if last:
         predicts = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     with torch.device("meta"):

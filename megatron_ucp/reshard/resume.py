@@ -46,6 +46,7 @@ from megatron_ucp.reshard.match import (
     source_states,
 )
 from megatron_ucp.reshard.own_values import values_for
+from megatron_ucp.reshard.renumbered import for_model
 from megatron_ucp.reshard.report import Report
 from megatron_ucp.reshard.transfer import SinkPart, TransferRun, transfer
 
@@ -56,7 +57,8 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
     started = time.perf_counter()
     with ExitStack() as opened:
         with agree.together() as looked:
-            source = opened.enter_context(open_checkpoint(path, tag, told=_told(engine, how)))
+            read = opened.enter_context(open_checkpoint(path, tag, told=_told(engine, how)))
+            source = for_model(read, engine.manifest, how.allow)
             looked.value = _check_files(source, how, engine)
         how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
         with agree.together():

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import chunks, models
 from megatron_ucp.engines.megatron.chunks import Stack, Stages
+from megatron_ucp.reshard import renumbered
 from tests.engines.stack_jobs import (
     BATCH,
     SEQUENCE,
@@ -226,6 +227,8 @@ def _hybrid(setup: AnyModel, config: Any, ends: dict[str, bool]) -> Any:
         TransformerLayerSubmodules,
     )
 
+    fused: Any = get_bias_dropout_add
+    place: dict[str, Any] = ends
     with _on_cpu(), mock.patch.object(mamba_block, "TENorm", WrappedTorchNorm):
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
@@ -236,13 +239,13 @@ def _hybrid(setup: AnyModel, config: Any, ends: dict[str, bool]) -> Any:
         attention = TransformerLayerSubmodules(
             input_layernorm=own.input_layernorm,
             self_attention=own.self_attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=fused,
             sharded_state_dict_keys_map=own.sharded_state_dict_keys_map,
         )
         mlp = TransformerLayerSubmodules(
             pre_mlp_layernorm=own.pre_mlp_layernorm,
             mlp=own.mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=fused,
             sharded_state_dict_keys_map=own.sharded_state_dict_keys_map,
         )
         layers = {
@@ -260,7 +263,7 @@ def _hybrid(setup: AnyModel, config: Any, ends: dict[str, bool]) -> Any:
             hybrid_override_pattern=PATTERNS[setup.kind],
             share_embeddings_and_output_weights=setup.tied,
             position_embedding_type="rope",
-            **ends,
+            **place,
         )
 
 
@@ -445,6 +448,31 @@ def resumed(
         losses = train(engine, more, first=steps)
     close(engine)
     return {"losses": losses, "notes": list(report.notes), "others": others}
+
+
+def carried(
+    setup: AnyModel, folder: str, allow: set[str], backwards: bool = False
+) -> dict[str, Any]:
+    """Loads what a model saved that counts its layers otherwise, and goes on; what the load said,
+    and the states that the model has then. `backwards`: a fault, layers in the wrong order."""
+    stock = renumbered._layers_with
+
+    def reversed_layers(*of: Any) -> Any:
+        return stock(*of)[::-1]
+
+    engine = make_any(setup)
+    before = ucp.fingerprint(engine.handle).table
+    out: dict[str, Any] = {"error": ""}
+    with mock.patch.object(renumbered, "_layers_with", reversed_layers if backwards else stock):
+        try:
+            out["notes"] = ucp.load(engine.handle, folder, allow=allow).notes
+        except ucp.UcpError as error:
+            out["error"] = str(error)
+    out["table"] = ucp.fingerprint(engine.handle).table
+    out["changed"] = before != out["table"]
+    out["losses"] = train(engine, 3, first=2)
+    close(engine)
+    return out
 
 
 def refused(setup: AnyModel, plant: str) -> str:

@@ -133,6 +133,97 @@ def test_a_planted_fault_is_named_on_every_rank(
         assert parameter in found
 
 
+# ------------------------------------------------ a GPTModel and a hybrid model
+
+PAIRS = [
+    ("dense", "hybrid"),
+    ("hybrid", "dense"),
+    ("q/k norms and experts", "hybrid mixture"),
+    ("hybrid mixture", "q/k norms and experts"),
+]
+
+
+def in_pairs(table: Any, to_hybrid: bool) -> dict[str, Any]:
+    """The states of a model, in the names of the one that has two layers for each, or one for
+    two."""
+
+    def renamed(name: str) -> str:
+        old, new = "final_layernorm", "final_norm"
+        name = name.replace(old, new) if to_hybrid else name.replace(new, old)
+        parts = name.split(".")
+        if parts[1] == "layers":
+            is_mlp = parts[3] in ("mlp", "pre_mlp_layernorm")
+            number = int(parts[2])
+            parts[2] = str(2 * number + is_mlp if to_hybrid else number // 2)
+        return ".".join(parts)
+
+    return {renamed(name): states for name, states in table.items()}
+
+
+@pytest.mark.parametrize(("kind", "other"), PAIRS)
+def test_a_gpt_model_becomes_a_hybrid_model_and_back(
+    ranks: RankPool, sources: dict[str, Any], kind: str, other: str
+) -> None:
+    """All states bit for bit under the other names, on another mesh, and the same losses."""
+    folder, losses = sources[kind]
+    wanted = in_pairs(ucp.fingerprint(folder).table, "hybrid" in other)
+    for mesh in MESHES[other][1:3]:
+        job = JOBS + "carried"
+        found = ranks.run(WORLD, job, on(other, mesh, seed=3), folder, {"hybrid"})[0]
+        assert found["error"] == "" and found["changed"]
+        assert found["table"] == wanted and len(wanted) > 20
+        assert found["losses"] == pytest.approx(losses, abs=1e-5)
+        (note,) = [one for one in found["notes"] if "renumbered" in one]
+        assert note.startswith("layers renumbered, as allowed: ")
+
+
+@pytest.mark.parametrize("files", ["stock's torch_dist", "universal", "native of DeepSpeed"])
+def test_files_of_every_kind_become_a_hybrid_model(
+    ranks: RankPool,
+    sources: dict[str, Any],
+    deepspeed_sources: dict[str, Any],
+    tmp_path: Path,
+    files: str,
+) -> None:
+    folder, losses = (deepspeed_sources if files.startswith("native") else sources)["dense"]
+    if files == "universal":
+        ucp.convert(folder, tmp_path / "universal", to="universal")
+    path = {"universal": tmp_path / "universal", "stock's torch_dist": f"{folder}/stock"}
+    setup, place = on("hybrid", (2, 2, 1, None), seed=3), str(path.get(files, folder))
+    found = ranks.run(WORLD, JOBS + "carried", setup, place, {"hybrid"})[0]
+    assert found["error"] == ""
+    assert found["table"] == in_pairs(ucp.fingerprint(place).table, to_hybrid=True)
+    if not files.startswith("native"):  # that run had other batches
+        assert found["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+def test_layers_in_another_order_are_seen(ranks: RankPool, sources: dict[str, Any]) -> None:
+    """The comparison's control."""
+    folder, losses = sources["dense"]
+    wanted = in_pairs(ucp.fingerprint(folder).table, to_hybrid=True)
+    setup = on("hybrid", DENSE[1], seed=3)
+    found = ranks.run(WORLD, JOBS + "carried", setup, folder, {"hybrid"}, True)[0]
+    assert found["error"] == "" and found["table"] != wanted
+    assert found["losses"] != pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "allow", "said"),
+    [
+        ("dense", 4, set(), 'allow={"hybrid"}, which changes names and no value'),
+        ("hybrid", 4, set(), 'allow={"hybrid"}, which changes names and no value'),
+        ("hybrid", 3, {"hybrid"}, "3 layers of attention, as many of MLP or experts"),
+    ],
+)
+def test_what_does_not_become_the_other_is_refused(
+    ranks: RankPool, sources: dict[str, Any], kind: str, layers: int, allow: Any, said: str
+) -> None:
+    folder, _ = sources[kind]
+    setup = on("dense" if kind == "hybrid" else "hybrid", (1, 1, 1, None), layers=layers)
+    for found in ranks.run(WORLD, JOBS + "carried", setup, folder, allow):
+        assert said in found["error"] and not found["changed"]
+
+
 @pytest.mark.parametrize("kind", ["dense", "latent attention alone", "own module"])
 @pytest.mark.parametrize(("tp", "zero"), [(1, 3), (2, 1), (4, 2)])
 def test_under_deepspeed(
