@@ -1,13 +1,13 @@
 """Intersecting two manifests into strided copies. `proof` checks what comes out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Partial, Piece
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import InexactError, PlanError
 
@@ -109,6 +109,24 @@ class Plan:
     def elems(self) -> int:
         """Elements that the target needs from the source."""
         return sum(op.box.numel for op in self.ops)
+
+    def only(self, parts: Collection[BufferPart]) -> "Plan":
+        """What of it fills some parts of the target."""
+        slots = {slot for slot, _ in self.wants if (slot.buffer, slot.cut, slot.part) in parts}
+        return Plan(
+            tuple(want for want in self.wants if want[0] in slots),
+            tuple(op for op in self.ops if op.target.slot in slots),
+            tuple(fill for fill in self.fills if fill.slot in slots),
+        )
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Plans for slots that are not the same, as one."""
+    return Plan(
+        tuple(want for plan in plans for want in plan.wants),
+        tuple(op for plan in plans for op in plan.ops),
+        tuple(fill for plan in plans for fill in plan.fills),
+    )
 
 
 def make_plan(
