@@ -1,5 +1,5 @@
-"""A live run as what it is besides elements, and who holds these: what a resize moves from, whatever
-trains in it."""
+"""A live run as what it is besides elements, and who holds these: what a resize moves from,
+whatever trains in it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -292,7 +292,8 @@ def _unpack(held: Holdings, ops: Sequence[Op], packed: torch.Tensor, window: tor
 
 
 def _put(op: Op, values: torch.Tensor, window: torch.Tensor) -> None:
-    torch.as_strided(window, op.shape, op.target.strides, op.target.offset).copy_(values)
+    first = window.storage_offset() + op.target.offset
+    torch.as_strided(window, op.shape, op.target.strides, first).copy_(values)
 
 
 def _held(slot: Slot) -> BufferPart:

@@ -1,4 +1,5 @@
-"""What megatron-core's stack is, found on all ranks: the states that it has now, and all besides."""
+"""What megatron-core's stack is, found on all ranks: the states that it has now, and all
+besides."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
