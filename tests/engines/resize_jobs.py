@@ -1,9 +1,15 @@
 """What the ranks do in the tests of resizes: one engine trains, another one on another mesh goes on
 from its memory."""
 
+import json
 import os
+import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext as nothing
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -179,8 +185,7 @@ def worlds(
             want = kind.canonical(engine)
         else:
             own_schedule = compared(setup, steps[0][1]) is stack_states.compare
-            options = {"load_lr_scheduler_states": False} if own_schedule else {}
-            report = ucp.load(kind.handle(engine), held, **options)
+            report = ucp.load(kind.handle(engine), held, load_lr_scheduler_states=not own_schedule)
             want = everywhere(want)[0]
             have = kind.canonical(engine)
             found["differences"].append(compared(setup, steps[0][1])(want, have))
@@ -298,7 +303,7 @@ _put = memories._put
 
 
 def _changing(op: Any, values: Any, window: Any) -> None:
-    _put(op, values + (values.numel() > 50), window)
+    _put(op, values + 1, window)
 
 
 def weights_alone(source: Any, target: Any) -> dict[str, Any]:
@@ -324,3 +329,45 @@ def weights_alone(source: Any, target: Any) -> dict[str, Any]:
     one.close(old)
     other.close(new)
     return found
+
+
+def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
+    """One rank is killed while elements move, in a hold or in a load. Each of the others writes
+    what it was told, how long after the death, and whether its own engine is as it was."""
+    one, other = kind_of(source), kind_of(target)
+    engine = one.make(source)
+    one.train(engine, 2)
+    own = [value.clone() for value in _own_tensors(engine)]
+    file = Path(folder)
+    handle, stay = one.handle(engine), dist.get_world_size() - 1
+    doing: Callable[[], Any] = partial(ucp.hold, handle, ranks=stay)
+    if moment == "load":
+        held = ucp.hold(handle)
+        doing = partial(ucp.load, other.handle(other.make(target)), held)
+
+    def killed(*_: Any) -> Any:
+        (file / "death").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    dist.barrier()
+    with mock.patch.object(memories, "_packed", killed) if dist.get_rank() == rank else nothing():
+        try:
+            doing()
+            said = "nothing was told"
+        except ucp.UcpError as error:
+            said = f"{type(error).__name__}: {error}"
+    seconds = time.time() - float((file / "death").read_text())
+    same = all(map(torch.equal, own, _own_tensors(engine)))
+    told = {"said": said, "seconds": seconds, "same": same}
+    (file / f"{dist.get_rank()}.json").write_text(json.dumps(told))
+
+
+def _own_tensors(engine: Any) -> list[torch.Tensor]:
+    """Masters and moments of this rank."""
+    kept = zero_states.base_of(engine).state
+    return [
+        tensor
+        for master, states in kept.items()
+        for tensor in (master.data, *states.values())
+        if isinstance(tensor, torch.Tensor)
+    ]

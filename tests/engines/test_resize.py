@@ -1,6 +1,7 @@
 """A run goes from one mesh to another in memory: every master, state, step and hyper-parameter, bit
 by bit, against a gather that knows nothing of the package's layouts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.engines.moe_jobs import Moe
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.stack_jobs import Mcore
 from tests.engines.tensor_jobs import Mega
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.resize_jobs"
@@ -234,7 +235,7 @@ def test_a_failure_while_elements_move(ranks: RankPool, failing: int) -> None:
     for found in ranks.run(4, job, Setup(1), Setup(3, seed=9), failing):
         assert found["fails"].startswith("DamagedFileError: only here")
         assert found["changes"].startswith("ForeignFileError: the ")
-        assert "up.weight" in found["changes"], "the parameter is named"
+        assert "parameter: " in found["changes"], "what differs is named"
         assert found["fails, then"] == found["changes, then"] == "it refuses"
         assert found["differences"] == [], "what was held stayed, and is loaded"
 
@@ -248,3 +249,20 @@ def test_weights_into_an_engine_without_an_optimizer(
     for found in ranks.run(2, f"{JOBS}:weights_alone", Setup(1), target):
         assert found["wrong"] == [] and found["compared"] > 5
         assert len(found["as before"]) < 3
+
+
+@pytest.mark.parametrize("moment", ["hold", "load"])
+def test_a_rank_that_dies_while_elements_move(ranks: RankPool, tmp_path: Path, moment: str) -> None:
+    """The others know it in bounded time, and what they had is as it was."""
+    job, dead = f"{JOBS}:dies", 2
+    pool, setups = RankPool(4, gloo=True), (Setup(1), Setup(3, seed=9))
+    try:
+        with pytest.raises(RanksFailed):
+            pool.run(4, job, *setups, dead, str(tmp_path), moment, timeout_s=60)
+    finally:
+        pool.close()
+    for rank in {0, 1, 2, 3} - {dead}:
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert told["said"].startswith("RankError: the resize did not finish"), told["said"]
+        assert "is whole on this rank" in told["said"]
+        assert told["seconds"] < 45 and told["same"]
