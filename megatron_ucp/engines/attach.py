@@ -29,7 +29,8 @@ from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.deepspeed.taken import taken
 from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
 from megatron_ucp.engines.handle import Handle
-from megatron_ucp.engines.load import HANDLE, asked_of, fill, to_fill
+from megatron_ucp.engines.held import HANDLE
+from megatron_ucp.engines.load import asked_of, fill, to_fill
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.saves import (

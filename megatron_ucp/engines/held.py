@@ -47,7 +47,7 @@ class _Whole:
 
 
 @dataclass
-class Held:
+class HeldRun:
     """A run in memory, as `hold` returned it: what this rank keeps of it. `size_bytes` is the host
     memory that it takes; `release()` lets go of it, as a load does that was whole."""
 
@@ -82,7 +82,7 @@ def hold(
     loader: ResumableLoader | None = None,
     rng: bool = True,
     checksums: bool = True,
-) -> Held:
+) -> HeldRun:
     """Keeps a run in host memory, so that the program can build another world around it: another
     mesh, fewer ranks or more. Between two steps; collective. The engine is as before.
 
@@ -111,7 +111,7 @@ def hold(
         >>> report = ucp.load(engine, held)
     """
     if engine is None:
-        return Held()
+        return HeldRun()
     how = Taking(dict(client_state or {}), loader, rng, checksums)
     with as_rank_error("the engine is whole on this rank, and can go on or be saved"):
         wished = _checked(engine, mesh, ranks, how)
@@ -209,7 +209,7 @@ def _params(engine: Any) -> set[int]:
 # ------------------------------------------------ holding
 
 
-def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None) -> Held:
+def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None) -> HeldRun:
     """Collective."""
     with agree.together() as block:
         block.value = lent.holder.parts()
@@ -229,7 +229,7 @@ def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None) -> Held:
     stay = sum(bool(done) for done, _ in sizes)
     said = f"{say.amount(kept)} on {stay} ranks, {say.amount(moved)} of it from others"
     say.ended(f"held {file} in memory: {said}", lent.run.notes)
-    return Held(whole, memory)
+    return HeldRun(whole, memory)
 
 
 def _layout(
@@ -258,17 +258,17 @@ def _owners(takers: Sequence[Sequence[BufferPart]]) -> dict[BufferPart, int]:
     return out
 
 
-def _lent_as_held(lent: LentRun) -> Held:
+def _lent_as_held(lent: LentRun) -> HeldRun:
     """A run as its engine holds it, without a copy. Collective."""
     parts = agree.gather(lent.holder.parts())
     whole = _Whole(_one_id(), lent.run, lent.run.manifest, _owners(parts))
-    return Held(whole, None, lent.holder)
+    return HeldRun(whole, None, lent.holder)
 
 
 # ------------------------------------------------ loading
 
 
-def resume_held(engine: Engine, held: Held, how: How) -> Report:
+def resume_held(engine: Engine, held: HeldRun, how: How) -> Report:
     """What `load` does with a run in memory; the memory is let go of. Collective. Raises a UcpError
     on every rank; what is held stays then."""
     left = "what is held is whole on this rank; the new engine is not usable"
@@ -282,7 +282,7 @@ def resume_held(engine: Engine, held: Held, how: How) -> Report:
     return report
 
 
-def _everywhere(held: Held) -> _Whole:
+def _everywhere(held: HeldRun) -> _Whole:
     """What is held, on a rank that joined too. Collective. Raises UsageError."""
     with agree.together() as block:
         if held._is_released:
@@ -309,7 +309,7 @@ def _everywhere(held: Held) -> _Whole:
     return held._whole or told[first] or _known(held)
 
 
-def _known(held: Held) -> _Whole:
+def _known(held: HeldRun) -> _Whole:
     if held._whole is None:
         raise UsageError("nothing is held", found=repr(held), fix="give what ucp.hold returned")
     return held._whole

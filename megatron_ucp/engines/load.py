@@ -15,7 +15,7 @@ from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.family import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
-from megatron_ucp.engines.held import Held, resume_held
+from megatron_ucp.engines.held import HANDLE, HeldRun, resume_held
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.reshard import agree
@@ -41,7 +41,7 @@ def collector_paused() -> Iterator[None]:
 
 def load(
     engine: Any,
-    path: str | Path | Held,
+    path: str | Path | HeldRun,
     tag: str | None = None,
     *,
     load_optimizer_states: bool = True,
@@ -115,7 +115,6 @@ def _words(allow: Any) -> frozenset[str]:
     return frozenset(one if isinstance(one, str) else repr(one) for one in given)
 
 
-HANDLE = "ucp"  # of an attached engine: its `Handle`
 _AS_THEY_ARE = ("hyper", "checksums", "allow", "rng", "loader")  # fields of `How`
 
 
@@ -144,14 +143,14 @@ def to_fill(engine: Any, family: Any) -> LiveEngine:
 
 
 @collector_paused()
-def fill(engine: Any, path: str | Path | Held, tag: str | None, family: Any, how: How) -> Report:
+def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, how: How) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""
     wait_together(engine)
     # a caller may evaluate: tensors that inference mode makes could never be trained again
     with torch.inference_mode(False):
         handle: Any = getattr(engine, HANDLE, None)
         live = to_fill(engine, family) if handle is None else handle.to_fill(family)
-        if isinstance(path, Held):
+        if isinstance(path, HeldRun):
             report = resume_held(live, path, how)
         else:
             report = resume(live, path, tag, how)

@@ -169,10 +169,12 @@ def worlds(
     an engine of a setup, and options of the `hold` that ends it. Ranks that are not in a world
     wait for the next one, and then have nothing; those that left keep what they had, which must be
     nothing. In the last world `more` steps, beside the same ones of the first engine."""
-    rank, held, want, losses = dist.get_rank(), ucp.hold(None), None, list[float]()
     found: dict[str, Any] = {"differences": [], "held": [], "lines": []}
+    run = _Run(steps[0][1], steps[-1][1], more, found)
+    held = ucp.hold(None)
     for number, (world, setup, asked) in enumerate(steps):
         take_down()
+        rank = dist_rank()
         if rank >= world:
             held = ucp.hold(None)
             continue
@@ -180,28 +182,57 @@ def worlds(
         connect(gloo, rank, world, f"{store}{number}", 120)
         kind, is_last = kind_of(setup), number == len(steps) - 1
         engine = kind.make(setup)
-        if number == 0:
-            kind.train(engine, 3)
-            want = kind.canonical(engine)
+        if number:
+            run.goes_on(setup, engine, held)
         else:
-            own_schedule = compared(setup, steps[0][1]) is stack_states.compare
-            report = ucp.load(kind.handle(engine), held, load_lr_scheduler_states=not own_schedule)
-            want = everywhere(want)[0]
-            have = kind.canonical(engine)
-            found["differences"].append(compared(setup, steps[0][1])(want, have))
-            found["lines"].append(str(report))
+            run.begins(engine)
         if not is_last:
             held = ucp.hold(kind.handle(engine), **asked)
             found["held"].append(held.size_bytes)
-        if more and number == 0:
-            losses = kind.train(engine, more, first=3)
-        if more and is_last:
-            losses = everywhere(losses)[0]
-            again = kind.train(engine, more, first=3)
-            found["loss"] = max(abs(a - b) for a, b in zip(again, losses, strict=True))
+        run.trains_on(engine, setup, is_last and number > 0)
         kind.close(engine)
         del engine  # or it would be closed again, without a world
     return found
+
+
+def dist_rank() -> int:
+    """This process among those of the job, whatever the world is now."""
+    return int(os.environ["LOCAL_RANK"])
+
+
+class _Run:
+    """What a rank remembers of a run that goes through worlds: the state of the `first` engine, and
+    the losses of `more` steps that it took after the hold."""
+
+    def __init__(self, first: Any, last: Any, more: int, found: dict[str, Any]) -> None:
+        self.first, self.last, self.more, self.found = first, last, more, found
+        self.want: Any = None
+        self.losses: list[float] | None = None
+
+    def begins(self, engine: Any) -> None:
+        kind = kind_of(self.first)
+        kind.train(engine, 3)
+        self.want = kind.canonical(engine)
+
+    def goes_on(self, setup: Any, engine: Any, held: Any) -> None:
+        kind, compare = kind_of(setup), compared(setup, self.first)
+        own_schedule = compare is stack_states.compare
+        handle = kind.handle(engine)
+        report = ucp.load(handle, held, load_lr_scheduler_states=not own_schedule)
+        self.want = everywhere(self.want)[0]
+        self.found["differences"].append(compare(self.want, kind.canonical(engine)))
+        self.found["lines"].append(str(report))
+
+    def trains_on(self, engine: Any, setup: Any, is_last: bool) -> None:
+        if not self.more or not (is_last or self.losses is None):
+            return
+        kind = kind_of(setup)
+        if not is_last:
+            self.losses = kind.train(engine, self.more, first=3)
+            return
+        losses = everywhere(self.losses)[0]
+        again = kind.train(engine, self.more, first=3)
+        self.found["loss"] = max(abs(a - b) for a, b in zip(again, losses, strict=True))
 
 
 def both(source: Any, target: Any, more: int = 0, **options: Any) -> dict[str, Any]:

@@ -270,7 +270,7 @@ class _Tag:
         self.notes += diverged(apart)
         self.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, self.sync)
         self.notes += prune(folder, asked.how.keep_latest, asked.stack)
-        self.notes += retired(folder, before, self.steps, self._said[RUN], interval)
+        self.notes += retired(folder, before, self.steps, self.manifest.run[RUN], interval)
         self.bytes_by_rank = self._sizes(entries)
 
     def _sizes(self, entries: list[FileEntry]) -> tuple[int, ...]:
