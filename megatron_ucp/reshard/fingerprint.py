@@ -409,7 +409,7 @@ def require_recorded(table: Table, recorded: Table, file: str) -> set[StateKey]:
             parameter=some_of([f"{one} ({what})" for one, what in wrong]),
             expected=f"CRC-32 of {recorded[name][state]}",
             found=table[name][state],
-            fix="a file was changed or damaged, or this package has a defect: load an older tag, "
-            "and report it",
+            fix="what holds it was changed or damaged, or this package has a defect: load an older "
+            "tag, and report it",
         )
     return compared

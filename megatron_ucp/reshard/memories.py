@@ -265,13 +265,14 @@ class Memories:
         taken: list[tuple[list[Op], torch.Tensor]],
         kept: agree.KeptBack,
         room: Room,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         part = self._windows[window.part]
-        exact = part.empty(window, [op for ops, _ in taken for op in ops], room)
         with kept:
+            exact = part.empty(window, [op for ops, _ in taken for op in ops], room)
             for ops, packed in taken:
                 _unpack(part.held, ops, packed.cpu(), exact)
-        return exact
+            return exact
+        return None
 
 
 def _packed(held: Holdings, ops: Sequence[Op], kept: agree.KeptBack) -> torch.Tensor:

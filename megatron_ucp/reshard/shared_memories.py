@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_ucp.core.manifest import BufferPart
-from megatron_ucp.core.plan import Plan
+from megatron_ucp.core.plan import Plan, Slot
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder
@@ -36,16 +36,18 @@ class SharedMemories(Memories):
         """Fills what this rank has of some parts. Collective."""
         rounding = Rounding(self, parts)
         queues = [[*self._queue(parts, taker)] for taker in self._takers]
-        flat = {one.slot: into(one.slot) for one in queues[self.rank]}
-        run.total = sum(memory.nbytes for memory in flat.values())
+        run.total = sum(_bytes_of(one, parts) for one in queues[self.rank])
+        known: dict[Slot, torch.Tensor] = {}
 
         def place(window: Window) -> torch.Tensor:
-            return flat[window.slot][window.low : window.low + window.elems]
+            # asked for while it moves: what fails there is kept back, and nobody waits for ever
+            if window.slot not in known:
+                known[window.slot] = into(window.slot)
+            return known[window.slot][window.low : window.low + window.elems]
 
         def room(window: Window, size_bytes: int) -> torch.Tensor | None:
             memory = place(window)
-            fits = memory.nbytes == size_bytes
-            return memory.view(torch.uint8) if fits else None
+            return memory.view(torch.uint8) if memory.nbytes == size_bytes else None
 
         def put(window: Window, exact: torch.Tensor) -> None:
             memory = place(window)
@@ -74,11 +76,15 @@ class SharedMemories(Memories):
             for slot, _ in one.part.wants:
                 if (slot.buffer, slot.cut, slot.part) not in taker:
                     continue
-                buffer = buffers[slot.buffer].of(slot.state)
-                elems = buffer.elems(slot.part)
-                step = most_bytes // ITEMSIZE[buffer.dtype_of(slot.state)]
+                elems = buffers[slot.buffer].of(slot.state).elems(slot.part)
+                step = most_bytes // ITEMSIZE[buffers[slot.buffer].dtype_of(slot.state)]
                 for low in range(0, elems, step):
                     yield Window(one.number, slot, low, min(step, elems - low))
+
+
+def _bytes_of(window: Window, parts: Sequence[Proved]) -> int:
+    buffer = parts[window.part].part.target.buffers[window.slot.buffer]
+    return window.elems * ITEMSIZE[buffer.dtype_of(window.slot.state)]
 
 
 def window_bytes(world: int) -> int:

@@ -34,6 +34,7 @@ from tests.engines import (
 from tests.engines import canonical as zero_states
 from tests.engines.canonical import everywhere
 from tests.engines.fingerprints import unchecked
+from tests.engines.masters import runs_of
 from tests.rank_reset import take_down
 
 
@@ -246,7 +247,10 @@ def both(source: Any, target: Any, more: int = 0, **options: Any) -> dict[str, A
     want = one.canonical(old)
     compare = compared(source, target)
     found: dict[str, Any] = {"before": compare(want, other.canonical(new))}
+    if isinstance(source, model.Setup):
+        found["needed"] = needed_bytes(old, new)
     report = ucp.resize(one.handle(old), other.handle(new), **options)
+    found["moved"] = report.read_bytes
     found |= {"notes": report.notes, "line": str(report), "client": report.client_state}
     look(found, other, new, want, compare)
     found["after the hold"] = zero_states.differences(want, one.canonical(old))
@@ -258,6 +262,20 @@ def both(source: Any, target: Any, more: int = 0, **options: Any) -> dict[str, A
     one.close(old)
     other.close(new)
     return found
+
+
+def needed_bytes(old: Any, new: Any) -> int:
+    """What a rank of the new engine needs of masters and of both moments that its old one has
+    not, element by element."""
+    have, need = (
+        {
+            (name, at)
+            for name, first, count, *_ in runs_of(engine)
+            for at in range(first, first + count)
+        }
+        for engine in (old, new)
+    )
+    return len(need - have) * 3 * 4
 
 
 def refusals(setup: Any) -> dict[str, list[str]]:

@@ -207,6 +207,15 @@ def test_a_live_engine_into_another_one(ranks: RankPool, name: str) -> None:
     assert all(rank["client"] == client for rank in found)
 
 
+@pytest.mark.parametrize(("source", "target"), [(1, 3), (2, 0), (0, 3), (1, 2)])
+def test_what_moves_is_what_has_to(ranks: RankPool, source: int, target: int) -> None:
+    """A rank that keeps its elements sends and takes nothing."""
+    found = ranks.run(4, f"{JOBS}:both", Setup(source), Setup(target, seed=9))
+    check(found)
+    assert [rank["moved"] for rank in found] == [rank["needed"] for rank in found]
+    assert (sum(rank["needed"] for rank in found) > 0) == ((source, target) in ((1, 3), (2, 0)))
+
+
 REFUSED = {
     "too many ranks": "UsageError: ranks says how many ranks of this world stay",
     "two numbers": "UsageError: the mesh has another number of ranks than stay",
