@@ -278,7 +278,8 @@ class Memories:
 def _packed(held: Holdings, ops: Sequence[Op], kept: agree.KeptBack) -> torch.Tensor:
     """The bytes of operations; zeros where this rank can't read them."""
     with kept:
-        return torch.cat([held.values(op).reshape(-1).view(torch.uint8) for op in ops])
+        flat = [held.values(op).reshape(-1).view(torch.uint8) for op in ops]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)  # memory itself, where it is one run
     return torch.zeros(held.bytes_of(ops), dtype=torch.uint8)
 
 
@@ -287,7 +288,9 @@ def _unpack(held: Holdings, ops: Sequence[Op], packed: torch.Tensor, window: tor
     for op in ops:
         dtype = held.dtype(op)
         size = op.box.numel * ITEMSIZE[dtype]
-        values = packed[at : at + size].clone().view(TORCH_DTYPES[dtype])
+        run = packed[at : at + size]
+        is_aligned = at % ITEMSIZE[dtype] == 0
+        values = (run if is_aligned else run.clone()).view(TORCH_DTYPES[dtype])
         _put(op, values.view(op.shape), window)
         at += size
 

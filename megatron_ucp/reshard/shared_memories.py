@@ -69,17 +69,21 @@ class SharedMemories(Memories):
         self.read_by_all = sum(agree.gather(self.read_bytes))
 
     def _queue(self, parts: Sequence[Proved], taker: set[BufferPart]) -> Iterator[Window]:
-        """What a rank takes, window by window."""
-        most_bytes = window_bytes(self.world)
+        """What a rank takes, window by window; those of states that are cut alike follow each
+        other."""
         for one in parts:
-            buffers = one.part.target.buffers
+            places: dict[tuple[BufferPart, int, int], list[Slot]] = {}
             for slot, _ in one.part.wants:
-                if (slot.buffer, slot.cut, slot.part) not in taker:
-                    continue
-                elems = buffers[slot.buffer].of(slot.state).elems(slot.part)
-                step = most_bytes // ITEMSIZE[buffers[slot.buffer].dtype_of(slot.state)]
+                place = slot.buffer, slot.cut, slot.part
+                if place in taker:
+                    buffer = one.part.target.buffers[slot.buffer]
+                    elems = buffer.of(slot.state).elems(slot.part)
+                    step = window_bytes(self.world) // ITEMSIZE[buffer.dtype_of(slot.state)]
+                    places.setdefault((place, elems, step), []).append(slot)
+            for (_, elems, step), slots in places.items():
                 for low in range(0, elems, step):
-                    yield Window(one.number, slot, low, min(step, elems - low))
+                    for slot in slots:
+                        yield Window(one.number, slot, low, min(step, elems - low))
 
 
 def _bytes_of(window: Window, parts: Sequence[Proved]) -> int:
