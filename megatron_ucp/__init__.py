@@ -1,7 +1,7 @@
 """Resume a training run on any mesh, straight from its own checkpoint files, bit for bit.
 
-An engine:      attach, initialize, install, load, save, wait, report, fingerprint,
-                export_hf
+An engine:      attach, initialize, install, load, save, wait, report, fingerprint, hold,
+                resize, export_hf
 Megatron-core:  attach_megatron; `megatron_ucp.megatron_lm` for Megatron-LM's own program
 A checkpoint:   inspect, describe, ls, plan, verify, diff, rules, newest_whole
 Another form:   convert, export_hf, import_hf, fp32_state_dict, fp32_tensors
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imp
     from megatron_ucp.engines.attach import attach, initialize, install
     from megatron_ucp.engines.background import wait
     from megatron_ucp.engines.fingerprint import fingerprint
+    from megatron_ucp.engines.held import hold, resize
     from megatron_ucp.engines.load import load
     from megatron_ucp.engines.loader import ResumableLoader
     from megatron_ucp.engines.megatron.engine.attach import attach_megatron
@@ -89,6 +90,7 @@ __all__ = [
     "fingerprint",
     "fp32_state_dict",
     "fp32_tensors",
+    "hold",
     "import_hf",
     "initialize",
     "inspect",
@@ -100,6 +102,7 @@ __all__ = [
     "register_family",
     "register_optimizer",
     "report",
+    "resize",
     "rules",
     "save",
     "verify",
@@ -117,6 +120,7 @@ _HOMES = {
     "fingerprint": "engines.fingerprint",
     "fp32_state_dict": "reshard.fp32",
     "fp32_tensors": "reshard.fp32",
+    "hold": "engines.held",
     "import_hf": "reshard.hugging_face.import_hf",
     "initialize": "engines.attach",
     "inspect": "reshard.inspect",
@@ -128,6 +132,7 @@ _HOMES = {
     "register_family": "families",
     "register_optimizer": "formats.optimizers",
     "report": "engines.reports",
+    "resize": "engines.held",
     "ResumableLoader": "engines.loader",
     "rules": "reshard.rules.comparison",
     "save": "engines.megatron.engine.save",

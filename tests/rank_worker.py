@@ -4,7 +4,6 @@ rank, which run what comes down their pipes."""
 import argparse
 import contextlib
 import faulthandler
-import functools
 import importlib
 import os
 import pickle
@@ -18,11 +17,11 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.connected import connect
 from tests.rank_reset import freeze_imports, take_down
 from tests.ranks import remove_buffers
 
@@ -130,38 +129,6 @@ def results_without_a_manager() -> None:
         filesystem_async._results_queue = queue.Queue()
 
 
-@functools.cache
-def gloo_with_one_loop() -> type:
-    """gloo, with one thread that waits for the sockets of all process groups of this process. gloo
-    gives each group its own, which wakes a hundred times a second: with the dozens of groups of
-    DeepSpeed and megatron-core on several ranks that took a quarter of two cores."""
-    from torch.distributed import distributed_c10d
-
-    stock: Any = distributed_c10d.ProcessGroupGloo
-    device = stock.create_default_device()
-
-    class OneLoop(stock):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = stock._Options()
-            options._devices, options._timeout, options._threads = [device], timeout, 2
-            super().__init__(store, rank, size, options)
-
-    return OneLoop
-
-
-def choose_communication(gloo: bool, rank: int, world: int, path: str, timeout: timedelta) -> None:
-    """What the process groups of this job are."""
-    from torch.distributed import distributed_c10d
-
-    from tests.mailboxes import Mailboxes, MailboxGroup
-
-    module: Any = distributed_c10d
-    module.ProcessGroupGloo = gloo_with_one_loop()  # before another one stands there
-    if not gloo and not GPU.exists():
-        MailboxGroup.mailboxes = Mailboxes(rank, world, path, timeout)
-        module.ProcessGroupGloo = MailboxGroup
-
-
 def run_job(
     function: str,
     args: tuple[Any, ...],
@@ -186,18 +153,7 @@ def run_job(
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
-    # later than the one who waits for the job gives up: a rank that hangs shows where, and does not
-    # leave its collective at the very moment when it is asked
-    timeout = timedelta(seconds=timeout_s + 10)
-    choose_communication(gloo, rank, world, store, timeout)
-    deepspeed.init_distributed(
-        "gloo",
-        auto_mpi_discovery=False,
-        timeout=timeout,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-    )
+    connect(gloo, rank, world, store, timeout_s)
     module, _, name = function.partition(":")
     accelerator: Any = type(deepspeed.get_accelerator())
     supported = accelerator.is_fp16_supported

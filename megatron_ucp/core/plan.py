@@ -1,13 +1,14 @@
 """Intersecting two manifests into strided copies. `proof` checks what comes out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Partial, Piece
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import InexactError, PlanError
 
@@ -110,6 +111,24 @@ class Plan:
         """Elements that the target needs from the source."""
         return sum(op.box.numel for op in self.ops)
 
+    def only(self, parts: Collection[BufferPart]) -> "Plan":
+        """What of it fills some parts of the target."""
+        slots = {slot for slot, _ in self.wants if (slot.buffer, slot.cut, slot.part) in parts}
+        return Plan(
+            tuple(want for want in self.wants if want[0] in slots),
+            tuple(op for op in self.ops if op.target.slot in slots),
+            tuple(fill for fill in self.fills if fill.slot in slots),
+        )
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Plans for slots that are not the same, as one."""
+    return Plan(
+        tuple(want for plan in plans for want in plan.wants),
+        tuple(op for plan in plans for op in plan.ops),
+        tuple(fill for plan in plans for fill in plan.fills),
+    )
+
 
 def make_plan(
     source: Manifest, target: Manifest, wants: Sequence[Want], allow: frozenset[str] = frozenset()
@@ -124,9 +143,7 @@ def make_plan(
     fills: list[Fill] = []
     places: dict[object, list[_Move | Fill]] = {}
     for slot, state in wants:
-        # masters and moments of a buffer are cut alike, but for uncut states
-        apart = slot.state in target.uncut or state in source.uncut
-        place = slot.buffer, slot.cut, slot.part, (slot.state, state) if apart else None
+        place = slot.buffer, slot.cut, slot.part, planner.apart(slot, state)
         if place not in places:
             places[place] = list(planner.moves(slot, state))
         for move in places[place]:
@@ -140,18 +157,22 @@ def make_plan(
 
 class Windows:
     """Plans for runs of slots, for a target that is written piece by piece. Offsets count from the
-    start of the run."""
+    start of the run. The same run of states that are cut alike is planned once, where one follows
+    the other."""
+
+    _MOST = 256  # places whose last run is kept
 
     def __init__(
         self, source: Manifest, target: Manifest, allow: frozenset[str] = frozenset()
     ) -> None:
         self._planner, self._target = _Planner(source, target, allow), target
+        self._last: dict[BufferPart, tuple[Any, list[_Move | Fill]]] = {}
 
     def plan(self, slot: Slot, state: str, low: int, high: int) -> Plan:
         """The copies that fill elements [low, high) of a slot. Raises as `make_plan`."""
         ops: list[Op] = []
         fills: list[Fill] = []
-        for move in self._planner.moves(slot, state, low, high):
+        for move in self._moves(slot, state, low, high):
             if isinstance(move, Fill):
                 fills.append(Fill(slot, move.start - low, move.stop - low))
             else:
@@ -164,6 +185,20 @@ class Windows:
             if max(fill.start, low) < min(fill.stop, high):
                 fills.append(Fill(slot, max(fill.start, low) - low, min(fill.stop, high) - low))
         return Plan(((slot, state),), tuple(ops), tuple(fills))
+
+    def _moves(self, slot: Slot, state: str, low: int, high: int) -> "list[_Move | Fill]":
+        place, run = (
+            (slot.buffer, slot.cut, slot.part),
+            (low, high, self._planner.apart(slot, state)),
+        )
+        known = self._last.get(place)
+        if known is not None and known[0] == run:
+            return known[1]
+        if len(self._last) > self._MOST:
+            self._last.clear()
+        moves = list(self._planner.moves(slot, state, low, high))
+        self._last[place] = run, moves
+        return moves
 
 
 def padding(buffer: FlatBuffer, slot: Slot) -> Iterator[Fill]:
@@ -202,6 +237,12 @@ class _Planner:
         self.source, self.target, self.allow = source, target, allow
         self._held: dict[tuple[int, int], _Places] = {}
         self._near: dict[tuple[int, int, Coords], _Places] = {}
+
+    def apart(self, slot: Slot, state: str) -> tuple[str, str] | None:
+        """Of which states a plan is: None for all that are cut alike, as masters and moments of a
+        buffer are, but for uncut ones."""
+        is_apart = slot.state in self.target.uncut or state in self.source.uncut
+        return (slot.state, state) if is_apart else None
 
     def moves(
         self, slot: Slot, state: str, low: int = 0, high: int | None = None

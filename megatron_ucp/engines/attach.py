@@ -3,6 +3,7 @@ deepspeed themselves."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
+from megatron_ucp.engines.deepspeed.taken import taken
 from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
 from megatron_ucp.engines.handle import Handle
-from megatron_ucp.engines.load import HANDLE, asked_of, fill, to_fill
+from megatron_ucp.engines.held import HANDLE
+from megatron_ucp.engines.load import asked_of, fill, to_fill
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.saves import (
@@ -37,6 +40,7 @@ from megatron_ucp.engines.saves import (
     Saving,
     ended,
 )
+from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.families.base import Family, Model
@@ -198,6 +202,10 @@ class _DeepSpeedHandle(Handle):
 
     def to_fill(self, family: Any) -> LiveEngine:
         return to_fill(self.program, family)
+
+    def lent(self, how: Taking) -> LentRun:
+        how = replace(how, loader=how.loader or self.how.loader)
+        return taken(self.program, self.model, how, self.how.values_left)
 
     def save(
         self,

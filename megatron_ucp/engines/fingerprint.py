@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from megatron_ucp.engines.load import HANDLE
+from megatron_ucp.engines.held import HANDLE
 from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard.fingerprint import Fingerprint, of_path
 

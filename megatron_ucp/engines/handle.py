@@ -8,6 +8,7 @@ from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.reports import Reports, report
 from megatron_ucp.engines.saves import SaveReport
+from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.families.base import Model
 from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.fingerprint import Fingerprint, of_memories
@@ -34,6 +35,11 @@ class Handle:
     def to_fill(self, family: Any) -> Engine:
         """The engine, which a load fills; `family` is the load's. Collective. Raises a UcpError on
         every rank where it can't be filled exactly."""
+        raise NotImplementedError
+
+    def lent(self, how: Taking) -> LentRun:
+        """The engine as a run that a resize moves from; nothing in it is changed. Collective.
+        Raises a UcpError on every rank."""
         raise NotImplementedError
 
     def fingerprint(self) -> Fingerprint:

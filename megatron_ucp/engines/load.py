@@ -15,6 +15,7 @@ from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.family import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
+from megatron_ucp.engines.held import HANDLE, HeldRun, resume_held
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.reshard import agree
@@ -40,7 +41,7 @@ def collector_paused() -> Iterator[None]:
 
 def load(
     engine: Any,
-    path: str | Path,
+    path: str | Path | HeldRun,
     tag: str | None = None,
     *,
     load_optimizer_states: bool = True,
@@ -54,12 +55,13 @@ def load(
     loader: ResumableLoader | None = None,
     per_rank: Callable[[str, list[Any]], Any] | None = None,
 ) -> Report:
-    """Fills a live engine from a checkpoint that any engine on any number of ranks wrote.
-    Collective.
+    """Fills a live engine from a checkpoint that any engine on any number of ranks wrote, or from
+    what `hold` keeps in memory. Collective.
 
     Args:
         engine: A DeepSpeed engine, attached or not, or what `attach_megatron` returned.
-        path: A tag folder, the folder above it, a Megatron folder or a Hugging Face folder.
+        path: A tag folder, the folder above it, a Megatron folder or a Hugging Face folder; or what
+            `hold` returned on this rank, whose memory is let go of.
         tag: The tag in `path`, where it is not the newest.
         load_optimizer_states: Whether the optimizer's states are loaded; else master weights alone.
         load_lr_scheduler_states: Whether the scheduler is.
@@ -113,7 +115,6 @@ def _words(allow: Any) -> frozenset[str]:
     return frozenset(one if isinstance(one, str) else repr(one) for one in given)
 
 
-HANDLE = "ucp"  # of an attached engine: its `Handle`
 _AS_THEY_ARE = ("hyper", "checksums", "allow", "rng", "loader")  # fields of `How`
 
 
@@ -142,14 +143,17 @@ def to_fill(engine: Any, family: Any) -> LiveEngine:
 
 
 @collector_paused()
-def fill(engine: Any, path: str | Path, tag: str | None, family: Any, how: How) -> Report:
+def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, how: How) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""
     wait_together(engine)
     # a caller may evaluate: tensors that inference mode makes could never be trained again
     with torch.inference_mode(False):
         handle: Any = getattr(engine, HANDLE, None)
         live = to_fill(engine, family) if handle is None else handle.to_fill(family)
-        report = resume(live, path, tag, how)
+        if isinstance(path, HeldRun):
+            report = resume_held(live, path, how)
+        else:
+            report = resume(live, path, tag, how)
     if not how.module_only:
         go_on_with(engine, report.run_id)
     engine.__dict__[LOADED] = report

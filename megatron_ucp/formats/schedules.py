@@ -16,6 +16,21 @@ def regrouped(states: Sequence[Any], of: Callable[[list[Any]], Any]) -> Any:
     return _Walk(of).over(list(states))
 
 
+def of_all_stages(first: Any, stages: Sequence[tuple[Any, int]]) -> Any:
+    """The first of some states of one scheduler, with what it keeps per group for the groups of all
+    pipeline stages, one stage after the other. `stages` are the state of each, and how many groups
+    it has; a list that does not count these stays the first one's."""
+    counts = [count for _, count in stages]
+
+    def of(lists: list[Any]) -> Any:
+        found = [values if isinstance(values, list) else None for values in lists[1:]]
+        if [None if values is None else len(values) for values in found] != counts:
+            return lists[0]
+        return [value for values in found for value in values or ()]
+
+    return regrouped([first, *(state for state, _ in stages)], of)
+
+
 def without_groups(state: Any) -> Any:
     """A scheduler's state with nothing in the place of what it keeps per group."""
     return regrouped([state], lambda _: None)

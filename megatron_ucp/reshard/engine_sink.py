@@ -1,19 +1,19 @@
-"""A live engine as a sink: its memory is filled in place, in the order of the files."""
+"""A live engine as a sink: its memory is filled in place, in the order of the source."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Cast, Mean, Op, Plan, Slot
+from megatron_ucp.core.plan import Cast, Mean, Op, Plan, Slot, joined
 from megatron_ucp.errors import some_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras
-from megatron_ucp.reshard.file_source import SharedFiles
+from megatron_ucp.reshard.execute import OfOp, TensorOf
 from megatron_ucp.reshard.fingerprint import (
     StateKey,
     Sums,
@@ -26,12 +26,35 @@ from megatron_ucp.reshard.fingerprint import (
     table_of,
     true_shape,
 )
-from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow, param_of
+from megatron_ucp.reshard.overflows import Lost, lost_in_weights, may_overflow, param_of
 from megatron_ucp.reshard.own_values import set_buffers
 from megatron_ucp.reshard.report import FingerprintCheck
-from megatron_ucp.reshard.transfer import Proved, SinkPart, TransferRun
+from megatron_ucp.reshard.transfer import Proved, SinkPart, Source, TransferRun
 
 _NAMED = 5  # parameters that a note lists by name
+
+
+class InPlaceSource(Source, Protocol):
+    """A source that fills memory where it lies. `sums` are bytes: what this rank took, what all of
+    them compared with checksums and what they did not; `read_by_all` what all ranks took."""
+
+    sums: tuple[int, int, int]
+    read_by_all: int
+
+    def fill(
+        self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
+    ) -> None:
+        """Fills what this rank has of some parts. Checksums are taken of records of which an
+        operation `is_summed`, where the source has any."""
+        ...
+
+    def check_records(self, slots: Iterable[Slot]) -> None:
+        """Looks again at what holds some slots. Raises DamagedFileError."""
+        ...
+
+    def lost(self, engine: Engine, plan: Plan) -> Lost:
+        """What of a plan's values was lost as they were rounded."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +70,8 @@ class Filled:
 
 
 class EngineSink:
-    """What a load fills. `held` is the checkpoint's manifest; `notes` grow with what is done."""
+    """What a load fills. `held` is the checkpoint's manifest; `notes` grow with what is done. Its
+    parts may want what other ranks fill, too."""
 
     verb = "train"
     thorough = False  # what no rank needs is not read for a checksum: the report says how much
@@ -64,7 +88,7 @@ class EngineSink:
     ) -> None:
         self.engine, self.held, self.how, self.parts = engine, held, how, parts
         self.filled, self.extras, self.notes = filled, extras, notes
-        self._read: tuple[SharedFiles, Plan] | None = None
+        self._read: tuple[InPlaceSource, Plan] | None = None
         self._states = {slot: state for part in parts for slot, state in part.wants}
         self._recorded = filled.recorded if how.checksums else {}
         self._sums: Sums = {}
@@ -82,21 +106,19 @@ class EngineSink:
     def __exit__(self, *_: object) -> None:
         """What was filled in part stays unusable."""
 
-    def move(self, source: SharedFiles, parts: Sequence[Proved], run: TransferRun) -> None:
+    def move(self, source: InPlaceSource, parts: Sequence[Proved], run: TransferRun) -> None:
         """All bytes that this rank needs, straight into its memory."""
-        plan = _joined([one.plan for one in parts])
-        self._read = source, plan
-        source.read(
-            plan,
-            self.engine.tensor,
-            run.progress,
-            lambda op: self._vouched_for(op, self.parts[0].target) is None,
-        )
+        held = {*self.engine.parts()}
+        plans = [one.plan.only(held) for one in parts]
+        self._read = source, joined(plans)
+        target = self.parts[0].target
+        vouched = partial(self._vouched_for, target=target)
+        source.fill(parts, self.engine.tensor, run, lambda op: vouched(op) is None)
         if self._recorded:
-            self._loaded_bytes = sum(map(_bytes_of, parts))
-            for one in parts:
-                target, wants = one.part.target, one.part.wants
-                only = partial(self._is_compared, target)
+            only = partial(self._is_compared, target)
+            for plan in plans:
+                self._loaded_bytes += _bytes_of(plan, target)
+                wants = plan.wants
                 self._sums |= sums_of(target, wants, self.engine.read, only=only, sizes=self._sizes)
 
     def _vouched_for(self, op: Op, target: Manifest) -> StateKey | None:
@@ -135,9 +157,11 @@ class EngineSink:
                 sum(own[key] for own in sizes for key in same), sum(loaded)
             )
         rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
-        return lost_in(self.engine, source.checkpoint, plan) if rounds else {}
+        if not rounds:
+            return {}
+        return {**lost_in_weights(self.engine, plan), **source.lost(self.engine, plan)}
 
-    def _compare(self, source: SharedFiles, plan: Plan, ranks: Sequence[Sums]) -> set[StateKey]:
+    def _compare(self, source: InPlaceSource, plan: Plan, ranks: Sequence[Sums]) -> set[StateKey]:
         """Which states were compared. Raises DamagedFileError where a record is not what its file
         says, else ForeignFileError where what ranks have now is not what was saved."""
         target = self.parts[0].target
@@ -186,22 +210,13 @@ class EngineSink:
         return self.engine.set_groups(self.filled.groups, carried=theirs <= {*own, ""})
 
 
-def _bytes_of(one: Proved) -> int:
+def _bytes_of(plan: Plan, target: Manifest) -> int:
     """What a plan puts into the memory of a rank, padding apart."""
-    buffers = one.part.target.buffers
     return sum(
-        op.box.numel * ITEMSIZE[buffers[op.target.slot.buffer].dtype_of(op.target.slot.state)]
-        for op in one.plan.ops
+        op.box.numel
+        * ITEMSIZE[target.buffers[op.target.slot.buffer].dtype_of(op.target.slot.state)]
+        for op in plan.ops
     )
-
-
-def _joined(plans: Sequence[Plan]) -> Plan:
-    """Plans for slots that are not the same, as one: files are read in their order."""
-    joined = plans[0]
-    for plan in plans[1:]:
-        ops, fills = joined.ops + plan.ops, joined.fills + plan.fills
-        joined = Plan(joined.wants + plan.wants, ops, fills)
-    return joined
 
 
 def _inexact(plan: Plan, target: Manifest) -> tuple[int, int]:

@@ -12,11 +12,12 @@ import torch
 
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Windows
+from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Windows, joined
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.formats.base import Readable, Record, Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import (
     TORCH_DTYPES,
     Counts,
@@ -27,9 +28,9 @@ from megatron_ucp.reshard.execute import (
     execute,
     read_run,
 )
-from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.overflows import Lost, lost_in_casts
 from megatron_ucp.reshard.summed_runs import SummedRun, check_runs
-from megatron_ucp.reshard.transfer import Proved, SinkPart, proved
+from megatron_ucp.reshard.transfer import Proved, SinkPart, TransferRun, proved
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
 # The next window of a transposed tensor reads the bytes between the rows of this one: reading them
@@ -122,12 +123,14 @@ class SharedFiles(FileSource):
         self.sums, self.read_by_all = (0, 0, 0), 0
         self._checksums, self._counts = checksums, Counts()
 
-    def read(self, plan: Plan, into: TensorOf, progress: Progress | None, is_summed: OfOp) -> None:
-        """Fills every slot of a plan in place, in the order of the files. Checksums are taken of
-        records of which an operation `is_summed`."""
+    def fill(
+        self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
+    ) -> None:
+        """Fills every slot of some parts in place, in the order of the files. Checksums are taken
+        of records of which an operation `is_summed`."""
+        plan, where = joined([one.plan for one in parts]), self.places.__getitem__
         summed: OfOp = is_summed if self._checksums else lambda _: False
-        where = self.places.__getitem__
-        self._counts = execute(plan, where, into, is_summed=summed, progress=progress)
+        self._counts = execute(plan, where, into, is_summed=summed, progress=run.progress)
 
     def check_records(self, slots: Iterable[Slot]) -> None:
         """Compares every record that holds some slots with its CRC-32, reading it again. Raises
@@ -137,6 +140,10 @@ class SharedFiles(FileSource):
         for _, where in sorted(found.items()):
             if where.file.has_checksums:
                 where.file.check(where.record)
+
+    def lost(self, engine: Engine, plan: Plan) -> Lost:
+        """What of a plan's values was lost as they were rounded."""
+        return lost_in_casts(engine, self.checkpoint, plan)
 
     def check(self, thorough: bool) -> None:
         """Compares the sums of all ranks' runs, each rank a share of the records. Collective."""

@@ -423,6 +423,6 @@ def require_recorded(table: Table, recorded: Table, file: str) -> None:
             parameter=some_of([f"{one} ({what})" for one, what in wrong]),
             expected=f"CRC-32 of {recorded[name][state]}",
             found=table[name][state],
-            fix="a file was changed or damaged, or this package has a defect: load an older tag, "
-            "and report it",
+            fix="what holds it was changed or damaged, or this package has a defect: load an older "
+            "tag, and report it",
         )

@@ -6,6 +6,7 @@ packs what it has of a window into one message, so that nobody holds more than s
 is not its own.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -26,7 +27,6 @@ from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.transfer import Proved
 
-Room = Callable[[int], torch.Tensor | None]  # so many flat bytes; None: there are none
 MESSAGE_BYTES = 8 * 2**20  # of a window: fewer, larger messages than of files
 
 
@@ -42,12 +42,18 @@ class Window:
     goal: Any = None
 
 
+# so many flat bytes for a window; None: there are none
+Room = Callable[[Window, int], torch.Tensor | None]
+
+
 @dataclass
 class Holdings:
-    """What holds the values of some parts on this rank, and which ranks hold what of them."""
+    """What holds the values of some parts on this rank, and which ranks hold what of them.
+    `machines` are those of all ranks."""
 
     engine: Holder
     ranks: dict[BufferPart, set[int]]
+    machines: Sequence[str]
 
     def dtype(self, op: Op) -> str:
         """That of the values of an operation."""
@@ -65,14 +71,26 @@ class Holdings:
         """How many they move."""
         return sum(op.box.numel * ITEMSIZE[self.dtype(op)] for op in ops)
 
+    def giver(self, op: Op, taker: int, turn: int) -> int:
+        """The rank that gives the values of an operation: the taker itself, where it can; else one
+        on its machine, if there is any, another one at each turn."""
+        have = self.ranks[_held(_side(op).slot)]
+        if taker in have:
+            return taker
+        near = [rank for rank in have if self.machines[rank] == self.machines[taker]]
+        ranks = sorted(near or have)
+        return ranks[(taker + turn) % len(ranks)]
+
 
 def _holdings(engine: Holder) -> Holdings:
     """Collective."""
     ranks: dict[BufferPart, set[int]] = {}
-    for number, parts in enumerate(agree.gather(engine.parts())):
+    machines: list[str] = []
+    for number, (machine, parts) in enumerate(agree.gather((socket.gethostname(), engine.parts()))):
+        machines.append(machine)
         for part in parts:
             ranks.setdefault(part, set()).add(number)
-    return Holdings(engine, ranks)
+    return Holdings(engine, ranks, machines)
 
 
 class MemoryWindows:
@@ -112,7 +130,7 @@ class MemoryWindows:
         """A window in a dtype that holds what all operations give; zeros where none gives any."""
         dtypes = {TORCH_DTYPES[self.held.dtype(op)] for op in ops} or {torch.float32}
         dtype = reduce(torch.promote_types, dtypes)
-        memory = room(window.elems * dtype.itemsize)
+        memory = room(window, window.elems * dtype.itemsize)
         if memory is None:
             return torch.zeros(window.elems, dtype=dtype)
         exact = memory.view(dtype)
@@ -122,9 +140,10 @@ class MemoryWindows:
     def by_giver(self, window: Window, taker: int) -> Iterator[tuple[int, list[Op]]]:
         """The operations by the rank that gives their values: the taker itself, where it can."""
 
+        turn = window.low // window.elems
+
         def giver(op: Op) -> int:
-            have = self.held.ranks[_held(_side(op).slot)]
-            return taker if taker in have else sorted(have)[taker % len(have)]
+            return self.held.giver(op, taker, turn)
 
         ordered = sorted(self.ops(window), key=lambda op: (giver(op), op.target.offset))
         for number, own in groupby(ordered, key=giver):
@@ -137,10 +156,10 @@ class Memories:
     (`use`)."""
 
     all_looked_at = False
-    read_bytes = 0
 
     def __init__(self, file: str, *holders: Holder, keeps: bool = False) -> None:
         self.file, self._keeps = file, keeps
+        self.read_bytes = 0  # that came from other ranks
         self.rank, self.world = agree.world()
         self._holdings = [_holdings(engine) for engine in holders]
         self._device = _device()
@@ -185,7 +204,7 @@ class Memories:
         self,
         queues: Sequence[Sequence[Window]],
         put: Callable[[Window, torch.Tensor], None],
-        room: Room = lambda size_bytes: None,
+        room: Room = lambda window, size_bytes: None,
     ) -> None:
         """Gives each rank the windows of its queue, in their order, as they are held. Collective. A
         rank that can't go on still sends what others wait for; its first error is raised then.
@@ -226,6 +245,7 @@ class Memories:
                 if giver != taker:
                     send, peer = (dist.irecv, giver) if taker == self.rank else (dist.isend, taker)
                     messages.append(dist.P2POp(send, memory, peer))
+                    self.read_bytes += memory.nbytes if taker == self.rank else 0
         for one in dist.batch_isend_irecv(messages) if messages else ():
             one.wait()
         mine = asked[self.rank]
@@ -245,19 +265,21 @@ class Memories:
         taken: list[tuple[list[Op], torch.Tensor]],
         kept: agree.KeptBack,
         room: Room,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         part = self._windows[window.part]
-        exact = part.empty(window, [op for ops, _ in taken for op in ops], room)
         with kept:
+            exact = part.empty(window, [op for ops, _ in taken for op in ops], room)
             for ops, packed in taken:
                 _unpack(part.held, ops, packed.cpu(), exact)
-        return exact
+            return exact
+        return None
 
 
 def _packed(held: Holdings, ops: Sequence[Op], kept: agree.KeptBack) -> torch.Tensor:
     """The bytes of operations; zeros where this rank can't read them."""
     with kept:
-        return torch.cat([held.values(op).reshape(-1).view(torch.uint8) for op in ops])
+        flat = [held.values(op).reshape(-1).view(torch.uint8) for op in ops]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)  # memory itself, where it is one run
     return torch.zeros(held.bytes_of(ops), dtype=torch.uint8)
 
 
@@ -266,13 +288,16 @@ def _unpack(held: Holdings, ops: Sequence[Op], packed: torch.Tensor, window: tor
     for op in ops:
         dtype = held.dtype(op)
         size = op.box.numel * ITEMSIZE[dtype]
-        values = packed[at : at + size].clone().view(TORCH_DTYPES[dtype])
+        run = packed[at : at + size]
+        is_aligned = at % ITEMSIZE[dtype] == 0
+        values = (run if is_aligned else run.clone()).view(TORCH_DTYPES[dtype])
         _put(op, values.view(op.shape), window)
         at += size
 
 
 def _put(op: Op, values: torch.Tensor, window: torch.Tensor) -> None:
-    torch.as_strided(window, op.shape, op.target.strides, op.target.offset).copy_(values)
+    first = window.storage_offset() + op.target.offset
+    torch.as_strided(window, op.shape, op.target.strides, first).copy_(values)
 
 
 def _held(slot: Slot) -> BufferPart:

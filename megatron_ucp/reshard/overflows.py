@@ -100,14 +100,9 @@ def may_overflow(source: Manifest, target: Manifest) -> bool:
     )
 
 
-def lost_in(engine: Engine, source: Readable, plan: Plan) -> dict[tuple[str, str], int]:
-    """What this rank's memory, which was filled, lost of the checkpoint's values, and what weights
-    will lose of the masters. Raises DamagedFileError where the source can't be read again."""
-    return {**_in_masters(engine, plan), **_in_casts(engine, source, plan)}
-
-
-def _in_casts(engine: Engine, source: Readable, plan: Plan) -> dict[tuple[str, str], int]:
-    """Of what was rounded as it was read."""
+def lost_in_casts(engine: Engine, source: Readable, plan: Plan) -> Lost:
+    """What this rank's memory, which was filled, lost of the checkpoint's values as they were
+    rounded. Raises DamagedFileError where the source can't be read again."""
     out: dict[tuple[str, str], int] = {}
     for op in plan.ops:
         if not isinstance(op, Cast) or op.lossless:
@@ -140,8 +135,8 @@ def _memory_of(engine: Engine, op: Op) -> torch.Tensor:
     return torch.as_strided(flat, op.shape, op.target.strides, first)
 
 
-def _in_masters(engine: Engine, plan: Plan) -> dict[tuple[str, str], int]:
-    """Of masters whose weights are narrower."""
+def lost_in_weights(engine: Engine, plan: Plan) -> Lost:
+    """What weights will lose of the masters, where they are narrower."""
     out: dict[tuple[str, str], int] = {}
     specs = engine.manifest.by_name
     for op in plan.ops:

@@ -180,7 +180,7 @@ class RanksFolderSink(OutputFolder):
         others = iter(evenly(sizes, self.world))
         return [next(others) if owner is None else owner for owner in owners]
 
-    def _room(self, size_bytes: int) -> torch.Tensor | None:
+    def _room(self, window: Window, size_bytes: int) -> torch.Tensor | None:
         """Where the next window is put together, so that it need not be copied once more."""
         self._given = None if self._snapshot is None else self._snapshot.room(size_bytes)
         return self._given

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.manifest import RUN, Manifest, ParamGroup
+from megatron_ucp.core.manifest import RUN, BufferPart, Manifest, ParamGroup
 from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -28,8 +28,8 @@ from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.rank_differences import differing
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, How, TakenExtras
-from megatron_ucp.reshard.engine_sink import EngineSink, Filled, named
+from megatron_ucp.reshard.engine import Engine, Holder, How, TakenExtras
+from megatron_ucp.reshard.engine_sink import EngineSink, Filled, InPlaceSource, named
 from megatron_ucp.reshard.file_source import SharedFiles
 from megatron_ucp.reshard.fingerprint import recorded_in
 from megatron_ucp.reshard.match import (
@@ -48,6 +48,7 @@ from megatron_ucp.reshard.match import (
 from megatron_ucp.reshard.own_values import values_for
 from megatron_ucp.reshard.renumbered import for_model
 from megatron_ucp.reshard.report import Report
+from megatron_ucp.reshard.shared_memories import SharedMemories
 from megatron_ucp.reshard.transfer import SinkPart, TransferRun, transfer
 
 
@@ -61,11 +62,37 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
             source = for_model(read, engine.manifest, how.allow)
             looked.value = _check_files(source, how, engine)
         how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
-        with agree.together():
-            sink = _prepared(engine, source, how)
         values = SharedFiles(source, str(source.folder), how.checksums)
-        with say.progress("load") as advance:
-            transfer(values, sink, run=TransferRun(progress=advance))
+        return _filled_from(engine, source, values, engine.parts(), how, started)
+
+
+def resume_from_memory(engine: Engine, source: Checkpoint, held: Holder, how: How) -> Report:
+    """As `resume`, from the memories of all ranks: `source` says all that is no element of a
+    tensor, and `held` has this rank's elements."""
+    started = time.perf_counter()
+    takers = agree.gather(engine.parts())
+    with agree.together() as looked:
+        looked.value = _check_files(source, how, engine)
+    how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
+    values = SharedMemories(str(source.folder), held, takers)
+    everywhere = [*dict.fromkeys(part for parts in takers for part in parts)]
+    return _filled_from(engine, source, values, everywhere, how, started)
+
+
+def _filled_from(
+    engine: Engine,
+    source: Checkpoint,
+    values: InPlaceSource,
+    taken: Sequence[BufferPart],
+    how: How,
+    started: float,
+) -> Report:
+    """Fills the parts of an engine that are `taken`, of this rank or of all, with `values`, which
+    are those of `source`. `started` is the clock when the load began. Collective."""
+    with agree.together():
+        sink = _prepared(engine, source, how, taken)
+    with say.progress("load") as advance:
+        transfer(values, sink, run=TransferRun(progress=advance))
     steps = source.extras.counters.get("global_steps", 0)
     said = source.recorded.run if source.recorded is not None else {}
     return Report(
@@ -97,9 +124,11 @@ def _left_out(how: How, engine: Engine) -> str:
     return "the optimizer's states" if engine.has_optimizer and not how.optimizer else ""
 
 
-def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
+def _prepared(
+    engine: Engine, source: Checkpoint, how: How, taken: Sequence[BufferPart]
+) -> EngineSink:
     """Everything that needs no tensor byte; raises before anything is written. Every rank looks at
-    the whole engine, and prepares its own part."""
+    the whole engine, and prepares the parts that are `taken`."""
     file, bare = str(source.folder), engine.manifest
     optimizer = how.optimizer and engine.has_optimizer
     engine.check(source, optimizer)
@@ -114,7 +143,7 @@ def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
     how = replace(how, optimizer=optimizer, own=own)
     extras = _extras(engine, source, how)
     filled = _filled(engine, source, states, groups)
-    parts = _parts(engine, target, fit, how.allow)
+    parts = _parts(engine, target, fit, how.allow, taken)
     notes = [*source.notes, *_described(fit, source.manifest), *settings, *apart, *extras.notes]
     return EngineSink(engine, source.manifest, how, parts, filled, extras, notes)
 
@@ -219,10 +248,10 @@ def _with_states(engine: Engine, states: list[tuple[str, ...]]) -> Manifest:
     return replace(engine.manifest, buffers=tuple(buffers))
 
 
-def _wants(engine: Engine, target: Manifest, fit: Fit) -> list[Want]:
-    """Every slot of this rank, and the source state that fills it."""
+def _wants(target: Manifest, fit: Fit, taken: Sequence[BufferPart]) -> list[Want]:
+    """Every slot that is taken, and the source state that fills it."""
     wants: list[Want] = []
-    for number, cut, part in engine.parts():
+    for number, cut, part in taken:
         buffer = target.buffers[number]
         first = buffer.first_param
         if first in fit.new or (not buffer.stepped and first in fit.skipped):
@@ -250,14 +279,20 @@ def _groups(
 
 
 def _parts(
-    engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]
+    engine: Engine,
+    target: Manifest,
+    fit: Fit,
+    allow: frozenset[str],
+    taken: Sequence[BufferPart],
 ) -> tuple[SinkPart, ...]:
-    """What this rank fills. What is frozen from here on is rounded to its training copy, as the run
-    did, and so are the weights of an engine without an optimizer; nothing else without `allow`."""
+    """What is filled of the parts that are taken. What is frozen from here on is rounded to its
+    training copy, as the run did, and so are the weights of an engine without an optimizer; nothing
+    else without `allow`."""
     allow = allow if engine.has_optimizer else allow | {"narrow"}
-    wants = _wants(engine, target, fit)
+    wants = _wants(target, fit, taken)
     frozen = [want for want in wants if target.buffers[want[0].buffer].first_param in fit.frozen]
-    others = [want for want in wants if want not in frozen]
+    apart = {slot for slot, _ in frozen}
+    others = [want for want in wants if want[0] not in apart]
     parts = [SinkPart(target, tuple(others), allow, as_trained=True)]
     if frozen:
         parts.append(SinkPart(target, tuple(frozen), allow | {"narrow"}, as_trained=True))

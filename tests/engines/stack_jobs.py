@@ -118,6 +118,11 @@ def make(setup: Mcore) -> Engine:
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
+    return built(setup)
+
+
+def built(setup: Mcore) -> Engine:
+    """In the process groups that are there."""
     stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
     buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
     with fused_adam.fused_norms(setup.fused), grouped_experts(setup.grouped):

@@ -12,7 +12,7 @@ from unittest import mock
 import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
 from megatron_ucp.formats import durable
-from megatron_ucp.reshard import agree, file_source, folder_sink
+from megatron_ucp.reshard import agree, file_source, folder_sink, memories
 from tests.reshard.pairs import TIED, Pair, Toys, spoil
 
 
@@ -156,7 +156,10 @@ def an_engine_whose_load_failed_is_no_source(pair: Pair, folder: Path) -> None:
         with mock.patch.object(file_source, "execute", failing), contextlib.suppress(ucp.UcpError):
             ucp.load(source.engine.handle, source.folder)
         assert pair.attempt(source, out_of(folder)).startswith("EngineUnusableError")
-        assert pair.nothing_counts(source, out_of(folder))
+        if pair.beside:
+            assert pair.nothing_counts(source, out_of(folder))
+        else:
+            assert not source.sink_is_unusable(), "the other engine was touched"
 
 
 def progress_is_shown_and_stops(pair: Pair, folder: Path) -> None:
@@ -181,6 +184,7 @@ def a_rank_that_fails_is_every_ranks_failure(pair: Pair, folder: Path) -> None:
         if agree.world()[0] == agree.world()[1] - 1:
             failing.enter_context(mock.patch.object(durable.OutFile, "write", side_effect=full))
             failing.enter_context(mock.patch.object(file_source, "execute", side_effect=full))
+            failing.enter_context(mock.patch.object(memories, "_put", side_effect=full))
         said = pair.attempt(source, out_of(folder))
         failing.close()
         assert said.startswith(("SaveError", "DamagedFileError")) and "No space left" in said, said

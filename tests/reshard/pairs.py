@@ -184,16 +184,39 @@ class Live:
         agree.gather(0)
 
     def sink_is_unusable(self) -> bool:
-        try:
-            self.engine.optimizer.step()
-        except ucp.EngineUnusableError:
-            return True
-        return False
+        return is_unusable(self.engine)
 
     def close(self) -> None:
         from tests.engines.stack_jobs import close
 
         close(self.engine)
+
+
+class LiveTwo(Live):
+    """As `Live`, with another engine beside it, which is filled."""
+
+    def __init__(self, folder: Path, large: bool) -> None:
+        from tests.engines.stack_jobs import Mcore, built, train
+
+        super().__init__(folder, large)
+        self.other = built(Mcore("gpt", pp=2, tied=True, layers=2, heads=2, seed=9))
+        train(self.other, 1)
+
+    def sink_is_unusable(self) -> bool:
+        return is_unusable(self.other)
+
+
+def is_unusable(engine: Any) -> bool:
+    """Whether a stack refuses to step."""
+    try:
+        engine.optimizer.step()
+    except ucp.EngineUnusableError:
+        return True
+    return False
+
+
+def into_another(live: LiveTwo, out: Path, **_: Any) -> Any:
+    return ucp.resize(live.engine.handle, live.other.handle)
 
 
 def loaded(live: Live, out: Path, **_: Any) -> Any:
@@ -361,6 +384,7 @@ PAIRS: dict[str, Pair] = {
         adapter, merged, {"dtype": "float16"}, _LISTED, world=1, notes_ties=False
     ),
     "files to an engine": Pair(Live, loaded, world=2),
+    "memories to an engine": Pair(LiveTwo, into_another, reads="memories", world=2),
     "memories to Hugging Face": Pair(
         Live, live_export, {"dtype": "float16"}, _LISTED, "memories", 2
     ),

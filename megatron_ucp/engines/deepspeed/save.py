@@ -25,9 +25,6 @@ from megatron_ucp.core.experts import in_own_file
 from megatron_ucp.core.manifest import (
     FINGERPRINT,
     MOVED_LATEST,
-    RECORDED,
-    RENAMED,
-    RUN,
     TAG,
     FileEntry,
     Manifest,
@@ -36,20 +33,15 @@ from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.background import Background, SaveTurn, background_of
-from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
-from megatron_ucp.engines.deepspeed.batch import BATCH, batch_of
-from megatron_ucp.engines.deepspeed.extra_state import check_states, states_of
+from megatron_ucp.engines.deepspeed.besides import Besides, besides, said_of
+from megatron_ucp.engines.deepspeed.extra_state import check_states
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
-from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
+from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.live_fingerprint import held_by
 from megatron_ucp.engines.deepspeed.replicas import replicas_of
-from megatron_ucp.engines.deepspeed.restore import MIDDLE
-from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
-from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.rank_files import RankFiles, WrittenRange
-from megatron_ucp.engines.read_back import names_of, refuse_strange
-from megatron_ucp.engines.same_model import recorded_settings
+from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.saves import (
     BACKGROUND,
     STOCK,
@@ -63,19 +55,13 @@ from megatron_ucp.engines.saves import (
     prune,
     publish,
     require_one_save,
-    run_of,
     under_way,
     where_to,
 )
-from megatron_ucp.engines.values import members_by_value, named_in
 from megatron_ucp.errors import SaveError
-from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats import durable, of_ranks
+from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
-from megatron_ucp.formats.deepspeed.tag_folder import CLASSES, MEMBERS
-from megatron_ucp.formats.of_ranks import PerRank
-from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.fingerprint import Sums, diverged, sums_of_memory, table_of
@@ -108,17 +94,6 @@ class Asked:
     def background(self) -> Background | None:
         """What goes on with the save while the engine trains; None where that waits."""
         return background_of(self.engine) if self.how.way == BACKGROUND else None
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a save finds besides tensors: this rank's values, what of them differs from rank to
-    rank, and how many micro-batches came since the last step (None: no gradient waits for
-    one)."""
-
-    own: LiveValues
-    apart: PerRank
-    waiting: int | None
 
 
 @dataclass(frozen=True)
@@ -173,7 +148,7 @@ def _taken(asked: Asked, left: ExitStack) -> _Taken:
     sync = durable.Syncs(asked.how.durable)
     _begin(asked, left)
     live = describe(engine, asked.model, present=True)
-    found = _found(live, asked.client_state)
+    found = besides(live, asked.client_state)
     files = _rank_files(asked, sync)
     written, stock_seconds = _stock(asked, files)
     with as_save_error(), agree.together() as block:
@@ -185,13 +160,14 @@ def _taken(asked: Asked, left: ExitStack) -> _Taken:
         with as_save_error(), agree.together():
             files.share()
     bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
-    said = copy.deepcopy(_said(live, asked, found) | position_of(asked.how.loader))
-    notes = _note_of_states(_flat(block.values)) + _notes(found)
+    tag = {MOVED_LATEST: asked.save_latest, TAG: asked.tag}
+    said = copy.deepcopy(said_of(live, found) | tag | position_of(asked.how.loader))
+    notes = _note_of_states(_flat(block.values)) + found.notes
     own = (held_by(live, files), live.manifest)
     return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync, *own)
 
 
-def _beside(asked: Asked, found: _Found) -> list[Path]:
+def _beside(asked: Asked, found: Besides) -> list[Path]:
     """Writes what this rank has for itself besides tensors."""
     rank = agree.world()[0]
     own = [found.own.write(asked.aside, rank, found.apart)] if found.apart else []
@@ -291,37 +267,6 @@ def _named(
     return block.value or []
 
 
-def _said(live: LiveEngine, asked: Asked, found: _Found) -> dict[str, Any]:
-    """What a manifest says of the save and of the engine besides what it holds; what says nothing
-    is left out."""
-    import deepspeed
-
-    engine, model = live.engine, live.own.model
-    kept = [one.value for one in of_engine(engine)]
-    module = engine.module
-    optional = {
-        RECORDED: recorded_settings(module) if model is None else recorded(model.sizes, module),
-        RENAMED: live.own.renamed,
-        CLASSES: sorted({*named_in(kept), *names_of(kept)}),
-        MEMBERS: list(dict.fromkeys(members_by_value(kept))),
-        CLASS: class_of(engine.lr_scheduler),
-    }
-    middle = {} if found.waiting is None else {MIDDLE: found.waiting}
-    return {
-        random_states.STEPS: engine.global_steps,
-        "skipped_steps": engine.skipped_steps,
-        BATCH: batch_of(engine),
-        random_states.SEED: torch.initial_seed(),
-        "ds_version": deepspeed.__version__,
-        MOVED_LATEST: asked.save_latest,
-        TAG: asked.tag,
-        RUN: run_of(engine).id,
-        of_ranks.PER_RANK: found.apart.as_value() if found.apart else {},
-        **middle,
-        **{key: value for key, value in optional.items() if value},
-    }
-
-
 def _stock(asked: Asked, files: RankFiles | None) -> "tuple[list[Path | SaveError], float]":
     """DeepSpeed's own save into the folder aside: what it wrote on this rank, or why it could not,
     and the seconds that it took. With `files` it says what there is to write, and they write it.
@@ -362,19 +307,6 @@ def _begin(asked: Asked, left: ExitStack) -> None:
         if agree.world()[0] == 0:
             left.enter_context(durable.begin(asked.folder, asked.tag))
     require_one_save(block.values)
-
-
-def _notes(found: _Found) -> list[str]:
-    """Notes about what no load on another mesh gets from this save."""
-    notes: list[str] = []
-    if found.waiting is not None:
-        notes.append(
-            "the save came in the middle of an accumulation: the gradients of "
-            f"{found.waiting or 'some'} micro-batches since the last step are not in it"
-        )
-    if found.apart:
-        notes.append(f"differs from rank to rank, and is kept for each: {found.apart}")
-    return notes
 
 
 def _note_of_states(states: Iterable[str]) -> list[str]:
@@ -433,32 +365,6 @@ def _instead(owner: Any, name: str, method: Callable[..., None]) -> Iterator[Non
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-def _found(live: LiveEngine, client_state: Any) -> _Found:
-    """Collective. Raises SaveError."""
-    engine = live.engine
-    waiting = micro_batches(engine) if in_the_middle(engine, live.wrapper) else None
-    with agree.together() as told:
-        own = _live_values(live, client_state)
-        told.value = own.digest()
-    return _Found(own, own.differing(told.values), waiting)
-
-
-def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:
-    engine = live.engine
-    buffers = {n: v.tensor for n, v in live.own.values.items() if v.kind == "buffer"}
-    scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
-    compared = bool(client_state) or live.wrapper.zero == 3
-    own = live.own
-    groups = [
-        (f"param_groups[{number}][{key!r}] of stage {own.number}", value)
-        for number, group in enumerate(own.param_groups)
-        for key, value in group.items()
-        if key not in GROUP_MARKS
-    ]
-    held = {**buffers, **states_of(engine.module)}
-    return LiveValues(held, client_state, scheduler, compared, dict(groups), own.number)
 
 
 def _require_whole(written: list[Path | SaveError]) -> None:

@@ -15,7 +15,7 @@ from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.weights import is_nothing
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.values import TensorRef
-from megatron_ucp.formats.schedules import regrouped
+from megatron_ucp.formats.schedules import of_all_stages, regrouped
 
 
 def extras_of(source: SlotPlaces) -> Extras:
@@ -109,26 +109,23 @@ def _joined_scheduler(source: SlotPlaces) -> Any:
     groups: dict[int, int] = {}  # how many each stage has; its places with experts have the same
     for at, contents in zip(source.places, source.stages, strict=True):
         groups.setdefault(stage_of(at), len(contents.groups))
-    saved = [source.files.tree(file).get("lr_scheduler") or {} for file in files]
+    saved = [_with_numbers(source, file) for file in files]
+    return of_all_stages(found, [*zip(saved, groups.values(), strict=True)])
+
+
+def _with_numbers(source: SlotPlaces, file: str) -> Any:
+    """The scheduler's state in a file, with rates that are tensors as numbers: only the first
+    stage's file is read later."""
 
     def of(lists: list[Any]) -> Any:
-        counts = [len(values) if isinstance(values, list) else -1 for values in lists[1:]]
-        if counts != [*groups.values()]:
-            return lists[0]
         return [
-            _as_number(source, file, value)
-            for file, values in zip(files, lists[1:], strict=True)
-            for value in values
+            source.files.scalar(source.files.full_path(file), value)
+            if isinstance(value, TensorRef)
+            else value
+            for value in lists[0]
         ]
 
-    return regrouped([found, *saved], of)
-
-
-def _as_number(source: SlotPlaces, file: str, value: Any) -> Any:
-    """A rate that is a tensor as a number: only the first stage's file is read later."""
-    if not isinstance(value, TensorRef):
-        return value
-    return source.files.scalar(source.files.full_path(file), value)
+    return regrouped([source.files.tree(file).get("lr_scheduler") or {}], of)
 
 
 # ------------------------------------------------ a pipeline's layers

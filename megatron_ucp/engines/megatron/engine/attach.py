@@ -19,8 +19,10 @@ from megatron_ucp.engines.megatron.engine.present import PresentStates, present_
 from megatron_ucp.engines.megatron.engine.refuse import refuse_stack
 from megatron_ucp.engines.megatron.engine.save import save as save_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+from megatron_ucp.engines.megatron.engine.taken import taken
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.saves import BACKGROUND, DIRECT, SaveReport, refuse_way
+from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Family
@@ -114,6 +116,9 @@ class _StackHandle(Handle):
 
     def to_fill(self, family: Any) -> LiveMegatron:
         return self.describe()
+
+    def lent(self, how: Taking) -> LentRun:
+        return taken(self.program, how)
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
         return save_stack(self.program, save_dir, **options)

@@ -8,20 +8,17 @@ on; the folder gets its name when all of them are on disk.
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_ucp import say
 from megatron_ucp.core.flat import States
 from megatron_ucp.core.manifest import (
     FINGERPRINT,
     MOVED_LATEST,
-    RECORDED,
     RUN,
     TAG,
     FileEntry,
@@ -35,18 +32,15 @@ from megatron_ucp.engines.background import (
     skipped,
 )
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.megatron.engine.besides import described, extras_of, values_of
 from megatron_ucp.engines.megatron.engine.flags import plain_flags
-from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, kind_of
-from megatron_ucp.engines.megatron.engine.live import describe
+from megatron_ucp.engines.megatron.engine.inner import kind_of
 from megatron_ucp.engines.megatron.engine.output import StackOutput
 from megatron_ucp.engines.megatron.engine.planned import knows, planned, structure_of
-from megatron_ucp.engines.megatron.engine.present import PresentStates, present_states
+from megatron_ucp.engines.megatron.engine.present import PresentStates
 from megatron_ucp.engines.megatron.engine.retained import newest, retired
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.engine.summed import WrittenSums
-from megatron_ucp.engines.megatron.names import bare_model
-from megatron_ucp.engines.own_values import LiveValues
-from megatron_ucp.engines.read_back import KeptValue, kept_of, refuse_strange
 from megatron_ucp.engines.saves import (
     SaveReport,
     SaveSink,
@@ -57,17 +51,12 @@ from megatron_ucp.engines.saves import (
     prune,
     publish,
     require_one_save,
-    run_of,
     under_way,
     where_to,
 )
-from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
-from megatron_ucp.families.architecture import recorded
 from megatron_ucp.formats import of_ranks
-from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs
-from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.writer import (
@@ -244,7 +233,7 @@ class _Tag:
             common = job.common(self.asked.arguments, str(self.path))
             # a live scheduler, and a program's own flags, may be in it
             self._common = copy.deepcopy(common.output())
-            said = {TAG: self.name, RUN: run_of(job.stack).id, MOVED_LATEST: True}
+            said = {TAG: self.name, MOVED_LATEST: True}
             said |= {PER_RANK: apart.as_value()} if apart else {}
             self._said = copy.deepcopy(said | position_of(how.loader))
             self._beside: dict[str, bytes] = {}
@@ -281,7 +270,7 @@ class _Tag:
         self.notes += diverged(apart)
         self.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, self.sync)
         self.notes += prune(folder, asked.how.keep_latest, asked.stack)
-        self.notes += retired(folder, before, self.steps, self._said[RUN], interval)
+        self.notes += retired(folder, before, self.steps, self.manifest.run[RUN], interval)
         self.bytes_by_rank = self._sizes(entries)
 
     def _sizes(self, entries: list[FileEntry]) -> tuple[int, ...]:
@@ -308,28 +297,10 @@ def _refuse_other(stack: Any) -> None:
 
 def _described(stack: MegatronStack) -> PresentStates:
     """The engine with the states that its optimizers have now. Collective."""
-    with agree.together():
-        refuse_strange(_kept(stack), SaveError)
-        require_usable(stack.optimizer)
-    live = describe(stack)
-    live.finish_gathers()
-    found = present_states(live)
+    found = described(stack, SaveError)
     with agree.together():
         _require_loadable(found.states)
-    run = {
-        random_states.STEPS: stack.iteration,
-        random_states.SEED: torch.initial_seed(),
-        "skipped_steps": stack.skipped_iterations,
-        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
-    }
-    return replace(found, manifest=replace(found.manifest, run=run))
-
-
-def _kept(stack: MegatronStack) -> Iterator[KeptValue]:
-    """Plain values that the files hold."""
-    for inner in inner_optimizers(stack.optimizer):
-        groups = inner.optimizer.param_groups
-        yield from kept_of("scheduler", stack.scheduler, groups, live=False)
+    return found
 
 
 def _require_loadable(states: States) -> None:
@@ -358,37 +329,17 @@ class _Job:
     def __init__(self, stack: MegatronStack, states: PresentStates, output: StackOutput) -> None:
         self.stack, self.states, self.output = stack, states, output
         self.live, self.manifest = states.live, states.manifest
-        buffers = {
-            value.name: value.tensor for value in self.live.own.values if value.kind == "buffer"
-        }
-        self.own = LiveValues(buffers, {}, None, False, {})
+        self.own = values_of(self.live)
         self.notes = list(self.live.own.taken_as)
         self.kind = kind_of(stack.optimizer)
 
     def common(self, arguments: Any, file: str) -> CommonFile:
         """What stands in `common.pt`."""
         stack = self.stack
-        said = plain_flags(arguments)
-        counters = {
-            "global_steps": stack.iteration,
-            "global_samples": stack.consumed_samples,
-            "skipped_steps": stack.skipped_iterations,
+        client = {
+            ARGUMENTS_KEY: plain_flags(arguments),
+            OPERATIONS: stack.floating_point_operations,
         }
-        schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
-        client = {ARGUMENTS_KEY: said, OPERATIONS: stack.floating_point_operations}
-        extras = Extras(counters, schedule, self._scaler(), None, client)
+        extras = extras_of(self.live, client)
         mesh, apart = stack.mesh, stack.mesh.experts_apart
         return CommonFile(self.manifest, extras, mesh, file, self.kind, apart)
-
-    def _scaler(self) -> LossScale:
-        """The loss scale, where it changes."""
-        scaler = next((getattr(one, "grad_scaler", None) for one in self.live.own.inner), None)
-        if scaler is None or not hasattr(scaler, "_growth_tracker"):
-            return LossScale()
-        return LossScale.of_megatron(
-            float(scaler.scale),
-            scaler._growth_tracker,
-            self.stack.iteration,
-            scaler.growth_interval,
-            (scaler.hysteresis, scaler._hysteresis_tracker),
-        )
