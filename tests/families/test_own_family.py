@@ -197,7 +197,8 @@ def test_a_mesh_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None
     assert "does not divide states" in capsys.readouterr().err
 
 
-LIKE_LLAMA = ("llama", "mixtral", "mistral", "qwen2", "qwen3")  # RMSNorm, gated, untied
+# RMSNorm, gated, untied
+LIKE_LLAMA = ("llama", "mixtral", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:

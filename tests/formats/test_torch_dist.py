@@ -131,6 +131,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {**_LLAMA, "qkv_biases": True},
     "qwen3": {**_LLAMA, "qk_norms": True},
     "mixtral": {**_LLAMA, "experts": 4, "shared_ffn": 12, "every": 2},
+    "qwen3_moe": {**_LLAMA, "qk_norms": True, "experts": 4, "every": 2},
 }
 
 

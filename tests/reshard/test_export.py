@@ -41,6 +41,7 @@ MESHES = {
     ],
 }
 MESHES |= dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), MESHES["gpt"])
+MESHES["qwen3_moe"] = MESHES["mixtral"]
 
 
 def first(model: paper.Model, tmp_path: Path) -> Path:

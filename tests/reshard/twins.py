@@ -18,14 +18,22 @@ LLAMA = Sizes(2, 16, 4, 2, 4, 24, **ODD, gated=True, biases=False, norm_biases=F
 GPT = Sizes(2, 16, 4, 4, 4, 24, **ODD, positions=8, tied=True)
 MIXTRAL = MixtralSizes(**asdict(LLAMA), experts=4, expert_ffn=8)
 QWEN2, QWEN3 = replace(LLAMA, qkv_biases=True), replace(LLAMA, qk_norms=True)
+QWEN3_MOE = MixtralSizes(**asdict(QWEN3), experts=4, expert_ffn=8, every=2)
 SIZES: dict[str, Sizes] = {
     **{"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL},
-    **{"mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3},
+    **{"mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
+}
+EXPERT_NAMES = {
+    "mixtral": ("w1", "w3", "w2"),
+    "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
 }
 ARCHITECTURES = {
     "mistral": Architecture(positions=32, activation="silu"),
     "qwen2": Architecture(positions=32, activation="silu", odd={"add_qkv_bias": True}),
     "qwen3": Architecture(positions=32, activation="silu", odd={"qk_layernorm": True}),
+    "qwen3_moe": Architecture(
+        positions=32, activation="silu", topk=2, odd={"qk_layernorm": True, "moe_layer_freq": 2}
+    ),
     "gpt": Architecture(positions=8),
     "llama": Architecture(positions=32, activation="silu", rotary_base=5e5),
     "mixtral": Architecture(positions=32, activation="silu", topk=2),
@@ -102,8 +110,9 @@ def _llama(model: paper.Model, sizes: Sizes) -> dict[str, torch.Tensor]:
             "pre_mlp_layernorm": "post_attention_layernorm",
         }.items():
             out[f"{theirs}{other}.weight"] = model.truth(f"{ours}{one}.weight")
-        if isinstance(sizes, MixtralSizes):
-            out |= _experts(model, sizes, f"{ours}mlp.", f"{theirs}block_sparse_moe.")
+        if isinstance(sizes, MixtralSizes) and not layer % sizes.every:
+            module = "block_sparse_moe." if model.family == "mixtral" else "mlp."
+            out |= _experts(model, sizes, f"{ours}mlp.", f"{theirs}{module}")
             continue
         gate, up = model.truth(f"{ours}mlp.linear_fc1.weight").chunk(2)
         out[f"{theirs}mlp.gate_proj.weight"], out[f"{theirs}mlp.up_proj.weight"] = gate, up
@@ -130,7 +139,7 @@ def _experts(
         one = f"{ours}experts.local_experts.{expert}.linear_fc"
         gate, up = model.truth(f"{one}1.weight").chunk(2)
         down = model.truth(f"{one}2.weight")
-        for name, value in (("w1", gate), ("w3", up), ("w2", down)):
+        for name, value in zip(EXPERT_NAMES[model.family], (gate, up, down), strict=True):
             out[f"{theirs}experts.{expert}.{name}.weight"] = value
     return out
 
