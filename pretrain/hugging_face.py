@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.families.architecture import Architecture
+from megatron_ucp.families.architecture import PRE_SOFTMAX, Architecture
 from megatron_ucp.families.base import Sizes
-from megatron_ucp.families.mixtral import PRE_SOFTMAX, MixtralSizes
+from megatron_ucp.families.mixtral import MixtralSizes
 from megatron_ucp.reshard.hugging_face.twin import read_twin
 
 

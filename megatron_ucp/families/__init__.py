@@ -5,11 +5,20 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import gpt, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_ucp.families import (
+    deepseek_v3,
+    gpt,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.families.measure import measured
 
-_OURS = gpt, llama, mixtral, mistral, qwen2, qwen3, qwen3_moe
+_OURS = gpt, llama, mixtral, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3
 _FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _OURS}
 
 

@@ -31,6 +31,8 @@ class HuggingFace:
     - `config(sizes, architecture)` is config.json without what every model has; `read` is its
       inverse, and raises UnsupportedError for what the family does not compute.
     - `refuses(sizes, architecture)` lists what the twin can't represent.
+    - `kin` are other model types whose configs and files say the same.
+    - `notes(sizes, architecture)` lists what the twin computes a little otherwise.
     """
 
     model_type: str
@@ -39,6 +41,12 @@ class HuggingFace:
     config: Callable[[Any, Architecture], dict[str, Any]]
     read: Callable[[Config], tuple[Sizes, Architecture]]
     refuses: Callable[[Any, Architecture], list[str]]
+    kin: tuple[str, ...] = ()
+    notes: Callable[[Any, Architecture], list[str]] = lambda *_: []
+
+    def has(self, model_type: object) -> bool:
+        """Whether a config with this model type is the twin's."""
+        return model_type in (self.model_type, *self.kin)
 
     def whole_config(self, sizes: Sizes, architecture: Architecture, dtype: str) -> dict[str, Any]:
         """config.json of a model. Tokens that begin and end a text are the tokenizer's, and
@@ -154,7 +162,11 @@ MLP_ROWS: Rows = {
     "mlp.linear_fc1.weight": gate_and_up("mlp."),
     "mlp.linear_fc2.weight": same("mlp.down_proj.weight"),
 }
-_IN_LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
+# A layer for multi-token prediction has one like the decoder's in it, and its number comes after
+# those of the decoder's.
+_IN_LAYER = re.compile(
+    r"(?P<list>decoder|mtp)\.layers\.(?P<number>\d+)\.(?:transformer_layer\.)?(?P<rest>.+)"
+)
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+(?=\.)")
 
 
@@ -165,16 +177,15 @@ def by_rows(table: Callable[[Any], Mapping[str, Any]], rows: Rows) -> Callable[[
     def tensors(sizes: Any) -> dict[str, Share]:
         out: dict[str, Share] = {}
         for name, declared in table(sizes).items():
-            found = _IN_LAYER.fullmatch(name)
-            prefix, expert = f"model.layers.{found['number']}." if found else "", ""
-            if found is None:
-                row = same(TOP[name])
-            else:
-                expert = "".join(_EXPERT.findall(name))
+            prefix, expert, row = "", "", None
+            if found := _IN_LAYER.fullmatch(name):
+                first = sizes.layers if found["list"] == "mtp" else 0
+                prefix = f"model.layers.{first + int(found['number'])}."
+                expert = "".join(_EXPERT.findall(found["rest"]))
                 row = rows[_EXPERT.sub("{expert}", found["rest"])]
-            shares = row.shares(sizes, name, declared.shape)
-            names = (prefix + one.replace("{expert}", expert) for one in row.tensors)
-            out |= zip(names, shares, strict=True)
+            row = row or same(TOP[name])
+            names = [prefix + one.replace("{expert}", expert) for one in row.tensors]
+            out |= zip(names, row.shares(sizes, name, declared.shape), strict=True)
         return out
 
     return tensors

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import llama, pipe
-from megatron_ucp.families.architecture import FREQUENCY, Architecture, as_one
+from megatron_ucp.families.architecture import FREQUENCY, PRE_SOFTMAX, Architecture, as_one
 from megatron_ucp.families.base import (
     Builder,
     Declared,
@@ -48,7 +48,7 @@ from megatron_ucp.families.layer import attention_and_mlp, transformer
 from megatron_ucp.families.measure import measured
 
 MIXTURE = replace(llama.BUILDER, experts=True)
-SHARED_WIDTH, PRE_SOFTMAX = "moe_shared_expert_intermediate_size", "moe_router_pre_softmax"
+SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 ROUTER, EXPERT, SHARED = "mlp.router.", "mlp.experts.local_experts.", "mlp.shared_experts."
 
 

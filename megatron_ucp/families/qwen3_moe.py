@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import mixtral, qwen2
-from megatron_ucp.families.architecture import FREQUENCY, Architecture, every_of
+from megatron_ucp.families.architecture import FREQUENCY, PRE_SOFTMAX, Architecture, every_of
 from megatron_ucp.families.hugging_face import (
     MLP_ROWS,
     Config,
@@ -20,7 +20,7 @@ from megatron_ucp.families.hugging_face import (
     read_architecture,
     read_common,
 )
-from megatron_ucp.families.mixtral import PRE_SOFTMAX, MixtralSizes
+from megatron_ucp.families.mixtral import MixtralSizes
 
 _BUILDER = replace(mixtral.MIXTURE, qk_norms=True)
 _ROWS = {**mixtral.rows("mlp.", "gate_proj", "up_proj", "down_proj"), **MLP_ROWS}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
 def wide(function: Any) -> Any:

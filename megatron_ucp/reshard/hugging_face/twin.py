@@ -1,7 +1,7 @@
 """A model under the names of Hugging Face: what each tensor holds of which parameter."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -48,7 +48,7 @@ _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has i
 class Twin:
     """`shares` by the names of tensors, in the order of the model; `specs` are the whole
     parameters. `config` is config.json, None where nobody says it; an adapter has files of other
-    names."""
+    names. `notes` say what the class computes a little otherwise."""
 
     shares: Mapping[str, Share]
     specs: Mapping[str, ParamSpec]
@@ -56,6 +56,7 @@ class Twin:
     family: str = ""
     weights_file: str = WEIGHTS_FILE
     config_file: str = CONFIG_FILE
+    notes: Sequence[str] = ()
 
     @property
     def is_adapter(self) -> bool:
@@ -89,7 +90,8 @@ def twin_of(
     _check_params(manifest, model, file, padded=config is None)
     whole = twin.whole_config(sizes, architecture, dtype)
     kept = whole if config is None else _in_dtype(config, dtype)
-    return Twin(twin.tensors(sizes), _true(manifest, model), kept, name)
+    notes = twin.notes(sizes, architecture)
+    return Twin(twin.tensors(sizes), _true(manifest, model), kept, name, notes=notes)
 
 
 def needs_family(manifest: Manifest) -> bool:
@@ -116,7 +118,7 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
     file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
     known = twins()
     kind = config.get("model_type")
-    named = [name for name, twin in known.items() if twin.model_type == kind]
+    named = [name for name, twin in known.items() if twin.has(kind)]
     if family:
         find_family(family)  # that there is one
     if not named or family not in ("", *named):
@@ -137,7 +139,9 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
     found, twin = _family(family or named[0], file)
     sizes, architecture = _read(found, config, file)
     specs = {name: one.spec(name, "", "frozen") for name, one in found.table(sizes).items()}
-    return Twin(twin.tensors(sizes), specs, config, found.name), sizes, architecture
+    notes = twin.notes(sizes, architecture)
+    whole = Twin(twin.tensors(sizes), specs, config, found.name, notes=notes)
+    return whole, sizes, architecture
 
 
 def told_by(folder: Path, like: Manifest) -> Told:
@@ -254,7 +258,7 @@ def _described(
 def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Architecture]:
     twin = family.hugging_face
     kind = config.get("model_type")
-    if twin is None or kind != twin.model_type:
+    if twin is None or not twin.has(kind):
         raise ModelMismatchError(
             "the config is of another model than the checkpoint's family",
             file=file,
