@@ -201,6 +201,8 @@ class Family:
     - `sizes` is the class of the sizes; `measure(module)` takes them from a live module (None: from
       the config of a megatron-core GPTModel).
     - `hugging_face` is the family's twin there (None: it has none).
+    - `fitted(sizes, names)` are sizes that a config says as a model with parameters of these names
+      has them, where its modules may be of several kinds.
     """
 
     name: str
@@ -215,6 +217,7 @@ class Family:
     sizes: type[Sizes] = Sizes
     measure: Callable[[Any], Sizes] | None = None
     hugging_face: HuggingFace | None = None
+    fitted: Callable[[Any, Collection[str]], Any] = lambda sizes, _: sizes
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,13 @@ experts, one of them for every token; routers with sigmoid scores and a bias, wh
 layers that predict further tokens.
 
 Somebody else builds it: megatron-core's latent attention needs Transformer Engine's core attention.
-That has the down projections whole on every rank, its own layers cut them: `cut_latents`.
+Transformer Engine's layers have the down projections whole on every rank, and the norms of latents
+as a part of the up projections (`fused`); megatron-core's own cut the ones (`cut_latents`), and
+have the others by themselves.
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.layout import Chunks
@@ -39,6 +42,7 @@ from megatron_ucp.families.hugging_face import (
     gate_and_up,
     read_architecture,
     read_common,
+    rope_of,
     same,
 )
 from megatron_ucp.families.layer import transformer
@@ -66,6 +70,10 @@ class DeepSeekSizes(MixtralSizes):
     leading: int = 0
     predictions: int = 0
     cut_latents: bool = False
+    fused: bool = False
+    gated: bool = True
+    biases: bool = False
+    norm_biases: bool = False
 
     def has_experts(self, number: int) -> bool:
         """Whether a layer has experts."""
@@ -100,7 +108,25 @@ def layer(sizes: DeepSeekSizes, number: int) -> dict[str, Declared]:
     }
     if sizes.has_experts(number):
         kept[BIAS] = Declared((sizes.experts,), whole(sizes.experts).layout, buffer=True)
-    return kept | {f"self_attention.{name}": one for name, one in _latent(sizes).items()}
+    for name, one in _latent(sizes).items():
+        kept[f"self_attention.{_FUSED.get(name, name) if sizes.fused else name}"] = one
+    return kept
+
+
+# norms of latents, and their names as a part of the matrix behind them
+_FUSED = {
+    "q_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
+    "kv_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
+}
+
+
+def fitted(sizes: DeepSeekSizes, names: Collection[str]) -> DeepSeekSizes:
+    """The sizes of a model whose parameters have these names."""
+    return replace(sizes, fused=_has_fused_norms(names))
+
+
+def _has_fused_norms(names: Collection[str]) -> bool:
+    return any(name.endswith(tuple(_FUSED.values())) for name in names)
 
 
 def _latent(sizes: DeepSeekSizes) -> dict[str, Declared]:
@@ -134,7 +160,7 @@ def _prediction(sizes: DeepSeekSizes) -> dict[str, Declared]:
 
 def divided(sizes: DeepSeekSizes) -> tuple[Divided, ...]:
     """What tensor parallelism cuts."""
-    left_out = {"key-value groups"} | (set() if sizes.leading else {"ffn_hidden_size"})
+    left_out = ("key-value groups", "" if sizes.leading else "ffn_hidden_size")
     kept = [one for one in divided_of_dense(sizes) if one.what not in left_out]
     more = {
         "the width of the shared expert": sizes.shared_ffn,
@@ -175,6 +201,7 @@ def measure(module: Any) -> DeepSeekSizes:
         leading=_leading(config.moe_layer_freq, config.num_layers),
         predictions=config.mtp_num_layers or 0,
         cut_latents=_cuts_latents(module),
+        fused=_has_fused_norms([name for name, _ in module.named_parameters()]),
     )
 
 
@@ -213,6 +240,8 @@ _ROWS: Rows = {
     "self_attention.linear_kv_down_proj.weight": same("self_attn.kv_a_proj_with_mqa.weight"),
     "self_attention.kv_layernorm.weight": same("self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.weight": same("self_attn.kv_b_proj.weight"),
+    f"self_attention.{_FUSED['q_layernorm.weight']}": same("self_attn.q_a_layernorm.weight"),
+    f"self_attention.{_FUSED['kv_layernorm.weight']}": same("self_attn.kv_a_layernorm.weight"),
     BIAS: same("mlp.gate.e_score_correction_bias"),
     f"{SHARED}linear_fc1.weight": gate_and_up("mlp.shared_experts."),
     f"{SHARED}linear_fc2.weight": same("mlp.shared_experts.down_proj.weight"),
@@ -272,16 +301,7 @@ def config(sizes: DeepSeekSizes, architecture: Architecture) -> dict[str, Any]:
 
 
 # megatron-core's names of what scales the rotary embedding, with those of transformers
-_YARN = dict(
-    zip(
-        SCALED_LATENT,
-        (
-            *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-            *("mscale", "mscale_all_dim"),
-        ),
-        strict=True,
-    )
-)
+_YARN = {**{name: name for name in SCALED_LATENT}, "rotary_scaling_factor": "factor"}
 
 
 def _rope(architecture: Architecture) -> dict[str, Any]:
@@ -361,7 +381,7 @@ def read(found: Config) -> tuple[DeepSeekSizes, Architecture]:
         rotary=rotary,
         value=int(found["v_head_dim"]),
         leading=_leading_of(found),
-        predictions=_predictions_of(found),
+        predictions=int(found.get("num_nextn_predict_layers") or 0),
     )
     base = float(rope.get("rope_theta", found.get("rope_theta", 10000.0)))
     plain_rope = {"rope_scaling": None, "rope_parameters": {"rope_theta": base}}
@@ -386,27 +406,23 @@ def _refuse_quantised(found: Config) -> None:
 
 def _rope_of(found: Config) -> dict[str, Any]:
     """What a config says of the rotary embedding. Raises UnsupportedError."""
-    said = [dict[str, Any](one) for key in _ROPES if (one := found.get(key))]
-    rope = {key: value for one in said for key, value in one.items()}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    made: dict[str, Any] = {"rope type": kind, "rope_scaling beside rope_parameters": "the same"}
-    pairs = [{k: v for k, v in one.items() if k not in ("type", "rope_type")} for one in said]
-    if any(one[k] != rope[k] for one in pairs for k in one):
-        made["rope_scaling beside rope_parameters"] = "another"
-    made |= {key: rope[key] for key in ("attention_factor", "truncate") if key in rope}
+    rope, is_one = rope_of(found)
     part = rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0))
+    said = {
+        "rope type": rope["rope_type"],
+        "rope_scaling beside rope_parameters": "the same" if is_one else "another",
+        "partial_rotary_factor": part,
+        **{key: rope[key] for key in ("attention_factor", "truncate") if key in rope},
+    }
     known: dict[str, tuple[object, ...]] = {
         "rope type": ("default", "yarn"),
         "rope_scaling beside rope_parameters": ("the same",),
+        "partial_rotary_factor": (1.0,),
         "attention_factor": (None,),
         "truncate": (True,),
-        "partial_rotary_factor": (1.0,),
     }
-    check_config({**made, "partial_rotary_factor": part}, known)
-    return {**rope, "rope_type": kind}
-
-
-_ROPES = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5
+    check_config(said, known)
+    return rope
 
 
 def _leading_of(found: Config) -> int:
@@ -426,16 +442,11 @@ def _leading_of(found: Config) -> int:
     return leading
 
 
-def _predictions_of(found: Config) -> int:
-    said = found.get("num_nextn_predict_layers", found.get("num_mtp_layers"))
-    return int(said or 0)
-
-
 def _odd(found: Config, sizes: DeepSeekSizes, rope: Config) -> dict[str, Any]:
     """The settings of megatron-core's that make such a model."""
     groups, scaling = int(found["n_group"]), float(found["routed_scaling_factor"])
-    out = {LATENT: True, LATENT_NORMS: True, SCORES: "sigmoid", HAS_BIAS: True}
-    out |= {SHARED_WIDTH: sizes.shared_ffn}
+    out: dict[str, Any] = {LATENT: True, LATENT_NORMS: True, SCORES: "sigmoid", HAS_BIAS: True}
+    out[SHARED_WIDTH] = sizes.shared_ffn
     if sizes.leading:
         marks = [int(sizes.has_experts(number)) for number in range(sizes.layers)]
         out[FREQUENCY] = str(marks)
@@ -471,6 +482,7 @@ FAMILY = Family(
     divided=divided,
     sizes=DeepSeekSizes,
     measure=measure,
+    fitted=fitted,
     hugging_face=HuggingFace(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",

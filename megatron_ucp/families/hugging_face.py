@@ -42,7 +42,7 @@ class HuggingFace:
     read: Callable[[Config], tuple[Sizes, Architecture]]
     refuses: Callable[[Any, Architecture], list[str]]
     kin: tuple[str, ...] = ()
-    notes: Callable[[Any, Architecture], list[str]] = lambda *_: []
+    notes: Callable[[Any, Architecture], list[str]] = lambda _, __: list[str]()
 
     def has(self, model_type: object) -> bool:
         """Whether a config with this model type is the twin's."""
@@ -274,13 +274,9 @@ def read_common(config: Config, vocabulary: int, **more: Any) -> dict[str, Any]:
 def read_architecture(config: Config, epsilon: float, base: float, **more: Any) -> Architecture:
     """What a config says besides sizes; `epsilon` and `base` are the class's defaults. Raises
     UnsupportedError for what megatron-core's modules do not compute."""
-    rope: dict[str, Any] = {}
-    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read one each
-    ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
-    for one in ropes:
-        rope.update(one)
-    kind: object = rope.get("rope_type", rope.get("type", "default"))
-    _check_computed(config, rope, str(kind), ropes[:1] == ropes[-1:])
+    rope, is_one = rope_of(config)
+    kind: object = rope["rope_type"]
+    _check_computed(config, rope, str(kind), is_one)
     factor = 0.0 if kind == "default" else float(rope["factor"])
     return Architecture(
         positions=int(config["max_position_embeddings"]),
@@ -291,6 +287,17 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
         interpolation=factor if kind == "linear" else 0.0,
         **more,
     )
+
+
+def rope_of(config: Config) -> tuple[dict[str, Any], bool]:
+    """What a config says of the rotary embedding; whether both places for it say the same."""
+    rope: dict[str, Any] = {}
+    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read one each
+    ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
+    for one in ropes:
+        rope.update(one)
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    return rope, ropes[:1] == ropes[-1:]
 
 
 def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> None:

@@ -98,7 +98,8 @@ def refused(setup: AnyModel) -> str:
     def table(sizes: Any) -> Any:
         name = "decoder.layers.1.self_attention.linear_kv_up_proj.weight"
         whole = family.table(sizes)
-        return {**whole, name: row(*whole[name].shape)}
+        rows, columns = whole[name].shape
+        return {**whole, name: row(rows, columns)}
 
     try:
         close(make(setup, replace(family, table=table)))

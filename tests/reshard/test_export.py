@@ -3,6 +3,7 @@ the same bytes from every mesh."""
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ def test_every_tensor_is_what_the_reference_formulas_say(
     data = save({n: t.contiguous() for n, t in wanted.items()}, metadata={"format": "pt"})
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == data
     assert done.written_bytes == sum(t.nbytes for t in wanted.values())
+
+
+def test_norms_of_latents_that_are_a_part_of_a_matrix(tmp_path: Path) -> None:
+    """As Transformer Engine's layers have them: the same folder, told or untold, and comparable."""
+    whole = twins.model("deepseek_v3")
+    fused = twins.model("deepseek_v3", replace(twins.DEEPSEEK, fused=True))
+    names = [name for name in fused.shapes if name not in whole.shapes]
+    assert len(names) == 6 and all(name.endswith("layer_norm_weight") for name in names)
+    ucp.export_hf(first(fused, tmp_path), tmp_path / "out")
+    wanted = twins.in_dtype(twins.expected(fused), torch.bfloat16)
+    assert twins.same(twins.read(tmp_path / "out"), wanted) == []
+    assert ucp.diff(tmp_path / "source" / "step7", tmp_path / "out") == []
+    untold = paper.write(replace(fused, family="", run={}), tmp_path / "untold" / "step7")
+    ucp.export_hf(untold, tmp_path / "again", config=tmp_path / "out")
+    assert twins.same(twins.read(tmp_path / "again"), wanted) == []
 
 
 @pytest.mark.long

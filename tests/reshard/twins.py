@@ -174,14 +174,17 @@ def _deepseek(model: paper.Model, sizes: DeepSeekSizes) -> dict[str, torch.Tenso
         if layer == 2:
             out |= _prediction(model, "mtp.layers.0.", theirs, sizes.true_vocab)
             ours = "mtp.layers.0.transformer_layer."
+        for part in ("q", "kv"):
+            fused = f"linear_{part}_up_proj.layer_norm_weight"
+            own = fused if sizes.fused else f"{part}_layernorm.weight"
+            value = model.truth(f"{ours}self_attention.{own}")
+            out[f"{theirs}self_attn.{part}_a_layernorm.weight"] = value
         for one, other in {
             "input_layernorm": "input_layernorm",
             "pre_mlp_layernorm": "post_attention_layernorm",
             "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
-            "self_attention.q_layernorm": "self_attn.q_a_layernorm",
             "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
             "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
-            "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
             "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
             "self_attention.linear_proj": "self_attn.o_proj",
         }.items():

@@ -1,7 +1,7 @@
 """A model under the names of Hugging Face: what each tensor holds of which parameter."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -86,6 +86,7 @@ def twin_of(
         return _plain(manifest, config, dtype, file)
     found, twin = _family(name, file)
     sizes, architecture = _described(manifest, found, config, file)
+    sizes = found.fitted(sizes, manifest.by_name)
     model = Model(found, sizes)
     _check_params(manifest, model, file, padded=config is None)
     whole = twin.whole_config(sizes, architecture, dtype)
@@ -108,8 +109,11 @@ def pipe_names(family: str, config: str | Path | None) -> Mapping[str, str] | No
     return Model(found, _read(found, config_at(config).tree, str(config))[0]).pipe or None
 
 
-def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
-    """The twin that a Hugging Face folder's config.json says, its sizes and architecture.
+def read_twin(
+    folder: Path, family: str = "", names: Collection[str] = ()
+) -> tuple[Twin, Sizes, Architecture]:
+    """The twin that a Hugging Face folder's config.json says, its sizes and architecture; with the
+    `names` of the parameters that it is for.
 
     Raises UnsupportedError where no family is its model's, or computes what the config asks for,
     NotFoundError where there is no such folder.
@@ -138,6 +142,7 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
         )
     found, twin = _family(family or named[0], file)
     sizes, architecture = _read(found, config, file)
+    sizes = found.fitted(sizes, names)
     specs = {name: one.spec(name, "", "frozen") for name, one in found.table(sizes).items()}
     notes = twin.notes(sizes, architecture)
     whole = Twin(twin.tensors(sizes), specs, config, found.name, notes=notes)
@@ -148,7 +153,7 @@ def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
-    return read_twin(folder, family)[0].told if family else Told(like=like)
+    return read_twin(folder, family, like.by_name)[0].told if family else Told(like=like)
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:
