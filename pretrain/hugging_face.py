@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.families.architecture import Architecture
+from megatron_ucp.families.architecture import PRE_SOFTMAX, Architecture
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.families.mixtral import MixtralSizes
 from megatron_ucp.reshard.hugging_face.twin import read_twin
@@ -45,5 +45,7 @@ def _arguments(family: str, sizes: Sizes, architecture: Architecture) -> dict[st
             "num_experts": sizes.experts,
             "moe_ffn_hidden_size": sizes.width,
             "moe_router_topk": architecture.topk,
+            "moe_layer_freq": sizes.every,
+            "moe_router_pre_softmax": architecture.odd.get(PRE_SOFTMAX, False),
         }
     return out

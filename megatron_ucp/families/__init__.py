@@ -5,13 +5,21 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import gpt, llama, mistral, mixtral, qwen2, qwen3
+from megatron_ucp.families import (
+    deepseek_v3,
+    gpt,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.families.measure import measured
 
-_FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (gpt, llama, mixtral, mistral, qwen2, qwen3)
-}
+_OURS = gpt, llama, mixtral, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3
+_FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _OURS}
 
 
 def register_family(family: Family) -> None:

@@ -38,7 +38,7 @@ NEUTRAL_OF_EXPERTS: dict[str, tuple[object, ...]] = {
     "moe_router_pre_softmax": (False,),
     "moe_router_topk_scaling_factor": (None, 1.0),
     "moe_router_enable_expert_bias": (False,),
-    "moe_router_num_groups": (None,),
+    "moe_router_num_groups": (None, 1),
     "moe_router_group_topk": (None,),
     "moe_router_force_load_balancing": (False,),
     "moe_expert_capacity_factor": (None,),
@@ -49,7 +49,24 @@ NEUTRAL_OF_EXPERTS: dict[str, tuple[object, ...]] = {
 }
 
 
+# Of latent attention, whose rotary embedding the config says; and where that is scaled (yarn), all
+# of these.
+NEUTRAL_OF_LATENT: dict[str, tuple[object, ...]] = {
+    "rope_type": ("rope",),
+    "mscale_all_dim": (0.0,),
+}
+SCALED_LATENT = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 FREQUENCY, BALANCING = "moe_layer_freq", "moe_router_load_balancing_type"
+SCORES, PRE_SOFTMAX = "moe_router_score_function", "moe_router_pre_softmax"
+GROUPS, GROUPS_OF_TOKEN = "moe_router_num_groups", "moe_router_group_topk"
+LATENT = "multi_latent_attention"
 
 
 def every_of(said: object) -> int:
@@ -147,11 +164,20 @@ def _activation(config: Any) -> str:
 def odd_settings(said: Callable[[str, object], Any], experts: bool) -> dict[str, Any]:
     """Settings that change what is computed; `said(name, usual)` is the value of one, or the usual
     one where nothing says it."""
+    asked = NEUTRAL | (NEUTRAL_OF_EXPERTS if experts else {})
+    if said(LATENT, False):
+        asked |= NEUTRAL_OF_LATENT
+        if said("rope_type", "yarn") == "yarn":
+            asked |= dict.fromkeys(SCALED_LATENT, ())
     out: dict[str, Any] = {}
-    for name, values in (NEUTRAL | NEUTRAL_OF_EXPERTS if experts else NEUTRAL).items():
-        value = as_one(name, said(name, values[0]))
+    for name, values in asked.items():
+        value = as_one(name, said(name, values[0] if values else None))
         if value not in values:
             out[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    if out.get(SCORES) == "sigmoid":  # there is no softmax then
+        out.pop(PRE_SOFTMAX, None)
+    if GROUPS not in out:
+        out.pop(GROUPS_OF_TOKEN, None)
     return out
 
 
@@ -168,9 +194,10 @@ def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
 def _with_rotary(found: Architecture, module: Any) -> Architecture:
     """With what the rotary embedding computes; a GPTModel keeps of its scaling only the result."""
     rotary: Any = getattr(module, "rotary_pos_emb", None)
-    base = float(module.rotary_base)
+    said: Any = module.config if getattr(module.config, LATENT, False) else module
+    base = float(said.rotary_base)
     interpolation = float(getattr(rotary, "seq_len_interpolation_factor", None) or 0.0)
-    scaled = bool(getattr(module, "rotary_scaling", False))
+    scaled = rotary is not None and bool(getattr(module, "rotary_scaling", False))
     factor = _rope_factor(rotary, base) if scaled else 0.0
     return replace(found, rotary_base=base, interpolation=interpolation, rope_factor=factor)
 

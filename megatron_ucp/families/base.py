@@ -25,7 +25,8 @@ class Declared:
     it is a part (see `ParamSpec`). `init` is how a builder
     draws the first values: N(0, std), for a projection that ends in the residual stream
     N(0, std / sqrt(2 layers)), or a constant. `summed`: every tensor-parallel rank has it whole,
-    and computes a part of its gradient.
+    and computes a part of its gradient. `buffer`: it is none of the module's parameters, but a
+    buffer in fp32 that no optimizer steps.
     """
 
     shape: Ints
@@ -35,9 +36,12 @@ class Declared:
     expert: tuple[int, int] | None = None
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
     summed: bool = False
+    buffer: bool = False
 
     def spec(self, name: str, dtype: str, kind: str = "trainable") -> ParamSpec:
-        """As a manifest lists it."""
+        """As a manifest lists it; a buffer's dtype and kind are its own."""
+        if self.buffer:
+            dtype, kind = "float32", "buffer"
         return ParamSpec(
             name, self.shape, dtype, kind, self.layout, self.extent, expert=self.expert
         )
@@ -197,6 +201,8 @@ class Family:
     - `sizes` is the class of the sizes; `measure(module)` takes them from a live module (None: from
       the config of a megatron-core GPTModel).
     - `hugging_face` is the family's twin there (None: it has none).
+    - `fitted(sizes, names)` are sizes that a config says as a model with parameters of these names
+      has them, where its modules may be of several kinds.
     """
 
     name: str
@@ -211,6 +217,7 @@ class Family:
     sizes: type[Sizes] = Sizes
     measure: Callable[[Any], Sizes] | None = None
     hugging_face: HuggingFace | None = None
+    fitted: Callable[[Any, Collection[str]], Any] = lambda sizes, _: sizes
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ in another order of rows, is an address of the same kind. (The config's names ar
 transformers 5.)
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ class HuggingFace:
     - `config(sizes, architecture)` is config.json without what every model has; `read` is its
       inverse, and raises UnsupportedError for what the family does not compute.
     - `refuses(sizes, architecture)` lists what the twin can't represent.
+    - `kin` are other model types whose configs and files say the same.
+    - `notes(sizes, architecture)` lists what the twin computes a little otherwise.
     """
 
     model_type: str
@@ -38,6 +41,12 @@ class HuggingFace:
     config: Callable[[Any, Architecture], dict[str, Any]]
     read: Callable[[Config], tuple[Sizes, Architecture]]
     refuses: Callable[[Any, Architecture], list[str]]
+    kin: tuple[str, ...] = ()
+    notes: Callable[[Any, Architecture], list[str]] = lambda _, __: list[str]()
+
+    def has(self, model_type: object) -> bool:
+        """Whether a config with this model type is the twin's."""
+        return model_type in (self.model_type, *self.kin)
 
     def whole_config(self, sizes: Sizes, architecture: Architecture, dtype: str) -> dict[str, Any]:
         """config.json of a model. Tokens that begin and end a text are the tokenizer's, and
@@ -84,50 +93,102 @@ def block(first: int, last: int, *rest: int) -> Block:
     return (first, *(0,) * len(rest)), (last, *rest)
 
 
-def in_chunks(
-    prefix: str, param: str, names: Iterable[str], held: Iterable[Iterable[Block]]
-) -> dict[str, Share]:
-    """A parameter in as many tensors as it has chunks."""
-    layout = Chunks(tuple(tuple(blocks) for blocks in held))
-    return {f"{prefix}{name}": Share(param, layout, at) for at, name in enumerate(names)}
+Division = Callable[[Any, Ints], Iterable[Iterable[Block]]]
 
 
-def gated_halves(prefix: str, param: str, names: Iterable[str], width: int, hidden: int) -> Any:
+def qkv(sizes: Sizes, shape: Ints) -> tuple[list[Block], list[Block], list[Block]]:
+    """linear_qkv, weight or bias, as a tensor each for queries, keys and values."""
+    return split_qkv(sizes, *shape[1:])
+
+
+def halves(_: Sizes, shape: Ints) -> list[list[Block]]:
     """Gate and up of linear_fc1, one above the other."""
-    halves = [block(0, width, hidden)], [block(width, 2 * width, hidden)]
-    return in_chunks(prefix, param, names, halves)
+    half = shape[0] // 2
+    return [[block(at, at + half, *shape[1:])] for at in (0, half)]
 
 
-def attention(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
-    """Queries, keys, values and the projection behind them, each in a tensor of its own; their
-    biases and norms, where the sizes say some."""
-    out: dict[str, Share] = {}
-    for part, rest in (("weight", (sizes.hidden,)), ("bias", ())):
-        if rest or sizes.qkv_biases:
-            names = [f"{name}_proj.{part}" for name in "qkv"]
-            param = f"{canonical}linear_qkv.{part}"
-            out |= in_chunks(prefix, param, names, split_qkv(sizes, *rest))
-    for name in "qk" if sizes.qk_norms else "":
-        out[f"{prefix}{name}_norm.weight"] = Share(f"{canonical}{name}_layernorm.weight")
-    return {**out, f"{prefix}o_proj.weight": Share(f"{canonical}linear_proj.weight")}
+@dataclass(frozen=True)
+class Row:
+    """The tensors of one parameter of a layer, by the ends of their names, in which `{expert}` is
+    the number of an expert. `cut(sizes, shape)` gives the blocks of each tensor (None: there is one
+    tensor, and it holds all); `order` are the parameter's dims as tensors store them."""
+
+    tensors: tuple[str, ...]
+    cut: Division | None = None
+    order: Ints | None = None
+
+    def shares(self, sizes: Any, param: str, shape: Ints) -> list[Share]:
+        """One for each tensor."""
+        if self.cut is None:
+            return [Share(param, order=self.order)]
+        layout = Chunks(tuple(tuple(blocks) for blocks in self.cut(sizes, shape)))
+        return [Share(param, layout, at, self.order) for at in range(len(self.tensors))]
 
 
-def with_layers(sizes: Any, layer: Callable[[Any, str, str], dict[str, Share]]) -> dict[str, Share]:
-    """The tensors of a model whose modules have the names of Llama's. `layer(sizes, prefix,
-    canonical prefix)` gives those of a layer but for its two norms."""
-    out = {"model.embed_tokens.weight": Share("embedding.word_embeddings.weight")}
-    for number in range(sizes.layers):
-        prefix, canonical = f"model.layers.{number}.", f"decoder.layers.{number}."
-        out |= layer(sizes, prefix, canonical)
-        for ours, theirs in {
-            "input_layernorm": "input_layernorm",
-            "pre_mlp_layernorm": "post_attention_layernorm",
-        }.items():
-            out[f"{prefix}{theirs}.weight"] = Share(f"{canonical}{ours}.weight")
-    out["model.norm.weight"] = Share("decoder.final_layernorm.weight")
-    if not sizes.tied:
-        out["lm_head.weight"] = Share("output_layer.weight")
-    return out
+def same(tensor: str) -> Row:
+    """A parameter that is a tensor."""
+    return Row((tensor,))
+
+
+def gate_and_up(prefix: str, gate: str = "gate_proj", up: str = "up_proj") -> Row:
+    """Gate and up in a tensor each."""
+    return Row((f"{prefix}{gate}.weight", f"{prefix}{up}.weight"), halves)
+
+
+Rows = Mapping[str, Row]  # by the end of a parameter's name, behind the number of its layer
+
+# of every model whose modules have the names of Llama's
+TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+NORM_ROWS: Rows = {
+    "input_layernorm.weight": same("input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": same("post_attention_layernorm.weight"),
+}
+ATTENTION_ROWS: Rows = {
+    "self_attention.linear_qkv.weight": Row(
+        tuple(f"self_attn.{name}_proj.weight" for name in "qkv"), qkv
+    ),
+    "self_attention.linear_qkv.bias": Row(
+        tuple(f"self_attn.{name}_proj.bias" for name in "qkv"), qkv
+    ),
+    "self_attention.q_layernorm.weight": same("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": same("self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": same("self_attn.o_proj.weight"),
+}
+MLP_ROWS: Rows = {
+    "mlp.linear_fc1.weight": gate_and_up("mlp."),
+    "mlp.linear_fc2.weight": same("mlp.down_proj.weight"),
+}
+# A layer for multi-token prediction has one like the decoder's in it, and its number comes after
+# those of the decoder's.
+_IN_LAYER = re.compile(
+    r"(?P<list>decoder|mtp)\.layers\.(?P<number>\d+)\.(?:transformer_layer\.)?(?P<rest>.+)"
+)
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+(?=\.)")
+
+
+def by_rows(table: Callable[[Any], Mapping[str, Any]], rows: Rows) -> Callable[[Any], Any]:
+    """What each tensor of a family holds: its `table` has a parameter or has it not, and `rows`
+    say under which names those of a layer lie in files."""
+
+    def tensors(sizes: Any) -> dict[str, Share]:
+        out: dict[str, Share] = {}
+        for name, declared in table(sizes).items():
+            prefix, expert, row = "", "", None
+            if found := _IN_LAYER.fullmatch(name):
+                first = sizes.layers if found["list"] == "mtp" else 0
+                prefix = f"model.layers.{first + int(found['number'])}."
+                expert = "".join(_EXPERT.findall(found["rest"]))
+                row = rows[_EXPERT.sub("{expert}", found["rest"])]
+            row = row or same(TOP[name])
+            names = [prefix + one.replace("{expert}", expert) for one in row.tensors]
+            out |= zip(names, row.shares(sizes, name, declared.shape), strict=True)
+        return out
+
+    return tensors
 
 
 # ------------------------------------------------ config.json
@@ -213,13 +274,9 @@ def read_common(config: Config, vocabulary: int, **more: Any) -> dict[str, Any]:
 def read_architecture(config: Config, epsilon: float, base: float, **more: Any) -> Architecture:
     """What a config says besides sizes; `epsilon` and `base` are the class's defaults. Raises
     UnsupportedError for what megatron-core's modules do not compute."""
-    rope: dict[str, Any] = {}
-    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read one each
-    ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
-    for one in ropes:
-        rope.update(one)
-    kind: object = rope.get("rope_type", rope.get("type", "default"))
-    _check_computed(config, rope, str(kind), ropes[:1] == ropes[-1:])
+    rope, is_one = rope_of(config)
+    kind: object = rope["rope_type"]
+    _check_computed(config, rope, str(kind), is_one)
     factor = 0.0 if kind == "default" else float(rope["factor"])
     return Architecture(
         positions=int(config["max_position_embeddings"]),
@@ -230,6 +287,17 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
         interpolation=factor if kind == "linear" else 0.0,
         **more,
     )
+
+
+def rope_of(config: Config) -> tuple[dict[str, Any], bool]:
+    """What a config says of the rotary embedding; whether both places for it say the same."""
+    rope: dict[str, Any] = {}
+    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read one each
+    ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
+    for one in ropes:
+        rope.update(one)
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    return rope, ropes[:1] == ropes[-1:]
 
 
 def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> None:

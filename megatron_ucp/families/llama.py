@@ -5,21 +5,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_ucp.core.shares import Share
 from megatron_ucp.families import gpt, pipe
 from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Builder, Declared, Family, Sizes
 from megatron_ucp.families.hugging_face import (
+    ATTENTION_ROWS,
+    MLP_ROWS,
+    NORM_ROWS,
     Config,
     HuggingFace,
-    attention,
+    by_rows,
     common,
-    gated_halves,
     read_architecture,
     read_common,
     refused_settings,
     refused_sizes,
-    with_layers,
 )
 
 BUILDER = Builder("RMSNorm", gated=True, biases=False, position_embedding_type="rope")
@@ -33,20 +33,8 @@ DEFAULTS = {
 # ------------------------------------------------ Llama of Hugging Face
 
 
-def tensors(sizes: Sizes) -> dict[str, Share]:
-    """What each tensor of LlamaForCausalLM holds. No row of q or k changes its place: both sides
-    rotate halves."""
-    return with_layers(sizes, layer)
-
-
-def layer(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
-    """Attention and gated MLP."""
-    mlp, names = f"{canonical}mlp.linear_fc", ("gate_proj.weight", "up_proj.weight")
-    return {
-        **attention(sizes, f"{prefix}self_attn.", f"{canonical}self_attention."),
-        **gated_halves(f"{prefix}mlp.", f"{mlp}1.weight", names, sizes.ffn, sizes.hidden),
-        f"{prefix}mlp.down_proj.weight": Share(f"{mlp}2.weight"),
-    }
+# No row of q or k changes its place: both sides rotate halves.
+LLAMA_ROWS = {**ATTENTION_ROWS, **MLP_ROWS, **NORM_ROWS}
 
 
 def refuses(sizes: Sizes, architecture: Architecture, *known: str) -> list[str]:
@@ -86,7 +74,7 @@ def alike(
     twin = HuggingFace(
         name,
         f"{name.capitalize()}ForCausalLM",
-        tensors,
+        by_rows(table, LLAMA_ROWS),
         lambda sizes, architecture: {**common(sizes, architecture), **config},
         read,
         lambda sizes, architecture: refuses(sizes, architecture, *settings.values()),

@@ -11,16 +11,16 @@ same on every rank).
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import llama, pipe
-from megatron_ucp.families.architecture import FREQUENCY, Architecture, as_one
+from megatron_ucp.families.architecture import FREQUENCY, PRE_SOFTMAX, Architecture, as_one
 from megatron_ucp.families.base import (
+    Builder,
     Declared,
     Divided,
     Family,
@@ -31,20 +31,24 @@ from megatron_ucp.families.base import (
     whole,
 )
 from megatron_ucp.families.hugging_face import (
+    ATTENTION_ROWS,
+    NORM_ROWS,
     Config,
     HuggingFace,
-    attention,
+    Rows,
+    by_rows,
     check_config,
     common,
-    gated_halves,
+    gate_and_up,
     read_architecture,
     read_common,
-    with_layers,
+    same,
 )
 from megatron_ucp.families.layer import attention_and_mlp, transformer
 from megatron_ucp.families.measure import measured
 
 MIXTURE = replace(llama.BUILDER, experts=True)
+SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 ROUTER, EXPERT, SHARED = "mlp.router.", "mlp.experts.local_experts.", "mlp.shared_experts."
 
 
@@ -64,24 +68,37 @@ class MixtralSizes(Sizes):
         """Of one half of an expert's gated MLP."""
         return self.expert_ffn or self.ffn
 
+    def has_experts(self, number: int) -> bool:
+        """Whether a layer has experts."""
+        return not number % self.every
 
-def table(sizes: MixtralSizes) -> dict[str, Declared]:
-    """Every parameter of the model. Raises UsageError for sizes that are no Mixtral."""
-    MIXTURE.check(sizes, "Mixtral")
-    if sizes.experts < 1 or sizes.every < 1:
-        raise UsageError(
-            "these sizes are no Mixtral",
-            expected="at least one expert, in every first, second, ... layer",
-            found=f"{sizes.experts} experts in every layer number {sizes.every}",
-            fix="give a number of experts of at least 1, and as the step of its layers 1, 2, ...",
-        )
-    return transformer(sizes, lambda number: layer(sizes, number))
+
+MixtureTable = Callable[[MixtralSizes], dict[str, Declared]]
+
+
+def table_of(builder: Builder, title: str) -> MixtureTable:
+    """What lists every parameter of a model that the builder makes. It raises UsageError for sizes
+    that are no `title`."""
+
+    def table(sizes: MixtralSizes) -> dict[str, Declared]:
+        builder.check(sizes, title)
+        if sizes.experts < 1 or sizes.every < 1:
+            raise UsageError(
+                f"these sizes are no {title}",
+                expected="at least one expert, in every first, second, ... layer",
+                found=f"{sizes.experts} experts in every layer number {sizes.every}",
+                fix="give a number of experts of at least 1, and as the step of its layers 1, 2, "
+                "...",
+            )
+        return transformer(sizes, lambda number: layer(sizes, number))
+
+    return table
 
 
 def layer(sizes: MixtralSizes, number: int) -> dict[str, Declared]:
     """A transformer layer, with experts or without."""
     out = attention_and_mlp(sizes)
-    if number % sizes.every:
+    if not sizes.has_experts(number):
         return out
     out = {name: declared for name, declared in out.items() if not name.startswith("mlp.")}
     out[f"{ROUTER}weight"] = whole(sizes.experts, sizes.hidden)
@@ -123,9 +140,8 @@ def layers(held: Collection[str]) -> Layers:
 
 def _usual_names() -> set[str]:
     """What `layer` may give, with the number 0 for every expert's."""
-    sizes = MixtralSizes(
-        1, 1, 1, 1, 1, 1, 1, 1, gated=True, biases=False, norm_biases=False, experts=1, shared_ffn=1
-    )
+    flags = {"gated": True, "biases": False, "norm_biases": False, "qk_norms": True}
+    sizes = MixtralSizes(1, 1, 1, 1, 1, 1, 1, 1, **flags, experts=1, shared_ffn=1)
     return {*layer(sizes, 0), *attention_and_mlp(sizes)}
 
 
@@ -135,7 +151,7 @@ def measure(module: Any) -> MixtralSizes:
     config: Any = getattr(module, "config", None)
     if not getattr(config, "num_moe_experts", None):
         raise UsageError(
-            "the family mixtral describes a megatron-core GPTModel with experts",
+            "a family with experts describes a megatron-core GPTModel that has some",
             expected="a config with num_moe_experts",
             found=type(module).__qualname__,
             fix="give the family that the model was built with",
@@ -158,24 +174,38 @@ def measure(module: Any) -> MixtralSizes:
     )
 
 
+def alike(name: str, builder: Builder, table: MixtureTable, twin: HuggingFace) -> Family:
+    """A family of models that are LLaMAs with experts."""
+    return Family(
+        name,
+        table,
+        f"megatron_ucp/families/{name}.py",
+        names,
+        layers,
+        divided=divided,
+        builder=builder,
+        defaults={**llama.DEFAULTS, "num_experts": 8},
+        paper={"experts": 8},
+        sizes=MixtralSizes,
+        measure=measure,
+        hugging_face=twin,
+    )
+
+
 # ------------------------------------------------ Mixtral of Hugging Face
 
 
-def tensors(sizes: MixtralSizes) -> dict[str, Share]:
-    """What each tensor of MixtralForCausalLM holds, by the names on disk, where each expert has
-    tensors of its own (transformers 5 stacks them in memory)."""
-    return with_layers(sizes, _layer)
-
-
-def _layer(sizes: MixtralSizes, prefix: str, canonical: str) -> dict[str, Share]:
-    out = attention(sizes, f"{prefix}self_attn.", f"{canonical}self_attention.")
-    out[f"{prefix}block_sparse_moe.gate.weight"] = Share(f"{canonical}{ROUTER}weight")
-    for expert in range(sizes.experts):
-        theirs = f"{prefix}block_sparse_moe.experts.{expert}."
-        ours, names = f"{canonical}{EXPERT}{expert}.linear_fc", ("w1.weight", "w3.weight")
-        out |= gated_halves(theirs, f"{ours}1.weight", names, sizes.width, sizes.hidden)
-        out[f"{theirs}w2.weight"] = Share(f"{ours}2.weight")
-    return out
+def rows(module: str, gate: str, up: str, down: str) -> Rows:
+    """The tensors of a layer, by the names on disk, where each expert has tensors of its own
+    (transformers 5 stacks them in memory): those of its `module` for experts."""
+    expert = f"{module}experts.{{expert}}."
+    return {
+        **ATTENTION_ROWS,
+        f"{ROUTER}weight": same(f"{module}gate.weight"),
+        f"{EXPERT}{{expert}}.linear_fc1.weight": gate_and_up(expert, gate, up),
+        f"{EXPERT}{{expert}}.linear_fc2.weight": same(f"{expert}{down}.weight"),
+        **NORM_ROWS,
+    }
 
 
 def config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
@@ -193,13 +223,19 @@ def config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
 
 def refuses(sizes: MixtralSizes, architecture: Architecture) -> list[str]:
     """What MixtralForCausalLM does not have."""
-    out = llama.refuses(sizes, architecture)
-    said = " ".join(out)
-    if sizes.shared_ffn and "moe_shared_expert" not in said:
-        out.append(f"a shared expert of the width {sizes.shared_ffn}")
-    if sizes.every > 1 and "moe_layer_freq" not in said:
+    out = refused_mixture(sizes, architecture)
+    if sizes.every > 1 and FREQUENCY not in architecture.odd:
         out.append(f"experts in every layer number {sizes.every} only")
-    if architecture.topk < 2:
+    return out
+
+
+def refused_mixture(sizes: MixtralSizes, architecture: Architecture, *known: str) -> list[str]:
+    """What no mixture of transformers has that is a LLaMA but for experts; `known` are settings
+    that this one has."""
+    out = llama.refuses(sizes, architecture, *known)
+    if sizes.shared_ffn and SHARED_WIDTH not in architecture.odd:
+        out.append(f"a shared expert of the width {sizes.shared_ffn}")
+    if architecture.topk < 2 and not architecture.odd.get(PRE_SOFTMAX):
         out.append("one expert for each token: Hugging Face gives it the weight 1")
     return out
 
@@ -216,17 +252,17 @@ def read(found: Config) -> tuple[MixtralSizes, Architecture]:
     return sizes, read_architecture(found, 1e-5, 1e6, topk=topk)
 
 
-FAMILY = Family(
+table = table_of(MIXTURE, "Mixtral")
+FAMILY = alike(
     "mixtral",
+    MIXTURE,
     table,
-    "megatron_ucp/families/mixtral.py",
-    names,
-    layers,
-    divided=divided,
-    builder=MIXTURE,
-    defaults={**llama.DEFAULTS, "num_experts": 8},
-    paper={"experts": 8},
-    sizes=MixtralSizes,
-    measure=measure,
-    hugging_face=HuggingFace("mixtral", "MixtralForCausalLM", tensors, config, read, refuses),
+    HuggingFace(
+        "mixtral",
+        "MixtralForCausalLM",
+        by_rows(table, rows("block_sparse_moe.", "w1", "w3", "w2")),
+        config,
+        read,
+        refuses,
+    ),
 )

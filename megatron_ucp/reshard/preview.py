@@ -147,7 +147,8 @@ def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
     """A model on one rank: two groups, matrices with weight decay and all else without. Raises
     UsageError, LayoutError."""
     model = Model(family, sizes)
-    params = tuple(declared.spec(name, "bfloat16") for name, declared in model.table.items())
+    specs = [declared.spec(name, "bfloat16") for name, declared in model.table.items()]
+    params = tuple(spec for spec in specs if spec.kind != "buffer")
     buffers = [
         alone(spec.name, spec.elems, _ADAM, int(len(spec.shape) <= 1), {"step": 1.0})
         for spec in sorted(params, key=lambda spec: len(spec.shape) <= 1)

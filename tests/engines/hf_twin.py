@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")
+
 
 def wide(function: Any) -> Any:
     """A softmax that stays in fp64 where it is given that."""
@@ -52,7 +54,7 @@ def logits(request: dict[str, Any]) -> dict[str, Any]:
         config=config,
         dtype=dtype,
         attn_implementation="eager",
-        **({"experts_implementation": "eager"} if config.model_type == "mixtral" else {}),
+        **({"experts_implementation": "eager"} if config.model_type in MIXTURES else {}),
     ).eval()
     found: dict[str, Any] = {"logits": model(request["tokens"]).logits}
     if "prompt" in request:

@@ -78,7 +78,7 @@ class Mcore:
 
     @property
     def model(self) -> models.ModelConfig:
-        moe = self.family == "mixtral"
+        moe = self.family in ("mixtral", "qwen3_moe")
         return models.ModelConfig(
             self.family,
             layers=self.layers,
@@ -250,7 +250,7 @@ def arguments(engine: Engine) -> argparse.Namespace:
         accumulate_allreduce_grads_in_fp32=True,
         num_distributed_optimizer_instances=1,
         num_layers=setup.layers,
-        num_experts=4 if setup.family == "mixtral" else None,
+        num_experts=4 if setup.model.experts else None,
         moe_layer_freq=engine.stack.bare[0].config.moe_layer_freq,
         untie_embeddings_and_output_weights=not setup.tied,
         swiglu=setup.family != "gpt",

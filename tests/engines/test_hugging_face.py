@@ -29,7 +29,7 @@ EMBEDDING = {"gpt": "transformer.wte.weight"}
 def setup(family: str, tp: int = 1, zero: int = 1, **more: Any) -> Staged:
     """GPT-2 has a key and a value for each head."""
     known: dict[str, Any] = {"groups": 4} if family == "gpt" else {}
-    if family == "mixtral":
+    if family in ("mixtral", "qwen3_moe"):
         known |= {"experts": EXPERTS, "sequence_parallel": tp > 1}
     return Staged(family, tp, zero, layers=2, **{**known, **more})
 
@@ -50,6 +50,7 @@ PAIRS = [
     ("gpt", 1, {"tp": 1, "zero": 0}, 4, {"tp": 4, "zero": 1}),
     ("mixtral", 4, {"tp": 1, "ep": 2, "zero": 1}, 4, {"tp": 2, "ep": 2, "etp": 1, "zero": 1}),
     ("mixtral", 2, {"tp": 1, "zero": 3}, 4, {"tp": 1, "ep": 4, "zero": 2}),
+    ("qwen3_moe", 4, {"tp": 2, "ep": 2, "zero": 1}, 2, {"tp": 1, "pp": 2, "zero": 1}),
 ]
 
 

@@ -244,6 +244,6 @@ def families_of(setups: list[Mcore]) -> list[str]:
 
 
 def test_the_family_is_found(ranks: RankPool) -> None:
-    setups = [Mcore("gpt", tied=True), Mcore(), Mcore(**MOE)]
+    setups = [Mcore("gpt", tied=True), Mcore(), Mcore(**MOE), Mcore("qwen3_moe", layers=2)]
     (found,) = ranks.run(1, "tests.engines.test_stack_layout:families_of", setups)
-    assert found == ["gpt", "llama", "mixtral"]
+    assert found == ["gpt", "llama", "mixtral", "qwen3_moe"]

@@ -58,8 +58,10 @@ def elements(shares: Mapping[str, Share], family: str, sizes: Sizes) -> dict[tup
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_element_is_in_one_tensor(shape: str) -> None:
     family, sizes = SHAPES[shape]
+    sizes = replace(sizes, vocab=sizes.true_vocab)
     table = find_family(family).table(sizes)
-    shares = twin_of(family).tensors(sizes)
+    listed = twin_of(family).tensors(sizes)
+    shares = {name: one for name, one in listed.items() if not name.endswith(twins.COPIES)}
     found = elements(shares, family, sizes)
     assert len(found) == sum(math.prod(declared.shape) for declared in table.values())
     assert {param for param, _ in found} == {*table} and {*found.values()} == {*shares}
@@ -88,11 +90,13 @@ def test_a_config_says_sizes_and_architecture(shape: str) -> None:
     family, sizes = SHAPES[shape]
     twin = twin_of(family)
     said = twins.ARCHITECTURES[family]
+    scaled = said.activation == "silu" and family != "deepseek_v3"
     for architecture in (
         said,
         replace(said, norm_epsilon=1e-3),
-        *([replace(said, rope_factor=4.0)] if said.activation == "silu" else ()),
-        *([replace(said, interpolation=2.0)] if said.activation == "silu" else ()),
+        *([replace(said, rope_factor=4.0)] if scaled else ()),
+        *([replace(said, interpolation=2.0)] if scaled else ()),
+        *([replace(said, odd={**said.odd, **YARN})] if family == "deepseek_v3" else ()),
         *([replace(said, activation="gelu_tanh")] if family == "gpt" else ()),
     ):
         config = json.loads(json.dumps(twin.whole_config(sizes, architecture, "bfloat16")))
@@ -101,6 +105,18 @@ def test_a_config_says_sizes_and_architecture(shape: str) -> None:
         assert find_family(family).table(found).keys() == find_family(family).table(sizes).keys()
         assert twin.tensors(found) == twin.tensors(replace(sizes, vocab=45))
         assert found.true_vocab == 45 and config["vocab_size"] == 45
+
+
+YARN = {
+    **{"rope_type": "yarn", "rotary_scaling_factor": 8.0, "original_max_position_embeddings": 64},
+    **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5},
+}
+DEEPSEEK = twins.ARCHITECTURES["deepseek_v3"]
+
+
+def also(**odd: Any) -> Architecture:
+    """DeepSeek-V3 with other settings."""
+    return replace(DEEPSEEK, odd={**DEEPSEEK.odd, **odd})
 
 
 LLAMA, GPT, MIXTRAL = (twins.ARCHITECTURES[name] for name in ("llama", "gpt", "mixtral"))
@@ -125,6 +141,23 @@ REFUSED: dict[str, tuple[str, Sizes, Architecture]] = {
         twins.MIXTRAL,
         replace(MIXTRAL, odd={"moe_router_score_function": "sigmoid"}),
     ),
+    "scores of routers": ("deepseek_v3", twins.DEEPSEEK, also(moe_router_score_function="softmax")),
+    "a shared expert of the width 12": (
+        "deepseek_v3",
+        replace(twins.DEEPSEEK, shared_ffn=12),
+        DEEPSEEK,
+    ),
+    "mscale 0.7 with mscale_all_dim 0.0": (
+        "deepseek_v3",
+        twins.DEEPSEEK,
+        also(**{**YARN, "mscale": 0.7, "mscale_all_dim": 0.0}),
+    ),
+    "groups of experts that are chosen by 2/2": (
+        "deepseek_v3",
+        twins.DEEPSEEK,
+        also(moe_router_num_groups=2, moe_router_group_topk=2),
+    ),
+    "a tied head that": ("deepseek_v3", replace(twins.DEEPSEEK, tied=True), DEEPSEEK),
     "moe_router_pre_softmax=True": (
         "mixtral",
         twins.MIXTRAL,
@@ -169,6 +202,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
     "quantization_config": ("llama", {"quantization_config": {"bits": 4}}),
+    "fp8": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
+    "norm_topk_prob False": ("deepseek_v3", {"norm_topk_prob": False}),
+    "rope_interleave False": ("deepseek_v3", {"rope_interleave": False}),
+    "dense, sparse, dense": (
+        "deepseek_v3",
+        {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    ),
+    "rope type llama3": ("deepseek_v3", {"rope_parameters": {"rope_type": "llama3"}}),
+    "chosen by 2/2": ("deepseek_v3", {"n_group": 2, "topk_group": 2}),
+    "mlp_only_layers [0]": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "scale_attn_by_inverse_layer_idx True": ("gpt", {"scale_attn_by_inverse_layer_idx": True}),
     "activation_function relu": ("gpt", {"activation_function": "relu"}),
 }
@@ -192,6 +235,26 @@ def test_a_setting_that_a_config_leaves_out_is_the_classs_own() -> None:
     config = twin_of("llama").whole_config(twins.LLAMA, LLAMA, "float32")
     with pytest.raises(KeyError, match="factor"):
         twin_of("llama").read({**config, "rope_parameters": {"rope_type": "linear"}})
+
+
+def test_the_epsilon_of_latents_is_said_where_it_differs() -> None:
+    twin = twin_of("deepseek_v3")
+    assert twin.notes(twins.DEEPSEEK, DEEPSEEK) == []
+    (said,) = twin.notes(twins.DEEPSEEK, replace(DEEPSEEK, norm_epsilon=1e-5))
+    assert "1e-05 in megatron-core, and 1e-06 in transformers" in said
+
+
+@pytest.mark.parametrize("kind", ["kimi_k2", "glm4_moe_lite"])
+def test_kin_of_deepseek(kind: str) -> None:
+    """Their configs say the same; GLM's lists which layers have experts."""
+    twin = twin_of("deepseek_v3")
+    config = {**twin.whole_config(twins.DEEPSEEK, DEEPSEEK, "float32"), "model_type": kind}
+    if kind == "glm4_moe_lite":
+        del config["first_k_dense_replace"]
+        config["mlp_layer_types"] = ["dense", "sparse"]
+    found, computed = twin.read(config)
+    assert twin.has(kind) and not twin.has("deepseek_v2") and computed == DEEPSEEK
+    assert found == replace(twins.DEEPSEEK, vocab=45)
 
 
 def test_every_family_of_ours_has_a_twin() -> None:

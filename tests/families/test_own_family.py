@@ -197,16 +197,17 @@ def test_a_mesh_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None
     assert "does not divide states" in capsys.readouterr().err
 
 
-LIKE_LLAMA = ("llama", "mixtral", "mistral", "qwen2", "qwen3")  # RMSNorm, gated, untied
+# RMSNorm, gated, untied
+LIKE_LLAMA = ("llama", "mixtral", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     found = " ".join(capsys.readouterr().out.split())
-    assert f"(gpt, {', '.join(LIKE_LLAMA)}, mixer, neo)" in found
+    assert f"(gpt, {', '.join(LIKE_LLAMA)}, deepseek_v3, mixer, neo)" in found
     text = " ".join(make_parser().format_help().split())
-    # no builder, no training: the mixer is not among them
+    # no builder, no training: DeepSeek-V3 and the mixer are not among them
     assert f"{{gpt,{','.join(LIKE_LLAMA)},neo}}" in text
     assert f"default for {', '.join(LIKE_LLAMA)}, neo" in text
     assert f"default 0.1, {' 0, '.join(LIKE_LLAMA)} 0, neo 0" in text

@@ -21,6 +21,7 @@ SIZES = {
     "llama": replace(twins.LLAMA, vocab=256, true_vocab=256),
     "gpt": replace(twins.GPT, vocab=256, true_vocab=256),
     "mixtral": replace(twins.MIXTRAL, vocab=256, true_vocab=256),
+    "qwen3_moe": replace(twins.QWEN3_MOE, vocab=256, true_vocab=256),
 }
 KNOWN = ["--universal-checkpoint", "--use-checkpoint-args"]
 
@@ -36,6 +37,7 @@ TARGETS = [
     ("llama", 4, mesh(2, 3)),
     ("gpt", 4, [*mesh(2, 1), "--pipeline-model-parallel-size", "2"]),
     ("mixtral", 2, [*mesh(1, 1), "--expert-model-parallel-size", "2"]),
+    ("qwen3_moe", 2, [*mesh(1, 1), "--expert-model-parallel-size", "2"]),
 ]
 
 

@@ -3,6 +3,7 @@ the same bytes from every mesh."""
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ MESHES = {
     ],
 }
 MESHES |= dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), MESHES["gpt"])
+MESHES["qwen3_moe"] = MESHES["mixtral"]
+MESHES["deepseek_v3"] = [  # which has no pipeline of DeepSpeed's
+    (1, 1, 1, 1, 1, 0),
+    (1, 1, 1, 1, 4, 1),
+    (1, 1, 1, 1, 2, 3),
+    (1, 1, 2, 1, 2, 1),
+    (1, 1, 4, 1, 4, 2),
+    (2, 1, 2, 1, 1, 1),
+    (2, 1, 2, 2, 2, 1),
+    (2, 1, 1, 2, 2, 3),
+    (4, 1, 4, 1, 1, 0),
+    (4, 1, 2, 2, 1, 1),
+]
 
 
 def first(model: paper.Model, tmp_path: Path) -> Path:
@@ -58,13 +72,28 @@ def test_every_tensor_is_what_the_reference_formulas_say(
 ) -> None:
     model = twins.model(family)
     done = ucp.export_hf(first(model, tmp_path), tmp_path / "out", dtype=dtype, verify=True)
-    wanted = {n: t.to(getattr(torch, dtype)) for n, t in twins.expected(model).items()}
+    wanted = twins.in_dtype(twins.expected(model), getattr(torch, dtype))
     assert twins.same(twins.read(tmp_path / "out"), wanted) == []
     assert (done.tensors, done.files, done.verified) == (len(wanted), 1, True)
     # the library's own bytes, header and all
     data = save({n: t.contiguous() for n, t in wanted.items()}, metadata={"format": "pt"})
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == data
     assert done.written_bytes == sum(t.nbytes for t in wanted.values())
+
+
+def test_norms_of_latents_that_are_a_part_of_a_matrix(tmp_path: Path) -> None:
+    """As Transformer Engine's layers have them: the same folder, told or untold, and comparable."""
+    whole = twins.model("deepseek_v3")
+    fused = twins.model("deepseek_v3", replace(twins.DEEPSEEK, fused=True))
+    names = [name for name in fused.shapes if name not in whole.shapes]
+    assert len(names) == 6 and all(name.endswith("layer_norm_weight") for name in names)
+    ucp.export_hf(first(fused, tmp_path), tmp_path / "out")
+    wanted = twins.in_dtype(twins.expected(fused), torch.bfloat16)
+    assert twins.same(twins.read(tmp_path / "out"), wanted) == []
+    assert ucp.diff(tmp_path / "source" / "step7", tmp_path / "out") == []
+    untold = paper.write(replace(fused, family="", run={}), tmp_path / "untold" / "step7")
+    ucp.export_hf(untold, tmp_path / "again", config=tmp_path / "out")
+    assert twins.same(twins.read(tmp_path / "again"), wanted) == []
 
 
 @pytest.mark.long

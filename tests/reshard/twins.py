@@ -10,6 +10,7 @@ import torch
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Sizes
+from megatron_ucp.families.deepseek_v3 import DeepSeekSizes
 from megatron_ucp.families.mixtral import MixtralSizes
 from tests.reshard import paper
 
@@ -18,14 +19,42 @@ LLAMA = Sizes(2, 16, 4, 2, 4, 24, **ODD, gated=True, biases=False, norm_biases=F
 GPT = Sizes(2, 16, 4, 4, 4, 24, **ODD, positions=8, tied=True)
 MIXTRAL = MixtralSizes(**asdict(LLAMA), experts=4, expert_ffn=8)
 QWEN2, QWEN3 = replace(LLAMA, qkv_biases=True), replace(LLAMA, qk_norms=True)
+QWEN3_MOE = MixtralSizes(**asdict(QWEN3), experts=4, expert_ffn=8, every=2)
+DEEPSEEK = DeepSeekSizes(
+    **{**asdict(QWEN3), "groups": 4, "head_dim": 6},
+    **{"experts": 4, "expert_ffn": 8, "shared_ffn": 16, "leading": 1, "predictions": 1},
+    **{"query_rank": 6, "rank": 8, "plain": 4, "rotary": 2, "value": 4},
+)
 SIZES: dict[str, Sizes] = {
     **{"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL},
-    **{"mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3},
+    **{"mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
+    "deepseek_v3": DEEPSEEK,
+}
+EXPERT_NAMES = {
+    "mixtral": ("w1", "w3", "w2"),
+    "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),
 }
 ARCHITECTURES = {
     "mistral": Architecture(positions=32, activation="silu"),
     "qwen2": Architecture(positions=32, activation="silu", odd={"add_qkv_bias": True}),
     "qwen3": Architecture(positions=32, activation="silu", odd={"qk_layernorm": True}),
+    "qwen3_moe": Architecture(
+        positions=32, activation="silu", topk=2, odd={"qk_layernorm": True, "moe_layer_freq": 2}
+    ),
+    "deepseek_v3": Architecture(
+        positions=32,
+        norm_epsilon=1e-6,
+        activation="silu",
+        topk=2,
+        odd={
+            **{"multi_latent_attention": True, "qk_layernorm": True, "mtp_num_layers": 1},
+            **{"moe_layer_freq": "[0, 1]", "moe_shared_expert_intermediate_size": 16},
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+    ),
     "gpt": Architecture(positions=8),
     "llama": Architecture(positions=32, activation="silu", rotary_base=5e5),
     "mixtral": Architecture(positions=32, activation="silu", topk=2),
@@ -39,7 +68,9 @@ def model(
     sizes = sizes or SIZES[family]
     table = paper.find_family(family).table(sizes)
     ordered = sorted(table, key=lambda name: paper.position(name, sizes.layers))
-    found = paper.plain_model({name: table[name].shape for name in ordered}, dtype)
+    buffers = [name for name in ordered if table[name].buffer]
+    kinds, dtypes = dict.fromkeys(buffers, "buffer"), dict.fromkeys(buffers, "float32")
+    found = paper.plain_model({name: table[name].shape for name in ordered}, dtype, kinds, dtypes)
     says = {
         "sizes": asdict(sizes),
         "architecture": asdict(replace(ARCHITECTURES[family], **architecture)),
@@ -58,7 +89,7 @@ def split_qkv(fused: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
 def expected(model: paper.Model) -> dict[str, torch.Tensor]:
     """Every tensor of the twin, in float32."""
     sizes, out = model.sizes, dict[str, torch.Tensor]()
-    make = _gpt if model.family == "gpt" else _llama
+    make = {"gpt": _gpt, "deepseek_v3": _deepseek}.get(model.family, _llama)
     rows = sizes.true_vocab
     words = "transformer.wte.weight" if model.family == "gpt" else "model.embed_tokens.weight"
     out[words] = model.truth("embedding.word_embeddings.weight")[:rows]
@@ -102,8 +133,9 @@ def _llama(model: paper.Model, sizes: Sizes) -> dict[str, torch.Tensor]:
             "pre_mlp_layernorm": "post_attention_layernorm",
         }.items():
             out[f"{theirs}{other}.weight"] = model.truth(f"{ours}{one}.weight")
-        if isinstance(sizes, MixtralSizes):
-            out |= _experts(model, sizes, f"{ours}mlp.", f"{theirs}block_sparse_moe.")
+        if isinstance(sizes, MixtralSizes) and not layer % sizes.every:
+            module = "block_sparse_moe." if model.family == "mixtral" else "mlp."
+            out |= _experts(model, sizes, f"{ours}mlp.", f"{theirs}{module}")
             continue
         gate, up = model.truth(f"{ours}mlp.linear_fc1.weight").chunk(2)
         out[f"{theirs}mlp.gate_proj.weight"], out[f"{theirs}mlp.up_proj.weight"] = gate, up
@@ -130,9 +162,72 @@ def _experts(
         one = f"{ours}experts.local_experts.{expert}.linear_fc"
         gate, up = model.truth(f"{one}1.weight").chunk(2)
         down = model.truth(f"{one}2.weight")
-        for name, value in (("w1", gate), ("w3", up), ("w2", down)):
+        for name, value in zip(EXPERT_NAMES[model.family], (gate, up, down), strict=True):
             out[f"{theirs}experts.{expert}.{name}.weight"] = value
     return out
+
+
+def _deepseek(model: paper.Model, sizes: DeepSeekSizes) -> dict[str, torch.Tensor]:
+    out = {"model.norm.weight": model.truth("decoder.final_layernorm.weight")}
+    for layer in range(3):
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        if layer == 2:
+            out |= _prediction(model, "mtp.layers.0.", theirs, sizes.true_vocab)
+            ours = "mtp.layers.0.transformer_layer."
+        for part in ("q", "kv"):
+            fused = f"linear_{part}_up_proj.layer_norm_weight"
+            own = fused if sizes.fused else f"{part}_layernorm.weight"
+            value = model.truth(f"{ours}self_attention.{own}")
+            out[f"{theirs}self_attn.{part}_a_layernorm.weight"] = value
+        for one, other in {
+            "input_layernorm": "input_layernorm",
+            "pre_mlp_layernorm": "post_attention_layernorm",
+            "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+            "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+            "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+            "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+            "self_attention.linear_proj": "self_attn.o_proj",
+        }.items():
+            out[f"{theirs}{other}.weight"] = model.truth(f"{ours}{one}.weight")
+        if not layer:
+            out |= _mlp(model, f"{ours}mlp.", f"{theirs}mlp.")
+            continue
+        bias = model.truth(f"{ours}mlp.router.expert_bias")
+        out[f"{theirs}mlp.gate.e_score_correction_bias"] = bias
+        out |= _experts(model, sizes, f"{ours}mlp.", f"{theirs}mlp.")
+        out |= _mlp(model, f"{ours}mlp.shared_experts.", f"{theirs}mlp.shared_experts.")
+    return out
+
+
+def _mlp(model: paper.Model, ours: str, theirs: str) -> dict[str, torch.Tensor]:
+    gate, up = model.truth(f"{ours}linear_fc1.weight").chunk(2)
+    down = model.truth(f"{ours}linear_fc2.weight")
+    parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+    return {f"{theirs}{name}.weight": value for name, value in parts.items()}
+
+
+def _prediction(model: paper.Model, ours: str, theirs: str, rows: int) -> dict[str, torch.Tensor]:
+    out = {
+        f"{theirs}{name}.weight": model.truth(f"{ours}{name}.weight")
+        for name in ("enorm", "hnorm", "eh_proj")
+    }
+    out[f"{theirs}shared_head.norm.weight"] = model.truth(f"{ours}final_layernorm.weight")
+    copies = {
+        "embed_tokens": "embedding.word_embeddings",
+        "shared_head.head": "output_layer",
+    }
+    for name, param in copies.items():
+        out[f"{theirs}{name}.weight"] = model.truth(f"{param}.weight")[:rows]
+    return out
+
+
+COPIES = ("2.embed_tokens.weight", "2.shared_head.head.weight")  # ends of their names
+
+
+def in_dtype(wanted: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """As an export writes them: buffers stay in fp32."""
+    kept = ".e_score_correction_bias"
+    return {n: t if n.endswith(kept) else t.to(dtype) for n, t in wanted.items()}
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

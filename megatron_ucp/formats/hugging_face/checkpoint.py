@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import Share, weights_manifest
@@ -69,7 +70,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
             self._files = self._tensor_files()
             if shares is not None:
                 self._files = self._without_constants()
-                shares = _as_written(shares, self._files)
+                shares = self._once(_as_written(shares, self._files))
                 if _HEAD not in shares:
                     self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
             elif like is not None:
@@ -166,6 +167,21 @@ class HuggingFaceCheckpoint(OpenedFolder):
                     fix="remove it; or, if it was trained apart, build the model untied "
                     '("tie_word_embeddings": false in config.json, for a head)',
                 )
+
+    def _once(self, shares: Mapping[str, Share]) -> Mapping[str, Share]:
+        """Without tensors that hold all that an earlier one holds, and may be left out. Raises
+        ModelMismatchError where they are not copies."""
+        out: dict[str, Share] = {}
+        first: dict[str, str] = {}
+        for name, share in shares.items():
+            held = share.layout.held if isinstance(share.layout, Chunks) else ()
+            if len(held) < 2 or any(one != held[0] for one in held):
+                out[name] = share
+            elif known := first.get(share.param):
+                self._leave_out_copies([Tie(known, (name,))])
+            else:
+                first[share.param], out[name] = name, Share(share.param)
+        return out
 
     def _own_names(
         self, stacks: Mapping[str, ParamSpec]

@@ -189,6 +189,7 @@ def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared
     twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
     of_model = asked.merge if found is None or asked.merge is not None else found.folder
     beside = beside_weights(twin, asked.tokenizer, of_model)
+    notes += twin.notes
     out = Outgoing(source.manifest, twin, chosen, int(asked.max_shard_size))
     return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes, merged)
 

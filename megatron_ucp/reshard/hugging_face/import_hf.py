@@ -12,7 +12,7 @@ from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.states import MASTER
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import LayoutError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.architecture import Architecture
@@ -101,6 +101,7 @@ def import_hf(
         output = native_output(source, target_manifest(wanted), settings, wanted, folder)
         of, mesh = f"Hugging Face {twin.family}", str(asked.mesh)
         notes = [*replica_notes(source.manifest), *staged, *_notes(sizes, padded_vocab)]
+        notes += twin.notes
         return writing.write(source, output, of, mesh, notes)
 
 
@@ -185,8 +186,12 @@ def _completed(target: Target, source: Manifest, config: Mapping[str, Any] | Non
 def _before_training(model: Model, architecture: Architecture, dtype: str) -> Manifest:
     """The model before its first step, each parameter whole and in one group."""
     specs = [declared.spec(name, dtype) for name, declared in model.table.items()]
-    masters = ((MASTER, "float32"),)
-    buffers = [alone(spec.name, spec.elems, masters, 0) for spec in specs]
+    buffers = [
+        alone(spec.name, spec.elems, ((VALUE, spec.dtype),))
+        if spec.kind == "buffer"
+        else alone(spec.name, spec.elems, ((MASTER, "float32"),), 0)
+        for spec in specs
+    ]
     says = {"sizes": asdict(model.sizes), "architecture": asdict(architecture)}
     run = {"global_steps": 0, "skipped_steps": 0, "ds_version": VERSION, RECORDED: says}
     return Manifest(

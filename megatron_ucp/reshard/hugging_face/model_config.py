@@ -40,7 +40,7 @@ class FoundConfig:
         """The first family of megatron-core's models whose twin in transformers has this config;
         empty where there is none."""
         kind = self.tree.get("model_type")
-        return next((name for name, twin in twins().items() if twin.model_type == kind), "")
+        return next((name for name, twin in twins().items() if twin.has(kind)), "")
 
 
 def config_at(given: str | Path, name: str = CONFIG_FILE) -> FoundConfig:

@@ -80,6 +80,9 @@ class Outgoing:
         self.twin, self.dtype = twin, dtype
         held = {share.param: weight_of(source, share.param) for share in twin.shares.values()}
         dtypes = {n: dtype if have in WEIGHT_DTYPES else have for n, (_, have) in held.items()}
+        if twin.family:  # its buffers are in fp32 whatever the weights are
+            own = [spec.name for spec in twin.specs.values() if spec.kind == "buffer"]
+            dtypes |= dict.fromkeys(own, "float32")
         rows = [
             (name, dtypes[share.param], share.stored_shape(twin.specs[share.param]))
             for name, share in twin.shares.items()

@@ -1,7 +1,7 @@
 """A model under the names of Hugging Face: what each tensor holds of which parameter."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -48,7 +48,7 @@ _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has i
 class Twin:
     """`shares` by the names of tensors, in the order of the model; `specs` are the whole
     parameters. `config` is config.json, None where nobody says it; an adapter has files of other
-    names."""
+    names. `notes` say what the class computes a little otherwise."""
 
     shares: Mapping[str, Share]
     specs: Mapping[str, ParamSpec]
@@ -56,6 +56,7 @@ class Twin:
     family: str = ""
     weights_file: str = WEIGHTS_FILE
     config_file: str = CONFIG_FILE
+    notes: Sequence[str] = ()
 
     @property
     def is_adapter(self) -> bool:
@@ -85,11 +86,13 @@ def twin_of(
         return _plain(manifest, config, dtype, file)
     found, twin = _family(name, file)
     sizes, architecture = _described(manifest, found, config, file)
+    sizes = found.fitted(sizes, manifest.by_name)
     model = Model(found, sizes)
     _check_params(manifest, model, file, padded=config is None)
     whole = twin.whole_config(sizes, architecture, dtype)
     kept = whole if config is None else _in_dtype(config, dtype)
-    return Twin(twin.tensors(sizes), _true(manifest, model), kept, name)
+    notes = twin.notes(sizes, architecture)
+    return Twin(twin.tensors(sizes), _true(manifest, model), kept, name, notes=notes)
 
 
 def needs_family(manifest: Manifest) -> bool:
@@ -106,8 +109,11 @@ def pipe_names(family: str, config: str | Path | None) -> Mapping[str, str] | No
     return Model(found, _read(found, config_at(config).tree, str(config))[0]).pipe or None
 
 
-def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
-    """The twin that a Hugging Face folder's config.json says, its sizes and architecture.
+def read_twin(
+    folder: Path, family: str = "", names: Collection[str] = ()
+) -> tuple[Twin, Sizes, Architecture]:
+    """The twin that a Hugging Face folder's config.json says, its sizes and architecture; with the
+    `names` of the parameters that it is for.
 
     Raises UnsupportedError where no family is its model's, or computes what the config asks for,
     NotFoundError where there is no such folder.
@@ -116,7 +122,7 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
     file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
     known = twins()
     kind = config.get("model_type")
-    named = [name for name, twin in known.items() if twin.model_type == kind]
+    named = [name for name, twin in known.items() if twin.has(kind)]
     if family:
         find_family(family)  # that there is one
     if not named or family not in ("", *named):
@@ -136,15 +142,18 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
         )
     found, twin = _family(family or named[0], file)
     sizes, architecture = _read(found, config, file)
+    sizes = found.fitted(sizes, names)
     specs = {name: one.spec(name, "", "frozen") for name, one in found.table(sizes).items()}
-    return Twin(twin.tensors(sizes), specs, config, found.name), sizes, architecture
+    notes = twin.notes(sizes, architecture)
+    whole = Twin(twin.tensors(sizes), specs, config, found.name, notes=notes)
+    return whole, sizes, architecture
 
 
 def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
-    return read_twin(folder, family)[0].told if family else Told(like=like)
+    return read_twin(folder, family, like.by_name)[0].told if family else Told(like=like)
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:
@@ -254,7 +263,7 @@ def _described(
 def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Architecture]:
     twin = family.hugging_face
     kind = config.get("model_type")
-    if twin is None or kind != twin.model_type:
+    if twin is None or not twin.has(kind):
         raise ModelMismatchError(
             "the config is of another model than the checkpoint's family",
             file=file,

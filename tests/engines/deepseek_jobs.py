@@ -1,0 +1,109 @@
+"""Models like DeepSeek-V3 in megatron-core's own stack, attached with their family: saved, loaded
+from folders of Hugging Face, and what they compute."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.megatron import models
+from megatron_ucp.families import find_family
+from megatron_ucp.families.base import row
+from tests.engines import any_models
+from tests.engines.any_models import BIASED, LATENT, SHARED, AnyModel
+from tests.engines.stack_jobs import Engine, close, stock_save, train
+
+_LIKE = {
+    **{**LATENT, **SHARED, **BIASED},
+    **{"qk_layernorm": True, "layernorm_epsilon": 1e-6, "moe_router_topk_scaling_factor": 2.5},
+    "moe_shared_expert_intermediate_size": 16,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": {**_LIKE, "mtp_num_layers": 1},
+    "yarn, groups of experts": {
+        **_LIKE,
+        **{"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.5},
+        **{"original_max_position_embeddings": 4, "beta_fast": 2, "rotary_base": 50.0},
+        **{"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    },
+    "Moonlight": {**_LIKE, "q_lora_rank": None, "moe_layer_freq": 1, "v_head_dim": 6},
+}
+
+
+def make(setup: AnyModel, family: Any = "deepseek_v3") -> Engine:
+    with mock.patch.dict(any_models.SETTINGS, KINDS):
+        engine = any_models.make_any(setup, attach=False)
+    parts = engine.stack.chunks, engine.optimizer, engine.scheduler
+    return replace(engine, handle=ucp.attach_megatron(*parts, family=family))
+
+
+@torch.no_grad()
+def randomise(engine: Engine) -> None:
+    """Weights that hide nothing: norms that are not 1, biases of routers that are not 0."""
+    dice = torch.Generator().manual_seed(5)
+    (bare,) = engine.stack.bare
+    buffers = [(name, one) for name, one in bare.named_buffers() if name.endswith("expert_bias")]
+    for name, held in sorted([*bare.named_parameters(), *buffers]):
+        drawn = torch.randn(held.shape, generator=dice)
+        is_norm = held.dim() == 1 and name.endswith("weight")
+        held.copy_(1 + 0.2 * drawn if is_norm else drawn * (0.3 if held.dim() > 1 else 0.1))
+    engine.optimizer.reload_model_params()
+
+
+@torch.no_grad()
+def logits_of(engine: Engine, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the whole model on one rank. Layers that predict further tokens ask for labels: the head's
+    last output is that of the model itself (the loss then overwrites it)."""
+    (bare,) = engine.stack.bare
+    said: list[torch.Tensor] = []
+    hook = bare.output_layer.register_forward_hook(lambda *given: said.append(given[2][0].clone()))
+    bare.eval()
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = models.not_attended(tokens.shape[1], tokens.device)
+    bare(tokens, places, mask, labels=tokens)
+    hook.remove()
+    return said[-1].transpose(0, 1).clone()
+
+
+def save(setup: AnyModel, folder: str, tokens: torch.Tensor) -> torch.Tensor:
+    """Saves a model by this package, and by stock beside it; what it computes."""
+    engine = make(setup)
+    train(engine, 1)  # without a step there is no optimizer state to save
+    randomise(engine)
+    ucp.save(engine.handle, folder)
+    stock_save(engine, Path(folder) / "stock")
+    found = logits_of(engine, tokens)
+    close(engine)
+    return found
+
+
+def load(setup: AnyModel, hf: str, folder: str, tokens: torch.Tensor | None = None) -> Any:
+    """Loads a folder of Hugging Face, and exports from memory; what the model computes then."""
+    engine = make(setup)
+    train(engine, 1)
+    report = ucp.load(engine.handle, hf)
+    ucp.export_hf(engine.handle, folder)
+    found = None if tokens is None else logits_of(engine, tokens)
+    close(engine)
+    return report.notes if found is None else found
+
+
+def refused(setup: AnyModel) -> str:
+    """What attaching says where the family cuts an up projection otherwise than the model does."""
+    family = find_family("deepseek_v3")
+
+    def table(sizes: Any) -> Any:
+        name = "decoder.layers.1.self_attention.linear_kv_up_proj.weight"
+        whole = family.table(sizes)
+        rows, columns = whole[name].shape
+        return {**whole, name: row(rows, columns)}
+
+    try:
+        close(make(setup, replace(family, table=table)))
+    except ucp.UcpError as error:
+        models.stop()
+        return str(error)
+    return ""
