@@ -13,6 +13,7 @@ from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import (
     Sums,
     Table,
+    compared_with,
     require_alike,
     require_recorded,
     sums_of_rank,
@@ -80,7 +81,7 @@ class MemorySink:
 
     def move(self, source: SharedMemories, parts: Sequence[Proved], run: TransferRun) -> None:
         self._file = source.file
-        source.fill(parts, self.held.tensor, run)
+        source.fill(parts, self.held.tensor, run, lambda op: False)
 
     def lost(self) -> Lost:
         """Nothing is rounded."""
@@ -96,8 +97,9 @@ class MemorySink:
             return
         table, apart = table_of(self.held.manifest, told)
         require_alike(apart, self._file)
-        compared = require_recorded(table, self._recorded, self._file)
-        lacking = sorted(name for name in self._recorded if not _is_in(name, compared))
+        require_recorded(table, self._recorded, self._file)
+        same, _ = compared_with(table, self._recorded)
+        lacking = sorted(self._recorded.keys() - {name for name, _ in same})
         if lacking:
             raise ForeignFileError(
                 "what is held does not have all of a parameter that the run had",
@@ -106,10 +108,6 @@ class MemorySink:
                 found=f"{len(lacking)} such parameters",
                 fix="report this: the plan was proved",
             )
-
-
-def _is_in(name: str, compared: set[tuple[str, str]]) -> bool:
-    return any(param == name for param, _ in compared)
 
 
 def _all_of(manifest: Manifest, takers: Sequence[Sequence[BufferPart]]) -> SinkPart:
