@@ -17,7 +17,7 @@ from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.base import Checkpoint, Extras
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 
-ALLOWED = "hybrid"
+HYBRID = "hybrid"
 _NORM, _HYBRID_NORM = "decoder.final_layernorm.", "decoder.final_norm."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _ATTENTION = ("self_attention.", "input_layernorm.")
@@ -96,14 +96,14 @@ def for_model(source: Checkpoint, target: Manifest, allow: Collection[str]) -> C
     found = between(source.manifest.by_name, target.by_name, file)
     if found is None:
         return source
-    if ALLOWED not in allow:
+    if HYBRID not in allow:
         kinds = "a GPTModel", "a hybrid model of the same layers"
         raise ModelMismatchError(
             "the checkpoint is of a model that counts its layers otherwise",
             file=file,
             expected=kinds[found.to_hybrid],
             found=kinds[not found.to_hybrid],
-            fix=f'load it with allow={{"{ALLOWED}"}}, which changes names and no value',
+            fix=f'load it with allow={{"{HYBRID}"}}, which changes names and no value',
         )
     return cast("Checkpoint", _Renamed(source, found))
 

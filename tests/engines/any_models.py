@@ -17,6 +17,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import chunks, models
 from megatron_ucp.engines.megatron.chunks import Stack, Stages
 from megatron_ucp.reshard import renumbered
+from tests.engines.hybrid_models import PATTERNS, hybrid, on_cpu
 from tests.engines.stack_jobs import (
     BATCH,
     SEQUENCE,
@@ -66,8 +67,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hybrid mixture": {**EXPERTS, "num_layers": 8, "qk_layernorm": True},
     "own module": {},
 }
-# of attention, MLP and experts: a layer each, as two of them make a layer of a GPTModel
-PATTERNS = {"hybrid": "*-*-*-*-", "hybrid mixture": "*E*E*E*E"}
 
 
 @dataclass(frozen=True)
@@ -173,8 +172,8 @@ def _model(setup: AnyModel, config: Any, number: int | None) -> Any:
     if setup.kind == "bert":
         return _bert(config, ends, number)
     if setup.kind in PATTERNS:
-        return _hybrid(setup, config, ends)
-    with _on_cpu():
+        return hybrid(config, PATTERNS[setup.kind], VOCAB, SEQUENCE, tied=setup.tied, **ends)
+    with on_cpu():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=number)
         if config.multi_latent_attention:
             for layer in spec.layer_specs:
@@ -211,74 +210,6 @@ def _bert(config: Any, ends: dict[str, bool], number: int | None) -> Any:
         vp_stage=number,
         **ends,
     )
-
-
-def _hybrid(setup: AnyModel, config: Any, ends: dict[str, bool]) -> Any:
-    """megatron-core's hybrid model (MambaModel in 0.16.1), of layers of a GPTModel's modules."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.mamba import MambaModel
-    from megatron.core.ssm import mamba_block
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
-    fused: Any = get_bias_dropout_add
-    place: dict[str, Any] = ends
-    with _on_cpu(), mock.patch.object(mamba_block, "TENorm", WrappedTorchNorm):
-        spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
-            qk_layernorm=config.qk_layernorm,
-            normalization="RMSNorm",
-        )
-        own: Any = spec.submodules
-        attention = TransformerLayerSubmodules(
-            input_layernorm=own.input_layernorm,
-            self_attention=own.self_attention,
-            self_attn_bda=fused,
-            sharded_state_dict_keys_map=own.sharded_state_dict_keys_map,
-        )
-        mlp = TransformerLayerSubmodules(
-            pre_mlp_layernorm=own.pre_mlp_layernorm,
-            mlp=own.mlp,
-            mlp_bda=fused,
-            sharded_state_dict_keys_map=own.sharded_state_dict_keys_map,
-        )
-        layers = {
-            "attention_layer": ModuleSpec(TransformerLayer, submodules=attention),
-            "mlp_layer": ModuleSpec(MLPLayer, submodules=mlp),
-            "moe_layer": ModuleSpec(TransformerLayer, submodules=mlp),
-        }
-        return MambaModel(
-            config,
-            ModuleSpec(
-                mamba_block.MambaStack, submodules=mamba_block.MambaStackSubmodules(**layers)
-            ),
-            VOCAB,
-            SEQUENCE,
-            hybrid_override_pattern=PATTERNS[setup.kind],
-            share_embeddings_and_output_weights=setup.tied,
-            position_embedding_type="rope",
-            **place,
-        )
-
-
-@contextmanager
-def _on_cpu() -> Any:
-    """Latent attention asks for classes of Transformer Engine by name; torch's norms refuse
-    sequence parallelism, which the norms of models of this package mark for."""
-    import megatron.core.transformer.multi_latent_attention as latent
-    import megatron.core.transformer.torch_norm as norms
-
-    for name in ("TEColumnParallelLinear", "TELinear", "Linear"):
-        if not isinstance(getattr(latent, name, None), type):
-            setattr(latent, name, type(name, (), {}))
-    with mock.patch.object(norms.WrappedTorchNorm, "__new__", models.TaggedNorm.__new__):
-        yield
 
 
 class LatentAttention(torch.nn.Module):

@@ -1,0 +1,79 @@
+"""megatron-core's hybrid model on a CPU: layers of attention, of an MLP, or of experts."""
+
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from megatron_ucp.engines.megatron import models
+
+# of attention, MLP and experts: a layer each, as two of them make a layer of a GPTModel
+PATTERNS = {"hybrid": "*-*-*-*-", "hybrid mixture": "*E*E*E*E"}
+
+
+def hybrid(
+    config: Any, pattern: str, words: int, positions: int, *, tied: bool, **ends: Any
+) -> Any:
+    """megatron-core's hybrid model (MambaModel in 0.16.1), of layers of a GPTModel's modules."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.ssm import mamba_block
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    fused: Any = get_bias_dropout_add
+    with on_cpu(), mock.patch.object(mamba_block, "TENorm", WrappedTorchNorm):
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            normalization="RMSNorm",
+        )
+        own: Any = spec.submodules
+        attention = TransformerLayerSubmodules(
+            input_layernorm=own.input_layernorm,
+            self_attention=own.self_attention,
+            self_attn_bda=fused,
+            sharded_state_dict_keys_map=own.sharded_state_dict_keys_map,
+        )
+        mlp = TransformerLayerSubmodules(
+            pre_mlp_layernorm=own.pre_mlp_layernorm,
+            mlp=own.mlp,
+            mlp_bda=fused,
+            sharded_state_dict_keys_map=own.sharded_state_dict_keys_map,
+        )
+        layers = {
+            "attention_layer": ModuleSpec(TransformerLayer, submodules=attention),
+            "mlp_layer": ModuleSpec(MLPLayer, submodules=mlp),
+            "moe_layer": ModuleSpec(TransformerLayer, submodules=mlp),
+        }
+        return MambaModel(
+            config,
+            ModuleSpec(
+                mamba_block.MambaStack, submodules=mamba_block.MambaStackSubmodules(**layers)
+            ),
+            words,
+            positions,
+            hybrid_override_pattern=pattern,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            **ends,
+        )
+
+
+@contextmanager
+def on_cpu() -> Any:
+    """Latent attention asks for classes of Transformer Engine by name; torch's norms refuse
+    sequence parallelism, which the norms of models of this package mark for."""
+    import megatron.core.transformer.multi_latent_attention as latent
+    import megatron.core.transformer.torch_norm as norms
+
+    for name in ("TEColumnParallelLinear", "TELinear", "Linear"):
+        if not isinstance(getattr(latent, name, None), type):
+            setattr(latent, name, type(name, (), {}))
+    with mock.patch.object(norms.WrappedTorchNorm, "__new__", models.TaggedNorm.__new__):
+        yield
