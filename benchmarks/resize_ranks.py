@@ -55,29 +55,36 @@ def measure(name: str, size: dict[str, int], repetitions: int) -> dict[str, Any]
     had, wanted = _ranges(old), _ranges(new)
     taken, needed = _size(wanted), _size(wanted) - _common(had, wanted)
     ways["copy"] = _copying(taken)
+    seconds, extra = _timed(ways, repetitions)
+    moved = ucp.resize(old, new).read_bytes
+    old.destroy()
+    new.destroy()
+    return {
+        "seconds": seconds,
+        "moved bytes": moved,
+        "needed bytes": needed,
+        "taken bytes": taken,
+        "extra bytes": extra,
+    }
+
+
+def _timed(
+    ways: dict[str, Callable[[], Any]], repetitions: int
+) -> tuple[dict[str, list[float]], int]:
+    """Seconds of every way, in turns, and by how much a resize makes this process grow."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     extra: list[int] = []
-    moved = 0
     for number in range(repetitions + 1):
         turn = number % len(ways)
         for way in [*ways][turn:] + [*ways][:turn]:
             dist.barrier()
-            with _peak(extra) if way == "resize" and number else nothing():
+            is_watched = way == "resize" and number > 0
+            with _peak(extra) if is_watched else nothing():
                 started = time.perf_counter()
-                done = ways[way]()
+                ways[way]()
                 dist.barrier()
                 seconds[way].append(time.perf_counter() - started)
-            if way == "resize":
-                moved = done.read_bytes
-    old.destroy()
-    new.destroy()
-    return {
-        "seconds": {way: found[1:] for way, found in seconds.items()},
-        "moved bytes": moved,
-        "needed bytes": needed,
-        "taken bytes": taken,
-        "extra bytes": max(extra, default=0),
-    }
+    return {way: found[1:] for way, found in seconds.items()}, max(extra, default=0)
 
 
 def _through_files(old: Any, new: Any) -> None:

@@ -224,12 +224,17 @@ def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None) -> HeldRun:
     with say.progress("hold") as advance:
         run = transfer(source, sink, run=TransferRun(progress=advance))
     whole = _Whole(_one_id(), layout.run, layout.manifest, _owners(layout.takers))
-    sizes = agree.gather((run.done, source.read_bytes))
+    _say_held(lent.run, run.done, source.read_bytes)
+    return HeldRun(whole, memory)
+
+
+def _say_held(run: TakenRun, kept_bytes: int, moved_bytes: int) -> None:
+    """The line of a hold, of what all ranks keep and what of it came from others. Collective."""
+    sizes = agree.gather((kept_bytes, moved_bytes))
     kept, moved = (sum(column) for column in zip(*sizes, strict=True))
     stay = sum(bool(done) for done, _ in sizes)
     said = f"{say.amount(kept)} on {stay} ranks, {say.amount(moved)} of it from others"
-    say.ended(f"held {file} in memory: {said}", lent.run.notes)
-    return HeldRun(whole, memory)
+    say.ended(f"held {run.name} in memory: {said}", run.notes)
 
 
 def _layout(
