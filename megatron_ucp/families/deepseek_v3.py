@@ -367,10 +367,20 @@ def read(found: Config) -> tuple[DeepSeekSizes, Architecture]:
             "moe_layer_freq": (1,),
         },
     )
+    sizes = _sizes_of(found)
+    base = float(rope.get("rope_theta", found.get("rope_theta", 10000.0)))
+    plain_rope = {"rope_scaling": None, "rope_parameters": {"rope_theta": base}}
+    odd = _odd(found, sizes, rope)
+    computed = read_architecture({**found, **plain_rope}, 1e-6, 10000.0, topk=topk, odd=odd)
+    return sizes, _checked(sizes, computed)
+
+
+def _sizes_of(found: Config) -> DeepSeekSizes:
+    """The sizes that a config says."""
     heads, width = int(found["num_attention_heads"]), int(found["moe_intermediate_size"])
     plain, rotary = int(found["qk_nope_head_dim"]), int(found["qk_rope_head_dim"])
     own = {"groups": heads, "head_dim": plain + rotary, "qk_norms": True}
-    sizes = DeepSeekSizes(
+    return DeepSeekSizes(
         **read_common(found, int(found["vocab_size"]), **own),
         experts=int(found.get("n_routed_experts", found.get("num_local_experts", 0))),
         expert_ffn=width,
@@ -383,11 +393,6 @@ def read(found: Config) -> tuple[DeepSeekSizes, Architecture]:
         leading=_leading_of(found),
         predictions=int(found.get("num_nextn_predict_layers") or 0),
     )
-    base = float(rope.get("rope_theta", found.get("rope_theta", 10000.0)))
-    plain_rope = {"rope_scaling": None, "rope_parameters": {"rope_theta": base}}
-    odd = _odd(found, sizes, rope)
-    computed = read_architecture({**found, **plain_rope}, 1e-6, 10000.0, topk=topk, odd=odd)
-    return sizes, _checked(sizes, computed)
 
 
 def _refuse_quantised(found: Config) -> None:

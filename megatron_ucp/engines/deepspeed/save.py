@@ -144,17 +144,16 @@ def _in_background(taken: _Taken, held: ExitStack, begun: SaveReport, turn: Save
 
 def _taken(asked: Asked, left: ExitStack) -> _Taken:
     """Takes everything, and writes what can't wait. Collective."""
-    started, engine = time.perf_counter(), asked.engine
+    started = time.perf_counter()
     sync = durable.Syncs(asked.how.durable)
     _begin(asked, left)
-    live = describe(engine, asked.model, present=True)
+    live = describe(asked.engine, asked.model, present=True)
     found = besides(live, asked.client_state)
     files = _rank_files(asked, sync)
     written, stock_seconds = _stock(asked, files)
     with as_save_error(), agree.together() as block:
-        _require_whole(written)
-        paths = [path for path in written if isinstance(path, Path) and files is None]
-        paths += _beside(asked, found)
+        stock = _whole(written)
+        paths = [*(stock if files is None else []), *_beside(asked, found)]
         block.value = live.own.not_carried()
     if files is not None:
         with as_save_error(), agree.together():
@@ -367,11 +366,12 @@ def _instead(owner: Any, name: str, method: Callable[..., None]) -> Iterator[Non
             setattr(owner, name, before)
 
 
-def _require_whole(written: list[Path | SaveError]) -> None:
-    """Raises SaveError where a file of this rank could not be written."""
+def _whole(written: list[Path | SaveError]) -> list[Path]:
+    """What this rank wrote. Raises SaveError where a file of it could not be."""
     for failure in written:
         if isinstance(failure, SaveError):
             raise failure
+    return [path for path in written if isinstance(path, Path)]
 
 
 def _without_frozen(manifest: Manifest) -> Manifest:

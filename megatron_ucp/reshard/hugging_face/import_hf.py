@@ -100,7 +100,7 @@ def import_hf(
         settings = _settings(wanted.target, config)
         output = native_output(source, target_manifest(wanted), settings, wanted, folder)
         of, mesh = f"Hugging Face {twin.family}", str(asked.mesh)
-        notes = [*replica_notes(source.manifest), *staged, *_notes(sizes, padded_vocab)]
+        notes = replica_notes(source.manifest) + staged + _notes(sizes, padded_vocab)
         notes += twin.notes
         return writing.write(source, output, of, mesh, notes)
 
