@@ -172,18 +172,21 @@ _EXPERT = re.compile(r"(?<=local_experts\.)\d+(?=\.)")
 
 def by_rows(table: Callable[[Any], Mapping[str, Any]], rows: Rows) -> Callable[[Any], Any]:
     """What each tensor of a family holds: its `table` has a parameter or has it not, and `rows`
-    say under which names those of a layer lie in files."""
+    say under which names those of a layer lie in files. A parameter without a row lies in none: the
+    family `refuses` models that have one."""
 
     def tensors(sizes: Any) -> dict[str, Share]:
         out: dict[str, Share] = {}
         for name, declared in table(sizes).items():
-            prefix, expert, row = "", "", None
+            prefix, expert = "", ""
+            row = same(TOP[name]) if name in TOP else None
             if found := _IN_LAYER.fullmatch(name):
                 first = sizes.layers if found["list"] == "mtp" else 0
                 prefix = f"model.layers.{first + int(found['number'])}."
                 expert = "".join(_EXPERT.findall(found["rest"]))
-                row = rows[_EXPERT.sub("{expert}", found["rest"])]
-            row = row or same(TOP[name])
+                row = rows.get(_EXPERT.sub("{expert}", found["rest"]))
+            if row is None:
+                continue
             names = [prefix + one.replace("{expert}", expert) for one in row.tensors]
             out |= zip(names, row.shares(sizes, name, declared.shape), strict=True)
         return out
