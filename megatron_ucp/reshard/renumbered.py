@@ -43,9 +43,11 @@ class Renumbering:
         if found is None:
             return name
         number, rest = int(found[1]), found[2]
-        places = self.attention if rest.startswith(_ATTENTION) else self.mlp
-        number = places[number] if self.to_hybrid else places.index(number)
-        return f"decoder.layers.{number}.{rest}"
+        if self.to_hybrid:
+            places = self.attention if rest.startswith(_ATTENTION) else self.mlp
+            return f"decoder.layers.{places[number]}.{rest}"
+        places = self.attention if number in self.attention else self.mlp
+        return f"decoder.layers.{places.index(number)}.{rest}"
 
 
 def between(source: Collection[str], target: Collection[str], file: str) -> Renumbering | None:
