@@ -352,8 +352,7 @@ def notes(_: DeepSeekSizes, architecture: Architecture) -> list[str]:
 
 
 def read(found: Config) -> tuple[DeepSeekSizes, Architecture]:
-    """Sizes and architecture of a DeepSeek-V3. Raises UnsupportedError for what is not computed
-    here."""
+    """What a DeepSeek-V3 is. Raises UnsupportedError for what is not computed here."""
     _refuse_quantised(found)
     rope, topk = _rope_of(found), int(found["num_experts_per_tok"])
     check_config(
@@ -368,8 +367,8 @@ def read(found: Config) -> tuple[DeepSeekSizes, Architecture]:
         },
     )
     sizes = _sizes_of(found)
-    base = float(rope.get("rope_theta", found.get("rope_theta", 10000.0)))
-    plain_rope = {"rope_scaling": None, "rope_parameters": {"rope_theta": base}}
+    base = {"rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10000.0)))}
+    plain_rope = {"rope_scaling": None, "rope_parameters": base}
     odd = _odd(found, sizes, rope)
     computed = read_architecture({**found, **plain_rope}, 1e-6, 10000.0, topk=topk, odd=odd)
     return sizes, _checked(sizes, computed)
