@@ -180,7 +180,7 @@ class FlatBuffer:
         """Elements that partition `part` stores, padding included."""
         if self.rule != "uncut":
             return self.partition_elems
-        return sum(self.members[index].size for index in self._held[part])
+        return sum(self.members[index].size for index in self._reached(part))
 
     def of(self, state: str) -> "FlatBuffer":
         """The buffer as one of its states lies in it."""
@@ -190,22 +190,13 @@ class FlatBuffer:
     def _as_uncut(self) -> "FlatBuffer":
         return replace(self, rule="uncut", uncut=())
 
-    @cached_property
-    def _held(self) -> list[range]:
-        """Under the rule "uncut": the numbers of the members that each partition keeps."""
-        size, out = self.partition_elems, list[range]()
-        first = 0
-        for part in range(self.partitions):
-            while first < len(self.members) and self._end(first) <= part * size:
-                first += 1
-            last = first
-            while last < len(self.members) and self.members[last].start < (part + 1) * size:
-                last += 1
-            out.append(range(first, last))
-        return out
-
-    def _end(self, index: int) -> int:
-        return self.members[index].start + self.members[index].size
+    def _reached(self, part: int) -> range:
+        """The numbers of the members of which partition `part` has some elements: of a buffer that
+        is cut as one, whose members follow each other."""
+        first_elem, last_elem = part * self.partition_elems, (part + 1) * self.partition_elems
+        first = bisect_right(self.members, first_elem, key=lambda one: one.start + one.size)
+        last = bisect_left(self.members, last_elem, first, key=lambda one: one.start)
+        return range(first, last)
 
     @cached_property
     def _gapless(self) -> dict[tuple[str, int | None], int]:
@@ -218,23 +209,12 @@ class FlatBuffer:
 
     def fragments(self, part: int) -> Iterator[Fragment]:
         """What partition `part` holds, in memory order."""
-        for index in self._reached(part):
+        everywhere = range(len(self.members))
+        for index in everywhere if self.rule == "each" else self._reached(part):
             member = self.members[index]
             low, high = self.owned(member, part)
             if low < high:
                 yield Fragment(index, low, high, self.offset(member, part, low))
-
-    def _reached(self, part: int) -> range:
-        """The numbers of the members that partition `part` may hold some of."""
-        if self.rule == "each" or self.partitions == 1:
-            return range(len(self.members))
-        size, starts = self.partition_elems, self._starts
-        first = max(0, bisect_right(starts, part * size) - 1)
-        return range(first, bisect_left(starts, (part + 1) * size, first))
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [member.start for member in self.members]
 
     def owned(self, member: Member, part: int) -> tuple[int, int]:
         """The flat range of the member's rank-local tensor that partition `part` owns; empty where
@@ -256,7 +236,7 @@ class FlatBuffer:
         if self.rule == "whole":
             return member.start + element - part * self.partition_elems
         if self.rule == "uncut":
-            first = self.members[self._held[part][0]]
+            first = self.members[self._reached(part)[0]]
             key = first.param, first.chunk
             return self._gapless[member.param, member.chunk] - self._gapless[key] + element
         first, total = member.within

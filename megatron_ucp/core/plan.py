@@ -187,10 +187,8 @@ class Windows:
         return Plan(((slot, state),), tuple(ops), tuple(fills))
 
     def _moves(self, slot: Slot, state: str, low: int, high: int) -> "list[_Move | Fill]":
-        place, run = (
-            (slot.buffer, slot.cut, slot.part),
-            (low, high, self._planner.apart(slot, state)),
-        )
+        place = slot.buffer, slot.cut, slot.part
+        run = low, high, self._planner.apart(slot, state)
         known = self._last.get(place)
         if known is not None and known[0] == run:
             return known[1]
