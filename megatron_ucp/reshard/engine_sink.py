@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Protocol, Self
 
 from megatron_ucp.core.flat import Scalars
@@ -89,6 +89,7 @@ class EngineSink:
         self.engine, self.held, self.how, self.parts = engine, held, how, parts
         self.filled, self.extras, self.notes = filled, extras, notes
         self._read: tuple[InPlaceSource, Plan] | None = None
+        self._target = parts[0].target  # of all parts
         self._states = {slot: state for part in parts for slot, state in part.wants}
         self._recorded = filled.recorded if how.checksums else {}
         self._sums: Sums = {}
@@ -111,30 +112,33 @@ class EngineSink:
         held = {*self.engine.parts()}
         plans = [one.plan.only(held) for one in parts]
         self._read = source, joined(plans)
-        target = self.parts[0].target
-        vouched = partial(self._vouched_for, target=target)
-        source.fill(parts, self.engine.tensor, run, lambda op: vouched(op) is None)
-        if self._recorded:
-            only = partial(self._is_compared, target)
-            for plan in plans:
-                self._loaded_bytes += _bytes_of(plan, target)
-                wants = plan.wants
-                self._sums |= sums_of(target, wants, self.engine.read, only=only, sizes=self._sizes)
+        source.fill(parts, self.engine.tensor, run, lambda op: self._vouched_for(op) is None)
+        for plan in plans if self._recorded else ():
+            self._loaded_bytes += _bytes_of(plan, self._target)
+            self._sums |= sums_of(
+                self._target,
+                plan.wants,
+                self.engine.read,
+                only=self._is_compared,
+                sizes=self._sizes,
+            )
 
-    def _vouched_for(self, op: Op, target: Manifest) -> StateKey | None:
+    def _vouched_for(self, op: Op) -> StateKey | None:
         """The state whose recorded fingerprint will be compared with what an operation fills: a
         checksum of the bytes that it reads would sum them twice. None where nothing will."""
-        slot, member = op.target.slot, target.member(op.target.slot.buffer, op.member)
+        target, slot = self._target, op.target.slot
+        member = target.member(slot.buffer, op.member)
         name, state = member.param, self._states[slot]
         crc = self._recorded.get(name, {}).get(state, "")
         same_dtype = crc.startswith(target.buffers[slot.buffer].dtype_of(slot.state) + " ")
-        if not same_dtype or not self._is_compared(target, slot, name):
+        if not same_dtype or not self._is_compared(slot, name):
             return None
         return (name, state) if is_held(target, slot, member) else None
 
-    def _is_compared(self, target: Manifest, slot: Slot, name: str) -> bool:
+    def _is_compared(self, slot: Slot, name: str) -> bool:
         """Whether a parameter in a slot gets what the checkpoint has, element by element."""
-        held, dtype = self.held.by_name.get(name), target.buffers[slot.buffer].dtype_of(slot.state)
+        held = self.held.by_name.get(name)
+        dtype = self._target.buffers[slot.buffer].dtype_of(slot.state)
         return (
             held is not None
             and true_shape(held) == true_shape(self.engine.manifest.by_name[name])
@@ -164,12 +168,11 @@ class EngineSink:
     def _compare(self, source: InPlaceSource, plan: Plan, ranks: Sequence[Sums]) -> set[StateKey]:
         """Which states were compared. Raises DamagedFileError where a record is not what its file
         says, else ForeignFileError where what ranks have now is not what was saved."""
-        target = self.parts[0].target
-        table, apart = table_of(target, ranks)
+        table, apart = table_of(self._target, ranks)
         same, wrong = compared_with(table, self._recorded)
         unseen = set[Slot]()  # of the files: read without a checksum, and not as was saved
         for op in plan.ops:
-            key = self._vouched_for(op, target)
+            key = self._vouched_for(op)
             if key is not None and key not in same:
                 unseen |= {side.slot for side in op.sources}
         if not wrong and not apart:
