@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp import families
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.errors import (
@@ -222,6 +223,22 @@ def test_what_the_twin_has_no_place_for(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------ plain models
+
+
+def test_a_family_that_forgot_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parameter is left out in silence."""
+    source, family = first(twins.model("llama"), tmp_path), families.find_family("llama")
+    twin: Any = family.hugging_face
+    norm = "model.layers.1.input_layernorm.weight"
+
+    def forgetful(sizes: Any) -> Any:
+        return {name: share for name, share in twin.tensors(sizes).items() if name != norm}
+
+    other = replace(family, hugging_face=replace(twin, tensors=forgetful))
+    monkeypatch.setitem(families._FAMILIES, "llama", other)
+    said = refused(UnsupportedError, source, tmp_path / "out")
+    assert "has no tensor for a parameter" in said
+    assert "decoder.layers.1.input_layernorm.weight" in said
 
 
 def test_a_plain_model(tmp_path: Path) -> None:

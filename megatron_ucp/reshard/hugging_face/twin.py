@@ -91,8 +91,9 @@ def twin_of(
     _check_params(manifest, model, file, padded=config is None)
     whole = twin.whole_config(sizes, architecture, dtype)
     kept = whole if config is None else _in_dtype(config, dtype)
-    notes = twin.notes(sizes, architecture)
-    return Twin(twin.tensors(sizes), _true(manifest, model), kept, name, notes=notes)
+    shares, notes = twin.tensors(sizes), twin.notes(sizes, architecture)
+    _require_tensors(shares, model, file)
+    return Twin(shares, _true(manifest, model), kept, name, notes=notes)
 
 
 def needs_family(manifest: Manifest) -> bool:
@@ -327,6 +328,19 @@ def _check_params(manifest: Manifest, model: Model, file: str, padded: bool) -> 
             found=some_of(faults, between="; "),
             fix="what Hugging Face's class lacks can't be exported; else give the config.json of "
             "the model",
+        )
+
+
+def _require_tensors(shares: Mapping[str, Share], model: Model, file: str) -> None:
+    """Raises UnsupportedError for a parameter that would be in no tensor of an export."""
+    lost = sorted(model.table.keys() - {share.param for share in shares.values()})
+    if lost:
+        raise UnsupportedError(
+            "Hugging Face's class has no tensor for a parameter",
+            file=file,
+            parameter=some_of(lost),
+            expected=f"a tensor for each parameter of {model.family.name}",
+            fix="export the model under a family whose rows have it",
         )
 
 
