@@ -287,6 +287,17 @@ def resume_held(engine: Engine, held: HeldRun, how: How) -> Report:
     return report
 
 
+def refuse_tag(tag: str | None) -> None:
+    """Raises UsageError, on all ranks: they were given one."""
+    if tag is not None:
+        raise UsageError(
+            "what is held has no tags",
+            expected="no tag",
+            found=repr(tag),
+            fix="leave the tag out, or give the folder of a checkpoint",
+        )
+
+
 def _everywhere(held: HeldRun) -> _Whole:
     """What is held, on a rank that joined too. Collective. Raises UsageError."""
     with agree.together() as block:

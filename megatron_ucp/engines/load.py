@@ -15,7 +15,7 @@ from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.family import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
-from megatron_ucp.engines.held import HANDLE, HeldRun, resume_held
+from megatron_ucp.engines.held import HANDLE, HeldRun, refuse_tag, resume_held
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.reshard import agree
@@ -70,7 +70,8 @@ def load(
         hyper: "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's.
         family: The model family, which tensor parallelism of megatron-core needs; `attach`
             remembers it. What AutoTP shards says its layouts itself.
-        checksums: Whether the CRC-32 of every record that the ranks read as a whole is compared.
+        checksums: Whether what is loaded is compared with the fingerprint that the save recorded;
+            where it recorded none, the CRC-32 of every record that the ranks read as a whole.
         allow: Words for what else may happen (docs/reference/python.md lists them); all that does
             is in the report's notes.
         rng: Whether random states are restored.
@@ -151,6 +152,7 @@ def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, 
         handle: Any = getattr(engine, HANDLE, None)
         live = to_fill(engine, family) if handle is None else handle.to_fill(family)
         if isinstance(path, HeldRun):
+            refuse_tag(tag)
             report = resume_held(live, path, how)
         else:
             report = resume(live, path, tag, how)

@@ -285,25 +285,8 @@ def refusals(setup: Any) -> dict[str, list[str]]:
     kind.train(engine, 2)
     handle = kind.handle(engine)
     before = kind.canonical(engine)
-    world = dist.get_world_size()
-    free = ucp.hold(handle)
-    free.release()
-    calls: dict[str, Callable[[], Any]] = {
-        "too many ranks": lambda: ucp.hold(handle, ranks=world + 1),
-        "two numbers": lambda: ucp.hold(handle, mesh=f"dp={world}", ranks=world - 1),
-        "no mesh": lambda: ucp.hold(handle, mesh="dq=2"),
-        "nobody declared cuts": lambda: ucp.hold(handle, mesh=f"tp={world}"),
-        "ranks differ": lambda: ucp.hold(handle, ranks=1 + dist.get_rank() % 2),
-        "not attached": lambda: ucp.hold(torch.nn.Linear(1, 1)),
-        "into itself": lambda: ucp.resize(handle, handle),
-        "nothing held": lambda: ucp.load(handle, ucp.hold(None)),
-        "let go of": lambda: ucp.load(handle, free),
-        "a path here, memory there": lambda: ucp.load(
-            handle, ucp.hold(None) if dist.get_rank() else "nowhere"
-        ),
-    }
     found: dict[str, list[str]] = {}
-    for name, call in calls.items():
+    for name, call in _impossible(handle).items():
         try:
             call()
             found[name] = ["nothing was refused"]
@@ -313,6 +296,28 @@ def refusals(setup: Any) -> dict[str, list[str]]:
     kind.train(engine, 1)
     kind.close(engine)
     return found
+
+
+def _impossible(handle: Any) -> dict[str, Callable[[], Any]]:
+    """Holds and loads that can't be, by what is wrong with them."""
+    world = dist.get_world_size()
+    free = ucp.hold(handle)
+    free.release()
+    return {
+        "too many ranks": lambda: ucp.hold(handle, ranks=world + 1),
+        "two numbers": lambda: ucp.hold(handle, mesh=f"dp={world}", ranks=world - 1),
+        "no mesh": lambda: ucp.hold(handle, mesh="dq=2"),
+        "nobody declared cuts": lambda: ucp.hold(handle, mesh=f"tp={world}"),
+        "ranks differ": lambda: ucp.hold(handle, ranks=1 + dist.get_rank() % 2),
+        "not attached": lambda: ucp.hold(torch.nn.Linear(1, 1)),
+        "into itself": lambda: ucp.resize(handle, handle),
+        "nothing held": lambda: ucp.load(handle, ucp.hold(None)),
+        "let go of": lambda: ucp.load(handle, free),
+        "a tag": lambda: ucp.load(handle, ucp.hold(handle), tag="step1"),
+        "a path here, memory there": lambda: ucp.load(
+            handle, ucp.hold(None) if dist.get_rank() else "nowhere"
+        ),
+    }
 
 
 def fails_while_moving(source: Any, target: Any, rank: int) -> dict[str, Any]:

@@ -227,6 +227,7 @@ REFUSED = {
     "into itself": "UsageError: the two engines have parameters in common",
     "nothing held": "UsageError: the ranks don't hold one run",
     "let go of": "UsageError: what was held was let go of",
+    "a tag": "UsageError: what is held has no tags",
     "a path here, memory there": "UsageError: the ranks were given different options",
 }
 
