@@ -118,9 +118,11 @@ def test_in_on_another_mesh_and_out_again(
     ucp.import_hf(hf, tmp_path / "native" / "tag", mesh="dp=2,zero=1")
     ucp.export_hf(tmp_path / "native" / "tag", tmp_path / "again")
     for out in ("out", "again"):
-        for name in ("model.safetensors", "config.json"):
-            same = (tmp_path / out / name).read_bytes() == (hf / name).read_bytes()
-            assert same or name == "config.json", f"{out}: {name}"
+        weights, config = "model.safetensors", "config.json"
+        assert (tmp_path / out / weights).read_bytes() == (hf / weights).read_bytes(), out
+        assert json.loads((tmp_path / out / config).read_text()) == json.loads(
+            (hf / config).read_text()
+        )
     assert ucp.diff(tmp_path / "native" / "tag", hf) == []
 
 
