@@ -48,6 +48,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard.preview import of_manifests, paper_manifest
 from megatron_ucp.reshard.target import target_manifest
 from megatron_ucp.reshard.wanted import Wanted
+from tests.engines.hybrid_models import on_cpu
 
 RESULTS = Path(__file__).parent / "results" / "derive.json"
 PLAN_LIMIT_S = 10.0
@@ -221,7 +222,6 @@ def built(mesh: Mesh, settings: dict[str, Any]) -> Any:
     from megatron.core.transformer import MLATransformerConfig
     from megatron.core.transformer.identity_op import IdentityOp
 
-    without_transformer_engine()
     config = MLATransformerConfig(
         **settings,
         multi_latent_attention=True,
@@ -257,7 +257,7 @@ def built(mesh: Mesh, settings: dict[str, Any]) -> Any:
     predicts: Any = None
     if last:
         predicts = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-    with torch.device("meta"):
+    with torch.device("meta"), on_cpu():
         return GPTModel(
             config,
             spec,
@@ -269,15 +269,6 @@ def built(mesh: Mesh, settings: dict[str, Any]) -> Any:
             position_embedding_type="rope",
             mtp_block_spec=predicts,
         )
-
-
-def without_transformer_engine() -> None:
-    """megatron-core's latent attention asks for classes of Transformer Engine by name."""
-    import megatron.core.transformer.multi_latent_attention as latent
-
-    for name in ("TEColumnParallelLinear", "TELinear", "Linear"):
-        if not isinstance(getattr(latent, name, None), type):
-            setattr(latent, name, type(name, (), {}))
 
 
 def parse() -> argparse.Namespace:
