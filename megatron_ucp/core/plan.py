@@ -1,6 +1,6 @@
 """Intersecting two manifests into strided copies. `proof` checks what comes out."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -110,15 +110,6 @@ class Plan:
     def elems(self) -> int:
         """Elements that the target needs from the source."""
         return sum(op.box.numel for op in self.ops)
-
-    def only(self, parts: Collection[BufferPart]) -> "Plan":
-        """What of it fills some parts of the target."""
-        slots = {slot for slot, _ in self.wants if (slot.buffer, slot.cut, slot.part) in parts}
-        return Plan(
-            tuple(want for want in self.wants if want[0] in slots),
-            tuple(op for op in self.ops if op.target.slot in slots),
-            tuple(fill for fill in self.fills if fill.slot in slots),
-        )
 
 
 def joined(plans: Sequence[Plan]) -> Plan:

@@ -219,8 +219,7 @@ def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None) -> HeldRun:
     rank, file = agree.world()[0], lent.run.name
     memory = HeldMemory(layout.manifest, layout.takers[rank])
     recorded = recorded_in(lent.run.manifest.run)
-    source = SharedMemories(file, lent.holder, layout.takers)
-    sink = MemorySink(memory, layout.takers, recorded)
+    source, sink = SharedMemories(file, lent.holder), MemorySink(memory, recorded)
     with say.progress("hold") as advance:
         run = transfer(source, sink, run=TransferRun(progress=advance))
     whole = _Whole(_one_id(), layout.run, layout.manifest, _owners(layout.takers))

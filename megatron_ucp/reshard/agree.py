@@ -52,6 +52,28 @@ def _all_gather(data: bytes, size_bytes: int) -> list[bytes]:
     return [part.cpu().numpy().tobytes() for part in out]
 
 
+def exchange(given: Mapping[int, T]) -> dict[int, T]:
+    """Gives each rank its own value, by its number, where there is one; returns what came to this
+    one, by the rank that gave it. Collective."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_object_coll_device
+
+    if world()[1] == 1:
+        return {**given}
+    data = {rank: pickle.dumps(value) for rank, value in given.items()}
+    sizes = gather({rank: len(one) for rank, one in data.items()})
+    device, own = _get_object_coll_device(dist.group.WORLD), world()[0]
+    going = {rank: filled(one, len(one)).to(device) for rank, one in data.items()}
+    coming = {
+        rank: filled(b"", told[own]).to(device) for rank, told in enumerate(sizes) if own in told
+    }
+    messages = [dist.P2POp(dist.irecv, one, rank) for rank, one in coming.items()]
+    messages += [dist.P2POp(dist.isend, one, rank) for rank, one in going.items()]
+    for one in dist.batch_isend_irecv(messages) if messages else ():
+        one.wait()
+    return {rank: pickle.loads(one.cpu().numpy().tobytes()) for rank, one in coming.items()}
+
+
 def filled(data: bytes, size_bytes: int) -> Any:
     """A message of so many bytes, as a tensor."""
     import torch

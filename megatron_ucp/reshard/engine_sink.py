@@ -70,8 +70,8 @@ class Filled:
 
 
 class EngineSink:
-    """What a load fills. `held` is the checkpoint's manifest; `notes` grow with what is done. Its
-    parts may want what other ranks fill, too."""
+    """What a load fills on this rank. `held` is the checkpoint's manifest; `notes` grow with what
+    is done."""
 
     verb = "train"
     thorough = False  # what no rank needs is not read for a checksum: the report says how much
@@ -109,8 +109,7 @@ class EngineSink:
 
     def move(self, source: InPlaceSource, parts: Sequence[Proved], run: TransferRun) -> None:
         """All bytes that this rank needs, straight into its memory."""
-        held = {*self.engine.parts()}
-        plans = [one.plan.only(held) for one in parts]
+        plans = [one.plan for one in parts]
         self._read = source, joined(plans)
         source.fill(parts, self.engine.tensor, run, lambda op: self._vouched_for(op) is None)
         for plan in plans if self._recorded else ():

@@ -1,22 +1,23 @@
 """The memories of all ranks as a source: what one rank takes, others send.
 
-What a rank takes it has itself, where it can be: then nobody waits for anybody. All else moves in
-rounds. In each of them every rank takes one window, so that all of them work at once; each rank
-packs what it has of a window into one message, so that nobody holds more than some windows of what
-is not its own.
+A rank plans only what it takes itself, and tells the others what they will be asked for: how many
+ranks there are changes nothing for one of them. What it takes it has itself, where it can be: then
+nobody waits for anybody. All else moves in rounds. In each of them every rank takes one window, so
+that all of them work at once; each rank packs what it has of a window into one message, so that
+nobody holds more than some windows of what is not its own.
 """
 
+import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.core.box import span
+from megatron_ucp.core.box import Ints, span
 from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Mean, Op, Side, Slot
 from megatron_ucp.core.plan import Windows as Planner
@@ -55,21 +56,19 @@ class Holdings:
     ranks: dict[BufferPart, set[int]]
     machines: Sequence[str]
 
-    def dtype(self, op: Op) -> str:
-        """That of the values of an operation."""
-        slot = _side(op).slot
+    def dtype(self, slot: Slot) -> str:
+        """That of the values of a slot."""
         return self.engine.manifest.buffers[slot.buffer].dtype_of(slot.state)
 
-    def values(self, op: Op) -> torch.Tensor:
-        """The elements of an operation, from this rank's memory."""
-        side = _side(op)
-        last = side.offset + span(op.shape, side.strides)
+    def values(self, side: Side, shape: Ints) -> torch.Tensor:
+        """Elements of this rank's memory."""
+        last = side.offset + span(shape, side.strides)
         flat = self.engine.read(side.slot, side.offset, last)
-        return torch.as_strided(flat, op.shape, side.strides, flat.storage_offset())
+        return torch.as_strided(flat, shape, side.strides, flat.storage_offset())
 
-    def bytes_of(self, ops: Sequence[Op]) -> int:
-        """How many they move."""
-        return sum(op.box.numel * ITEMSIZE[self.dtype(op)] for op in ops)
+    def bytes_of(self, side: Side, shape: Ints) -> int:
+        """How many such elements take."""
+        return math.prod(shape) * ITEMSIZE[self.dtype(side.slot)]
 
     def giver(self, op: Op, taker: int, turn: int) -> int:
         """The rank that gives the values of an operation: the taker itself, where it can; else one
@@ -93,42 +92,61 @@ def _holdings(engine: Holder) -> Holdings:
     return Holdings(engine, ranks, machines)
 
 
-class MemoryWindows:
-    """The windows of one part: which rank has what of each. `keeps`: what each is made of is
-    planned once."""
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Elements of part number `part` of a sink that a rank asks another one for."""
 
-    def __init__(self, held: Holdings, one: Proved, world: int, keeps: bool) -> None:
+    part: int
+    side: Side
+    shape: Ints
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A window that this rank takes: its operations by the rank that gives their values."""
+
+    window: Window
+    by_giver: Mapping[int, list[Op]]
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What was agreed on for a queue: the windows that this rank has all of, those of which others
+    send it something, and what it sends, round by round, to each rank that asked. All ranks have as
+    many `rounds`."""
+
+    own: Sequence[_Taken]
+    moving: Sequence[_Taken]
+    asked: Mapping[int, Sequence[Sequence[_Read]]]
+    rounds: int
+
+
+class MemoryWindows:
+    """The windows of one part: what each is made of."""
+
+    def __init__(self, held: Holdings, one: Proved, world: int) -> None:
         self.held = held
         self._states = dict(one.plan.wants)
         self._planner = Planner(held.engine.manifest, one.part.target, one.allow)
-        self._known: dict[tuple[Slot, int, int], Sequence[Op]] | None = {} if keeps else None
         self.holders: dict[Slot, set[int]] = {}  # the ranks that have all of a slot
         for op in one.plan.ops:
             have = self.holders.setdefault(op.target.slot, {*range(world)})
             have &= held.ranks[_held(_side(op).slot)]
 
-    def ops(self, window: Window) -> Sequence[Op]:
-        """What makes up a window."""
+    def taken(self, window: Window, taker: int) -> _Taken:
+        """A window, by the ranks that give what it is made of: the taker itself, where it can."""
         state, high = self._states[window.slot], window.low + window.elems
-        key, known = (window.slot, window.low, high), self._known
-        if known is not None and key in known:
-            return known[key]
-        ops = self._planner.plan(window.slot, state, window.low, high).ops
-        if known is not None:
-            known[key] = ops
-        return ops
+        turn = window.low // window.elems
+        by_giver: dict[int, list[Op]] = {}
+        for op in self._planner.plan(window.slot, state, window.low, high).ops:
+            by_giver.setdefault(self.held.giver(op, taker, turn), []).append(op)
+        return _Taken(window, by_giver)
 
-    def own(self, window: Window, room: Room) -> torch.Tensor:
-        """A window that this rank has itself."""
-        ops = self.ops(window)
-        exact = self.empty(window, ops, room)
-        for op in ops:
-            _put(op, self.held.values(op), exact)
-        return exact
-
-    def empty(self, window: Window, ops: Sequence[Op], room: Room) -> torch.Tensor:
-        """A window in a dtype that holds what all operations give; zeros where none gives any."""
-        dtypes = {TORCH_DTYPES[self.held.dtype(op)] for op in ops} or {torch.float32}
+    def empty(self, taken: _Taken, room: Room) -> torch.Tensor:
+        """Memory of a window in a dtype that holds what all operations give; zeros where none gives
+        any."""
+        ops, window = [op for own in taken.by_giver.values() for op in own], taken.window
+        dtypes = {TORCH_DTYPES[self.held.dtype(_side(op).slot)] for op in ops} or {torch.float32}
         dtype = reduce(torch.promote_types, dtypes)
         memory = room(window, window.elems * dtype.itemsize)
         if memory is None:
@@ -136,18 +154,6 @@ class MemoryWindows:
         exact = memory.view(dtype)
         is_filled = sum(op.box.numel for op in ops) == window.elems
         return exact if is_filled else exact.zero_()
-
-    def by_giver(self, window: Window, taker: int) -> Iterator[tuple[int, list[Op]]]:
-        """The operations by the rank that gives their values: the taker itself, where it can."""
-
-        turn = window.low // window.elems
-
-        def giver(op: Op) -> int:
-            return self.held.giver(op, taker, turn)
-
-        ordered = sorted(self.ops(window), key=lambda op: (giver(op), op.target.offset))
-        for number, own in groupby(ordered, key=giver):
-            yield number, list(own)
 
 
 class Memories:
@@ -164,6 +170,7 @@ class Memories:
         self._holdings = [_holdings(engine) for engine in holders]
         self._device = _device()
         self._windows: dict[int, MemoryWindows] = {}  # by the number of the part
+        self._known: tuple[list[Window], _Agreed] | None = None  # of the last queue
 
     def use(self, file: str, *holders: Holder) -> None:
         """From now on the values of these, who hold the same as those before."""
@@ -190,8 +197,7 @@ class Memories:
         for slot in one.plan.sources:
             if _held(slot) not in self._of(one.number).ranks:
                 raise PlanError("no rank holds what the plan reads", found=slot)
-        windows = MemoryWindows(self._of(one.number), one, self.world, self._keeps)
-        self._windows[one.number] = windows
+        self._windows[one.number] = MemoryWindows(self._of(one.number), one, self.world)
 
     def check(self, thorough: bool) -> None:
         """Memory has no checksums."""
@@ -202,92 +208,107 @@ class Memories:
 
     def move(
         self,
-        queues: Sequence[Sequence[Window]],
+        queue: Sequence[Window],
         put: Callable[[Window, torch.Tensor], None],
         room: Room = lambda window, size_bytes: None,
     ) -> None:
-        """Gives each rank the windows of its queue, in their order, as they are held. Collective. A
-        rank that can't go on still sends what others wait for; its first error is raised then.
-        `room` is asked for the memory of each window before it is put."""
+        """Gives this rank the windows of its queue as they are held: first those that it has
+        itself, then the others, both in their order. Collective. A rank that can't go on still
+        sends what others wait for; its first error is raised then. `room` is asked for the memory
+        of each window before it is put."""
         kept = agree.KeptBack()
-        moving = [
-            [one for one in queue if rank not in self.holders_of(one.part, one.slot)]
-            for rank, queue in enumerate(queues)
-        ]
-        for window in queues[self.rank]:
-            if self.rank in self.holders_of(window.part, window.slot):
-                with kept:
-                    if kept.error is None:
-                        put(window, self._windows[window.part].own(window, room))
-        for round_ in range(max(map(len, moving))):
-            asked = [queue[round_] if round_ < len(queue) else None for queue in moving]
-            mine, exact = asked[self.rank], self._exchange(asked, kept, room)
+        agreed = self._agreed(queue, kept)
+        for taken in agreed.own:
             with kept:
-                if mine is not None and exact is not None and kept.error is None:
-                    put(mine, exact)
+                if kept.error is None:
+                    put(taken.window, self._put_together(taken, {}, room))
+        for number in range(agreed.rounds):
+            self._round(agreed, number, kept, put, room)
         kept.raise_kept()
 
-    def _exchange(
-        self, asked: Sequence[Window | None], kept: agree.KeptBack, room: Room
-    ) -> torch.Tensor | None:
-        """One round; this rank's window."""
-        messages: list[Any] = []
-        taken: list[tuple[list[Op], torch.Tensor]] = []
-        wanted = [(taker, window) for taker, window in enumerate(asked) if window is not None]
-        for taker, window in wanted:
-            part = self._windows[window.part]
-            for giver, ops in part.by_giver(window, taker):
-                if self.rank not in (giver, taker):
-                    continue
-                memory = self._message(part.held, ops, giver == self.rank, kept)
-                if taker == self.rank:
-                    taken.append((ops, memory))
-                if giver != taker:
-                    send, peer = (dist.irecv, giver) if taker == self.rank else (dist.isend, taker)
-                    messages.append(dist.P2POp(send, memory, peer))
-                    self.read_bytes += memory.nbytes if taker == self.rank else 0
+    def _agreed(self, queue: Sequence[Window], kept: agree.KeptBack) -> _Agreed:
+        """Tells all ranks what this one will ask them for. Collective."""
+        known = self._known
+        is_known = known is not None and known[0] == queue
+        if self._keeps and all(agree.gather(is_known)) and known is not None:
+            return known[1]
+        windows: list[_Taken] = []
+        with kept:
+            windows = [self._windows[one.part].taken(one, self.rank) for one in queue]
+        own = [one for one in windows if one.by_giver.keys() <= {self.rank}]
+        moving = [one for one in windows if not one.by_giver.keys() <= {self.rank}]
+        wished: dict[int, list[list[_Read]]] = {}
+        for number, one in enumerate(moving):
+            for giver, ops in one.by_giver.items():
+                if giver != self.rank:
+                    rounds = wished.setdefault(giver, [[] for _ in moving])
+                    rounds[number] = [_read_of(one.window, op) for op in ops]
+        agreed = _Agreed(own, moving, agree.exchange(wished), max(agree.gather(len(moving))))
+        if self._keeps:
+            self._known = (list(queue), agreed)
+        return agreed
+
+    def _round(
+        self,
+        agreed: _Agreed,
+        number: int,
+        kept: agree.KeptBack,
+        put: Callable[[Window, torch.Tensor], None],
+        room: Room,
+    ) -> None:
+        """Each rank takes one window of those that move, and sends what it has of the others'."""
+        mine = agreed.moving[number] if number < len(agreed.moving) else None
+        messages: list[dist.P2POp] = []
+        came: dict[int, torch.Tensor] = {}
+        for giver, ops in () if mine is None else mine.by_giver.items():
+            if giver != self.rank and mine is not None:
+                held = self._windows[mine.window.part].held
+                size = sum(held.bytes_of(_side(op), op.shape) for op in ops)
+                came[giver] = torch.empty(size, dtype=torch.uint8, device=self._device)
+                messages.append(dist.P2POp(dist.irecv, came[giver], giver))
+                self.read_bytes += size
+        for taker, rounds in agreed.asked.items():
+            if number < len(rounds) and rounds[number]:
+                packed = self._packed(rounds[number], kept).to(self._device)
+                messages.append(dist.P2POp(dist.isend, packed, taker))
         for one in dist.batch_isend_irecv(messages) if messages else ():
             one.wait()
-        mine = asked[self.rank]
-        return None if mine is None else self._put_together(mine, taken, kept, room)
+        with kept:
+            if mine is not None and kept.error is None:
+                put(mine.window, self._put_together(mine, came, room))
 
-    def _message(
-        self, held: Holdings, ops: Sequence[Op], gives: bool, kept: agree.KeptBack
-    ) -> torch.Tensor:
-        """What this rank gives of a window, or the room for what it takes."""
-        if gives:
-            return _packed(held, ops, kept).to(self._device)
-        return torch.empty(held.bytes_of(ops), dtype=torch.uint8, device=self._device)
+    def _packed(self, reads: Sequence[_Read], kept: agree.KeptBack) -> torch.Tensor:
+        """The bytes that a rank asked for; zeros where this one can't read them."""
+        with kept:
+            values = [self._of(one.part).values(one.side, one.shape) for one in reads]
+            flat = [one.reshape(-1).view(torch.uint8) for one in values]
+            return flat[0] if len(flat) == 1 else torch.cat(flat)  # memory itself, if it is one run
+        sizes = [self._of(one.part).bytes_of(one.side, one.shape) for one in reads]
+        return torch.zeros(sum(sizes), dtype=torch.uint8)
 
     def _put_together(
-        self,
-        window: Window,
-        taken: list[tuple[list[Op], torch.Tensor]],
-        kept: agree.KeptBack,
-        room: Room,
-    ) -> torch.Tensor | None:
-        part = self._windows[window.part]
-        with kept:
-            exact = part.empty(window, [op for ops, _ in taken for op in ops], room)
-            for ops, packed in taken:
-                _unpack(part.held, ops, packed.cpu(), exact)
-            return exact
-        return None
+        self, taken: _Taken, came: Mapping[int, torch.Tensor], room: Room
+    ) -> torch.Tensor:
+        """A window, of what this rank has and of what came from others."""
+        part = self._windows[taken.window.part]
+        exact = part.empty(taken, room)
+        for giver, ops in taken.by_giver.items():
+            if giver in came:
+                _unpack(part.held, ops, came[giver].cpu(), exact)
+                continue
+            for op in ops:
+                _put(op, part.held.values(_side(op), op.shape), exact)
+        return exact
 
 
-def _packed(held: Holdings, ops: Sequence[Op], kept: agree.KeptBack) -> torch.Tensor:
-    """The bytes of operations; zeros where this rank can't read them."""
-    with kept:
-        flat = [held.values(op).reshape(-1).view(torch.uint8) for op in ops]
-        return flat[0] if len(flat) == 1 else torch.cat(flat)  # memory itself, where it is one run
-    return torch.zeros(held.bytes_of(ops), dtype=torch.uint8)
+def _read_of(window: Window, op: Op) -> _Read:
+    return _Read(window.part, _side(op), op.shape)
 
 
 def _unpack(held: Holdings, ops: Sequence[Op], packed: torch.Tensor, window: torch.Tensor) -> None:
     at = 0
     for op in ops:
-        dtype = held.dtype(op)
-        size = op.box.numel * ITEMSIZE[dtype]
+        dtype, size = held.dtype(_side(op).slot), held.bytes_of(_side(op), op.shape)
         run = packed[at : at + size]
         is_aligned = at % ITEMSIZE[dtype] == 0
         values = (run if is_aligned else run.clone()).view(TORCH_DTYPES[dtype])

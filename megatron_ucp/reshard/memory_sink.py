@@ -60,16 +60,14 @@ class HeldMemory:
 
 
 class MemorySink:
-    """Fills the memory that each rank holds; `takers` are the parts of all ranks. All elements stay
-    as they are: `recorded` is what the run said of them (empty: nothing), and is compared."""
+    """Fills the memory that this rank holds. All elements stay as they are: `recorded` is what the
+    run said of them (empty: nothing), and is compared."""
 
     verb, thorough = "hold", False
 
-    def __init__(
-        self, held: HeldMemory, takers: Sequence[Sequence[BufferPart]], recorded: Table
-    ) -> None:
+    def __init__(self, held: HeldMemory, recorded: Table) -> None:
         self.held, self._recorded, self._file = held, recorded, ""
-        self.parts = (_all_of(held.manifest, takers),)
+        self.parts = (_all_of(held),)
 
     def __enter__(self) -> Self:
         self.held.allocate()
@@ -110,12 +108,12 @@ class MemorySink:
             )
 
 
-def _all_of(manifest: Manifest, takers: Sequence[Sequence[BufferPart]]) -> SinkPart:
-    """Every state of every part that any rank takes, as it is."""
-    taken = dict.fromkeys(part for parts in takers for part in parts)
+def _all_of(held: HeldMemory) -> SinkPart:
+    """Every state of every part, as it is."""
+    manifest = held.manifest
     wants = [
         (Slot(*part, state), state)
-        for part in taken
+        for part in held.parts()
         for state, _ in manifest.buffers[part[0]].states
     ]
     return SinkPart(manifest, tuple(wants))

@@ -3,7 +3,7 @@
 With a snapshot it takes windows into that while the source lasts, and writes them in the end: then
 another thread may do that, and the source may change meanwhile."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +107,8 @@ class RanksFolderSink(OutputFolder):
 
     def move(self, source: Memories, parts: Sequence[Proved], run: TransferRun) -> None:
         """Every rank writes what it has itself; what others have comes in rounds."""
-        rounding, queues = Rounding(source, parts), self._queues(source)
-        run.total = sum(one.elems * ITEMSIZE[one.goal.piece.dtype] for one in queues[self.rank])
+        rounding, queue = Rounding(source, parts), [*self._queue(source)]
+        run.total = sum(one.elems * ITEMSIZE[one.goal.piece.dtype] for one in queue)
 
         def put(window: Window, exact: torch.Tensor) -> None:
             place: _Place = window.goal
@@ -117,7 +117,7 @@ class RanksFolderSink(OutputFolder):
             run.count(memory.nbytes)
 
         with self._as_save_error():
-            source.move(queues, put, self._room)
+            source.move(queue, put, self._room)
         self._given = None
         self._lost = rounding.overflows.found
 
@@ -159,18 +159,16 @@ class RanksFolderSink(OutputFolder):
         if self.rank == 0:
             super().publish(told)
 
-    def _queues(self, source: Memories) -> list[list[Window]]:
-        """The windows that each rank takes, in the order of the files' bytes."""
+    def _queue(self, source: Memories) -> Iterator[Window]:
+        """The windows that this rank takes, in the order of the files' bytes."""
         places = [_Place(file, piece) for file in self.output.files for piece in file.pieces]
         takers = self._takers(places, source)
-        queues: list[list[Window]] = [[] for _ in range(self.world)]
         for place, taker in zip(places, takers, strict=True):
             piece = place.piece
             step = MESSAGE_BYTES // ITEMSIZE[piece.dtype]
-            for low in range(0, piece.elems, step):
+            for low in range(0, piece.elems if taker == self.rank else 0, step):
                 elems = min(step, piece.elems - low)
-                queues[taker].append(Window(piece.part, piece.slot, low, elems, place))
-        return queues
+                yield Window(piece.part, piece.slot, low, elems, place)
 
     def _takers(self, places: Sequence[_Place], source: Memories) -> list[int]:
         """The rank that writes each piece."""

@@ -63,34 +63,30 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
             looked.value = _check_files(source, how, engine)
         how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
         values = SharedFiles(source, str(source.folder), how.checksums)
-        return _filled_from(engine, source, values, engine.parts(), how, started)
+        return _filled_from(engine, source, values, how, started)
 
 
 def resume_from_memory(engine: Engine, source: Checkpoint, held: Holder, how: How) -> Report:
     """As `resume`, from the memories of all ranks: `source` says all that is no element of a
     tensor, and `held` has this rank's elements."""
     started = time.perf_counter()
-    takers = agree.gather(engine.parts())
     with agree.together() as looked:
         looked.value = _check_files(source, how, engine)
     how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
-    values = SharedMemories(str(source.folder), held, takers)
-    everywhere = [*dict.fromkeys(part for parts in takers for part in parts)]
-    return _filled_from(engine, source, values, everywhere, how, started)
+    return _filled_from(engine, source, SharedMemories(str(source.folder), held), how, started)
 
 
 def _filled_from(
     engine: Engine,
     source: Checkpoint,
     values: InPlaceSource,
-    taken: Sequence[BufferPart],
     how: How,
     started: float,
 ) -> Report:
-    """Fills the parts of an engine that are `taken`, of this rank or of all, with `values`, which
-    are those of `source`. `started` is the clock when the load began. Collective."""
+    """Fills an engine with `values`, which are those of `source`. `started` is the clock when the
+    load began. Collective."""
     with agree.together():
-        sink = _prepared(engine, source, how, taken)
+        sink = _prepared(engine, source, how)
     with say.progress("load") as advance:
         transfer(values, sink, run=TransferRun(progress=advance))
     steps = source.extras.counters.get("global_steps", 0)
@@ -124,11 +120,9 @@ def _left_out(how: How, engine: Engine) -> str:
     return "the optimizer's states" if engine.has_optimizer and not how.optimizer else ""
 
 
-def _prepared(
-    engine: Engine, source: Checkpoint, how: How, taken: Sequence[BufferPart]
-) -> EngineSink:
+def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
     """Everything that needs no tensor byte; raises before anything is written. Every rank looks at
-    the whole engine, and prepares the parts that are `taken`."""
+    the whole engine, and prepares the parts that it has."""
     file, bare = str(source.folder), engine.manifest
     optimizer = how.optimizer and engine.has_optimizer
     engine.check(source, optimizer)
@@ -143,7 +137,7 @@ def _prepared(
     how = replace(how, optimizer=optimizer, own=own)
     extras = _extras(engine, source, how)
     filled = _filled(engine, source, states, groups)
-    parts = _parts(engine, target, fit, how.allow, taken)
+    parts = _parts(engine, target, fit, how.allow)
     notes = [*source.notes, *_described(fit, source.manifest), *settings, *apart, *extras.notes]
     return EngineSink(engine, source.manifest, how, parts, filled, extras, notes)
 
@@ -279,17 +273,13 @@ def _groups(
 
 
 def _parts(
-    engine: Engine,
-    target: Manifest,
-    fit: Fit,
-    allow: frozenset[str],
-    taken: Sequence[BufferPart],
+    engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]
 ) -> tuple[SinkPart, ...]:
-    """What is filled of the parts that are taken. What is frozen from here on is rounded to its
+    """What is filled on this rank. What is frozen from here on is rounded to its
     training copy, as the run did, and so are the weights of an engine without an optimizer; nothing
     else without `allow`."""
     allow = allow if engine.has_optimizer else allow | {"narrow"}
-    wants = _wants(target, fit, taken)
+    wants = _wants(target, fit, engine.parts())
     frozen = [want for want in wants if target.buffers[want[0].buffer].first_param in fit.frozen]
     apart = {slot for slot, _ in frozen}
     others = [want for want in wants if want[0] not in apart]

@@ -23,12 +23,10 @@ _LEAST_BYTES = 64 * 2**10  # of a window, whatever the number of ranks
 
 
 class SharedMemories(Memories):
-    """`takers` are the parts that each rank fills; all ranks know all of them, so that each knows
-    what the others wait for. Making one is collective."""
+    """Each rank fills the parts that it has of a sink. Making one is collective."""
 
-    def __init__(self, file: str, holder: Holder, takers: Sequence[Sequence[BufferPart]]) -> None:
+    def __init__(self, file: str, holder: Holder) -> None:
         super().__init__(file, holder)
-        self._takers = [{*parts} for parts in takers]
         self._lost: Lost = {}
         self.sums, self.read_by_all = (0, 0, 0), 0
 
@@ -36,9 +34,8 @@ class SharedMemories(Memories):
         self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
     ) -> None:
         """Fills what this rank has of some parts. Collective."""
-        rounding = Rounding(self, parts)
-        queues = [[*self._queue(parts, taker)] for taker in self._takers]
-        run.total = sum(_bytes_of(one, parts) for one in queues[self.rank])
+        rounding, queue = Rounding(self, parts), [*self._queue(parts)]
+        run.total = sum(_bytes_of(one, parts) for one in queue)
         known: dict[Slot, torch.Tensor] = {}
 
         def place(window: Window) -> torch.Tensor:
@@ -58,7 +55,7 @@ class SharedMemories(Memories):
                 memory.copy_(found)
             run.count(memory.nbytes)
 
-        self.move(queues, put, room)
+        self.move(queue, put, room)
         self._lost = rounding.overflows.found
 
     def check_records(self, slots: Iterable[Slot]) -> None:
@@ -73,18 +70,17 @@ class SharedMemories(Memories):
         self.sums = self.read_bytes, 0, 0
         self.read_by_all = sum(agree.gather(self.read_bytes))
 
-    def _queue(self, parts: Sequence[Proved], taker: set[BufferPart]) -> Iterator[Window]:
-        """What a rank takes, window by window; those of states that are cut alike follow each
+    def _queue(self, parts: Sequence[Proved]) -> Iterator[Window]:
+        """What this rank takes, window by window; those of states that are cut alike follow each
         other."""
         for one in parts:
             places: dict[tuple[BufferPart, int, int], list[Slot]] = {}
             for slot, _ in one.part.wants:
+                buffer = one.part.target.buffers[slot.buffer]
+                elems = buffer.of(slot.state).elems(slot.part)
+                step = window_bytes(self.world) // ITEMSIZE[buffer.dtype_of(slot.state)]
                 place = slot.buffer, slot.cut, slot.part
-                if place in taker:
-                    buffer = one.part.target.buffers[slot.buffer]
-                    elems = buffer.of(slot.state).elems(slot.part)
-                    step = window_bytes(self.world) // ITEMSIZE[buffer.dtype_of(slot.state)]
-                    places.setdefault((place, elems, step), []).append(slot)
+                places.setdefault((place, elems, step), []).append(slot)
             for (_, elems, step), slots in places.items():
                 for low in range(0, elems, step):
                     for slot in slots:

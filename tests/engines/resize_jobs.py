@@ -404,7 +404,11 @@ def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     dist.barrier()
-    with mock.patch.object(memories, "_packed", killed) if dist.get_rank() == rank else nothing():
+    with (
+        mock.patch.object(memories.Memories, "_packed", killed)
+        if dist.get_rank() == rank
+        else nothing()
+    ):
         try:
             doing()
             said = "nothing was told"

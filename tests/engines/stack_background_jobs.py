@@ -95,16 +95,16 @@ def trained_on(setup: Mcore, folder: str, plant: str = "") -> dict[str, list[str
 
 @contextmanager
 def _left_live(engine: Engine, background: Background, plant: str) -> Iterator[None]:
-    finish, own = saving.finish_files, memories.MemoryWindows.own
+    finish, own = saving.finish_files, memories.Memories._put_together
     take = ranks_folder.RanksFolderSink._take
     if plant == "schedule":
         saving.finish_files = partial(_with_live_schedule, engine, finish)  # type: ignore
     if plant == "elements":
         background.snapshot.room = lambda size: None  # type: ignore[method-assign]
         ranks_folder.RanksFolderSink._take = _keep_live  # type: ignore[method-assign]
-        memories.MemoryWindows.own = _live_window  # type: ignore[method-assign]
+        memories.Memories._put_together = _live_window  # type: ignore[method-assign]
     yield
-    saving.finish_files, memories.MemoryWindows.own = finish, own
+    saving.finish_files, memories.Memories._put_together = finish, own  # type: ignore
     ranks_folder.RanksFolderSink._take = take  # type: ignore[method-assign]
 
 
@@ -114,9 +114,9 @@ def _with_live_schedule(engine: Engine, finish: Any, aside: Path, plan: Any, com
     finish(aside, plan, common)
 
 
-def _live_window(self: memories.MemoryWindows, window: Any, _: Any) -> Any:
-    (op,) = self.ops(window)
-    return self.held.values(op).reshape(-1)
+def _live_window(self: memories.Memories, taken: Any, *_: Any) -> Any:
+    ((op,),) = taken.by_giver.values()
+    return self._of(taken.window.part).values(op.source, op.shape).reshape(-1)
 
 
 def _keep_live(self: Any, place: Any, low: int, memory: Any) -> None:

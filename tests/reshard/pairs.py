@@ -272,9 +272,8 @@ class ToySink:
 
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
-        self.slots = agree.gather([*toy.held])
-        wants = dict.fromkeys((slot, slot.state) for slots in self.slots for slot in slots)
-        self.parts = (SinkPart(toy.manifest, tuple(wants), frozenset({"narrow"})),)
+        wants = tuple((slot, slot.state) for slot in toy.held)
+        self.parts = (SinkPart(toy.manifest, wants, frozenset({"narrow"})),)
 
     def __enter__(self) -> "ToySink":
         self.toy.entered = True
@@ -285,7 +284,7 @@ class ToySink:
 
     def move(self, source: Memories, parts: Sequence[Proved], run: TransferRun) -> None:
         rounding = self.rounding = Rounding(source, parts)
-        queues = [[*self._windows(slots)] for slots in self.slots]
+        queue = [*self._windows()]
         run.total = sum(value.nbytes for value in self.toy.held.values())
 
         def put(window: Window, exact: torch.Tensor) -> None:
@@ -293,10 +292,10 @@ class ToySink:
             self.toy.held[window.slot][window.low : window.low + window.elems] = memory
             run.count(memory.nbytes)
 
-        source.move(queues, put)
+        source.move(queue, put)
 
-    def _windows(self, slots: list[Slot]) -> Iterator[Window]:
-        for slot in slots:
+    def _windows(self) -> Iterator[Window]:
+        for slot in self.toy.held:
             elems = self.toy.manifest.buffers[slot.buffer].of(slot.state).elems(slot.part)
             for low in range(0, elems, 7):  # many, which end in the middle of everything
                 yield Window(0, slot, low, min(7, elems - low))
