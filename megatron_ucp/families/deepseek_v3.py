@@ -353,7 +353,6 @@ def notes(_: DeepSeekSizes, architecture: Architecture) -> list[str]:
 
 def read(found: Config) -> tuple[DeepSeekSizes, Architecture]:
     """What a DeepSeek-V3 is. Raises UnsupportedError for what is not computed here."""
-    _refuse_quantised(found)
     rope, topk = _rope_of(found), int(found["num_experts_per_tok"])
     check_config(
         found,
@@ -392,20 +391,6 @@ def _sizes_of(found: Config) -> DeepSeekSizes:
         leading=_leading_of(found),
         predictions=int(found.get("num_nextn_predict_layers") or 0),
     )
-
-
-def _refuse_quantised(found: Config) -> None:
-    """Raises UnsupportedError for weights in fp8 blocks, or quantised otherwise."""
-    if said := found.get("quantization_config"):
-        raise UnsupportedError(
-            "the folder's weights are quantised, which is not supported",
-            parameter="quantization_config",
-            expected="weights in bf16, fp16 or fp32",
-            found=said.get("quant_method", said),
-            fix="write the folder in bf16 first: AutoModelForCausalLM.from_pretrained(folder, "
-            "quantization_config=FineGrainedFP8Config(dequantize=True)), then save_pretrained "
-            "(without layers that predict further tokens), or DeepSeek's fp8_cast_bf16.py",
-        )
 
 
 def _rope_of(found: Config) -> dict[str, Any]:

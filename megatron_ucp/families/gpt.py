@@ -108,7 +108,6 @@ def read(found: Config) -> tuple[Sizes, Architecture]:
             "scale_attn_by_inverse_layer_idx": (False,),
             "reorder_and_upcast_attn": (False,),
             "add_cross_attention": (False,),
-            "quantization_config": (None,),
         },
     )
     hidden, heads, vocabulary = (int(found[key]) for key in ("n_embd", "n_head", "vocab_size"))

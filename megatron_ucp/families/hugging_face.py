@@ -322,7 +322,6 @@ def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> No
             "attention_bias": (False,),
             "mlp_bias": (False,),
             "sliding_window": (None,),
-            "quantization_config": (None,),
             "pretraining_tp": (1,),
             "rope type": ("default", "linear", "llama3"),
             "rope parameters": (LLAMA_3,),

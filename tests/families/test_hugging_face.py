@@ -201,8 +201,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
-    "quantization_config": ("llama", {"quantization_config": {"bits": 4}}),
-    "fp8": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
     "norm_topk_prob False": ("deepseek_v3", {"norm_topk_prob": False}),
     "rope_interleave False": ("deepseek_v3", {"rope_interleave": False}),
     "dense, sparse, dense": (

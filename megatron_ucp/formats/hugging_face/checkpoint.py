@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.plan import Slot
@@ -29,9 +30,17 @@ from megatron_ucp.formats.base import (
     Told,
     Where,
 )
-from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile, same_tensors
+from megatron_ucp.formats.hugging_face.fp8_blocks import (
+    FP8,
+    PRODUCT,
+    SCALES,
+    block_of,
+    products_of,
+)
+from megatron_ucp.formats.hugging_face.safetensors_file import Entry, SafetensorsFile
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
 from megatron_ucp.formats.listed_files import open_regular
+from megatron_ucp.formats.open_file import same_bytes
 from megatron_ucp.formats.opened_folder import OpenedFolder
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
@@ -67,7 +76,9 @@ class HuggingFaceCheckpoint(OpenedFolder):
         self.main_file = self.full_path(CONFIG_FILE)
         with ExitStack() as undo:
             undo.callback(self.close)
+            self._block = self._block_of()
             self._files = self._tensor_files()
+            self._scales = self._without_scales()
             if shares is not None:
                 self._files = self._without_constants()
                 shares = self._once(_as_written(shares, self._files))
@@ -123,6 +134,18 @@ class HuggingFaceCheckpoint(OpenedFolder):
             )
         return out
 
+    def _block_of(self) -> Ints | None:
+        """Rows and columns of a block of a weight in fp8; None without such. Raises
+        UnsupportedError."""
+        is_there = (self.folder / CONFIG_FILE).is_file()
+        return block_of(self.config, self.main_file) if is_there else None
+
+    def _without_scales(self) -> dict[str, str]:
+        """Takes the scales of weights in fp8 from the tensors; returns, for each such weight, the
+        file of its scales ("" where there is none)."""
+        weights = [name for name in self._files if self._entry(name).dtype == FP8]
+        return {name: self._files.pop(f"{name}{SCALES}", "") for name in weights}
+
     def _without_constants(self, known: Collection[str] = ()) -> dict[str, str]:
         """Without what earlier versions of transformers wrote that is no weight: by its name, and
         by a shape that no weight has."""
@@ -131,7 +154,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
             for name, file in self._files.items()
             if name in known
             or not _CONSTANT.fullmatch(name)
-            or (name.endswith("bias") and len(self.file(file).tensors[name].shape) not in (0, 4))
+            or (name.endswith("bias") and len(self._entry(name).shape) not in (0, 4))
         }
 
     def _index(self) -> dict[str, str]:
@@ -156,8 +179,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
         for alias, name in ((alias, tie.canonical) for tie in ties for alias in tie.aliases):
             if not {name, alias} <= {*self._files}:
                 continue
-            copy, file = self.file(self._files.pop(alias)), self.file(self._files[name])
-            if not same_tensors((copy, alias), (file, name)):
+            if not self._are_same(alias, name):
                 raise ModelMismatchError(
                     "two parameters are one in the model, and two in the folder",
                     file=self.folder,
@@ -167,6 +189,12 @@ class HuggingFaceCheckpoint(OpenedFolder):
                     fix="remove it; or, if it was trained apart, build the model untied "
                     '("tie_word_embeddings": false in config.json, for a head)',
                 )
+            del self._files[alias]
+
+    def _are_same(self, one: str, other: str) -> bool:
+        """Whether two tensors have one shape and the same values."""
+        shapes = {self._entry(name).shape for name in (one, other)}
+        return len(shapes) == 1 and same_bytes(self._place(one), self._place(other))
 
     def _once(self, shares: Mapping[str, Share]) -> Mapping[str, Share]:
         """Without tensors that hold all that an earlier one holds, and may be left out. Raises
@@ -197,8 +225,14 @@ class HuggingFaceCheckpoint(OpenedFolder):
         return found, specs
 
     def _spec(self, name: str) -> ParamSpec:
-        entry = self.file(self._files[name]).tensors[name]
-        return ParamSpec(name, entry.shape, entry.dtype, "frozen")
+        return ParamSpec(name, self._entry(name).shape, self._dtype(name), "frozen")
+
+    def _entry(self, name: str) -> Entry:
+        return self.file(self._files[name]).tensors[name]
+
+    def _dtype(self, name: str) -> str:
+        """That of a tensor's values, as they are read."""
+        return PRODUCT if name in self._scales else self._entry(name).dtype
 
     def _manifest(
         self, shares: Mapping[str, Share], specs: Mapping[str, ParamSpec], named: bool
@@ -221,7 +255,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
                 "whether the head is tied",
             )
         self.tensors = tuple(shares)  # by the number of their buffer
-        dtypes = [self.file(self._files[name]).tensors[name].dtype for name in shares]
+        dtypes = [self._dtype(name) for name in shares]
         return weights_manifest(params, zip(shares.values(), dtypes, strict=True))
 
     def _param(
@@ -229,7 +263,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
     ) -> tuple[ParamSpec, list[str]]:
         """The parameter that a tensor is a share of, as long as it is here, and what of it does not
         fit."""
-        entry, faults = self.file(self._files[name]).tensors[name], list[str]()
+        entry, faults = self._entry(name), list[str]()
         if spec.extent is not None:  # an engine's padding is none of the folder's rows
             rows = self.config.get("vocab_size", spec.extent.true)
             spec = replace(spec, shape=(rows, *spec.shape[1:]), extent=None)
@@ -249,7 +283,11 @@ class HuggingFaceCheckpoint(OpenedFolder):
 
     @property
     def notes(self) -> list[str]:
-        return ["a Hugging Face folder: weights alone, and no checksums to compare them with"]
+        products = f"{len(self._scales)} weights in fp8 are read as fp32: each times its scale"
+        return [
+            "a Hugging Face folder: weights alone, and no checksums to compare them with",
+            *([products] if self._scales else []),
+        ]
 
     @property
     def file_names(self) -> list[str]:
@@ -257,8 +295,15 @@ class HuggingFaceCheckpoint(OpenedFolder):
 
     def where(self, slot: Slot) -> Where:
         """Place of a tensor."""
-        name = self.tensors[slot.buffer]
-        return self.file(self._files[name]).place(name)
+        return self._place(self.tensors[slot.buffer])
+
+    def _place(self, name: str) -> Where:
+        held = self.file(self._files[name]).place(name)
+        if name not in self._scales:
+            return held
+        file, shape = self._scales[name], self._entry(name).shape
+        scales = self.file(file).place(f"{name}{SCALES}") if file else None
+        return products_of(name, shape, held, scales, self._block)
 
     def file(self, name: str) -> SafetensorsFile:
         """A file of the folder, open."""

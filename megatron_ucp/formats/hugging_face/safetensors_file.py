@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.formats.base import Record, Where
-from megatron_ucp.formats.open_file import OpenFile, damaged, same_bytes
+from megatron_ucp.formats.open_file import OpenFile, damaged
 from megatron_ucp.formats.pt.values import ITEMSIZE
 
 DTYPES = {
@@ -107,14 +107,6 @@ class SafetensorsFile(OpenFile):
             what = "the tensors do not fill the file"
             damaged(self.path, what, f"{first + at} bytes", f"{self.size_bytes} bytes")
         return first, found
-
-
-def same_tensors(one: tuple[SafetensorsFile, str], other: tuple[SafetensorsFile, str]) -> bool:
-    """Whether two tensors, each by its file and name, have one dtype, shape and bytes."""
-    entries = [file.tensors[name] for file, name in (one, other)]
-    if len({(entry.dtype, entry.shape) for entry in entries}) > 1:
-        return False
-    return same_bytes(*(file.place(name) for file, name in (one, other)))
 
 
 def parse_header(data: bytes, path: str) -> dict[str, Entry]:
