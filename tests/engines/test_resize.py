@@ -23,7 +23,8 @@ BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
 CONSTANT: dict[str, Any] = {"style": "constant"}
 SMALL: dict[str, Any] = {"window": 96}  # bytes at once: many windows, which end anywhere
-GOES_ON: dict[str, Any] = {"more": 4}  # with the losses of the run that was not resized
+STEPS = 20
+GOES_ON: dict[str, Any] = {"more": STEPS}  # with the losses of the run that was not resized
 FILLED: dict[str, Any] = {"filled": True}
 OWN_SCHEDULE: dict[str, Any] = {"load": {"load_lr_scheduler_states": False}}
 
@@ -183,7 +184,7 @@ WORLDS: dict[str, tuple[int, list[tuple[int, Any, dict[str, Any]]]]] = {
 def test_other_worlds(ranks: RankPool, tmp_path: Path, name: str, gloo: bool) -> None:
     """Ranks leave and join; nothing lies on a disk."""
     world, steps = WORLDS[name]
-    more = 4 if steps[0][0] == steps[-1][0] else 0
+    more = STEPS if steps[0][0] == steps[-1][0] else 0
     store = str(tmp_path / "store")
     found = ranks.run(world, f"{JOBS}:worlds", steps, store, gloo=gloo, more=more, timeout_s=200)
     for rank, held in enumerate(found):
