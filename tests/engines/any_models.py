@@ -449,7 +449,21 @@ def _cut_by_columns(model: Any) -> Any:
     return mock.patch.object(linear, "sharded_state_dict", said)
 
 
+def _fails_on_rank_1(model: Any) -> Any:
+    """A module whose method fails, on one rank."""
+    layer = model.decoder.layers[0]
+    stock = layer.sharded_state_dict
+
+    def said(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise KeyError("of somebody's module")
+        return stock(*args, **kwargs)
+
+    return mock.patch.object(layer, "sharded_state_dict", said)
+
+
 PLANTS = {
+    "a method that fails": _fails_on_rank_1,
     "swapped experts": _swapped_experts,
     "later prediction": _later_prediction,
     "cut by columns": _cut_by_columns,

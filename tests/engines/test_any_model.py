@@ -119,6 +119,7 @@ def test_the_tools_know_the_model_from_its_manifest(
         ("shared experts and router bias", "swapped experts", "local_experts.1.linear_fc1.weight"),
         ("predicting mixture", "later prediction", "mtp.layers.1"),
         ("latent attention", "cut by columns", "linear_q_up_proj.weight"),
+        ("latent attention", "a method that fails", 'KeyError: "of somebody\'s module"'),
     ],
 )
 def test_a_planted_fault_is_named_on_every_rank(
@@ -129,6 +130,8 @@ def test_a_planted_fault_is_named_on_every_rank(
             "a module and its files number a layer or an expert differently",
             "a module and its files number a layer or an expert differently (on rank 0)",
             "two ranks say different things of how a parameter is cut",
+            "the model can't say how its parameters are cut",
+            "the model can't say how its parameters are cut (on rank 1)",
         )
         assert parameter in found
 

@@ -187,14 +187,24 @@ def _shadow(param: Any) -> torch.nn.Parameter:
 
 
 def _entries(model: Any) -> Iterator[Any]:
-    """What the model says of every tensor. Layers and experts have keys of their own."""
+    """What the model says of every tensor. Layers and experts have keys of their own. Raises
+    UnsupportedError where it can't say it: its modules are anybody's code."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     copies: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     asked = {"singleton_local_shards": True, "dp_cp_group": copies}
-    with _offsets_kept():
-        said = model.sharded_state_dict(metadata=asked)
+    try:
+        with _offsets_kept():
+            said = model.sharded_state_dict(metadata=asked)
+    except Exception as error:
+        raise UnsupportedError(
+            "the model can't say how its parameters are cut",
+            expected=SOURCE,
+            found=f"{type(error).__name__}: {error}",
+            fix="mend that method of its modules: megatron-core's own saves call it too",
+            id="layout-unknown",
+        ) from error
     yield from _of_kind(said, (ShardedTensor, ShardedTensorFactory))
 
 
