@@ -190,9 +190,11 @@ class MemorySteps:
         if self.life is not None:
             self.life.came_to(steps)
         if steps % self.how.every == 0:
-            self._keep(steps)
+            self.keep(steps)
 
-    def _keep(self, steps: int) -> None:
+    def keep(self, steps: int) -> None:
+        """Keeps the state as it is now, which is that of a step. Collective. Raises a UcpError on
+        every rank."""
         if self.path is None:
             self._note_once(_NO_FOLDER)
             return

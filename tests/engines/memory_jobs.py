@@ -288,7 +288,7 @@ def all_options(folder: str) -> dict[str, Any]:
         train(engine, 2)
         ucp.wait(engine)
     engine.destroy()
-    section = {"keep": "memory", "every": 2, "folder": folder}
+    section = {"enabled": True, "keep": "memory", "every": 2, "folder": folder}
     engine = make_engine(Setup(3, seed=9, config={"universal_checkpoint": section}))
     return {
         "refused": refused,
