@@ -199,31 +199,27 @@ class MemorySteps:
             self._note_once(_NO_FOLDER)
             return
         started = time.perf_counter()
-        if any(agree.gather(self.background.is_busy)):
+        with agree.together() as block:
+            client = self.how.client_state
+            state = {} if client is None else dict(client())
+            block.value = self.background.is_busy, uuid.uuid4().hex
+        if any(is_busy for is_busy, _ in block.values):
             self._note_once(
                 f"step {steps} is not kept in memory: the one before it is still under way; more "
                 "steps between them (every=) let it end. Said once"
             )
             return
         self.background.wait()
-        lent = self._taken()
+        lent = self._lent(Taking(state, rng=self._rng, checksums=False))
         life = self._arranged(lent)
         with as_save_error(), agree.together():
             turn, memory = life.begin_turn()
             copy_of(lent, life.own, memory)
-        one_id = agree.gather(uuid.uuid4().hex)[0]
-        step = _Step(life, lent.run, turn, memory, steps, one_id)
+        step = _Step(life, lent.run, turn, memory, steps, block.values[0][1])
         self.background.ready()
         blocked = time.perf_counter() - started
         rest = partial(self._settle, step, started, blocked)
         self.background.start(f"step {steps} in memory", rest)
-
-    def _taken(self) -> LentRun:
-        """Collective."""
-        with agree.together():
-            client = self.how.client_state
-            state = {} if client is None else dict(client())
-        return self._lent(Taking(state, rng=self._rng, checksums=False))
 
     def _arranged(self, lent: LentRun) -> "Life":
         """Where it lies; anew where parts or sizes are others than before. Collective."""
@@ -236,7 +232,9 @@ class MemorySteps:
             self.folder.make()
             block.value = node(), lent.holder.parts(), uuid.uuid4().hex[:12]
         nodes, here, names = zip(*block.values, strict=True)
-        before = self.life
+        if self.life is not None:
+            self.life.release()
+            self.life = None
         with as_save_error(), agree.together() as block:
             layout = copied(lent.holder.manifest, here, nodes, self.how.copies)
             life = Life(self.folder, names[0], layout, lent, nodes, digest)
@@ -247,8 +245,6 @@ class MemorySteps:
         self._say_taken(life)
         with as_save_error(), agree.together():
             life.begin()
-        if before is not None:
-            before.release()
         self.life = life
         return life
 
@@ -375,9 +371,11 @@ class Life:
     def go_on(self, loaded: KeptShare | None) -> None:
         """Its own step was loaded, and the other one is written next; or another one, and its own
         are none any more. Raises OSError."""
-        is_own = loaded is not None and loaded.life == self.id
-        self.last = loaded.turn if is_own else None
-        for turn in () if is_own else TURNS:
+        if loaded is not None and loaded.life == self.id:
+            self.last = loaded.turn
+            return
+        self.last = None
+        for turn in TURNS:
             self.folder.forget(self.id, turn, self.rank)
 
     def view(self, memory: torch.Tensor) -> HeldMemory:

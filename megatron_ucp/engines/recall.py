@@ -183,7 +183,7 @@ class _Own:
         try:
             self.run = self.run or self._run(share)
             memory = self._folder.bytes_of(share.life, share.turn, share.rank)
-            wrong = damaged(share, memory) if self._checksums else []
+            wrong = damaged(share, memory, self._checksums)
         except (UcpError, OSError, ValueError) as error:
             self.faults.append(f"{what}: {error.args[0] if error.args else error}")
             return

@@ -289,7 +289,7 @@ def all_options(folder: str) -> dict[str, Any]:
         ucp.wait(engine)
     engine.destroy()
     section = {"enabled": True, "keep": "memory", "every": 2, "folder": folder}
-    engine = make_engine(Setup(3, seed=9, config={"universal_checkpoint": section}))
+    engine = make_engine(Setup(3, seed=9, config=(("universal_checkpoint", section),)))
     return {
         "refused": refused,
         "first start": first,
