@@ -19,7 +19,7 @@ from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.held import HANDLE, HeldRun, refuse_tag, resume_held
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.memory_steps import steps_of
-from megatron_ucp.engines.recall import Looked, look
+from megatron_ucp.engines.recall import Looked, adopt, look
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.formats.memory_folder import KeptShare
 from megatron_ucp.reshard import agree
@@ -111,6 +111,9 @@ def load(
     asked["load_optimizer_states"] = bool(load_optimizer_states)
     agree.require_same(agree.gather(asked))
     check_options(hyper=hyper, allow=allow, per_rank=per_rank)
+    # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
+    if (kept := steps_of(engine)) is not None and not isinstance(path, HeldRun):
+        adopt(kept, Path(path))
     return fill(engine, path, tag, family, how)
 
 

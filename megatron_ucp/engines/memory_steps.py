@@ -59,7 +59,7 @@ class InMemory:
         every: Steps from one that is kept to the next one.
         copies: On how many other machines each element is kept too, in the order of ranks.
         folder: The folder of the run's saves, which its memory is known by. Default: that of the
-            first load.
+            first `ucp.load`.
         client_state: A function without arguments, which gives what `save_checkpoint` would be
             given as `client_state` now.
     """

@@ -59,9 +59,7 @@ def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, checksu
     """Looks for a step in memory that is newer than the tag on disk; for none where a tag is named.
     Collective. Raises a UcpError on every rank."""
     found = Looked()
-    is_tag = agree.collect(lambda: path.is_dir() and has_state_files(path))[0]
-    kept.adopt(path.absolute().parent if is_tag else path)
-    if is_tag or tag is not None or not kept.is_of(path):
+    if tag is not None or not kept.is_of(path):
         return found
     nodes = agree.gather(node())
     steps = _listed(kept, nodes, found)
@@ -76,6 +74,13 @@ def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, checksu
     if steps:
         _say_chosen(found, disk)
     return found
+
+
+def adopt(kept: MemorySteps, path: Path) -> None:
+    """What is kept is of the run in a folder, or of that around a tag, if of none yet.
+    Collective."""
+    is_tag = agree.collect(lambda: path.is_dir() and has_state_files(path))[0]
+    kept.adopt(path.absolute().parent if is_tag else path)
 
 
 def _listed(kept: MemorySteps, nodes: Sequence[str], found: Looked) -> list[KeptStep]:

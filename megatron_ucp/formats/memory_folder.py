@@ -1,5 +1,5 @@
 """Steps of a run in the memory of a machine, where they outlive its processes: files of a tmpfs, in
-a folder that names the user, the folder of the run's saves, and the machine.
+a folder that names the user and the folder of the run's saves.
 
 Each rank has a file for its bytes and a small one beside it, which is there only while the bytes
 are those of a whole step. Two such pairs take turns, so that one step is whole while the next one
@@ -73,7 +73,9 @@ class MemoryFolder:
         name = re.sub(r"[^\w.-]", "_", os.path.basename(own))[:40]
         whose = f"{name}-{hashlib.sha256(os.fsencode(own)).hexdigest()[:16]}"
         self._top = PLACE / f"megatron_ucp-{os.getuid()}"
-        self.path = self._top / whose / ("on-" + re.sub(r"[^\w.-]", "_", node()))
+        named = os.environ.get(NODE)  # a host's name may change, its memory is the same
+        here = "here" if named is None else "on-" + re.sub(r"[^\w.-]", "_", named)
+        self.path = self._top / whose / here
 
     def make(self) -> None:
         """Raises SaveError for a folder that is another user's, OSError."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -284,6 +284,8 @@ def all_options(folder: str) -> dict[str, Any]:
             engine, keep="memory", every=2, client_state=lambda: {"samples": engine.global_samples}
         )
         train(engine, 2)  # nobody knows yet which run this is
+        with suppress(ucp.NotFoundError):
+            ucp.load(engine, folder)
         first = engine.load_checkpoint(folder)
         train(engine, 2)
         ucp.wait(engine)
