@@ -3,6 +3,7 @@ deepspeed themselves."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,13 @@ from megatron_ucp.engines.handle import Handle
 from megatron_ucp.engines.held import HANDLE
 from megatron_ucp.engines.load import asked_of, fill, to_fill
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.memory_steps import (
+    IN_MEMORY,
+    MemorySteps,
+    in_memory_as,
+    keep_steps,
+    steps_of,
+)
 from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.saves import (
     BACKGROUND,
@@ -43,6 +51,7 @@ from megatron_ucp.engines.saves import (
 from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
+from megatron_ucp.errors import NotFoundError
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
@@ -94,7 +103,9 @@ def attach(
             package ("direct": the same files, faster), or this package while training goes on
             ("background": the call returns when a snapshot is taken; see `wait`).
         beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
-            `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. Other options are refused.
+            `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. What is kept in memory between
+            saves: `keep`, `every`, `copies`, `folder`, `client_state`; see `InMemory`. Other
+            options are refused.
 
     Returns:
         The engine.
@@ -127,6 +138,7 @@ def _attach(
     how = _saving(options, loader)
     of_background = {key: options.pop(key) for key in BESIDE if key in options}
     beside = beside_training(how.way == BACKGROUND, of_background)
+    in_memory = in_memory_as({key: options.pop(key) for key in IN_MEMORY if key in options})
     of_saves = {*_OF_SAVES, "save"} - {"rng"}
     loading = {key: options[key] for key in options if key not in of_saves}
     check_options(**loading)
@@ -143,7 +155,24 @@ def _attach(
     _say_layouts(engine, model)
     if beside is not None:
         keep_background(engine, Background(beside))
-    _take_over(engine, _DeepSpeedHandle(engine, model, how, family, loading))
+    handle = _DeepSpeedHandle(engine, model, how, family, loading)
+    _take_over(engine, handle)
+    if in_memory is not None:
+        _keep_steps(engine, MemorySteps(handle.lent, in_memory, how.rng))
+
+
+def _keep_steps(engine: Any, kept: MemorySteps) -> None:
+    """Lets each step end with a look whether it is one to be kept."""
+    keep_steps(engine, kept)
+    name = "train_batch" if is_pipeline(engine) else "step"
+    stock = getattr(engine, name)
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        done = stock(*args, **kwargs)
+        kept.ended_step(engine.global_steps)
+        return done
+
+    setattr(engine, name, _instead_of(stock, stepped))
 
 
 def _take_over(engine: Any, handle: "_DeepSpeedHandle") -> None:
@@ -270,12 +299,13 @@ class _DeepSpeedHandle(Handle):
         if stock:
             own = (load_optimizer_states, load_lr_scheduler_states, load_module_only)
             return self.stock_load(load_dir, tag, load_module_strict, *own, custom_load_fn)
-        if nothing:
-            # as DeepSpeed does
-            say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
-            return None, None
-        done = fill(self.program, load_dir, tag, self.family, how)
-        return done.path, done.client_state
+        if not nothing or steps_of(self.program) is not None:
+            with suppress(NotFoundError) if nothing else nullcontext():
+                done = fill(self.program, load_dir, tag, self.family, how)
+                return done.path, done.client_state
+        # as DeepSpeed does
+        say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
+        return None, None
 
 
 def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:
@@ -288,6 +318,8 @@ def _destroy(engine: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) 
     """The end of an engine waits for its last save."""
     try:
         wait(engine)
+        if (kept := steps_of(engine)) is not None:
+            kept.close()
     finally:
         stock(*args, **kwargs)
 

@@ -22,7 +22,8 @@ from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import SaveError, UcpError, UsageError
 from megatron_ucp.reshard import agree
 
-_KEPT = "_ucp_background"  # of an engine
+_KEPT = "_ucp_background"  # of an engine: what works beside its training, by what it does
+_SAVES = "saves"
 _ALL: "weakref.WeakSet[Background]" = weakref.WeakSet()
 
 
@@ -224,12 +225,16 @@ class Background:
 
 def background_of(engine: Any) -> Background | None:
     """What saves an engine beside its training, if anything does."""
-    return getattr(engine, "__dict__", {}).get(_KEPT)
+    return _all_of(engine).get(_SAVES)
 
 
-def keep_background(engine: Any, background: Background) -> None:
-    """From now on the engine is saved so."""
-    engine.__dict__[_KEPT] = background
+def _all_of(engine: Any) -> dict[str, Background]:
+    return getattr(engine, "__dict__", {}).get(_KEPT, {})
+
+
+def keep_background(engine: Any, background: Background, does: str = _SAVES) -> None:
+    """From now on the engine is saved so, or what else it `does`."""
+    engine.__dict__.setdefault(_KEPT, {})[does] = background
 
 
 def skipped(engine: Any, steps: int) -> SaveReport | None:
@@ -241,20 +246,21 @@ def skipped(engine: Any, steps: int) -> SaveReport | None:
     if background.how.busy == "skip" and any(agree.gather(background.is_busy)):
         say.note(f"a save was skipped: that of {background.what} is still under way")
         return under_way(Path(background.what), "", steps, 0.0)
-    wait_together(engine)
+    with agree.together():
+        background.wait()
     return None
 
 
 def wait_together(engine: Any) -> None:
     """As `wait`, on all ranks: what failed on one is raised on each. Collective."""
-    background = background_of(engine)
-    if background is not None:
+    for background in _all_of(engine).values():
         with agree.together():
             background.wait()
 
 
 def wait(engine: Any) -> None:
-    """Waits for a save that goes on in the background. Of no other engine there is any.
+    """Waits for a save that goes on in the background, and for a step that is kept in memory. Of no
+    other engine there is any.
 
     Args:
         engine: A DeepSpeed engine, or what `attach_megatron` returned.
@@ -270,8 +276,8 @@ def wait(engine: Any) -> None:
         >>> engine.save_checkpoint("checkpoints")
         >>> ucp.wait(engine)
     """
-    if (found := background_of(engine)) is not None:
-        found.wait()
+    for background in _all_of(engine).values():
+        background.wait()
 
 
 def _wait_for_all() -> None:

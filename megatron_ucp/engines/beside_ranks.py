@@ -3,6 +3,7 @@ meets, and which outlive the process groups of the program."""
 
 import os
 import socket
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,19 @@ from megatron_ucp.reshard import agree
 
 _START_S = 120.0  # until all ranks are connected
 _DONE = "done"
+_MESSAGE_BYTES = 64 * 2**20  # that go to another rank at once
+
+
+def _messages(
+    runs: Sequence[tuple[int, torch.Tensor]],
+) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Memory of ranks as messages: bytes, the rank, and the number of the message there."""
+    counts: dict[int, int] = {}
+    for rank, memory in runs:
+        for low in range(0, len(memory), _MESSAGE_BYTES):
+            number = counts.get(rank, 0)
+            counts[rank] = number + 1
+            yield memory[low : low + _MESSAGE_BYTES], rank, number
 
 
 class BesideRanks:
@@ -69,6 +83,25 @@ class BesideRanks:
         out = [torch.empty_like(mine) for _ in range(self.world)]
         self._group.allgather([out], [mine], options).wait(patience)
         return [part.numpy().tobytes() for part in out]
+
+    def exchange(
+        self, sent: Sequence[tuple[int, torch.Tensor]], taken: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Sends flat bytes to ranks, and fills others with what ranks send, in the order in which
+        these send it. All that send to each other call it at once. Raises RankError."""
+        try:
+            # all of them wait for what comes before they send: nobody waits for another's turn
+            coming = [self._group.recv([memory], *where) for memory, *where in _messages(taken)]
+            for memory, *where in _messages(sent):
+                self._group.send([memory], *where).wait()
+            for work in coming:
+                work.wait()
+        except RuntimeError as error:
+            raise RankError(
+                "what ranks keep for each other did not arrive: one is gone",
+                found=str(error).strip().partition("\n")[0],
+                fix="look at the output of the other ranks",
+            ) from error
 
     def says(self, what: str) -> None:
         """Keeps what this rank does now for those that wait for it."""

@@ -262,6 +262,13 @@ def _owners(takers: Sequence[Sequence[BufferPart]]) -> dict[BufferPart, int]:
     return out
 
 
+def held_as(
+    one_id: str, run: TakenRun, held_by: Mapping[BufferPart, int], memory: HeldMemory
+) -> HeldRun:
+    """A run as its elements lie in `memory` on this rank; the `one_id` is that of all ranks."""
+    return HeldRun(_Whole(one_id, run, run.manifest, held_by), memory)
+
+
 def _lent_as_held(lent: LentRun) -> HeldRun:
     """A run as its engine holds it, without a copy. Collective."""
     parts = agree.gather(lent.holder.parts())

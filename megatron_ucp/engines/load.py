@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.held import HANDLE, HeldRun, refuse_tag, resume_held
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.memory_steps import steps_of
+from megatron_ucp.engines.recall import Looked, adopt, look
 from megatron_ucp.engines.saves import LOADED, go_on_with
+from megatron_ucp.formats.memory_folder import KeptShare
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.load_options import check_options
@@ -107,6 +111,9 @@ def load(
     asked["load_optimizer_states"] = bool(load_optimizer_states)
     agree.require_same(agree.gather(asked))
     check_options(hyper=hyper, allow=allow, per_rank=per_rank)
+    # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
+    if (kept := steps_of(engine)) is not None and not isinstance(path, HeldRun):
+        adopt(kept, Path(path))
     return fill(engine, path, tag, family, how)
 
 
@@ -143,6 +150,25 @@ def to_fill(engine: Any, family: Any) -> LiveEngine:
     return describe(engine, model)
 
 
+def _resumed(
+    engine: Any, live: Any, path: str | Path | HeldRun, tag: str | None, how: How
+) -> tuple[Report, KeptShare | None]:
+    """Fills an engine from what is held, from a step in memory, or from files; with a share of the
+    step in memory, if it is that."""
+    if isinstance(path, HeldRun):
+        refuse_tag(tag)
+        return resume_held(live, path, how), None
+    kept = steps_of(engine)
+    looked = Looked() if kept is None else look(kept, live, Path(path), tag, how.checksums)
+    if looked.held is None or looked.step is None:
+        report, share = resume(live, path, tag, how), None
+    else:
+        report, share = resume_held(live, looked.held, how), looked.step.first
+        if not (report.client_state or how.module_only):
+            looked.notes.append("it has no client state: attach(client_state=) says what is kept")
+    return replace(report, notes=(*looked.notes, *report.notes)), share
+
+
 @collector_paused()
 def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, how: How) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""
@@ -151,13 +177,11 @@ def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, 
     with torch.inference_mode(False):
         handle: Any = getattr(engine, HANDLE, None)
         live = to_fill(engine, family) if handle is None else handle.to_fill(family)
-        if isinstance(path, HeldRun):
-            refuse_tag(tag)
-            report = resume_held(live, path, how)
-        else:
-            report = resume(live, path, tag, how)
+        report, life = _resumed(engine, live, path, tag, how)
     if not how.module_only:
         go_on_with(engine, report.run_id)
+        if (kept := steps_of(engine)) is not None:
+            kept.goes_on(report.global_steps, life)
     engine.__dict__[LOADED] = report
     say.ended(str(report), report.notes)
     return report

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ucp.engines.memory_steps import KeptReport, steps_of
 from megatron_ucp.engines.saves import LOADED, SAVED, SaveReport
 from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard.report import Report
@@ -10,10 +11,12 @@ from megatron_ucp.reshard.report import Report
 
 @dataclass(frozen=True)
 class Reports:
-    """The last load and the last save of an engine; None for what it has not done."""
+    """The last load and the last save of an engine, and the last step that was kept in memory; None
+    for what it has not done."""
 
     load: Report | None
     save: SaveReport | None
+    memory: KeptReport | None = None
 
     def __str__(self) -> str:
         done = [one for one in (self.load, self.save) if one is not None]
@@ -22,13 +25,15 @@ class Reports:
 
 
 def report(engine: Any) -> Reports:
-    """What the last load and the last save of an engine did, on this rank.
+    """What the last load and the last save of an engine did, and the last step that it kept in
+    memory, on this rank.
 
     Args:
         engine: A DeepSpeed engine, or what `attach_megatron` returned.
 
     Returns:
-        `load` and `save`: meshes, bytes, seconds, notes; None for what has not been done.
+        `load` and `save`: meshes, bytes, seconds, notes. `memory`: step, bytes, seconds. None for
+        what has not been done.
 
     Raises:
         UsageError: For what is no engine.
@@ -46,4 +51,6 @@ def report(engine: Any) -> Reports:
             found=type(engine).__name__,
             fix="give the engine that was loaded or saved",
         )
-    return Reports(kept.get(LOADED), kept.get(SAVED))
+    steps = steps_of(engine)
+    memory = None if steps is None else steps.report
+    return Reports(kept.get(LOADED), kept.get(SAVED), memory)

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ _WRITES, _REMOVES = "writes", "removes"
 # One that clears away is waited for; so is a claim that does not say yet whose it is.
 _PATIENCE_S, _PAUSE_S = 60.0, 0.02
 _ABANDONED_S = 3600.0
+_ENDED = ("Z", "X")  # states of a process that nobody has asked for yet
 
 
 class Claim:
@@ -33,7 +34,7 @@ class Claim:
     def __init__(self, path: Path, handle: int, doing: str) -> None:
         self._path, self._handle = path, handle
         os.ftruncate(handle, 0)
-        os.write(handle, json.dumps({"doing": doing, **_this_process()}).encode())
+        os.write(handle, json.dumps({"doing": doing, **this_process()}).encode())
 
     def release(self) -> None:
         """Lets go; the file goes first, so that nobody takes one that is on its way out."""
@@ -172,7 +173,8 @@ def _is_at(handle: int, path: Path) -> bool:
 # ------------------------------------------------ who it is
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """What tells this process from all others."""
     pid = os.getpid()
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return {
@@ -194,10 +196,19 @@ def _machine() -> str:
 
 def _started(pid: object) -> str:
     """When a process of this machine started, in the kernel's ticks; empty where there is none of
-    that number."""
+    that number, or one that has ended."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in _ENDED else fields[19]
     return ""
+
+
+def is_alive(said: Mapping[str, Any]) -> bool | None:
+    """Whether a process is there of which `this_process` said this; None where nobody here can
+    tell, as of one of another machine."""
+    if not said.get("machine") or said["machine"] != _machine():
+        return None
+    return said.get("started") == _started(said.get("pid"))
 
 
 def _holder(path: Path) -> dict[str, Any]:
@@ -213,8 +224,8 @@ def _is_dead(aside: Path) -> bool:
     if not lock_of(aside).exists():
         return False  # another process takes it away
     holder = _holder(lock_of(aside))
-    if holder.get("machine") and holder["machine"] == _machine():
-        return holder.get("started") != _started(holder.get("pid"))
+    if (alive := is_alive(holder)) is not None:
+        return not alive
     return time.time() - _last_touched(aside) > _ABANDONED_S
 
 

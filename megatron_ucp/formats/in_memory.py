@@ -1,14 +1,19 @@
 """A run in memory, as every operation sees a checkpoint: what it is besides elements of tensors."""
 
+import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest_json import from_json as manifest_of_json
+from megatron_ucp.core.manifest_json import to_json as manifest_to_json
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.errors import NotFoundError
+from megatron_ucp.core.values import NOT_CODED, coded, decoded
+from megatron_ucp.errors import DamagedFileError, NotFoundError
 from megatron_ucp.formats.base import Extras, Where
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.opened_folder import OpenedFolder
 
 _NAME = "what was taken"  # of the one thing in it that is compared and asked, in place of files
@@ -26,6 +31,32 @@ class TakenRun:
     extras: Extras
     beside: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     notes: tuple[str, ...] = ()
+
+
+def to_json(run: TakenRun) -> str:
+    """Text of all of it. Raises TypeError for a value that has no such form."""
+    extras = {one.name: coded(_plain(getattr(run.extras, one.name))) for one in fields(run.extras)}
+    beside = {name: coded(data) for name, data in run.beside.items()}
+    said = {"name": run.name, "extras": extras, "beside": beside, "notes": run.notes}
+    return json.dumps({"manifest": manifest_to_json(run.manifest), **said})
+
+
+def of_json(text: str, file: str) -> TakenRun:
+    """What `to_json` wrote. Raises DamagedFileError."""
+    try:
+        said = json.loads(text)
+        found = {name: decoded(value) for name, value in said["extras"].items()}
+        extras = Extras(**{**found, "scaler": LossScale(**found["scaler"])})
+        beside = {str(name): bytes(decoded(data)) for name, data in said["beside"].items()}
+        manifest = manifest_of_json(said["manifest"], file)
+        return TakenRun(said["name"], manifest, extras, beside, tuple(said["notes"]))
+    except NOT_CODED as error:
+        found = f"{type(error).__name__}: {error}"
+        raise DamagedFileError("this is no run in memory", file=file, found=found) from error
+
+
+def _plain(value: Any) -> Any:
+    return value.said if isinstance(value, LossScale) else value
 
 
 class RunInMemory(OpenedFolder):

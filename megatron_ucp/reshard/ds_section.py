@@ -22,6 +22,10 @@ _KEYS = {
     "on_error": str,
     "snapshot_bytes": int,
     "keep_snapshot": bool,
+    "keep": str,
+    "every": int,
+    "copies": int,
+    "folder": str,
 }
 _OF_LOADS = ("hyper", "checksums", "allow", "rng")
 

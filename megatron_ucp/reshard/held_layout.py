@@ -48,7 +48,7 @@ def spread(run: TakenRun, ranks: int, world: int) -> HeldLayout:
     said = {**run.manifest.run, SAVED_ON: str(run.manifest.mesh)}
     manifest = replace(manifest, run=said)
     parts = [(number, (), 0) for number in range(len(manifest.buffers))]
-    sizes = [_bytes_of(manifest, number) for number, _, _ in parts]
+    sizes = [_bytes_of(manifest, part) for part in parts]
     nobody: set[int] = set()
     owners = evenly([(size, nobody) for size in sizes], ranks)
     takers: list[list[BufferPart]] = [[] for _ in range(world)]
@@ -57,9 +57,72 @@ def spread(run: TakenRun, ranks: int, world: int) -> HeldLayout:
     return HeldLayout(_regrouped(run, manifest), manifest, takers)
 
 
-def _bytes_of(manifest: Manifest, number: int) -> int:
-    buffer = manifest.buffers[number]
-    return sum(buffer.of(state).elems(0) * ITEMSIZE[dtype] for state, dtype in buffer.states)
+def _bytes_of(manifest: Manifest, part: BufferPart) -> int:
+    buffer = manifest.buffers[part[0]]
+    return sum(buffer.of(state).elems(part[2]) * ITEMSIZE[dtype] for state, dtype in buffer.states)
+
+
+@dataclass(frozen=True)
+class CopiedLayout:
+    """What ranks keep so that machines may be lost: each its `own` parts, of those that it has, and
+    what it gets of others (part, rank that gives it, rank that gets it)."""
+
+    own: Sequence[Sequence[BufferPart]]
+    sent: Sequence[tuple[BufferPart, int, int]]
+
+    def kept_by(self, rank: int) -> list[BufferPart]:
+        """All that a rank keeps, its own parts first."""
+        return [*self.own[rank], *(part for part, _, taker in self.sent if taker == rank)]
+
+
+def copied(
+    manifest: Manifest, here: Sequence[Sequence[BufferPart]], nodes: Sequence[str], copies: int
+) -> CopiedLayout:
+    """Each part on one machine and on `copies` more, as far as there are so many: machines that
+    have it keep it themselves, the others are the next ones in order. On each machine the ranks
+    share the work. `here` are the parts that ranks have, `nodes` their machines."""
+    holders: dict[BufferPart, dict[str, list[int]]] = {}
+    for rank, parts in enumerate(here):
+        for part in parts:
+            holders.setdefault(part, {}).setdefault(nodes[rank], []).append(rank)
+    work = _Work(nodes, copies + 1)
+    for part, having in holders.items():
+        work.give(part, having, _bytes_of(manifest, part))
+    return CopiedLayout(work.own, work.sent)
+
+
+class _Work:
+    """What the ranks of `nodes` keep, each part on `wanted` machines."""
+
+    def __init__(self, nodes: Sequence[str], wanted: int) -> None:
+        self._ranks: dict[str, list[int]] = {}  # of each machine
+        for rank, node in enumerate(nodes):
+            self._ranks.setdefault(node, []).append(rank)
+        self._wanted, self._bytes = wanted, [0] * len(nodes)
+        self.own: list[list[BufferPart]] = [[] for _ in nodes]
+        self.sent: list[tuple[BufferPart, int, int]] = []
+
+    def give(self, part: BufferPart, having: dict[str, list[int]], size: int) -> None:
+        """A part that some machines have, each on some ranks."""
+        first, *more = sorted(having, key=lambda node: self._bytes[self._least(having[node])])
+        near = [first, *more][: self._wanted]
+        givers = [self._takes(having[node], size) for node in near]
+        for rank in givers:
+            self.own[rank].append(part)
+        order = [*self._ranks]
+        at = order.index(first)
+        others = [node for node in order[at:] + order[:at] if node not in near]
+        for node in others[: self._wanted - len(near)]:
+            self.sent.append((part, givers[0], self._takes(self._ranks[node], size)))
+
+    def _least(self, ranks: Sequence[int]) -> int:
+        return min(ranks, key=lambda rank: (self._bytes[rank], rank))
+
+    def _takes(self, ranks: Sequence[int], size: int) -> int:
+        """The rank among some that keeps so many more bytes."""
+        rank = self._least(ranks)
+        self._bytes[rank] += size
+        return rank
 
 
 def _wanted(run: TakenRun, target: Target) -> Wanted:

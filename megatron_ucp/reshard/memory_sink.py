@@ -9,6 +9,7 @@ import torch
 from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError
+from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import (
     Sums,
@@ -22,6 +23,8 @@ from megatron_ucp.reshard.fingerprint import (
 from megatron_ucp.reshard.overflows import Lost
 from megatron_ucp.reshard.shared_memories import SharedMemories
 from megatron_ucp.reshard.transfer import Proved, SinkPart, TransferRun
+
+_ALIGNED_BYTES = 64  # where slots begin in flat memory
 
 
 class HeldMemory:
@@ -53,6 +56,24 @@ class HeldMemory:
             for state, dtype in buffer.states:
                 elems = buffer.of(state).elems(part[2])
                 self._memory[Slot(*part, state)] = torch.empty(elems, dtype=TORCH_DTYPES[dtype])
+
+    def places(self) -> list[tuple[Slot, int, int]]:
+        """All of it in flat memory: each slot, its first byte, and how many it has."""
+        out: list[tuple[Slot, int, int]] = []
+        at = 0
+        for part in self._parts:
+            buffer = self.manifest.buffers[part[0]]
+            for state, dtype in buffer.states:
+                size = buffer.of(state).elems(part[2]) * ITEMSIZE[dtype]
+                out.append((Slot(*part, state), at, size))
+                at += size + -size % _ALIGNED_BYTES
+        return out
+
+    def lie_in(self, flat: torch.Tensor, places: Sequence[tuple[Slot, int, int]]) -> None:
+        """Its slots are these bytes of flat memory."""
+        for slot, at, size in places:
+            dtype = TORCH_DTYPES[self.manifest.buffers[slot.buffer].dtype_of(slot.state)]
+            self._memory[slot] = flat[at : at + size].view(dtype)
 
     def release(self) -> None:
         """Lets go of all of it."""

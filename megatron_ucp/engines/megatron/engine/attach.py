@@ -19,8 +19,16 @@ from megatron_ucp.engines.megatron.engine.present import PresentStates, present_
 from megatron_ucp.engines.megatron.engine.refuse import refuse_stack
 from megatron_ucp.engines.megatron.engine.save import save as save_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+from megatron_ucp.engines.megatron.engine.steps import StackSteps
 from megatron_ucp.engines.megatron.engine.taken import taken
 from megatron_ucp.engines.megatron.names import bare_model
+from megatron_ucp.engines.memory_steps import (
+    IN_MEMORY,
+    InMemory,
+    MemorySteps,
+    in_memory_as,
+    keep_steps,
+)
 from megatron_ucp.engines.saves import BACKGROUND, DIRECT, SaveReport, refuse_way
 from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.engines.versions import check_versions
@@ -53,7 +61,9 @@ def attach_megatron(
         save: When `ucp.save` writes the files: before it returns ("direct", the default), or while
             training goes on ("background": it returns when a snapshot is taken; see `wait`).
         beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
-            `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. Other options are refused.
+            `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. What is kept in memory between
+            saves: `keep`, `every`, `copies`, `folder`, `client_state`; see `InMemory`. Other
+            options are refused.
 
     Returns:
         The stack, whose `iteration` and `consumed_samples` a load sets and a save writes.
@@ -70,7 +80,7 @@ def attach_megatron(
     """
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_versions()
-    how = _saved_how(save, beside)
+    how, in_memory = _saved_how(save, beside)
     with agree.together():
         refuse_stack(chunks, optimizer)
         inner_optimizers(optimizer)  # all of a known kind
@@ -83,26 +93,34 @@ def attach_megatron(
     stack.ucp = _StackHandle(stack, bare_model(chunks[0]), model)
     if how is not None:
         keep_background(stack, Background(how))
+    if in_memory is not None:
+        kept = MemorySteps(stack.ucp.lent, in_memory)
+        keep_steps(stack, kept)
+        StackSteps(stack, kept).watch()
     return stack
 
 
-def _saved_how(way: str | None, options: dict[str, Any]) -> BesideTraining | None:
-    """How saves go on beside training; None where they don't. Collective. Raises UsageError."""
+def _saved_how(
+    way: str | None, options: dict[str, Any]
+) -> tuple[BesideTraining | None, InMemory | None]:
+    """How saves go on beside training, and what is kept in memory; None for what is not.
+    Collective. Raises UsageError."""
     with agree.together() as told:
         told.value = {key: agree.plain_option(one) for key, one in {"save": way, **options}.items()}
     agree.require_same(told.values)
     with agree.together():
         if way not in (None, *_WAYS):
             refuse_way(way, _WAYS)
-        if unknown := {*options} - {*BESIDE}:
+        if unknown := {*options} - {*BESIDE, *IN_MEMORY}:
             raise UsageError(
                 "an option is not known",
-                expected=", ".join(("save", *BESIDE)),
+                expected=", ".join(("save", *BESIDE, *IN_MEMORY)),
                 found=", ".join(sorted(unknown)),
                 fix="give one of these options",
             )
-        how = beside_training(way == BACKGROUND, options)
-    return how
+        of_memory = {key: options.pop(key) for key in IN_MEMORY if key in options}
+        how, in_memory = beside_training(way == BACKGROUND, options), in_memory_as(of_memory)
+    return how, in_memory
 
 
 class _StackHandle(Handle):

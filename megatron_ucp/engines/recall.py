@@ -1,0 +1,224 @@
+"""Loads from steps that machines keep in memory: the newest one that is there as a whole, where no
+tag on disk is as new."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron_ucp.core.manifest import BufferPart
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.engines.held import HeldRun, held_as
+from megatron_ucp.engines.memory_steps import MemorySteps, part_of
+from megatron_ucp.engines.random_states import STEPS
+from megatron_ucp.errors import UcpError, some_of
+from megatron_ucp.formats import in_memory
+from megatron_ucp.formats.durable import manifest_of
+from megatron_ucp.formats.memory_folder import KeptShare, MemoryFolder, damaged, node
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.tags import find_tag, has_state_files
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.memory_sink import HeldMemory
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step as machines keep it: `shares` are those of each machine."""
+
+    id: str
+    shares: Mapping[str, Sequence[KeptShare]]
+
+    @property
+    def first(self) -> KeptShare:
+        """A share, which says what all of them say."""
+        return next(iter(self.shares.values()))[0]
+
+    @property
+    def held_by(self) -> dict[BufferPart, int]:
+        """The parts that are kept, each with a rank that kept it."""
+        every = (share for own in self.shares.values() for share in own)
+        return {part_of(one.slot): share.rank for share in every for one in share.slots}
+
+
+@dataclass
+class Looked:
+    """What was found in memory: the `step` to go on from and what this rank holds of it (None: the
+    disk has a newer one, or nothing is whole); `came_to` is the last step that the run is known to
+    have come to. `notes` say what was chosen, and why."""
+
+    step: KeptStep | None = None
+    held: HeldRun | None = None
+    came_to: int = 0
+    notes: list[str] = field(default_factory=list[str])
+
+
+def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, checksums: bool) -> Looked:
+    """Looks for a step in memory that is newer than the tag on disk; for none where a tag is named.
+    Collective. Raises a UcpError on every rank."""
+    found = Looked()
+    if tag is not None or not kept.is_of(path):
+        return found
+    nodes = agree.gather(node())
+    steps = _listed(kept, nodes, found)
+    disk = agree.collect(lambda: _step_on_disk(engine, path) if not agree.world()[0] else None)[0]
+    for step in steps:
+        if disk is not None and disk >= step.first.steps:
+            break
+        found.held = _held(kept.folder, step, nodes, checksums, found)
+        if found.held is not None:
+            found.step = step
+            break
+    if steps:
+        _say_chosen(found, disk)
+    return found
+
+
+def adopt(kept: MemorySteps, path: Path) -> None:
+    """What is kept is of the run in a folder, or of that around a tag, if of none yet.
+    Collective."""
+    is_tag = agree.collect(lambda: path.is_dir() and has_state_files(path))[0]
+    kept.adopt(path.absolute().parent if is_tag else path)
+
+
+def _listed(kept: MemorySteps, nodes: Sequence[str], found: Looked) -> list[KeptStep]:
+    """All steps in memory, the newest one first. Collective."""
+    with agree.together() as block:
+        if nodes.index(node()) == agree.world()[0]:
+            block.value = node(), *_on_machine(kept)
+    steps: dict[str, dict[str, list[KeptShare]]] = {}
+    for name, shares, came_to, others in filter(None, block.values):
+        found.came_to = max(found.came_to, came_to)
+        if others:
+            found.notes.append(
+                f"{name}: a process that lives keeps steps in memory for this folder, which are "
+                "left alone"
+            )
+        for share in shares:
+            steps.setdefault(share.id, {}).setdefault(name, []).append(share)
+    every = [KeptStep(name, shares) for name, shares in steps.items()]
+    return sorted(every, key=lambda one: (one.first.kept_at, one.id), reverse=True)
+
+
+def _on_machine(kept: MemorySteps) -> tuple[list[KeptShare], int, bool]:
+    """What is left on this machine; the last step that a run came to here; and whether others that
+    live keep something here."""
+    folder, own = kept.folder, set() if kept.life is None else {kept.life.id}
+    dead, alive = folder.lives()
+    lives = [*dead, *own]
+    came_to = max((folder.steps_seen(life) for life in lives), default=0)
+    return folder.shares(lives), came_to, bool({*alive} - own)
+
+
+def _step_on_disk(engine: Engine, path: Path) -> int | None:
+    """That of the newest tag; None where there is none that can be read."""
+    with suppress(UcpError, OSError):
+        folder = find_tag(path).folder
+        with suppress(UcpError, OSError, KeyError):
+            return int(manifest_of(folder).run[STEPS])
+        with open_checkpoint(folder, told=engine.told()) as checkpoint:
+            return checkpoint.extras.counters.get(STEPS, 0)
+    return None
+
+
+def _say_chosen(found: Looked, disk: int | None) -> None:
+    on_disk = "no tag on disk" if disk is None else f"the newest tag on disk is of step {disk:,}"
+    steps = disk or 0
+    if found.step is not None:
+        steps = found.step.first.steps
+        later = "" if disk is None else f", {steps - disk:,} before it"
+        found.notes.append(f"from memory: step {steps:,}; {on_disk}{later}")
+    else:
+        found.notes.append(f"from disk: no whole step in memory is newer; {on_disk}")
+    if found.came_to > steps:
+        lost = found.came_to - steps
+        found.notes.append(f"the run had come to step {found.came_to:,}: {lost:,} are done again")
+
+
+# ------------------------------------------------ one step
+
+
+def _held(
+    folder: MemoryFolder, step: KeptStep, nodes: Sequence[str], checksums: bool, found: Looked
+) -> HeldRun | None:
+    """A step as this rank holds it; None where it is not whole. Collective."""
+    what, parts = f"step {step.first.steps:,} in memory", step.first.parts
+    if len(step.held_by) < parts:
+        found.notes.append(_not_whole(what, len(step.held_by), parts, step.shares))
+        return None
+    own = _Own(folder, checksums)
+    with agree.together() as block:
+        rank = agree.world()[0]
+        here = [number for number, name in enumerate(nodes) if name == nodes[rank]]
+        for share in step.shares.get(nodes[rank], ())[here.index(rank) :: len(here)]:
+            own.take(share)
+        block.value = [*own.parts], own.faults
+    whole = {part for kept, _ in block.values for part in kept}
+    found.notes += [fault for _, faults in block.values for fault in faults]
+    if len(whole) < parts:
+        found.notes.append(_not_whole(what, len(whole), parts, step.shares))
+        return None
+    return own.held(step)
+
+
+def _not_whole(what: str, there: int, parts: int, machines: Mapping[str, object]) -> str:
+    where = some_of(sorted(machines))
+    return f"{what} is not whole: {there} of its {parts} parts are left, on {where}"
+
+
+class _Own:
+    """What this rank reads of a step, as far as it is as it was."""
+
+    def __init__(self, folder: MemoryFolder, checksums: bool) -> None:
+        self._folder, self._checksums = folder, checksums
+        self._slots: dict[BufferPart, list[tuple[Slot, torch.Tensor]]] = {}
+        self.run: in_memory.TakenRun | None = None
+        self.faults: list[str] = []
+
+    @property
+    def parts(self) -> list[BufferPart]:
+        """Those that are whole."""
+        return [*self._slots]
+
+    def take(self, share: KeptShare) -> None:
+        """Takes the parts of a share; what is wrong with it is in `faults`."""
+        what = f"step {share.steps:,} in memory, of rank {share.rank}"
+        try:
+            self.run = self.run or self._run(share)
+            memory = self._folder.bytes_of(share.life, share.turn, share.rank)
+            wrong = damaged(share, memory, self._checksums)
+        except (UcpError, OSError, ValueError) as error:
+            self.faults.append(f"{what}: {error.args[0] if error.args else error}")
+            return
+        if wrong:
+            self.faults.append(f"{what}: {self._names(wrong[0].slot)} is not as it was written")
+        bad = {part_of(one.slot) for one in wrong}
+        for one in share.slots:
+            if part_of(one.slot) not in bad:
+                own = memory[one.offset_bytes : one.offset_bytes + one.size_bytes]
+                self._slots.setdefault(part_of(one.slot), []).append((one.slot, own))
+
+    def _run(self, share: KeptShare) -> in_memory.TakenRun:
+        text = self._folder.run_of(share)
+        if text is None:
+            raise ValueError("what is said of the run can't be read")
+        return in_memory.of_json(text, str(self._folder.path))
+
+    def _names(self, slot: Slot) -> str:
+        """A slot as users know it."""
+        if self.run is None:
+            return str(slot)
+        params = [member.param for member in self.run.manifest.buffers[slot.buffer].members]
+        return f"{slot.state} of {some_of(params, 2)}"
+
+    def held(self, step: KeptStep) -> HeldRun:
+        """All of it, without a copy; of a rank that reads nothing, nothing."""
+        if self.run is None:
+            return HeldRun()
+        memory = HeldMemory(self.run.manifest, self.parts)
+        for slots in self._slots.values():
+            for slot, own in slots:
+                memory.lie_in(own, [(slot, 0, len(own))])
+        return held_as(step.id, self.run, step.held_by, memory)
