@@ -194,17 +194,17 @@ def _entries(model: Any) -> Iterator[Any]:
 
     copies: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     asked = {"singleton_local_shards": True, "dp_cp_group": copies}
-    try:
-        with _offsets_kept():
-            said = model.sharded_state_dict(metadata=asked)
-    except Exception as error:
+    kept, said = agree.KeptBack(), None
+    with kept, _offsets_kept():
+        said = model.sharded_state_dict(metadata=asked)
+    if kept.error is not None:
         raise UnsupportedError(
             "the model can't say how its parameters are cut",
             expected=SOURCE,
-            found=f"{type(error).__name__}: {error}",
+            found=f"{type(kept.error).__name__}: {kept.error}",
             fix="mend that method of its modules: megatron-core's own saves call it too",
             id="layout-unknown",
-        ) from error
+        ) from kept.error
     yield from _of_kind(said, (ShardedTensor, ShardedTensorFactory))
 
 
