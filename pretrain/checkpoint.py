@@ -31,7 +31,7 @@ from megatron_ucp.formats.tags import has_state_files, nothing_there, tag_folder
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.folder_sink import require_plain
 from megatron_ucp.reshard.report import Report
-from pretrain import hugging_face, same_data
+from pretrain import elastic, hugging_face, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
@@ -314,7 +314,7 @@ def padded_vocab(vocab: int, args: argparse.Namespace, saved: Saved | None) -> i
     it must, and with --allow-vocab-resize."""
     tp = args.tensor_model_parallel_size
     if saved is None:
-        multiple = args.make_vocab_size_divisible_by * tp
+        multiple = args.make_vocab_size_divisible_by * elastic.vocabulary_multiple(args)
         return math.ceil(vocab / multiple) * multiple
     stored = saved.padded_vocab
     if stored < vocab:
