@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 from lib.nodes import Node, Nodes, kill  # beside this file
 from lib.resumes import print_rows
@@ -91,8 +92,7 @@ def run_through(nodes: Nodes, script: list[str], log: Path, each: int) -> tuple[
     print(f"a node joins after iteration {read(log)[-1].last}", flush=True)
     joins = nodes.start(1, script)
     for node in (stays, joins):
-        if nodes.wait(node, 300):
-            sys.exit(f"elastic: {node.log.read_text()[-3000:]}\nelastic: see {node.log}")
+        end_of(nodes, node)
     return stays, [killed, joined]
 
 
@@ -162,18 +162,28 @@ def draw(
     losses.set_title("Each start goes on where the one before it was saved")
     losses.legend(fontsize="small")
     ranks.set(xlabel="seconds", ylabel="ranks at work", ylim=(0, 4.5))
+    draw_seconds(parts, seconds)
+    legend = seconds.get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=len(PARTS), fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def draw_seconds(parts: list[dict[str, float]], axes: Any) -> None:
+    """Where the seconds went, a bar for each restart."""
     for number, (name, part) in enumerate(zip(("killed", "joined"), parts, strict=True)):
         left = 0.0
         for place, what in enumerate(PARTS):
             label = what if not number else None
-            seconds.barh(name, part[what], left=left, color=f"C{place}", label=label)
+            axes.barh(name, part[what], left=left, color=f"C{place}", label=label)
             left += part[what]
-    seconds.set(xlabel="seconds to the next step")
-    seconds.invert_yaxis()
-    figure.legend(
-        *seconds.get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS)
-    )
-    figure.savefig(path, dpi=110)
+    axes.set(xlabel="seconds to the next step")
+    axes.invert_yaxis()
+
+
+def end_of(nodes: Nodes, node: Node) -> None:
+    """Waits until an agent is done; ends the example where it failed."""
+    if nodes.wait(node, 300):
+        sys.exit(f"elastic: {node.log.read_text()[-3000:]}\nelastic: see {node.log}")
 
 
 def main() -> int:
@@ -184,13 +194,11 @@ def main() -> int:
         (out / name).mkdir(parents=True)
     print(f"without interruption: {args.iterations} iterations on four ranks", flush=True)
     with Nodes(out / "whole", most=1) as nodes:
-        node = nodes.start(4, command(out / "whole", args.iterations, args.iterations))
-        if nodes.wait(node, 300):
-            sys.exit(f"elastic: {node.log.read_text()[-3000:]}\nelastic: see {node.log}")
+        end_of(nodes, nodes.start(4, command(out / "whole", args.iterations, args.iterations)))
     (whole,) = read(out / "whole" / "log.jsonl")
+    print("the same, elastic: two nodes, of three ranks and of one", flush=True)
     log = out / "elastic" / "log.jsonl"
     script = command(out / "elastic", args.iterations, args.interval)
-    print("the same, elastic: two nodes, of three ranks and of one", flush=True)
     with Nodes(out / "elastic") as nodes:
         stays, happened = run_through(nodes, script, log, args.iterations // 3)
     starts = read(log)

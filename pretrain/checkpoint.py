@@ -373,7 +373,7 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     if weights_only:
         return Position(), report
     _say_other_data(saved, args)
-    position = Position(saved.iteration, saved.consumed)
+    position = _position(report, saved)
     if not saved.args:
         say(
             f"  the checkpoint is of another program: iteration {position.iteration} and "
@@ -387,6 +387,14 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
             "from the consumed samples"
         )
     return position, report
+
+
+def _position(report: Report, saved: Saved) -> Position:
+    """Where what was loaded was: it says that itself, where this program saved it."""
+    said = report.client_state
+    if {"iteration", "consumed_train_samples"} <= said.keys():
+        return Position(int(said["iteration"]), int(said["consumed_train_samples"]))
+    return Position(saved.iteration, saved.consumed)
 
 
 def _say_other_data(saved: Saved, args: argparse.Namespace) -> None:

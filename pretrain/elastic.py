@@ -30,8 +30,18 @@ def waits(given: Mapping[str, Any]) -> timedelta:
 
 def check_launcher(given: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     """Raises UsageError where torchrun's agents keep one store for all of their starts: gloo and
-    NCCL would look for ranks of the start before (pytorch 135712)."""
-    if given.get("elastic") and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    NCCL would look for ranks of the start before (pytorch 135712). Also where NCCL is told to wait
+    for ever."""
+    if not given.get("elastic"):
+        return
+    if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+        raise UsageError(
+            "with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 a rank waits for a lost node for ever",
+            expected="1, as torchrun sets it",
+            found="0",
+            fix="unset it on every node, and start again",
+        )
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UsageError(
             "torchrun shares its store with the ranks: after a restart they would wait for those "
             "that are gone",

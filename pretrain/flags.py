@@ -221,7 +221,7 @@ ELASTIC = (
         bool,
         False,
         "after each start by torchrun: a mesh for the ranks that are there, the same global batch, "
-        "from the newest whole tag in --save on",
+        "from the newest whole tag in --save on; needs --save-interval and --global-batch-size",
     ),
     Flag(
         "--elastic-meshes",

@@ -172,6 +172,8 @@ def test_the_launcher_and_the_waits() -> None:
     with pytest.raises(UsageError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         elastic.check_launcher({"elastic": True}, shares)
     elastic.check_launcher({}, shares)
+    with pytest.raises(UsageError, match="waits for a lost node for ever"):
+        elastic.check_launcher({"elastic": True}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
     elastic.check_launcher({"elastic": True}, {"TORCHELASTIC_USE_AGENT_STORE": "False"})
     elastic.check_launcher({"elastic": True}, {})
     minutes = [
