@@ -134,6 +134,15 @@ def test_a_batch_within_the_tolerance_is_said(
     assert found["losses"][0] == pytest.approx(llama.result["losses"][SAVED], abs=0.2)
 
 
+def test_from_one_engine_to_the_other(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
+    """DeepSpeed's save, megatron-core's own engine."""
+    engine = ("--engine", "megatron", "--elastic-meshes", "dp=2,zero=1")
+    found = start_again(ranks, llama, tmp_path, JOB, *engine)
+    assert "elastic: 2 ranks, tp=1,pp=1,dp=2,zero=1" in found["said"], found
+    assert (found["first"], found["consumed"]) == (SAVED, ITERATIONS * 8)
+    assert found["losses"] == pytest.approx(llama.result["losses"][SAVED:], rel=0, abs=1e-5)
+
+
 def test_no_mesh_for_the_ranks_is_an_error_on_each(
     ranks: RankPool, llama: Source, tmp_path: Path
 ) -> None:
@@ -218,7 +227,7 @@ def test_a_node_that_joins_and_one_that_is_given_back_cost_nothing(
 ) -> None:
     """With notice, the run is saved at the step where it is."""
     want = uninterrupted(ranks, tmp_path / "whole", OF_NODES)
-    log, script = tmp_path / "log.jsonl", saving(tmp_path, OF_NODES)
+    log, script = tmp_path / "log.jsonl", [*saving(tmp_path, OF_NODES), "--async-save"]
     with Nodes(tmp_path) as nodes:
         stays = nodes.start(1, script)
         wait_until(lambda starts: bool(starts) and starts[-1].last > 10, log, stays)
