@@ -25,7 +25,14 @@ def waits(given: Mapping[str, Any]) -> timedelta:
     """How long a rank waits for others at most. Of an elastic run it is less: where a node is lost
     without a word, nothing else ends the wait."""
     usual = ELASTIC_MINUTES if given.get("elastic") else MINUTES
-    return timedelta(minutes=given.get("distributed_timeout_minutes", usual))
+    minutes = given.get("distributed_timeout_minutes")
+    return timedelta(minutes=usual if minutes is None else minutes)
+
+
+def of_saves(args: argparse.Namespace) -> dict[str, float]:
+    """Options of saves in the background: of an elastic run they too wait for no dead rank."""
+    bounded = args.elastic and args.async_save
+    return {"deadline": waits(vars(args)).total_seconds()} if bounded else {}
 
 
 def check_launcher(given: Mapping[str, Any], environment: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models, pipeline, ulysses
 from megatron_ucp.errors import UsageError
+from pretrain import elastic
 from pretrain.engine import DEEPSPEED, MEGATRON, chunks_of
 from pretrain.experts import experts_of
 from pretrain.schedule import Scheduler, Settings
@@ -68,7 +69,7 @@ def bound_waits(patience: timedelta) -> None:
     """Every process group that there is waits for other ranks so long at most: DeepSpeed and
     megatron-core make theirs with 30 minutes, whatever the default group has."""
     if dist.get_world_size() == 1:
-        return  # nobody to wait for, in a store that no group asks
+        return
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(patience, group)
 
@@ -156,6 +157,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.async_save:
         keep["save"] = "background"
     config["universal_checkpoint"] = {
+        **elastic.of_saves(args),
         **config.get("universal_checkpoint", {}),
         "enabled": True,
         "rng": not args.no_save_rng,

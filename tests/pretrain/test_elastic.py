@@ -181,6 +181,8 @@ def test_the_launcher_and_the_waits() -> None:
         for argv in ([], ["--elastic"], ["--elastic", "--distributed-timeout-minutes", "0.5"])
     ]
     assert minutes == [30, 10, 0.5]
+    assert elastic.of_saves(arguments(2, "--async-save")) == {"deadline": 600}
+    assert not elastic.of_saves(arguments(2))
 
 
 def test_other_families_too() -> None:

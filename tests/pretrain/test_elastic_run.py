@@ -136,7 +136,7 @@ def test_a_batch_within_the_tolerance_is_said(
 
 def test_from_one_engine_to_the_other(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
     """DeepSpeed's save, megatron-core's own engine."""
-    engine = ("--engine", "megatron", "--elastic-meshes", "dp=2,zero=1")
+    engine = ("--engine", "megatron", "--elastic-meshes", "dp=2,zero=1", "--async-save")
     found = start_again(ranks, llama, tmp_path, JOB, *engine)
     assert "elastic: 2 ranks, tp=1,pp=1,dp=2,zero=1" in found["said"], found
     assert (found["first"], found["consumed"]) == (SAVED, ITERATIONS * 8)
