@@ -112,8 +112,8 @@ def choose_mesh(args: argparse.Namespace, ranks: int) -> None:
             f"no mesh of --elastic-meshes has {ranks} ranks",
             expected="; ".join(f"{mesh} ({mesh.world} ranks)" for mesh in meshes),
             found=f"{ranks} ranks",
-            fix=f"add a mesh of {ranks} ranks; or let torchrun wait for more nodes: --nnodes with "
-            "a higher minimum",
+            fix=f"add a mesh of {ranks} ranks; or keep torchrun's --nnodes to numbers of nodes that "
+            "have a mesh",
         )
     _set(args, found)
 
@@ -126,8 +126,8 @@ def _keep(args: argparse.Namespace, ranks: int) -> None:
             f"{ranks} ranks can't keep tp={tp}, pp={pp}",
             expected=f"a multiple of {each} ranks",
             found=f"{ranks} ranks",
-            fix=f'allow a mesh of {ranks} ranks: --elastic-meshes "dp={ranks},zero=1;..."; or let '
-            "torchrun wait for more nodes: --nnodes with a higher minimum",
+            fix=f'allow a mesh of {ranks} ranks: --elastic-meshes "dp={ranks},zero=1;..."; or keep '
+            "torchrun's --nnodes to numbers of nodes that have a mesh",
         )
 
 
