@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from pretrain import elastic, engine, experts
@@ -167,10 +168,9 @@ def complete_each(
 ) -> Iterator[argparse.Namespace]:
     """All arguments on each of --elastic-meshes. Raises UsageError for the first one that can't be:
     a run that starts on another one shall not come to it in the night."""
-    early = argparse.Namespace(elastic_meshes=given.get("elastic_meshes"))
-    for mesh in elastic.allowed(early):
+    for mesh in elastic.listed(given.get("elastic_meshes")):
         try:
-            yield complete(given | {"elastic_meshes": str(mesh)}, mesh.world, saved)
+            yield complete(given | {"elastic_meshes": mesh}, Mesh.parse(mesh).world, saved)
         except UsageError as error:
             error.problem += f" (on {mesh} of --elastic-meshes)"
             raise

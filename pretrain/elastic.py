@@ -65,9 +65,14 @@ def goes_on(given: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"load": given["save"], "universal_checkpoint": True}
 
 
+def listed(meshes: str | None) -> list[str]:
+    """The meshes of --elastic-meshes one by one, in the order and the words of the user."""
+    return [text for text in map(str.strip, (meshes or "").split(";")) if text]
+
+
 def allowed(args: argparse.Namespace) -> list[Mesh]:
-    """The meshes of --elastic-meshes, in the order of the user. Raises UsageError."""
-    return [Mesh.parse(text) for text in (args.elastic_meshes or "").split(";") if text.strip()]
+    """The meshes of --elastic-meshes. Raises UsageError."""
+    return [Mesh.parse(text) for text in listed(args.elastic_meshes)]
 
 
 def vocabulary_multiple(args: argparse.Namespace) -> int:
@@ -112,8 +117,8 @@ def choose_mesh(args: argparse.Namespace, ranks: int) -> None:
             f"no mesh of --elastic-meshes has {ranks} ranks",
             expected="; ".join(f"{mesh} ({mesh.world} ranks)" for mesh in meshes),
             found=f"{ranks} ranks",
-            fix=f"add a mesh of {ranks} ranks; or keep torchrun's --nnodes to numbers of nodes that "
-            "have a mesh",
+            fix=f"add a mesh of {ranks} ranks; or keep torchrun's --nnodes to numbers of nodes "
+            "that have a mesh",
         )
     _set(args, found)
 

@@ -137,7 +137,9 @@ def test_each_allowed_mesh_is_looked_at_before_the_first_step() -> None:
     assert complete(given, 4).data_parallel_size == 2
     with pytest.raises(UsageError, match="by 5 data-parallel ranks") as caught:
         list(complete_each(given))
-    assert "on tp=1,pp=1,dp=5,zero=0 of --elastic-meshes" in str(caught.value)
+    assert "on dp=5 of --elastic-meshes" in str(caught.value)
+    with pytest.raises(UsageError, match="on tp=2,pp=2,dp=1 of --elastic-meshes"):
+        list(complete_each(given | {"zero_stage": 3}))  # a stage that no mesh says is the flag's
     good = parse([*ELASTIC, *BATCH, "--elastic-meshes", MESHES])
     assert [args.world_size for args in complete_each(good)] == [4, 3, 4]
     assert not list(complete_each(parse([*ELASTIC, *BATCH])))

@@ -195,30 +195,24 @@ def test_killed_at_random_moments(ranks: RankPool, tmp_path: Path) -> None:
     want = uninterrupted(ranks, tmp_path / "whole", LONG)
     dice, log, script = random.Random(5), tmp_path / "log.jsonl", saving(tmp_path, LONG)
     with Nodes(tmp_path, restarts=4 * MOMENTS) as nodes:
-        stays, other = nodes.start(1, script), nodes.start(1, script)
-        wait_until(lambda starts: bool(starts) and starts[-1].last >= 1, log, stays)
+        there = [nodes.start(1, script) for _ in range(2)]
+        wait_until(lambda starts: bool(starts) and starts[-1].last >= 1, log, there[0])
         for _ in range(MOMENTS):
             time.sleep(dice.uniform(0, 12))
-            assert stays.agent.poll() is None, stays.log.read_text()[-3000:]
-            if other.agent.poll() is not None:
-                other = nodes.start(1, script)
+            assert all(n.agent.poll() is None for n in there), there[0].log.read_text()[-3000:]
+            if len(there) == 2 and dice.random() < 0.4:
+                kill(there.pop(dice.randrange(2)))
                 continue
-            if dice.random() < 0.4:
-                kill(other)
-            else:
-                kill_a_rank(dice.choice([stays, other]))
-        for node in (stays, other):
-            if node is stays or node.agent.poll() is None:
-                assert nodes.wait(node, 300) == 0, node.log.read_text()[-3000:]
+            for rank in dice.choice(there).living():
+                rank.process.send_signal(signal.SIGKILL)
+            if len(there) == 1:
+                there.append(nodes.start(1, script))
+        for node in there:
+            assert nodes.wait(node, 300) == 0, node.log.read_text()[-3000:]
     starts = read(log)
     assert not wrong_losses(starts, want)
     assert all(lost <= INTERVAL for lost in lost_steps(starts)), lost_steps(starts)
     assert {start.entry["ranks"] for start in starts} == {1, 2}
-
-
-def kill_a_rank(node: Node) -> None:
-    for rank in node.living():
-        rank.process.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.slow
