@@ -4,15 +4,17 @@ UsageError that names flags."""
 import argparse
 import difflib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
-from pretrain import engine, experts
+from pretrain import elastic, engine, experts
 from pretrain.config_file import merge_config
 from pretrain.family import USUAL, check_fixed, fixed_by
-from pretrain.flags import FLAGS, IGNORED, MODEL, REFUSED, Flag
+from pretrain.flags import FLAGS, MODEL, Flag
+from pretrain.foreign_flags import IGNORED, REFUSED
 
 # Arguments that make another model: they come from the checkpoint, or must agree with it.
 MODEL_ARGUMENTS = (
@@ -154,9 +156,24 @@ def complete(
     _model(args, given)
     experts.check_experts(args, given)
     _choices(args)
+    if args.elastic:
+        elastic.choose_mesh(args, world)
     _mesh_and_batch(args, world)
     _lengths(args)
     return args
+
+
+def complete_each(
+    given: Given, saved: Mapping[str, Any] | None = None
+) -> Iterator[argparse.Namespace]:
+    """All arguments on each of --elastic-meshes. Raises UsageError for the first one that can't be:
+    a run that starts on another one shall not come to it in the night."""
+    for mesh in elastic.listed(given.get("elastic_meshes")):
+        try:
+            yield complete(given | {"elastic_meshes": mesh}, Mesh.parse(mesh).world, saved)
+        except UsageError as error:
+            error.problem += f" (on {mesh} of --elastic-meshes)"
+            raise
 
 
 def _require(args: argparse.Namespace, *names: str) -> None:
@@ -266,6 +283,7 @@ def _choices(args: argparse.Namespace) -> None:
         ("use_checkpoint_args", "load"),
         ("allow_vocab_resize", "load"),
         ("allow_other_data", "load"),
+        ("elastic", "save"),
     ):
         if getattr(args, needs) and not getattr(args, what):
             raise UsageError(
@@ -273,6 +291,7 @@ def _choices(args: argparse.Namespace) -> None:
                 expected=f"--{what} DIR",
                 found="nothing",
             )
+    elastic.check_flags(args)
     if args.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             "--tensorboard-dir needs the package tensorboard",
@@ -324,9 +343,18 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
     if pp > 1 and args.engine == engine.DEEPSPEED:
         _pipeline(args)
     args.clip_grad = 1.0 if args.clip_grad is None else args.clip_grad
+    _batch(args)
+
+
+def _batch(args: argparse.Namespace) -> None:
+    """The global batch, and how many micro batches a rank makes of its share."""
     once = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = once
+    args.stated_batch_size = args.global_batch_size
+    if args.elastic:
+        elastic.fit_batch(args)
+        once = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size % once:
         raise UsageError(
             "--global-batch-size is not a multiple of --micro-batch-size x data-parallel size",
@@ -388,7 +416,7 @@ def _pipeline(args: argparse.Namespace) -> None:
 
 def _lengths(args: argparse.Namespace) -> None:
     """Train, decay and warm-up lengths, in samples."""
-    batch = args.global_batch_size
+    batch = args.stated_batch_size  # a batch that elasticity changed moves no length
     if args.train_tokens is not None:
         if args.train_samples is not None:
             raise UsageError(
@@ -405,6 +433,8 @@ def _lengths(args: argparse.Namespace) -> None:
             found="none",
         )
     args.train_iters = args.train_iters or args.train_samples // batch
+    if args.elastic:
+        args.train_samples = args.train_samples or args.train_iters * batch
     args.lr_decay_steps = (
         _samples(args, "lr_decay", batch) or args.train_samples or args.train_iters * batch
     )

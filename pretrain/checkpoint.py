@@ -31,7 +31,7 @@ from megatron_ucp.formats.tags import has_state_files, nothing_there, tag_folder
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.folder_sink import require_plain
 from megatron_ucp.reshard.report import Report
-from pretrain import hugging_face, same_data
+from pretrain import elastic, hugging_face, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
@@ -314,7 +314,7 @@ def padded_vocab(vocab: int, args: argparse.Namespace, saved: Saved | None) -> i
     it must, and with --allow-vocab-resize."""
     tp = args.tensor_model_parallel_size
     if saved is None:
-        multiple = args.make_vocab_size_divisible_by * tp
+        multiple = args.make_vocab_size_divisible_by * elastic.vocabulary_multiple(args)
         return math.ceil(vocab / multiple) * multiple
     stored = saved.padded_vocab
     if stored < vocab:
@@ -373,7 +373,7 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     if weights_only:
         return Position(), report
     _say_other_data(saved, args)
-    position = Position(saved.iteration, saved.consumed)
+    position = _position(report, saved)
     if not saved.args:
         say(
             f"  the checkpoint is of another program: iteration {position.iteration} and "
@@ -387,6 +387,14 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
             "from the consumed samples"
         )
     return position, report
+
+
+def _position(report: Report, saved: Saved) -> Position:
+    """Where what was loaded was: it says that itself, where this program saved it."""
+    said = report.client_state
+    if {"iteration", "consumed_train_samples"} <= said.keys():
+        return Position(int(said["iteration"]), int(said["consumed_train_samples"]))
+    return Position(saved.iteration, saved.consumed)
 
 
 def _say_other_data(saved: Saved, args: argparse.Namespace) -> None:

@@ -122,6 +122,7 @@ class Progress:
             grad_norm=norm,
             loss_scale=scale,
             skipped=not applied,
+            time=time.time(),
             **auxiliary,
         )
         if iteration % self.args.log_interval and not self._first:
@@ -146,6 +147,10 @@ class Progress:
         )
         self._first, self._losses, self._skipped, self._nans, self._count = False, [], 0, 0, 0
         self._since = time.perf_counter()
+
+    def start(self, **entry: Any) -> None:
+        """Of an elastic run: what this start found, and where it goes on."""
+        self._write_json(**entry, time=time.time())
 
     def _write_json(self, **entry: Any) -> None:
         if self._json is not None:

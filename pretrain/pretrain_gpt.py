@@ -5,10 +5,12 @@ number of ranks and ZeRO stage.
         --model-family llama --tensor-model-parallel-size 2 ...
 
 docs/reference/pretrain.md lists the flags. Exit code 0: done, also after SIGTERM; 2: the input
-can't be used.
+can't be used; 75: saved, start this rank again (--elastic, another node leaves).
 """
 
+import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -32,17 +34,31 @@ def run() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import torch.distributed as dist
 
+    from pretrain.elastic import AGAIN
     from pretrain.training import main
 
     try:
-        main(sys.argv[1:])
-        return 0
+        return AGAIN if main(sys.argv[1:]).again else 0
     except UcpError as error:
         complain(str(error))
+        end_at_once(2)
         return 2
+    except RuntimeError:
+        traceback.print_exc()
+        end_at_once(1)
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def end_at_once(code: int) -> None:
+    """Ends a rank of an elastic run that failed: its agent waits for that, and threads that save,
+    or process groups, may wait for a dead rank."""
+    if "--elastic" in sys.argv:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

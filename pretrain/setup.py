@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models, pipeline, ulysses
 from megatron_ucp.errors import UsageError
+from pretrain import elastic
 from pretrain.engine import DEEPSPEED, MEGATRON, chunks_of
 from pretrain.experts import experts_of
 from pretrain.schedule import Scheduler, Settings
@@ -21,9 +22,9 @@ from pretrain.stack import StackEngine
 NEVER = 10**9  # DeepSpeed prints lines of its own every so many steps
 
 
-def start_distributed(minutes: int, engine: str = DEEPSPEED) -> None:
+def start_distributed(patience: timedelta, engine: str = DEEPSPEED) -> None:
     """torch.distributed from the launcher's environment; without a launcher, one rank. Does nothing
-    where it runs already."""
+    where it runs already. `patience` is how long a rank waits for others."""
     if dist.is_initialized():
         return
     alone = {
@@ -36,7 +37,7 @@ def start_distributed(minutes: int, engine: str = DEEPSPEED) -> None:
     if "RANK" not in os.environ:
         os.environ.update(alone)
     if engine == MEGATRON:
-        _start_plainly(timedelta(minutes=minutes))
+        _start_plainly(patience)
         return
     import deepspeed
 
@@ -51,9 +52,7 @@ def start_distributed(minutes: int, engine: str = DEEPSPEED) -> None:
         os.environ["WORLD_SIZE"] == "1"
     ):  # a store in this process: port 0 can't be found by others, and needs not be
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(
-        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes)
-    )
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=patience)
 
 
 def _start_plainly(timeout: timedelta) -> None:
@@ -64,6 +63,15 @@ def _start_plainly(timeout: timedelta) -> None:
     store = HashStore() if os.environ["WORLD_SIZE"] == "1" else None
     place = {"store": store, "rank": 0, "world_size": 1} if store else {}
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, **place)
+
+
+def bound_waits(patience: timedelta) -> None:
+    """Every process group that there is waits for other ranks so long at most: DeepSpeed and
+    megatron-core make theirs with 30 minutes, whatever the default group has."""
+    if dist.get_world_size() == 1:
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(patience, group)
 
 
 def _accelerator() -> Any:
@@ -149,6 +157,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.async_save:
         keep["save"] = "background"
     config["universal_checkpoint"] = {
+        **elastic.of_saves(args),
         **config.get("universal_checkpoint", {}),
         "enabled": True,
         "rng": not args.no_save_rng,

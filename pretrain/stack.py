@@ -5,6 +5,7 @@ from typing import Any
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import chunks, models
+from pretrain import elastic
 from pretrain.engine import chunks_of
 from pretrain.schedule import Settings
 
@@ -28,6 +29,7 @@ class StackEngine:
             self.lr_scheduler,
             family=args.model_family,
             save="background" if args.async_save else "direct",
+            **elastic.of_saves(args),
         )
 
     @property

@@ -1,10 +1,12 @@
 """The run: set up, load, train, evaluate, save, stop."""
 
 import argparse
+import os
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,9 +14,12 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import experts, models
+from megatron_ucp.families import find_family
+from megatron_ucp.families.base import Model
+from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from pretrain import checkpoint, same_data, setup
-from pretrain.arguments import complete, parse
+from pretrain import checkpoint, elastic, same_data, setup
+from pretrain.arguments import complete, complete_each, parse
 from pretrain.checkpoint import Position
 from pretrain.data import Batches, make_samples
 from pretrain.engine import DEEPSPEED
@@ -22,6 +27,8 @@ from pretrain.flags import FLAGS
 from pretrain.log import Progress, say
 from pretrain.steps import make_steps
 from pretrain.tokenizer import make_tokenizer
+
+SIGTERM = "SIGTERM"  # as a reason to stop
 
 
 @dataclass
@@ -34,6 +41,7 @@ class Result:
     losses: list[float] = field(default_factory=list[float])
     evaluations: dict[int, float] = field(default_factory=dict[int, float])
     stopped_by: str = "--train-iters"
+    again: bool = False  # the agent of this rank shall start it again: another node leaves
 
 
 class Stop:
@@ -53,6 +61,13 @@ class Stop:
     def _ask(self, *_: object) -> None:
         self.asked = True
 
+    def wait(self, seconds: float) -> bool:
+        """Whether this rank itself is asked, now or within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not self.asked and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.asked
+
 
 class Run:
     """A run on all ranks, from the command line. Collective throughout."""
@@ -60,38 +75,50 @@ class Run:
     def __init__(self, argv: Sequence[str]) -> None:
         given = parse(argv)
         self.started = time.monotonic()
-        setup.start_distributed(
-            given.get("distributed_timeout_minutes", 30), given.get("engine", DEEPSPEED)
-        )
+        patience = elastic.waits(given)
+        elastic.check_launcher(given, os.environ)
+        setup.start_distributed(patience, given.get("engine", DEEPSPEED))
+        self._grouped = time.monotonic()
         saved = self._find(given)
-        with agree.together():
-            if saved is not None:
-                checkpoint.check_saved(saved, self.args)
-            tokenizer = make_tokenizer(self.args)
-            padded = checkpoint.padded_vocab(tokenizer.vocab_size, self.args, saved)
-            checkpoint.prepare_folder(self.args)
-            setup.schedule(self.args)  # refuses impossible settings before the model is built
-        args = self.args
-        setup.start_groups(args)
-        self._mesh = models.mpu()
-        checkpoint.seed_random(args.seed)
-        with agree.together():
-            self._data = [self._batches(tokenizer, split) for split in (0, 1)]
-        self.engine = setup.make_engine(args, tokenizer.vocab_size, padded)
-        self._device = setup.device(args.engine)
-        self._steps = make_steps(self.engine, args, self._device)
+        self._build(saved, patience)
+        args, self._built = self.args, time.monotonic()
         position = Position()
         if saved is not None:
             position = self.load(saved)
         elif args.load is not None:
             say(f"no checkpoint in {args.load}, starting from the beginning")
+        self._loaded = time.monotonic()
+        if args.elastic:
+            args.train_iters = elastic.last_iteration(args, position.iteration, position.consumed)
         self.result = Result(position.iteration, position)
         goes_on = saved is not None and args.load == args.save
         self._saved_at = position.iteration if goes_on else -1
 
+    def _build(self, saved: checkpoint.Saved | None, patience: timedelta) -> None:
+        """Data and engine. What can't be is refused before the model is built."""
+        args = self.args
+        with agree.together():
+            if saved is not None:
+                checkpoint.check_saved(saved, args)
+            tokenizer = make_tokenizer(args)
+            padded = self._padded(tokenizer, saved)
+            checkpoint.prepare_folder(args)
+            setup.schedule(args)
+        setup.start_groups(args)
+        setup.bound_waits(patience)
+        self._mesh = models.mpu()
+        checkpoint.seed_random(args.seed)
+        with agree.together():
+            self._data = [self._batches(tokenizer, split) for split in (0, 1)]
+        self.engine = setup.make_engine(args, tokenizer.vocab_size, padded)
+        setup.bound_waits(patience)
+        self._device = setup.device(args.engine)
+        self._steps = make_steps(self.engine, args, self._device)
+
     def _find(self, given: dict[str, Any]) -> checkpoint.Saved | None:
         """The checkpoint to go on from, and `args`: the model's sizes may come from it."""
         world = dist.get_world_size()
+        given = self._goes_on(given)
         with agree.together():
             # what finds the checkpoint is known before the model's sizes
             values = {flag.attribute: flag.default for flag in reversed(FLAGS)}
@@ -103,10 +130,29 @@ class Run:
         with agree.together():
             of_run = saved.args if saved and early.use_checkpoint_args else None
             self.args = complete(given, world, of_run)
+            self._each = list(complete_each(given, of_run))
         with agree.together() as told:
             told.value = same_data.identity(self.args) if dist.get_rank() == 0 else None
         setattr(self.args, same_data.NAME, told.values[0])
         return saved
+
+    def _goes_on(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The flags, of which an elastic run takes what it loads from --save once it has saved."""
+        if not given.get("elastic") or not given.get("save"):
+            return given
+        with agree.together() as told:
+            told.value = dist.get_rank() == 0 and not nothing_there(given["save"])
+        return elastic.goes_on(given) if told.values[0] else given
+
+    def _padded(self, tokenizer: Any, saved: checkpoint.Saved | None) -> int:
+        """Rows of the embedding. Raises a UcpError where one of --elastic-meshes can't cut them, or
+        the model."""
+        vocab = tokenizer.vocab_size
+        for args in self._each:
+            padded = checkpoint.padded_vocab(vocab, args, saved)
+            sizes = setup.model_config(args, vocab, padded).sizes()
+            Model(find_family(args.model_family), sizes).check_cut(args.tensor_model_parallel_size)
+        return checkpoint.padded_vocab(vocab, self.args, saved)
 
     def _batches(self, tokenizer: Any, split: int) -> Batches | None:
         args = self.args
@@ -171,31 +217,19 @@ class Run:
         """Until --train-iters, an exit flag or SIGTERM; saves on the way and at the end."""
         args, result = self.args, self.result
         progress = Progress(args)
+        if args.elastic:
+            self._say_start(progress)
         try:
-            with Stop() as stop:
-                while result.position.iteration < args.train_iters:
-                    loss = self._iterate()
-                    result.losses.append(loss)
-                    self._report(progress, loss)
-                    iteration = result.position.iteration
-                    if (
-                        args.eval_iters
-                        and not iteration % args.eval_interval
-                        and iteration < args.train_iters
-                    ):
-                        self._evaluate(progress)
-                    reason = self._reason_to_stop(stop)
-                    if reason:
-                        result.stopped_by = reason
-                        say(f"stopping after iteration {iteration}: {reason}")
-                        break
-                    if args.save_interval and not iteration % args.save_interval:
-                        self.save()
-            if args.save:
-                self.save()
-                ucp.wait(
-                    getattr(self.engine, "handle", self.engine)
-                )  # of megatron-core's own stack
+            with Stop() as stop:  # around the last save too: a second signal would cut it off
+                self._iterations(stop, progress)
+                if args.save:
+                    self.save()
+                    ucp.wait(
+                        getattr(self.engine, "handle", self.engine)
+                    )  # of megatron-core's own stack
+                if args.elastic and result.stopped_by == SIGTERM:
+                    result.again = not stop.wait(elastic.NOTICE_S)
+                    return result
             if args.export_hf:
                 checkpoint.export(self.engine, args)
             if args.eval_iters and result.losses and result.stopped_by == "--train-iters":
@@ -203,6 +237,49 @@ class Run:
         finally:
             progress.close()
         return result
+
+    def _iterations(self, stop: Stop, progress: Progress) -> None:
+        """Until the last iteration, or a reason to stop."""
+        args, result = self.args, self.result
+        while result.position.iteration < args.train_iters:
+            loss = self._iterate()
+            result.losses.append(loss)
+            self._report(progress, loss)
+            iteration = result.position.iteration
+            if (
+                args.eval_iters
+                and not iteration % args.eval_interval
+                and iteration < args.train_iters
+            ):
+                self._evaluate(progress)
+            reason = self._reason_to_stop(stop)
+            if reason:
+                result.stopped_by = reason
+                say(f"stopping after iteration {iteration}: {reason}")
+                break
+            if args.save_interval and not iteration % args.save_interval:
+                self.save()
+
+    def _say_start(self, progress: Progress) -> None:
+        """The mesh and the batch that an elastic run has now, and what its start took."""
+        args, position = self.args, self.result.position
+        seconds = {
+            "groups": self._grouped - self.started,
+            "engine": self._built - self._grouped,
+            "load": self._loaded - self._built,
+        }
+        took = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+        say(f"{elastic.shown(args)}; goes on after iteration {position.iteration} ({took})")
+        progress.start(
+            start=str(elastic.mesh_of(args)),
+            ranks=args.world_size,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            gradient_accumulation=args.gradient_accumulation,
+            after_iteration=position.iteration,
+            consumed_samples=position.consumed,
+            seconds=seconds,
+        )
 
     def save(self) -> None:
         """A checkpoint of this iteration, unless there is one."""
@@ -243,7 +320,7 @@ class Run:
         flags = torch.tensor([float(stop.asked), float(late)], device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if flags[0]:
-            return "SIGTERM"
+            return SIGTERM
         if flags[1]:
             return "--exit-duration-in-mins"
         if self.args.exit_interval and not self.result.position.iteration % self.args.exit_interval:
@@ -260,6 +337,10 @@ def main(argv: Sequence[str]) -> Result:
     """One run from its command line. Raises a UcpError; leaves torch.distributed initialised."""
     run = Run(argv)
     try:
-        return run.train()
-    finally:
-        run.close()
+        result = run.train()
+    except BaseException:
+        if not run.args.elastic:  # there the process ends, and taking down may wait for dead ranks
+            run.close()
+        raise
+    run.close()
+    return result

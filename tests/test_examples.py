@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -180,6 +181,69 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     )
     assert [how for *_, how in lives] == ["killed", "killed", "finished"], done.stdout
     assert int(lives[1][0]) > 1 and "60 of 60 losses" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_elastic_run(tmp_path: Path) -> None:
+    """examples/elastic.sh with fewer iterations."""
+    script = ["bash", str(ROOT / "examples" / "elastic.sh"), "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*script, "--iterations", "60", "--interval", "5"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"\| (\d) +\| (tp=\d),pp=1,(dp=\d),zero=\d \|", done.stdout)
+    assert rows == [("4", "tp=2", "dp=2"), ("3", "tp=1", "dp=3"), ("4", "tp=2", "dp=2")]
+    assert len(re.findall(r"\| a node [a-z ]+\| \d+\.\d +\|", done.stdout)) == 2
+    picture = image.imread(tmp_path / "elastic.png")
+    assert picture[..., :3].std() > 0.05, "the picture is blank"
+
+
+def trainer_log(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_an_elastic_run_of_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/elastic_trainer.py: two ranks, one, two; every loss is the one of a run on two."""
+    from lib.nodes import Nodes, kill  # type: ignore[import-not-found]
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    program = [str(ROOT / "examples" / "elastic_trainer.py"), "--steps", "40", "--save-steps", "5"]
+    whole, log = tmp_path / "whole", tmp_path / "out" / "log.jsonl"
+    with Nodes(tmp_path, most=1) as nodes:
+        node = nodes.start(2, [*program, "--out", str(whole)])
+        assert nodes.wait(node, 200) == 0, node.log.read_text()
+    script = [*program, "--out", str(log.parent)]
+    with Nodes(tmp_path) as nodes:
+        stays, dies = nodes.start(1, script), nodes.start(1, script)
+        wait_for_rows(log, 12, stays)
+        kill(dies)
+        wait_for_rows(log, 16, stays)
+        assert trainer_log(log)[-1]["ranks"] == 1
+        joins = nodes.start(1, script)
+        for node in (stays, joins):
+            assert nodes.wait(node, 200) == 0, node.log.read_text()
+    check_trainer(trainer_log(log), trainer_log(whole / "log.jsonl"))
+
+
+def check_trainer(rows: list[dict[str, float]], whole: list[dict[str, float]]) -> None:
+    want = {row["step"]: row["loss"] for row in whole}
+    ranks = [int(row["ranks"]) for row in rows]
+    assert [n for i, n in enumerate(ranks) if not i or n != ranks[i - 1]] == [2, 1, 2]
+    assert {row["step"] for row in rows} == want.keys() == set(range(1, 41))
+    assert all(row["loss"] == pytest.approx(want[row["step"]], rel=0, abs=1e-5) for row in rows)
+    assert not all(row["loss"] == pytest.approx(want[1], abs=0.1) for row in rows)
+
+
+def wait_for_rows(log: Path, count: int, node: Any) -> None:
+    deadline = time.monotonic() + 120
+    while len(trainer_log(log)) < count:
+        assert node.agent.poll() is None and time.monotonic() < deadline, node.log.read_text()
+        time.sleep(0.05)
 
 
 def example(name: str, out: Path, *more: str) -> Done:

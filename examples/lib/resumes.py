@@ -3,6 +3,7 @@ resume from it, and the table of what came of them."""
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ def print_table(rows: list[Row], more: int) -> None:
         "states bit-equal",
         f"largest loss difference, next {more} steps",
     )
+    print_rows(heads, rows)
+
+
+def print_rows(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table in Markdown."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     for row in [heads, tuple("-" * width for width in widths), *rows]:
         print("| " + " | ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)) + " |")

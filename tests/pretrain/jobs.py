@@ -30,6 +30,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         "losses": result.losses,
         "evaluations": result.evaluations,
         "stopped_by": result.stopped_by,
+        "again": result.again,
         "said": said.getvalue(),
     }
 
@@ -50,6 +51,23 @@ def run_with_sigterm(argv: list[str], rank: int, iteration: int) -> dict[str, An
         return run(argv)
     finally:
         training.Run._iterate = iterate  # type: ignore[method-assign]
+
+
+def run_shifted(argv: list[str]) -> dict[str, Any]:
+    """As `run`; after the load the position in the data is one sample further."""
+    from unittest import mock
+
+    from pretrain import checkpoint
+
+    load = checkpoint.load
+
+    def shifted(*args: Any) -> Any:
+        position, report = load(*args)
+        position.consumed += 1
+        return position, report
+
+    with mock.patch.object(checkpoint, "load", shifted):
+        return run(argv)
 
 
 def states(argv: list[str], train: bool = False) -> dict[str, Any]:

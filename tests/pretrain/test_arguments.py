@@ -11,7 +11,8 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UsageError
 from pretrain.arguments import complete, make_parser, parse
 from pretrain.checkpoint import Saved, padded_vocab
-from pretrain.flags import FLAGS, GROUPS, IGNORED, REFUSED
+from pretrain.flags import FLAGS, GROUPS
+from pretrain.foreign_flags import IGNORED, REFUSED
 from pretrain.setup import deepspeed_config
 from tests.pretrain.common import GPT, LLAMA, command
 from tests.ranks import ROOT
