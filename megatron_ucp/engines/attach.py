@@ -162,17 +162,21 @@ def _attach(
 
 
 def _keep_steps(engine: Any, kept: MemorySteps) -> None:
-    """Lets each step end with a look whether it is one to be kept."""
+    """Lets each step begin with a look whether the one before it is to be kept: the program may
+    count, step its own schedule and change buffers after `engine.step`."""
     keep_steps(engine, kept)
-    name = "train_batch" if is_pipeline(engine) else "step"
+    for name in ("train_batch", "eval_batch") if is_pipeline(engine) else ("forward",):
+        setattr(engine, name, _instead_of(getattr(engine, name), _looking(engine, kept, name)))
+
+
+def _looking(engine: Any, kept: MemorySteps, name: str) -> Callable[..., Any]:
     stock = getattr(engine, name)
 
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        done = stock(*args, **kwargs)
+    def begun(*args: Any, **kwargs: Any) -> Any:
         kept.ended_step(engine.global_steps)
-        return done
+        return stock(*args, **kwargs)
 
-    setattr(engine, name, _instead_of(stock, stepped))
+    return begun
 
 
 def _take_over(engine: Any, handle: "_DeepSpeedHandle") -> None:

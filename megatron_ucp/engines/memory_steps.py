@@ -190,7 +190,8 @@ class MemorySteps:
         if self.life is not None:
             self.life.came_to(steps)
         if steps % self.how.every == 0:
-            self.keep(steps)
+            with torch.inference_mode(False):  # an evaluation may be what comes next
+                self.keep(steps)
 
     def keep(self, steps: int) -> None:
         """Keeps the state as it is now, which is that of a step. Collective. Raises a UcpError on

@@ -23,7 +23,7 @@ from megatron_ucp.reshard import agree
 from tests.connected import connect
 from tests.engines import stack_jobs
 from tests.engines.canonical import everywhere
-from tests.engines.model import Setup, make_engine, train
+from tests.engines.model import SEQUENCE, Setup, make_engine, train
 from tests.engines.resize_jobs import compared, dist_rank, kind_of, look
 from tests.rank_reset import take_down
 
@@ -183,7 +183,7 @@ def dies(world: World, folder: str, rank: int, moment: str, want: str) -> None:
     if dist.get_rank() == rank:
         home, name = MOMENTS[moment]
         setattr(home, name, _killed)
-    kind.train(engine, 2, first=6)  # of a stack step 6 ends when the next one begins
+    kind.train(engine, 2, first=6)  # step 6 is kept when the next one begins
     ucp.wait(handle)
     raise AssertionError("the step was whole")
 
@@ -207,24 +207,31 @@ def after_death(first: World, second: World, folder: str, want: str) -> dict[str
     return loaded(first, second, folder, 2, {4: states})
 
 
+def kept_step(engine: Any, steps: int = 1) -> None:
+    """Some steps, and the evaluation that comes next, before which the last one is kept."""
+    train(engine, steps)
+    with torch.inference_mode():
+        engine(torch.zeros((1, SEQUENCE), dtype=torch.int64))
+
+
 def starts_again(folder: str, other: str) -> dict[str, Any]:
     """Two lives of a run, of which one is of a living process, and another run; then the next start
     of the first one."""
     world = World(Setup(1), ("a",) * dist.get_world_size())
     os.environ[NODE] = "a"
     engine = make(world, other, every=1)
-    train(engine, 1)
+    kept_step(engine)
     engine.destroy()
     found: dict[str, Any] = {"another run": names_in(other)}
     engine = make(world, folder, every=1)
-    train(engine, 1)
+    kept_step(engine)
     ucp.wait(engine)
     engine.save_checkpoint(folder)
-    train(engine, 1)
+    kept_step(engine)
     engine.destroy()
     found["dead"] = names_in(folder)
     alive = make(world, folder, every=1)
-    train(alive, 1)
+    kept_step(alive)
     ucp.wait(alive)
     dist.barrier()
     found["alive"] = names_in(folder) - found["dead"]
@@ -232,7 +239,7 @@ def starts_again(folder: str, other: str) -> dict[str, Any]:
     engine = make(world, folder, every=1)
     report = ucp.load(engine, folder)
     found |= {"loaded": report.global_steps, "notes": report.notes}
-    train(engine, 1)
+    kept_step(engine)
     ucp.wait(engine)
     dist.barrier()
     found["then"] = names_in(folder)
@@ -249,7 +256,7 @@ def without_room(folder: str) -> tuple[str, list[str], int]:
     """What a step says for which there is no room; what lies there then; and that training can go
     on."""
     engine = make(World(Setup(1), ("a",)), folder, every=2)
-    train(engine, 1)
+    train(engine, 2)
     said = "nothing was refused"
     with mock.patch.object(MemoryFolder, "free_bytes", lambda self: 2000):
         try:
@@ -283,11 +290,11 @@ def all_options(folder: str) -> dict[str, Any]:
         engine = ucp.attach(
             engine, keep="memory", every=2, client_state=lambda: {"samples": engine.global_samples}
         )
-        train(engine, 2)  # nobody knows yet which run this is
+        kept_step(engine, 2)  # nobody knows yet which run this is
         with suppress(ucp.NotFoundError):
             ucp.load(engine, folder)
         first = engine.load_checkpoint(folder)
-        train(engine, 2)
+        kept_step(engine, 2)
         ucp.wait(engine)
     engine.destroy()
     section = {"enabled": True, "keep": "memory", "every": 2, "folder": folder}
