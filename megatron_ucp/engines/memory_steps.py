@@ -19,7 +19,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import FINGERPRINT, BufferPart
+from megatron_ucp.core.manifest import FINGERPRINT, RUN, BufferPart
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.background import (
     Background,
@@ -212,23 +212,25 @@ class MemorySteps:
             return
         self.background.wait()
         lent = self._lent(Taking(state, rng=self._rng, checksums=False))
-        life = self._arranged(lent)
+        life, run_id = self._arranged(lent)
         with as_save_error(), agree.together():
             turn, memory = life.begin_turn()
             copy_of(lent, life.own, memory)
-        step = _Step(life, lent.run, turn, memory, steps, block.values[0][1])
+        step = _Step(life, lent.run, turn, memory, steps, block.values[0][1], run_id)
         self.background.ready()
         blocked = time.perf_counter() - started
         rest = partial(self._settle, step, started, blocked)
         self.background.start(f"step {steps} in memory", rest)
 
-    def _arranged(self, lent: LentRun) -> "Life":
-        """Where it lies; anew where parts or sizes are others than before. Collective."""
+    def _arranged(self, lent: LentRun) -> "tuple[Life, str]":
+        """Where it lies; anew where parts or sizes are others than before. And the id of the run,
+        as rank 0 has it. Collective."""
         held = HeldMemory(lent.holder.manifest, lent.holder.parts())
         digest = hashlib.sha256(repr(held.places()).encode()).digest()
         is_known = self.life is not None and self.life.digest == digest
-        if all(agree.gather(is_known)) and self.life is not None:
-            return self.life
+        known, ids = zip(*agree.gather((is_known, lent.run.manifest.run.get(RUN, ""))), strict=True)
+        if all(known) and self.life is not None:
+            return self.life, ids[0]
         with as_save_error(), agree.together() as block:
             self.folder.make()
             block.value = node(), lent.holder.parts(), uuid.uuid4().hex[:12]
@@ -247,7 +249,7 @@ class MemorySteps:
         with as_save_error(), agree.together():
             life.begin()
         self.life = life
-        return life
+        return life, ids[0]
 
     def _say_taken(self, life: "Life") -> None:
         """What is taken, before it is. On rank 0."""
@@ -415,6 +417,7 @@ class _Step:
     memory: torch.Tensor
     steps: int
     id: str
+    run_id: str
 
     def share(self) -> KeptShare:
         """What this rank keeps of it, with the sums of its bytes."""
@@ -424,7 +427,7 @@ class _Step:
             for slot, at, size in life.places
         )
         where = life.id, self.turn, life.rank, self.id, self.steps
-        return KeptShare(*where, time.time(), life.parts_in_all, slots)
+        return KeptShare(*where, time.time(), life.parts_in_all, self.run_id, slots)
 
     def text(self, sums: Sequence[Sums]) -> str | None:
         """What is said of the run, where this rank says it for its machine."""
@@ -432,7 +435,7 @@ class _Step:
             return None
         manifest = self.run.manifest
         table, apart = table_of(manifest, sums)
-        said = replace(manifest, run={**manifest.run, FINGERPRINT: table})
+        said = replace(manifest, run={**manifest.run, FINGERPRINT: table, RUN: self.run_id})
         notes = (*self.run.notes, *diverged(apart))
         return in_memory.to_json(replace(self.run, manifest=said, notes=notes))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ucp.core.manifest import BufferPart
+from megatron_ucp.core.manifest import RUN, BufferPart
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.held import HeldRun, held_as
 from megatron_ucp.engines.memory_steps import MemorySteps, part_of
@@ -63,10 +63,16 @@ def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, checksu
         return found
     nodes = agree.gather(node())
     steps = _listed(kept, nodes, found)
-    disk = agree.collect(lambda: _step_on_disk(engine, path) if not agree.world()[0] else None)[0]
+    disk, run = agree.collect(
+        lambda: _on_disk(engine, path) if not agree.world()[0] else (None, "")
+    )[0]
     for step in steps:
         if disk is not None and disk >= step.first.steps:
             break
+        if run and step.first.run != run:
+            what = f"step {step.first.steps:,} in memory is of another run than the tag on disk"
+            found.notes.append(f"{what}, and is not taken")
+            continue
         found.held = _held(kept.folder, step, nodes, checksums, found)
         if found.held is not None:
             found.step = step
@@ -112,15 +118,17 @@ def _on_machine(kept: MemorySteps) -> tuple[list[KeptShare], int, bool]:
     return folder.shares(lives), came_to, bool({*alive} - own)
 
 
-def _step_on_disk(engine: Engine, path: Path) -> int | None:
-    """That of the newest tag; None where there is none that can be read."""
+def _on_disk(engine: Engine, path: Path) -> tuple[int | None, str]:
+    """The step of the newest tag, and the id of its run, if it says one; no step where there is no
+    tag that can be read."""
     with suppress(UcpError, OSError):
         folder = find_tag(path).folder
         with suppress(UcpError, OSError, KeyError):
-            return int(manifest_of(folder).run[STEPS])
+            said = manifest_of(folder).run
+            return int(said[STEPS]), str(said.get(RUN, ""))
         with open_checkpoint(folder, told=engine.told()) as checkpoint:
-            return checkpoint.extras.counters.get(STEPS, 0)
-    return None
+            return checkpoint.extras.counters.get(STEPS, 0), ""
+    return None, ""
 
 
 def _say_chosen(found: Looked, disk: int | None) -> None:

@@ -53,7 +53,7 @@ class KeptSlot:
 @dataclass(frozen=True)
 class KeptShare:
     """What a rank kept of a step. `id` is that of the step on all ranks, which together have
-    `parts` parts; `kept_at` are seconds since the epoch."""
+    `parts` parts; `kept_at` are seconds since the epoch; `run` is the run's own id."""
 
     life: str
     turn: int
@@ -62,6 +62,7 @@ class KeptShare:
     steps: int
     kept_at: float
     parts: int
+    run: str
     slots: tuple[KeptSlot, ...]
 
 
@@ -239,7 +240,7 @@ class LifeLock:
         self.release()
 
 
-_PLAIN = ("life", "turn", "rank", "id", "steps", "kept_at", "parts")
+_PLAIN = ("life", "turn", "rank", "id", "steps", "kept_at", "parts", "run")
 
 
 def _aside(path: Path) -> Path:

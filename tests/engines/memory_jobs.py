@@ -1,6 +1,7 @@
 """What the ranks do in the tests of steps in memory: a run keeps steps and ends; what is left goes
 on in another world, of fewer ranks or machines."""
 
+import json
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp import say
+from megatron_ucp.core.manifest import FILE_NAME, RUN
 from megatron_ucp.engines import memory_steps
 from megatron_ucp.formats.memory_folder import NODE, MemoryFolder
 from megatron_ucp.reshard import agree
@@ -159,6 +161,15 @@ def unsay(folder: str, world: World, node: str, turn: int = 1) -> None:
     rank = world.nodes.index(node)
     (path,) = memory_of(folder, node).path.glob(f"*.{turn}.{rank}.json")
     path.write_bytes(path.read_bytes().replace(b'"steps": 4', b'"steps": 9'))
+
+
+def of_another_run(folder: str, _: World) -> None:
+    """The tag on disk says that another run wrote it."""
+    (path,) = Path(folder).glob(f"*/{FILE_NAME}")
+    tree = json.loads(path.read_text())
+    assert tree["run"][RUN]
+    tree["run"][RUN] = "another"
+    path.write_text(json.dumps(tree))
 
 
 def lose(folder: str, nodes: tuple[str, ...]) -> None:

@@ -130,6 +130,13 @@ def test_a_newer_tag_on_disk_is_taken(ranks: RankPool, folder: str) -> None:
     check(go(ranks, folder, *worlds, disk=(5,)), 5, "from disk", "is of step 5")
 
 
+def test_what_another_run_kept_is_not_taken(ranks: RankPool, folder: str) -> None:
+    """As where a run begins anew in the folder of an old one."""
+    worlds, harm = (World(Setup(1), ONE), World(Setup(1, seed=9), ONE)), memory_jobs.of_another_run
+    found = go(ranks, folder, *worlds, disk=(2,), harm=harm)
+    check(found, 2, "step 4 in memory is of another run than the tag on disk")
+
+
 # name -> machines, what happens to what is left, the step, what is said
 HARMS: dict[str, tuple[Any, Any, int, str]] = {
     "a bit, and the step before": (ONE, partial(flip, node="a"), 2, "is not as it was written"),

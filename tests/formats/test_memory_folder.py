@@ -25,7 +25,9 @@ from megatron_ucp.formats.memory_folder import (
 
 SLOT = Slot(3, (("tp", 1),), 2, "exp_avg")
 DATA = bytes(range(200))
-SHARE = KeptShare("abc", 0, 1, "one", 40, 5.5, 7, (KeptSlot(SLOT, 8, 100, crc32(DATA[8:108])),))
+SHARE = KeptShare(
+    "abc", 0, 1, "one", 40, 5.5, 7, "run", (KeptSlot(SLOT, 8, 100, crc32(DATA[8:108])),)
+)
 
 
 @pytest.fixture
