@@ -276,6 +276,7 @@ def _choices(args: argparse.Namespace) -> None:
         ("save_interval", "save"),
         ("keep_latest", "save"),
         ("async_save", "save"),
+        ("keep_memory_every", "save"),
         ("ckpt_step", "load"),
         ("load_tag", "load"),
         ("universal_checkpoint", "load"),

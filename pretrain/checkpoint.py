@@ -35,6 +35,7 @@ from pretrain import elastic, hugging_face, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
+from pretrain.position import Position, count, program_of, said_of
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that change which samples follow: allowed, but said.
@@ -55,14 +56,6 @@ class Saved:
     consumed: int
     has_schedule: bool = True  # a scheduler that counts samples: this program's, or Megatron's own
     weights_only: bool = False  # a Hugging Face folder: training begins at its weights
-
-
-@dataclass
-class Position:
-    """How far the run is."""
-
-    iteration: int = 0
-    consumed: int = 0
 
 
 def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
@@ -355,8 +348,8 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     weights_only = args.finetune
     keep = not (args.finetune or args.no_load_optim)
     report = ucp.load(
-        getattr(engine, "handle", engine),  # of megatron-core's own stack
-        saved.path,
+        program_of(engine),
+        _where(saved, args),
         load_module_only=weights_only,
         load_optimizer_states=keep,
         load_lr_scheduler_states=keep and (saved.has_schedule or args.engine == MEGATRON),
@@ -387,6 +380,13 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
             "from the consumed samples"
         )
     return position, report
+
+
+def _where(saved: Saved, args: argparse.Namespace) -> str:
+    """The tag; or the folder of it, where a newer step may be in memory."""
+    is_newest = args.load == args.save and _tag_of(args) is None and not saved.passed_over
+    is_asked = args.keep_memory_every is not None and not args.finetune
+    return args.load if is_newest and is_asked else saved.path
 
 
 def _position(report: Report, saved: Saved) -> Position:
@@ -423,6 +423,7 @@ def prepare_folder(args: argparse.Namespace) -> None:
 def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
     """One tag, whole when it is named as the newest. Collective."""
     if args.engine == MEGATRON:
+        count(engine, position)
         _save_stack(engine.handle, args, position)
         return
     tag = f"global_step{position.iteration}"
@@ -430,12 +431,7 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
     engine.save_checkpoint(
         args.save,
         tag=tag,
-        client_state={
-            "iteration": position.iteration,
-            "consumed_train_samples": position.consumed,
-            "args": plain,
-            "checkpoint_version": 3.0,
-        },
+        client_state={**said_of(position), "args": plain, "checkpoint_version": 3.0},
     )
     _say_saved(args, Path(args.save) / tag, position)
 
@@ -446,7 +442,6 @@ def _say_saved(args: argparse.Namespace, path: str | Path, position: Position) -
 
 
 def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> None:
-    handle.iteration, handle.consumed_samples = position.iteration, position.consumed
     flags = {name: value for name, value in vars(args).items() if name != "ds_config"}
     report = ucp.save(
         handle,

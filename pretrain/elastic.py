@@ -35,6 +35,14 @@ def of_saves(args: argparse.Namespace) -> dict[str, float]:
     return {"deadline": waits(vars(args)).total_seconds()} if bounded else {}
 
 
+def of_memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of steps that are kept in memory."""
+    if args.keep_memory_every is None:
+        return {}
+    every, copies = args.keep_memory_every, args.keep_memory_copies
+    return {"keep": "memory", "every": every, "copies": copies, "folder": args.save}
+
+
 def check_launcher(given: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     """Raises UsageError where torchrun's agents keep one store for all of their starts: gloo and
     NCCL would look for ranks of the start before (pytorch 135712). Also where NCCL is told to wait

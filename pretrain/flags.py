@@ -316,6 +316,18 @@ CHECKPOINT = (
         False,
         "a save goes on while training does, once a snapshot of it is in host memory",
     ),
+    Flag(
+        "--keep-memory-every",
+        int,
+        help="each so many iterations the state is kept in the memory of the machines, where it "
+        "outlives the processes: --load of the --save folder takes it where it is newer",
+    ),
+    Flag(
+        "--keep-memory-copies",
+        int,
+        1,
+        "on how many other machines each part of that is kept too",
+    ),
     Flag("--no-save-rng", bool, False),
     Flag("--load", help="folder; a run starts afresh where it is empty"),
     Flag("--ckpt-step", int, help="iteration to load; default the newest that is whole"),

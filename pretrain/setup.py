@@ -158,6 +158,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
         keep["save"] = "background"
     config["universal_checkpoint"] = {
         **elastic.of_saves(args),
+        **elastic.of_memory(args),
         **config.get("universal_checkpoint", {}),
         "enabled": True,
         "rng": not args.no_save_rng,

@@ -30,6 +30,7 @@ class StackEngine:
             family=args.model_family,
             save="background" if args.async_save else "direct",
             **elastic.of_saves(args),
+            **elastic.of_memory(args),
         )
 
     @property

@@ -20,11 +20,11 @@ from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from pretrain import checkpoint, elastic, same_data, setup
 from pretrain.arguments import complete, complete_each, parse
-from pretrain.checkpoint import Position
 from pretrain.data import Batches, make_samples
 from pretrain.engine import DEEPSPEED
 from pretrain.flags import FLAGS
 from pretrain.log import Progress, say
+from pretrain.position import Position, count, keep_position, program_of
 from pretrain.steps import make_steps
 from pretrain.tokenizer import make_tokenizer
 
@@ -92,7 +92,7 @@ class Run:
             args.train_iters = elastic.last_iteration(args, position.iteration, position.consumed)
         self.result = Result(position.iteration, position)
         goes_on = saved is not None and args.load == args.save
-        self._saved_at = position.iteration if goes_on else -1
+        self._saved_at = saved.iteration if goes_on and saved is not None else -1
 
     def _build(self, saved: checkpoint.Saved | None, patience: timedelta) -> None:
         """Data and engine. What can't be is refused before the model is built."""
@@ -111,6 +111,7 @@ class Run:
         with agree.together():
             self._data = [self._batches(tokenizer, split) for split in (0, 1)]
         self.engine = setup.make_engine(args, tokenizer.vocab_size, padded)
+        keep_position(self.engine, lambda: self.result.position)
         setup.bound_waits(patience)
         self._device = setup.device(args.engine)
         self._steps = make_steps(self.engine, args, self._device)
@@ -189,6 +190,7 @@ class Run:
         self._auxiliary = self._of_experts()
         self.result.position.iteration += 1
         self.result.position.consumed += self.args.global_batch_size
+        count(self.engine, self.result.position)
         return loss
 
     def _of_experts(self) -> dict[str, float]:
@@ -224,9 +226,7 @@ class Run:
                 self._iterations(stop, progress)
                 if args.save:
                     self.save()
-                    ucp.wait(
-                        getattr(self.engine, "handle", self.engine)
-                    )  # of megatron-core's own stack
+                    ucp.wait(program_of(self.engine))
                 if args.elastic and result.stopped_by == SIGTERM:
                     result.again = not stop.wait(elastic.NOTICE_S)
                     return result
@@ -257,7 +257,9 @@ class Run:
                 result.stopped_by = reason
                 say(f"stopping after iteration {iteration}: {reason}")
                 break
-            if args.save_interval and not iteration % args.save_interval:
+            is_due = args.save_interval and not iteration % args.save_interval
+            # the first one says whose steps are in memory
+            if is_due or (args.keep_memory_every and self._saved_at < 0):
                 self.save()
 
     def _say_start(self, progress: Progress) -> None:

@@ -48,6 +48,7 @@ from megatron_ucp.reshard.memory_sink import HeldMemory
 
 KEPT_STEPS = "_ucp_memory_steps"  # of an engine
 MEMORY = "memory"
+_DEADLINE_S = 600.0  # after which a step is given up: no rank waits longer for one that is gone
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ class MemorySteps:
 
     def __init__(self, lent: Callable[[Taking], LentRun], how: InMemory, rng: bool = True) -> None:
         self._lent, self.how, self._rng = lent, how, rng
-        self.background = Background(BesideTraining(busy="skip", on_error="warn"))
+        self.background = Background(
+            BesideTraining(busy="skip", on_error="warn", deadline=_DEADLINE_S)
+        )
         self.path: Path | None = None
         self.life: Life | None = None
         self.report: KeptReport | None = None

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import tests.scripts  # noqa: F401  (examples/lib is found from there on)
+from megatron_ucp.formats.memory_folder import MemoryFolder
 from pretrain.elastic import AGAIN
 from tests.pretrain.common import LLAMA, QUIET, RATES, command, mesh, stdlib
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source
@@ -89,6 +90,66 @@ def test_two_ranks_go_on_as_one(ranks: RankPool, tmp_path: Path) -> None:
     (lost,) = lost_steps(starts)
     assert 0 <= lost <= INTERVAL and starts[1].entry["after_iteration"] >= INTERVAL
     assert wrong_losses(starts, {i: loss + 1e-4 for i, loss in want.items()})  # negative control
+
+
+@pytest.mark.ranks
+def test_steps_in_memory_are_newer_than_the_save(ranks: RankPool, tmp_path: Path) -> None:
+    """Both ranks are killed, long after the only save: what the machine kept goes on, and at most
+    two steps are done again (one is kept while the next one begins)."""
+    want = uninterrupted(ranks, tmp_path / "whole", LENGTH)
+    script = [*saving(tmp_path, LENGTH), "--save-interval", "1000", "--keep-memory-every", "1"]
+    memory = MemoryFolder(tmp_path / "out").path
+    try:
+        with Nodes(tmp_path) as nodes:
+            node = nodes.start(2, script)
+            log = tmp_path / "log.jsonl"
+            wait_until(lambda starts: bool(starts) and starts[-1].last > 10, log, node)
+            for rank in node.living():
+                rank.process.send_signal(signal.SIGKILL)
+            assert nodes.wait(node, 100) == 0, node.log.read_text()[-3000:]
+        said = node.log.read_text()
+    finally:
+        shutil.rmtree(memory.parent, ignore_errors=True)
+    starts = read(log)
+    (lost,) = lost_steps(starts)
+    assert starts[1].entry["after_iteration"] > 8 and lost <= 2, said[-3000:]
+    assert "from memory: step" in said and "the newest tag on disk is of step 1" in said
+    assert not wrong_losses(starts, want)
+
+
+ENGINES = {
+    "DeepSpeed": mesh(1, 3),
+    "a pipeline": [*mesh(1, 1), "--pipeline-model-parallel-size", "2"],
+    "Megatron": ["--tensor-model-parallel-size", "2", "--engine", "megatron"],
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_goes_on_from_memory(ranks: RankPool, tmp_path: Path, engine: str) -> None:
+    """The last save is lost; what the machine kept is a step before it, whose losses follow."""
+    out, flags = tmp_path / "out", ENGINES[engine]
+    argv = [*command(LLAMA, BATCH, RATES, QUIET, stdlib(), flags), "--train-iters", "6"]
+    argv += ["--save", str(out), "--save-interval", "100", "--keep-memory-every", "1"]
+    try:
+        whole = ranks.run(2, JOB, argv, timeout_s=200)[0]
+        assert "losses" in whole, whole
+        losses = whole["losses"]
+        last, pointer, earlier = NAMES.get(engine, NAMES["DeepSpeed"])
+        shutil.rmtree(out / last)
+        (out / pointer).write_text(earlier)
+        argv += ["--load", str(out), "--universal-checkpoint"]
+        found = ranks.run(2, JOB, argv, timeout_s=200)[0]
+    finally:
+        shutil.rmtree(MemoryFolder(out).path.parent, ignore_errors=True)
+    first = found["first"]
+    assert 1 < first < 6 and found["consumed"] == 6 * 12
+    assert found["losses"] == losses[first:] and losses[first] != losses[first - 1]
+
+
+NAMES = {
+    "DeepSpeed": ("global_step6", "latest", "global_step1"),
+    "Megatron": ("iter_0000006", "latest_checkpointed_iteration.txt", "1"),
+}
 
 
 def start_again(ranks: RankPool, llama: Source, folder: Path, job: str, *more: str) -> Any:
