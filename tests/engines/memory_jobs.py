@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -211,11 +212,49 @@ def _killed(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def after_death(first: World, second: World, folder: str, want: str) -> dict[str, Any]:
+def dies_anytime(world: World, folder: str, rank: int, after_s: float) -> None:
+    """Keeps every step, until a rank is killed at some moment behind the second one."""
+    os.environ[NODE] = world.nodes[dist.get_rank()]
+    kind = kind_of(world.setup)
+    engine = make(world, folder, every=1)
+    for step in range(1, 1000):
+        kind.train(engine, 1, first=step)
+        if step == 2 and dist.get_rank() == rank:
+            threading.Timer(after_s, _killed).start()
+    raise AssertionError("nobody was killed")
+
+
+def states_at(world: World, steps: int, want: str) -> None:
+    """The states of the same run, to which nothing happened, after so many steps."""
+    kind = kind_of(world.setup)
+    engine = kind.make(world.setup)
+    for step in range(1, steps + 1):
+        kind.train(engine, 1, first=step)
+    states = kind.canonical(engine)
+    if dist.get_rank() == 0:
+        torch.save(states, want)
+    kind.close(engine)
+
+
+def newest_step(world: World, folder: str) -> int:
+    """The step that a load takes."""
+    os.environ[NODE] = world.nodes[dist.get_rank()]
+    kind = kind_of(world.setup)
+    engine = make(world, folder, 1)
+    handle = kind.handle(engine)
+    step = ucp.load(handle, folder).global_steps
+    handle.__dict__["_ucp_memory_steps"].close()
+    kind.close(engine)
+    return step
+
+
+def after_death(
+    first: World, second: World, folder: str, want: str, step: int = 4
+) -> dict[str, Any]:
     """What another world loads."""
     os.environ[NODE] = second.nodes[dist.get_rank()]
     states = torch.load(want, weights_only=False)
-    return loaded(first, second, folder, 2, {4: states})
+    return loaded(first, second, folder, 1000, {step: states})
 
 
 def kept_step(engine: Any, steps: int = 1) -> None:

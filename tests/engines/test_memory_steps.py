@@ -1,6 +1,7 @@
 """Steps that machines keep in memory: what is left of a run goes on in another world, bit for bit,
 against a gather that knows nothing of the package's layouts."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -172,6 +173,29 @@ def test_a_rank_dies_while_a_step_is_kept(
     second = World(replace(setup, seed=9), ONE[:2])
     found = ranks.run(2, f"{JOBS}:after_death", first, second, folder, want)
     check(found, 4, "from memory: step 4; no tag on disk", "the run had come to step ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_dies_at_any_moment(ranks: RankPool, tmp_path: Path, folder: str, seed: int) -> None:
+    """What is left is one of the steps, bit for bit, and loads again and again."""
+    dice, want = random.Random(seed), str(tmp_path / "want")
+    setup = dice.choice([Setup(1), Setup(3), Mcore(), Mcore(tp=2)])
+    first, pool = World(setup, ONE), RankPool(4)
+    try:
+        with pytest.raises(RanksFailed):
+            after_s = dice.uniform(0, 0.4)
+            pool.run(4, f"{JOBS}:dies_anytime", first, folder, dice.randrange(4), after_s)
+    finally:
+        pool.close()
+    second = World(replace(setup, seed=9), ONE[: dice.choice([2, 4])])
+    (step, *others) = ranks.run(second.ranks, f"{JOBS}:newest_step", second, folder)
+    assert step >= 1 and {*others} == {step}
+    ranks.run(4, f"{JOBS}:states_at", first, step, want)
+    found = ranks.run(
+        second.ranks, f"{JOBS}:after_death", first, second, folder, want, step, timeout_s=100
+    )
+    check(found, step, f"from memory: step {step}; no tag on disk")
 
 
 def test_what_other_runs_left_stays(ranks: RankPool, tmp_path: Path, folder: str) -> None:
