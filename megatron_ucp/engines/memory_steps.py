@@ -232,8 +232,12 @@ class MemorySteps:
         digest = hashlib.sha256(repr(held.places()).encode()).digest()
         is_known = self.life is not None and self.life.digest == digest
         known, ids = zip(*agree.gather((is_known, lent.run.manifest.run.get(RUN, ""))), strict=True)
-        if all(known) and self.life is not None:
-            return self.life, ids[0]
+        if not all(known) or self.life is None:
+            self.life = self._begun(lent, digest)
+        return self.life, ids[0]
+
+    def _begun(self, lent: LentRun, digest: bytes) -> "Life":
+        """Room for steps of these parts and sizes. Collective."""
         with as_save_error(), agree.together() as block:
             self.folder.make()
             block.value = node(), lent.holder.parts(), uuid.uuid4().hex[:12]
@@ -251,8 +255,7 @@ class MemorySteps:
         self._say_taken(life)
         with as_save_error(), agree.together():
             life.begin()
-        self.life = life
-        return life, ids[0]
+        return life
 
     def _say_taken(self, life: "Life") -> None:
         """What is taken, before it is. On rank 0."""
