@@ -258,15 +258,8 @@ class Memories:
     ) -> None:
         """Each rank takes one window of those that move, and sends what it has of the others'."""
         mine = agreed.moving[number] if number < len(agreed.moving) else None
-        messages: list[dist.P2POp] = []
-        came: dict[int, torch.Tensor] = {}
-        for giver, ops in () if mine is None else mine.by_giver.items():
-            if giver != self.rank and mine is not None:
-                held = self._windows[mine.window.part].held
-                size = sum(held.bytes_of(_side(op), op.shape) for op in ops)
-                came[giver] = torch.empty(size, dtype=torch.uint8, device=self._device)
-                messages.append(dist.P2POp(dist.irecv, came[giver], giver))
-                self.read_bytes += size
+        came = {} if mine is None else self._to_come(mine)
+        messages = [dist.P2POp(dist.irecv, memory, giver) for giver, memory in came.items()]
         for taker, rounds in agreed.asked.items():
             if number < len(rounds) and rounds[number]:
                 packed = self._packed(rounds[number], kept).to(self._device)
@@ -276,6 +269,16 @@ class Memories:
         with kept:
             if mine is not None and kept.error is None:
                 put(mine.window, self._put_together(mine, came, room))
+
+    def _to_come(self, taken: _Taken) -> dict[int, torch.Tensor]:
+        """Memory for what others send of a window, by the rank that does."""
+        held, came = self._windows[taken.window.part].held, dict[int, torch.Tensor]()
+        for giver, ops in taken.by_giver.items():
+            if giver != self.rank:
+                size = sum(held.bytes_of(_side(op), op.shape) for op in ops)
+                came[giver] = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self.read_bytes += size
+        return came
 
     def _packed(self, reads: Sequence[_Read], kept: agree.KeptBack) -> torch.Tensor:
         """The bytes that a rank asked for; zeros where this one can't read them."""

@@ -68,8 +68,6 @@ class Fp8File:
 
     def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
         """See `ByteFile`. One multiplication for each element, in fp32."""
-        import torch  # inspecting a checkpoint must not need it
-
         if start_byte % _SIZE or len(target) % _SIZE:
             raise UsageError(
                 "a part of an element is read",
@@ -81,10 +79,7 @@ class Fp8File:
         first, count = start_byte // _SIZE, len(target) // _SIZE
         if not count:
             return
-        stored = bytearray(count)
-        self.held.file.read_into(self.held.record, first, memoryview(stored))
-        values = torch.frombuffer(stored, dtype=torch.float8_e4m3fn).to(torch.float32)
-        at = 0
+        values, at = self._stored(first, count), 0
         while at < count:
             row, column = divmod(first + at, self.width)
             rows = 1 if column else max(1, min((count - at) // self.width, self._rows_left(row)))
@@ -93,6 +88,14 @@ class Fp8File:
             held *= self._scales_of(row)[column : column + held.shape[1]]
             at = end
         target[:] = memoryview(cast(Any, values.numpy())).cast("B")
+
+    def _stored(self, first: int, count: int) -> Any:
+        """Elements as they are stored, in fp32."""
+        import torch  # inspecting a checkpoint must not need it
+
+        stored = bytearray(count)
+        self.held.file.read_into(self.held.record, first, memoryview(stored))
+        return torch.frombuffer(stored, dtype=torch.float8_e4m3fn).to(torch.float32)
 
     def _rows_left(self, row: int) -> int:
         """Rows from this one on to the end of its block."""
