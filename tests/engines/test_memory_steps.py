@@ -238,3 +238,10 @@ def test_a_loop_that_does_not_count(ranks: RankPool, folder: str) -> None:
     for said, kept in ranks.run(2, f"{JOBS}:uncounted", folder):
         assert "no step is kept in memory: the optimizer was stepped" in said
         assert kept is None
+
+
+def test_what_is_drawn_for_the_next_step_is_drawn_again(ranks: RankPool, folder: str) -> None:
+    """A step is kept when the loop has drawn the data of the next one: that is no step's data."""
+    for found in ranks.run(2, f"{JOBS}:draws_ahead", folder):
+        assert found["step"] == 4
+        assert found["again"] == found["drawn"][4:], "samples are left out, or noise is other noise"
