@@ -165,12 +165,9 @@ def _keep_steps(engine: Any, kept: MemorySteps) -> None:
     """Lets each step begin with a look whether the one before it is to be kept: the program may
     count, step its own schedule and change buffers after `engine.step`."""
     keep_steps(engine, kept)
-    ends, begins = "step", ["forward"]
-    if is_pipeline(engine):
-        ends, begins = "train_batch", ["train_batch", "eval_batch"]
-    setattr(engine, ends, _instead_of(getattr(engine, ends), _noting(engine, kept, ends)))
-    for name in begins:
-        setattr(engine, name, _instead_of(getattr(engine, name), _looking(engine, kept, name)))
+    pair = ("train_batch", "train_batch") if is_pipeline(engine) else ("step", "forward")
+    for name, method in zip(pair, (_noting, _looking), strict=True):
+        setattr(engine, name, _instead_of(getattr(engine, name), method(engine, kept, name)))
 
 
 def _noting(engine: Any, kept: MemorySteps, name: str) -> Callable[..., Any]:
@@ -188,7 +185,9 @@ def _looking(engine: Any, kept: MemorySteps, name: str) -> Callable[..., Any]:
     stock = getattr(engine, name)
 
     def begun(*args: Any, **kwargs: Any) -> Any:
-        kept.ended_step(engine.global_steps)
+        # a rank may evaluate alone; `train_batch` itself ends an evaluation
+        if name != "forward" or engine.module.training:
+            kept.ended_step(engine.global_steps)
         return stock(*args, **kwargs)
 
     return begun

@@ -431,3 +431,22 @@ def draws_ahead(folder: str) -> dict[str, Any]:
     trained(engine, loader, 2)
     engine.destroy()
     return {"step": step, "drawn": drawn[:6], "again": drawn[6:]}
+
+
+def evaluates_alone(folder: str) -> int:
+    """The first rank evaluates after a step that is to be kept, and the others wait for it; the
+    step that another start loads."""
+    world = World(Setup(1), ("a",) * dist.get_world_size())
+    os.environ[NODE] = "a"
+    engine = make(world, folder, every=2)
+    train(engine, 2)
+    if dist.get_rank() == 0:
+        engine.eval()
+        with torch.inference_mode():
+            engine(torch.zeros((1, SEQUENCE), dtype=torch.int64))
+        engine.train()
+    dist.barrier()
+    train(engine, 1, first=3)
+    ucp.wait(engine)
+    engine.destroy()
+    return newest_step(world, folder)

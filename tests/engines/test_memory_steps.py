@@ -245,3 +245,7 @@ def test_what_is_drawn_for_the_next_step_is_drawn_again(ranks: RankPool, folder:
     for found in ranks.run(2, f"{JOBS}:draws_ahead", folder):
         assert found["step"] == 4
         assert found["again"] == found["drawn"][4:], "samples are left out, or noise is other noise"
+
+
+def test_one_rank_may_evaluate_alone(ranks: RankPool, folder: str) -> None:
+    assert ranks.run(2, f"{JOBS}:evaluates_alone", folder, timeout_s=30) == [2, 2]
