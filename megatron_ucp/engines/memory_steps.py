@@ -172,9 +172,10 @@ class MemorySteps:
         self.path = self.life = None
         self._said.add(_NO_FOLDER)
 
-    def goes_on(self, steps: int, loaded: KeptShare | None) -> None:
+    def goes_on(self, steps: int, loaded: KeptShare | None, is_own: bool) -> None:
         """The engine was filled at a step: from what was in memory, of which `loaded` is a share,
-        or from elsewhere. What else is left in memory goes. Collective."""
+        or from elsewhere. Where that is the run's own folder (`is_own`), what else is left in
+        memory goes; else when the next step counts. Collective."""
         self._seen, self._place = steps, None
         if self.path is None:
             return
@@ -183,7 +184,7 @@ class MemorySteps:
                 self.life.go_on(loaded)
         nodes = agree.gather(node())
         with as_save_error(), agree.together():
-            if nodes.index(node()) == agree.world()[0]:
+            if is_own and nodes.index(node()) == agree.world()[0]:
                 self.folder.forget_dead(loaded)
 
     def _note_once(self, text: str) -> None:

@@ -450,3 +450,22 @@ def evaluates_alone(folder: str) -> int:
     ucp.wait(engine)
     engine.destroy()
     return newest_step(world, folder)
+
+
+def loads_elsewhere_first(folder: str, base: str) -> tuple[int, list[str]]:
+    """A run keeps a step; its next start fills the engine from another folder, and then asks for
+    its own. The step that it has, and the notes."""
+    world = World(Setup(1), ("a",) * dist.get_world_size())
+    os.environ[NODE] = "a"
+    engine = make_engine(world.setup)
+    train(engine, 1)
+    engine.save_checkpoint(base)
+    engine.destroy()
+    engine = make(world, folder, every=2)
+    train(engine, 3)
+    engine.destroy()
+    engine = make(world, folder, every=2)
+    ucp.load(engine, base)
+    report = ucp.load(engine, folder)
+    engine.destroy()
+    return report.global_steps, [*report.notes]
