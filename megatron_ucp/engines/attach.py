@@ -158,22 +158,36 @@ def _attach(
     handle = _DeepSpeedHandle(engine, model, how, family, loading)
     _take_over(engine, handle)
     if in_memory is not None:
-        _keep_steps(engine, MemorySteps(handle.lent, in_memory, how.rng))
+        _keep_steps(engine, MemorySteps(handle.lent, in_memory, how.rng, loader))
 
 
 def _keep_steps(engine: Any, kept: MemorySteps) -> None:
     """Lets each step begin with a look whether the one before it is to be kept: the program may
     count, step its own schedule and change buffers after `engine.step`."""
     keep_steps(engine, kept)
-    for name in ("train_batch", "eval_batch") if is_pipeline(engine) else ("forward",):
-        setattr(engine, name, _instead_of(getattr(engine, name), _looking(engine, kept, name)))
+    pair = ("train_batch", "train_batch") if is_pipeline(engine) else ("step", "forward")
+    for name, method in zip(pair, (_noting, _looking), strict=True):
+        setattr(engine, name, _instead_of(getattr(engine, name), method(engine, kept, name)))
+
+
+def _noting(engine: Any, kept: MemorySteps, name: str) -> Callable[..., Any]:
+    stock = getattr(engine, name)
+
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        done = stock(*args, **kwargs)
+        kept.stepped(engine.global_steps)
+        return done
+
+    return ended
 
 
 def _looking(engine: Any, kept: MemorySteps, name: str) -> Callable[..., Any]:
     stock = getattr(engine, name)
 
     def begun(*args: Any, **kwargs: Any) -> Any:
-        kept.ended_step(engine.global_steps)
+        # a rank may evaluate alone; `train_batch` itself ends an evaluation
+        if name != "forward" or engine.module.training:
+            kept.ended_step(engine.global_steps)
         return stock(*args, **kwargs)
 
     return begun

@@ -181,7 +181,8 @@ def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, 
     if not how.module_only:
         go_on_with(engine, report.run_id)
         if (kept := steps_of(engine)) is not None:
-            kept.goes_on(report.global_steps, life)
+            files = () if isinstance(path, HeldRun) else (Path(path), Path(path).absolute().parent)
+            kept.goes_on(report.global_steps, life, is_own=any(map(kept.is_of, files)))
     engine.__dict__[LOADED] = report
     say.ended(str(report), report.notes)
     return report

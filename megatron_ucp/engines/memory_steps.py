@@ -27,8 +27,9 @@ from megatron_ucp.engines.background import (
     SaveTurn,
     keep_background,
 )
+from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.saves import as_save_error
-from megatron_ucp.engines.taking import LentRun, Taking
+from megatron_ucp.engines.taking import DataPlace, LentRun, Taking
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats import in_memory
 from megatron_ucp.formats.memory_folder import (
@@ -119,10 +120,18 @@ class KeptReport:
 
 
 class MemorySteps:
-    """What of an engine is kept; `lent` takes it as a run, with random states or without."""
+    """What of an engine is kept; `lent` takes it as a run, with random states or without, and with
+    the position of a `loader`."""
 
-    def __init__(self, lent: Callable[[Taking], LentRun], how: InMemory, rng: bool = True) -> None:
-        self._lent, self.how, self._rng = lent, how, rng
+    def __init__(
+        self,
+        lent: Callable[[Taking], LentRun],
+        how: InMemory,
+        rng: bool = True,
+        loader: ResumableLoader | None = None,
+    ) -> None:
+        self._lent, self.how, self._rng, self._loader = lent, how, rng, loader
+        self._place: DataPlace | None = None
         self.background = Background(
             BesideTraining(busy="skip", on_error="warn", deadline=_DEADLINE_S)
         )
@@ -163,10 +172,11 @@ class MemorySteps:
         self.path = self.life = None
         self._said.add(_NO_FOLDER)
 
-    def goes_on(self, steps: int, loaded: KeptShare | None) -> None:
+    def goes_on(self, steps: int, loaded: KeptShare | None, is_own: bool) -> None:
         """The engine was filled at a step: from what was in memory, of which `loaded` is a share,
-        or from elsewhere. What else is left in memory goes. Collective."""
-        self._seen = steps
+        or from elsewhere. Where that is the run's own folder (`is_own`), what else is left in
+        memory goes; else when the next step counts. Collective."""
+        self._seen, self._place = steps, None
         if self.path is None:
             return
         with as_save_error(), agree.together():
@@ -174,7 +184,7 @@ class MemorySteps:
                 self.life.go_on(loaded)
         nodes = agree.gather(node())
         with as_save_error(), agree.together():
-            if nodes.index(node()) == agree.world()[0]:
+            if is_own and nodes.index(node()) == agree.world()[0]:
                 self.folder.forget_dead(loaded)
 
     def _note_once(self, text: str) -> None:
@@ -183,6 +193,12 @@ class MemorySteps:
             say.note(text)
 
     # ------------------------------------------------ at the end of a step
+
+    def stepped(self, steps: int) -> None:
+        """The optimizer was stepped, for this step: the program may draw data of the next one
+        before `ended_step`, and what that moves is kept as it is now."""
+        if steps != self._seen and steps % self.how.every == 0:
+            self._place = DataPlace.now(self._loader, self._rng)
 
     def ended_step(self, steps: int) -> None:
         """The engine came to a step; between two of them. Collective. Raises a UcpError on every
@@ -195,6 +211,7 @@ class MemorySteps:
         if steps % self.how.every == 0:
             with torch.inference_mode(False):  # an evaluation may be what comes next
                 self.keep(steps)
+        self._place = None
 
     def keep(self, steps: int) -> None:
         """Keeps the state as it is now, which is that of a step. Collective. Raises a UcpError on
@@ -214,7 +231,8 @@ class MemorySteps:
             )
             return
         self.background.wait()
-        lent = self._lent(Taking(state, rng=self._rng, checksums=False))
+        how = Taking(state, self._loader, self._rng, checksums=False, place=self._place)
+        lent = self._lent(how)
         life, run_id = self._arranged(lent)
         with as_save_error(), agree.together():
             turn, memory = life.begin_turn()

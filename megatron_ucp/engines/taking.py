@@ -21,14 +21,30 @@ from megatron_ucp.reshard.fingerprint import diverged, sums_of_rank, table_of
 
 
 @dataclass(frozen=True)
+class DataPlace:
+    """What a program moves that draws data: random states, as the bytes of a file (None: they are
+    not taken), and what a manifest says of the position of a loader."""
+
+    random: bytes | None
+    position: Mapping[str, Any]
+
+    @classmethod
+    def now(cls, loader: ResumableLoader | None, rng: bool) -> "DataPlace":
+        """As it is."""
+        return cls(random_states.file_bytes() if rng else None, position_of(loader))
+
+
+@dataclass(frozen=True)
 class Taking:
     """What is taken along: a `client_state`, the position of a `loader` (None: that of the loader
-    that the engine was attached with), random states, and a fingerprint of all elements."""
+    that the engine was attached with), random states, and a fingerprint of all elements. `place` is
+    what stands for position and random states where the program has drawn more since."""
 
     client_state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     loader: ResumableLoader | None = None
     rng: bool = True
     checksums: bool = True
+    place: DataPlace | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +72,11 @@ def lent(
     rank, manifest = agree.world()[0], holder.manifest
     with agree.together() as block:
         sums = sums_of_rank(holder) if how.checksums else {}
-        block.value = _beside(rank, values, how), sums
+        place = how.place or DataPlace.now(how.loader, how.rng)
+        block.value = _beside(rank, values, place), sums
     besides, every = zip(*block.values, strict=True)
     table, apart = table_of(manifest, every)
-    position = position_of(how.loader)
+    position = place.position
     run: dict[str, Any] = {**said, **position, FINGERPRINT: table}
     if values.apart:
         run[PER_RANK] = values.apart.as_value()
@@ -77,11 +94,11 @@ def _name(manifest: Manifest, said: Mapping[str, Any]) -> str:
     return f"memory of {manifest.mesh}/step {said.get(random_states.STEPS, 0)}"
 
 
-def _beside(rank: int, values: RankValues, how: Taking) -> dict[str, bytes]:
+def _beside(rank: int, values: RankValues, place: DataPlace) -> dict[str, bytes]:
     """The small files that a save would write for this rank, by their names."""
     out: dict[str, bytes] = {}
-    if how.rng:
-        out[random_states.file_name(rank)] = random_states.file_bytes()
+    if place.random is not None:
+        out[random_states.file_name(rank)] = place.random
     if values.apart:
         name = of_ranks.file_name(rank)
         out[name] = values.own.text(Path(name), values.apart).encode()

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
 
 import megatron_ucp as ucp
 from megatron_ucp import say
@@ -392,3 +393,79 @@ def heard() -> Iterator[list[str]]:
 def clear(folder: str) -> None:
     """Removes all that a test kept for a folder."""
     shutil.rmtree(memory_of(folder, "any").path.parent, ignore_errors=True)
+
+
+def draws_ahead(folder: str) -> dict[str, Any]:
+    """A loop that draws its data before the forward, as loops do: from a loader, and noise from the
+    generators. Step 4 is kept, step 5 is done; what another start then draws for its first step."""
+    world = World(Setup(1), ("a",) * dist.get_world_size())
+    drawn: list[tuple[list[int], float]] = []
+
+    def begun() -> tuple[Any, ucp.ResumableLoader]:
+        data = torch.arange(40)[:, None].repeat(1, SEQUENCE) % 11
+        data = torch.utils.data.TensorDataset(data, torch.arange(40))
+        sampler = DistributedSampler(data, seed=3)
+        own = torch.Generator()  # of which a start of the loader draws
+        loader = DataLoader(data, batch_size=2, sampler=sampler, generator=own)
+        loader = ucp.ResumableLoader(loader)
+        engine = make_engine(world.setup, attach=False)
+        kept: dict[str, Any] = {"keep": "memory", "every": 2, "folder": folder}
+        return ucp.attach(engine, loader=loader, **kept), loader
+
+    def trained(engine: Any, loader: ucp.ResumableLoader, steps: int) -> None:
+        for number, (tokens, names) in enumerate(loader):
+            drawn.append((names.tolist(), float(torch.rand(()))))
+            engine.backward(engine(tokens))
+            engine.step()
+            ucp.wait(engine)  # so that no step is left out
+            if number + 1 == steps:
+                break
+
+    os.environ[NODE] = "a"
+    engine, loader = begun()
+    trained(engine, loader, 6)
+    ucp.wait(engine)
+    engine.destroy()
+    engine, loader = begun()
+    step = ucp.load(engine, folder, loader=loader).global_steps
+    trained(engine, loader, 2)
+    engine.destroy()
+    return {"step": step, "drawn": drawn[:6], "again": drawn[6:]}
+
+
+def evaluates_alone(folder: str) -> int:
+    """The first rank evaluates after a step that is to be kept, and the others wait for it; the
+    step that another start loads."""
+    world = World(Setup(1), ("a",) * dist.get_world_size())
+    os.environ[NODE] = "a"
+    engine = make(world, folder, every=2)
+    train(engine, 2)
+    if dist.get_rank() == 0:
+        engine.eval()
+        with torch.inference_mode():
+            engine(torch.zeros((1, SEQUENCE), dtype=torch.int64))
+        engine.train()
+    dist.barrier()
+    train(engine, 1, first=3)
+    ucp.wait(engine)
+    engine.destroy()
+    return newest_step(world, folder)
+
+
+def loads_elsewhere_first(folder: str, base: str) -> tuple[int, list[str]]:
+    """A run keeps a step; its next start fills the engine from another folder, and then asks for
+    its own. The step that it has, and the notes."""
+    world = World(Setup(1), ("a",) * dist.get_world_size())
+    os.environ[NODE] = "a"
+    engine = make_engine(world.setup)
+    train(engine, 1)
+    engine.save_checkpoint(base)
+    engine.destroy()
+    engine = make(world, folder, every=2)
+    train(engine, 3)
+    engine.destroy()
+    engine = make(world, folder, every=2)
+    ucp.load(engine, base)
+    report = ucp.load(engine, folder)
+    engine.destroy()
+    return report.global_steps, [*report.notes]

@@ -238,3 +238,23 @@ def test_a_loop_that_does_not_count(ranks: RankPool, folder: str) -> None:
     for said, kept in ranks.run(2, f"{JOBS}:uncounted", folder):
         assert "no step is kept in memory: the optimizer was stepped" in said
         assert kept is None
+
+
+def test_what_is_drawn_for_the_next_step_is_drawn_again(ranks: RankPool, folder: str) -> None:
+    """A step is kept when the loop has drawn the data of the next one: that is no step's data."""
+    for found in ranks.run(2, f"{JOBS}:draws_ahead", folder):
+        assert found["step"] == 4
+        assert found["again"] == found["drawn"][4:], "samples are left out, or noise is other noise"
+
+
+def test_one_rank_may_evaluate_alone(ranks: RankPool, folder: str) -> None:
+    assert ranks.run(2, f"{JOBS}:evaluates_alone", folder, timeout_s=30) == [2, 2]
+
+
+def test_a_load_from_elsewhere_leaves_what_the_run_kept(
+    ranks: RankPool, tmp_path: Path, folder: str
+) -> None:
+    """A start may take its first weights from another folder before it asks for its own."""
+    base = str(tmp_path / "base")
+    for step, notes in ranks.run(2, f"{JOBS}:loads_elsewhere_first", folder, base):
+        assert step == 2 and "from memory: step 2; no tag on disk" in "\n".join(notes)

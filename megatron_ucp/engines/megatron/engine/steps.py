@@ -28,6 +28,7 @@ class StackSteps:
         def stepped(*args: Any, **kwargs: Any) -> Any:
             before = self._stack.iteration, getattr(self._stack.scheduler, "num_steps", None)
             done = step(*args, **kwargs)
+            self._kept.stepped(before[0] + 1)
             self._begun, scheduled = before
             self._scheduled = scheduled if done[0] else None  # an overflow moves no schedule
             return done
