@@ -25,16 +25,17 @@ PAIRS = {
     "ZeRO-1 to ZeRO-0": (Mesh(1), Mesh(0)),
 }
 FOLDER = Path("/dev/shm/ucp_benchmark_of_resizes")
-# another process: looks at a process until its input ends, and prints the peak of its RssAnon
+# another process: looks at a process until its input ends, and prints the peak of some kinds of its
+# memory, together
 _WATCH = """
 import select, sys
-peak, file = 0, f"/proc/{sys.argv[1]}/status"
+peak, is_new, file, kinds = 0, True, f"/proc/{sys.argv[1]}/status", tuple(sys.argv[2:])
 while not select.select([sys.stdin], [], [], 0.002)[0]:
     with open(file) as status:
-        line = next(line for line in status if line.startswith("RssAnon"))
-    peak = max(peak, int(line.split()[1]) * 1024)
-    if peak and len(sys.argv) == 2:
-        sys.argv.append("")
+        lines = [line for line in status if line.startswith(kinds)]
+    peak = max(peak, sum(int(line.split()[1]) * 1024 for line in lines))
+    if is_new:
+        is_new = False
         print("begun", flush=True)
 print(peak)
 """
@@ -79,7 +80,7 @@ def _timed(
         for way in [*ways][turn:] + [*ways][:turn]:
             dist.barrier()
             is_watched = way == "resize" and number > 0
-            with _peak(extra) if is_watched else nothing():
+            with peak(extra, "RssAnon") if is_watched else nothing():
                 started = time.perf_counter()
                 ways[way]()
                 dist.barrier()
@@ -127,17 +128,22 @@ def _common(one: Ranges, other: Ranges) -> int:
 
 
 @contextmanager
-def _peak(found: list[int]) -> Iterator[None]:
-    """Adds by how much this process grew inside, as another one sees it."""
-    command = [sys.executable, "-c", _WATCH, str(os.getpid())]
+def peak(found: list[int], *kinds: str) -> Iterator[None]:
+    """Adds by how much these kinds of this process's memory grew inside, as another one sees it."""
+    command = [sys.executable, "-c", _WATCH, str(os.getpid()), *kinds]
     watch = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert watch.stdout is not None
     watch.stdout.readline()
-    with open("/proc/self/status") as status:
-        before = next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+    before = held_bytes(*kinds)
     yield
-    peak, _ = watch.communicate("")
-    found.append(int(peak) - before * 1024)
+    most, _ = watch.communicate("")
+    found.append(int(most) - before)
+
+
+def held_bytes(*kinds: str) -> int:
+    """What this process has of these kinds of memory."""
+    with open("/proc/self/status") as status:
+        return sum(int(line.split()[1]) * 1024 for line in status if line.startswith(kinds))
 
 
 def _copying(size_bytes: int) -> Callable[[], Any]:

@@ -1,11 +1,13 @@
 """Saving: the time in this package's own code, fsync apart, on 124 million parameters and two
 ranks; the size of a manifest.
 
-    python -m benchmarks.save                         # about two minutes
+    python -m benchmarks.save                         # about six minutes
     python -m benchmarks.save --tiny --repetitions 2  # to see that it runs
 
 Then every way to save in turns, against copies of the same bytes on disk (`cp` and `sync`) and in
-memory, and how even the ranks write at ZeRO-1 on four ranks.
+memory, and how even the ranks write at ZeRO-1 on four ranks. Beside them torch's own async_save of
+as many bytes, megatron-core's save of its stack of as many parameters, steps per second while a
+save is under way, and the host memory that one takes and leaves, as another process sees it.
 
 Own time is what a save takes beyond DeepSpeed's own call inside it, measured with `durable=False`;
 the slowest rank counts. fsync is measured by saves with `durable=True`, interleaved, which are also
@@ -44,6 +46,9 @@ WAYS = [
     ("direct / stock, both on disk", "direct seconds", "stock seconds", 1 / 1.8),
 ]
 EVEN_RANKS, EVEN_LIMIT = 4, 1.02
+STACK = {"hidden": 768, "layers": 12, "vocab": 50304}
+# over the bytes that a rank writes; a process doesn't give the last pages back
+MEMORY_LIMIT, LEFT_LIMIT = 1.05, 0.01
 RANKS, RESULTS = 2, Path(__file__).parent / "results" / "save.json"
 OWN_LIMIT, MANIFEST_LIMIT_BYTES = 0.01, 64 * 10**6
 PAPER = WholeMesh(tp=8, pp=16, ep=16, dp=128, zero=1)
@@ -64,12 +69,16 @@ def main() -> int:
             timeout_s=1000,
         )
         ways = measured_ways(pool, RANKS, folder, args)
+        beside = measured_beside(pool, folder, args)
+        stack = measured_stack(pool, folder, args)
     finally:
         pool.close()
         shutil.rmtree(folder)
     result = evaluated([slowest(found, number) for number in range(args.repetitions)])
     result["ways"] = claims_of(ways) + [even(folder, args)]
     result["seconds of ways"] = ways
+    result["memory"], result["steps per second"] = beside
+    result["others"] = {name: statistics.median(each) for name, each in (ways | stack).items()}
     print(told(result))
     if not args.tiny:
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
@@ -89,6 +98,35 @@ def measured_ways(
             for key in each[0][way].keys() - {"bytes"}:
                 out.setdefault(f"{way} {key}", []).append(max(rank[way][key] for rank in each))
     return out
+
+
+def measured_beside(
+    pool: RankPool, folder: Path, args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """What was claimed of host memory, of the rank that takes most; steps per second."""
+    call = ("benchmarks.save_ranks:beside_training", str(folder / "beside"), Mesh(1))
+    size = TINY if args.tiny else {}
+    found = pool.run(RANKS, *call, size, args.others_repetitions, timeout_s=1000)
+    most, left = (max(max(rank[key]) for rank in found) for key in ("most", "left"))
+    rows = [
+        claim("host memory of a background save / this rank's bytes", most, MEMORY_LIMIT),
+        claim("host memory that a wait leaves / this rank's bytes", left, LEFT_LIMIT),
+    ]
+    steps = {key: statistics.median(found[0][key]) for key in ("beside", "without")}
+    return rows, {**steps, "ratio": steps["beside"] / steps["without"]}
+
+
+def measured_stack(
+    pool: RankPool, folder: Path, args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Seconds of megatron-core's stack, of the rank that took longest."""
+    call = ("benchmarks.save_ranks:measure_stack", str(folder / "stack"))
+    size = {"layers": 2} if args.tiny else STACK
+    found = pool.run(RANKS, *call, size, args.others_repetitions, timeout_s=1000)
+    return {
+        way: [max(each) for each in zip(*(rank[way] for rank in found), strict=True)]
+        for way in found[0]
+    }
 
 
 def claims_of(ways: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -168,8 +206,10 @@ def told(result: dict[str, Any]) -> str:
         f"{paper['bytes'] / 1e6:.1f} MB (at most 64)\n"
         + "\n".join(
             f"{row['what']}: {row['ratio']:.3f} (at most {row['limit']:.3g})"
-            for row in result["ways"]
+            for row in result["ways"] + result["memory"]
         )
+        + f"\nsteps beside a save / without: {result['steps per second']['ratio']:.2f}\n"
+        + "\n".join(f"{name}: {seconds:.2f} s" for name, seconds in result["others"].items())
     )
 
 
@@ -294,6 +334,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--ways-repetitions", type=int, default=5)
+    parser.add_argument("--others-repetitions", type=int, default=3)
     parser.add_argument(
         "--tiny",
         action="store_true",

@@ -13,9 +13,15 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
+from benchmarks.megatron_ranks import Large
 from benchmarks.model import make_engine, train_step
+from benchmarks.resize_ranks import held_bytes, peak
+from megatron_ucp.engines.background import background_of
 from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.saves import Saving
+from megatron_ucp.reshard import agree
+from tests.engines.stack_background_jobs import attached
+from tests.engines.stack_jobs import arguments, close, make, stock_save, train
 
 
 def measure(
@@ -49,15 +55,16 @@ def measure(
     return out[1:]
 
 
-WAYS = ("stock", "direct", "background", "cp and sync", "copy in memory")
+TORCH = "torch's async_save"
+WAYS = ("stock", "direct", "background", "cp and sync", "copy in memory", TORCH)
 
 
 def measure_ways(
     folder: str, mesh: Mesh, size: dict[str, int], repetitions: int
 ) -> list[dict[str, Any]]:
     """Saves of one engine by every way, in turns, and copies of the same bytes on disk and in
-    memory; the first round is not counted. Of this rank: seconds until the pointer names the tag,
-    seconds in which training stands still, bytes written."""
+    memory, and torch's own save of as many; the first round is not counted. Of this rank: seconds
+    until the pointer names the tag, seconds in which training stands still, bytes written."""
     engine = make_engine(mesh, size)
     train_step(engine, mesh)
     ucp.attach(engine, save="background")
@@ -92,6 +99,8 @@ def _measured(engine: Any, folder: Path, way: str) -> dict[str, Any]:
     dist.barrier()
     if way == "copy in memory":
         return {"blocked": _copied(own_bytes), "bytes": own_bytes}
+    if way == TORCH:
+        return _torch_saved(folder / "torch", own_bytes)
     started = time.perf_counter()
     if way == "cp and sync":
         if dist.get_rank() == 0:
@@ -124,3 +133,103 @@ def _copied(size: int) -> float:
     started = time.perf_counter()
     target.copy_(source)
     return time.perf_counter() - started
+
+
+def _torch_saved(folder: Path, own_bytes: int) -> dict[str, Any]:
+    """As many bytes of tensors that no other rank has, by torch's defaults, which sync."""
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    size = min(own_bytes, 2**23)
+    state = {
+        f"{dist.get_rank()}.{number}": torch.ones(size // 4) for number in range(own_bytes // size)
+    }
+    group: Any = dist.new_group(backend="gloo")
+    dist.barrier()
+    started = time.perf_counter()
+    saved: Any = async_save(state, checkpoint_id=folder, process_group=group)
+    blocked = time.perf_counter() - started
+    saved.result()
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    dist.destroy_process_group(group)
+    return {"blocked": blocked, "seconds": seconds}
+
+
+def measure_stack(folder: str, size: dict[str, Any], repetitions: int) -> dict[str, list[float]]:
+    """megatron-core's stack: its own save, which waits, with a sync behind it, and ours in the
+    background; seconds of this rank as `measure_ways` has them. The first round is not counted."""
+    engine = attached(make(Large("gpt", dtype="bf16", tied=True, **size)), save="background")
+    train(engine, 1)
+    out: dict[str, list[float]] = {}
+    for number in range(repetitions + 1):
+        for way in ("megatron-core's save", "stack in the background"):
+            work = Path(folder) / way
+            os.sync()
+            dist.barrier()
+            started = time.perf_counter()
+            if way == "megatron-core's save":
+                stock_save(engine, work)
+                blocked = time.perf_counter() - started
+                os.sync()
+            else:
+                ucp.save(engine.handle, work, arguments=arguments(engine))
+                blocked = time.perf_counter() - started
+                ucp.wait(engine.handle)
+            dist.barrier()
+            if number:
+                out.setdefault(f"{way} blocked", []).append(blocked)
+                out.setdefault(f"{way} seconds", []).append(time.perf_counter() - started)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+        train(engine, 1)  # whose pages a fork made slow to write
+    close(engine)
+    return out
+
+
+HOST = ("RssAnon", "RssShmem")
+
+
+def beside_training(
+    folder: str, mesh: Mesh, size: dict[str, int], repetitions: int
+) -> dict[str, list[float]]:
+    """Of background saves whose snapshot is given back: host memory that they take, and leave
+    after a wait, over what there was before the first one and by the bytes that this rank writes;
+    then steps per second beside one, and without."""
+    engine = make_engine(mesh, size)
+    train_step(engine, mesh)
+    ucp.attach(engine, save="background", keep_snapshot=False)
+    out: dict[str, list[float]] = {"most": [], "left": [], "beside": [], "without": []}
+    base = held_bytes(*HOST)
+    for _ in range(repetitions):
+        before, extra = held_bytes(*HOST), list[int]()
+        with peak(extra, *HOST):
+            engine.save_checkpoint(folder, tag="still")
+            ucp.wait(engine)
+        report = ucp.report(engine).save
+        assert report is not None
+        written = report.bytes_by_rank[dist.get_rank()]
+        out["most"].append((before + extra[0] - base) / written)
+        out["left"].append((held_bytes(*HOST) - base) / written)
+    for _ in range(repetitions):
+        engine.save_checkpoint(folder, tag="training")
+        out["beside"].append(_steps_per_second(engine, mesh))
+        ucp.wait(engine)
+        out["without"].append(_steps_per_second(engine, mesh, 5))
+    engine.destroy()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return out
+
+
+def _steps_per_second(engine: Any, mesh: Mesh, steps: int | None = None) -> float:
+    """Of so many steps, or of those until no rank saves any more."""
+    background = background_of(engine)
+    assert background is not None
+    dist.barrier()
+    started, done = time.perf_counter(), 0
+    while done < steps if steps else any(agree.gather(background.is_busy)) or not done:
+        train_step(engine, mesh)
+        done += 1
+    return done / (time.perf_counter() - started)

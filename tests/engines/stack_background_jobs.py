@@ -17,6 +17,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import Background, background_of
 from megatron_ucp.engines.megatron.engine import save as saving
+from megatron_ucp.engines.megatron.engine.present import PresentStates
 from megatron_ucp.reshard import agree, memories, ranks_folder, transfer
 from tests.engines.save_jobs import listing
 from tests.engines.stack_jobs import Engine, Mcore, arguments, close, make, settle, train
@@ -122,6 +123,55 @@ def _live_window(self: memories.Memories, taken: Any, *_: Any) -> Any:
 def _keep_live(self: Any, place: Any, low: int, memory: Any) -> None:
     at = place.piece.place + low * memory.element_size()
     self._waiting.append(ranks_folder.PieceRun(place, at, memory.view(torch.uint8)))
+
+
+def torn(setup: Mcore, folder: str, way: str, after: int, checked: bool) -> dict[str, Any]:
+    """A save during which the engine steps, `after` so many windows were taken; then the same
+    without a step. Not `checked`: nobody counts the steps. What a load of each gives, against the
+    state at the call (`found`) and the one after the step (`later`)."""
+    engine = attached(make(setup), save=way)
+    train(engine, 2)
+    settle(engine)
+    want, out = canonical(engine), dict[str, Any](error="")
+    check = PresentStates.require_unstepped
+    if not checked:
+        PresentStates.require_unstepped = lambda self: None  # type: ignore[method-assign]
+    with _step_amid(engine, after):
+        try:
+            ucp.save(engine.handle, f"{folder}/torn", arguments=arguments(engine))
+            ucp.wait(engine.handle)
+        except ucp.UcpError as error:
+            out["error"] = f"{type(error).__name__}: {error}"
+    PresentStates.require_unstepped = check  # type: ignore[method-assign]
+    settle(engine)
+    later = canonical(engine)
+    ucp.save(engine.handle, f"{folder}/whole", arguments=arguments(engine))
+    ucp.wait(engine.handle)
+    close(engine)
+    out["left"] = listing(f"{folder}/torn")
+    out["changed"] = compare(want, later)
+    out["whole"] = _loaded(setup, f"{folder}/whole", later)["found"]
+    if not out["error"]:
+        out["found"] = _loaded(setup, f"{folder}/torn", want)["found"]
+        out["later"] = _loaded(setup, f"{folder}/torn", later)["found"]
+    return out
+
+
+@contextmanager
+def _step_amid(engine: Engine, after: int) -> Iterator[None]:
+    """The engine steps once on all ranks, when each has put together so many windows of a save."""
+    put, done = memories.Memories._put_together, []
+
+    def stepping(self: memories.Memories, *window: Any) -> Any:
+        if len(done) == after:
+            train(engine, 1, first=50)
+        done.append(window)
+        return put(self, *window)
+
+    memories.Memories._put_together = stepping  # type: ignore[method-assign]
+    yield
+    memories.Memories._put_together = put  # type: ignore[method-assign]
+    assert len(done) > after + 1, "it stepped when all was taken"
 
 
 def planned_once(setup: Mcore, folder: str, way: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tests.ranks import RankPool, RanksFailed
 pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.stack_background_jobs:"
 SMALL = Mcore(layers=2, **CONSTANT)
+FUSED = replace(SMALL, adam="apex")  # counts steps in its groups
 LATEST = "latest_checkpointed_iteration.txt"
 ENGINES: dict[str, tuple[int, Mcore]] = {
     "dp4": (4, Mcore(**BUCKETS, **CONSTANT)),
@@ -90,6 +91,43 @@ def test_what_is_left_out_of_the_snapshot_is_found(
     for one in ranks.run(2, JOBS + "trained_on", SMALL, str(tmp_path), plant):
         assert one["found"]
         assert any("scheduler" in line for line in one["found"]) == (plant == "schedule")
+
+
+@pytest.mark.parametrize("way", ["direct", "background"])
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("setup", [SMALL, FUSED], ids=["torch", "apex"])
+def test_a_step_amid_the_taking_is_named(
+    ranks: RankPool, tmp_path: Path, setup: Mcore, after: int, way: str
+) -> None:
+    """After the count of steps was taken, and with a part of the elements."""
+    for found in ranks.run(2, JOBS + "torn", setup, str(tmp_path), way, after, True):
+        assert len(found["changed"]) > 5
+        assert found["error"].startswith("SaveError: the optimizer stepped while"), found
+        assert "'step': 2.0}, as when" in found["error"] and "'step': 3.0}" in found["error"]
+        assert found["left"] == [] == found["whole"]
+
+
+@pytest.mark.parametrize(
+    ("setup", "after", "said"),
+    [
+        (SMALL, 0, ""),
+        (replace(SMALL, distributed=False, tp=2), 5, ""),
+        (SMALL, 5, "masters of parameters"),
+    ],
+    ids=["after the count", "one copy of the weights", "two copies"],
+)
+def test_what_else_sees_a_step_amid_the_taking(
+    ranks: RankPool, tmp_path: Path, setup: Mcore, after: int, said: str
+) -> None:
+    """The fingerprint fits what was taken: it is summed from that. A load finds masters and weights
+    of two steps where the files hold both, and else is content with a state that never was."""
+    for found in ranks.run(2, JOBS + "torn", setup, str(tmp_path), "background", after, False):
+        assert found["error"] == "" and found["found"] and found["later"]
+        errors = [line for line in found["found"] + found["later"] if "Error" in line]
+        assert len(errors) == (2 if said else 0) and all(said in line for line in errors)
+    findings = ucp.verify(tmp_path / "torn", deep=True).findings
+    assert [one for one in findings if said in one.what] == [*findings]
+    assert bool(findings) == bool(said)
 
 
 @pytest.mark.parametrize("way", ["direct", "background"])

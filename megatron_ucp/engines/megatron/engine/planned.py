@@ -29,6 +29,18 @@ def structure_of(stack: MegatronStack, present: PresentStates) -> tuple[Any, ...
     return (kind_of(stack.optimizer), apart, *held, agree.world())
 
 
+class UnsteppedMemories(Memories):
+    """Those of a stack, whose optimizers may not step while they are read."""
+
+    def __init__(self, file: str, present: PresentStates, weights: SavedWeights) -> None:
+        super().__init__(file, present, weights, keeps=True)
+        self.present = present
+
+    def check(self, thorough: bool) -> None:
+        """Raises SaveError where one did."""
+        self.present.require_unstepped()
+
+
 class PlannedSave:
     """The files of a save on paper, what they are made of, and the proof. Making one is
     collective."""
@@ -37,12 +49,13 @@ class PlannedSave:
         self.structure = structure
         self.output = StackOutput(present.manifest, *structure[:2])
         self._weights = SavedWeights(present)
-        self._source = Memories(file, present, self._weights, keeps=True)
+        self._source = UnsteppedMemories(file, present, self._weights)
         self._parts: Sequence[Proved] = ()
 
     def moved(self, present: PresentStates, sink: SaveSink, run: TransferRun) -> Moved:
         """Takes the values that there are now. Collective. Raises a UcpError on every rank."""
         self._weights.use(present)
+        self._source.present = present
         self._source.use(str(sink.folder), present, self._weights)
         found = moved(self._source, sink, run=run, known=self._parts)
         self._parts = found.parts

@@ -8,7 +8,7 @@ from megatron_ucp.core.flat import Scalars, States
 from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.reshard import agree
 
 
@@ -16,17 +16,31 @@ from megatron_ucp.reshard import agree
 class PresentStates:
     """What the ranks hold of masters and moments, and of values: the engine, as the `manifest` says
     with all `states` that its optimizers have now beside the masters (none before the first
-    step)."""
+    step). Their count of steps is in `scalars`."""
 
     manifest: Manifest
     live: LiveMegatron
     states: States
+    scalars: Scalars
 
     def parts(self) -> list[BufferPart]:
         return self.live.parts()
 
     def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
         return self.live.read(slot, first, last)
+
+    def require_unstepped(self) -> None:
+        """Raises SaveError where an optimizer has stepped since: what was read meanwhile may be of
+        two steps. Sums of what was read can't show that: they fit it."""
+        for _, scalars in self.live.own.present():
+            if scalars != self.scalars:
+                raise SaveError(
+                    "the optimizer stepped while its state was taken for a save",
+                    expected=f"{dict(self.scalars)}, as when the save began",
+                    found=f"{dict(scalars)}: elements of two steps",
+                    fix="save from the thread that trains, between two steps",
+                    id="",
+                )
 
 
 def present_states(live: LiveMegatron) -> PresentStates:
@@ -45,7 +59,7 @@ def present_states(live: LiveMegatron) -> PresentStates:
         else buffer
         for buffer in live.manifest.buffers
     )
-    return PresentStates(replace(live.manifest, buffers=buffers), live, states)
+    return PresentStates(replace(live.manifest, buffers=buffers), live, states, scalars)
 
 
 def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
