@@ -142,6 +142,19 @@ def _attach(
     of_saves = {*_OF_SAVES, "save"} - {"rng"}
     loading = {key: options[key] for key in options if key not in of_saves}
     check_options(**loading)
+    model = _model_of(engine, family, how)
+    _say_layouts(engine, model)
+    if beside is not None:
+        keep_background(engine, Background(beside))
+    handle = _DeepSpeedHandle(engine, model, how, family, loading)
+    _take_over(engine, handle)
+    if in_memory is not None:
+        _keep_steps(engine, MemorySteps(handle.lent, in_memory, how.rng, loader))
+
+
+def _model_of(engine: Any, family: Any, how: Saving) -> Model | None:
+    """The engine's model, if it is of a family. Collective. Raises a UcpError on every rank for an
+    engine that can't be attached."""
     with agree.together():
         model = model_of(engine, family)
     model = as_it_says(engine, model)
@@ -152,13 +165,7 @@ def _attach(
         refuse_strange(kept.of_engine(engine), left=how.values_left)
     if taken_as:
         say.note(taken_as)
-    _say_layouts(engine, model)
-    if beside is not None:
-        keep_background(engine, Background(beside))
-    handle = _DeepSpeedHandle(engine, model, how, family, loading)
-    _take_over(engine, handle)
-    if in_memory is not None:
-        _keep_steps(engine, MemorySteps(handle.lent, in_memory, how.rng, loader))
+    return model
 
 
 def _keep_steps(engine: Any, kept: MemorySteps) -> None:
@@ -291,14 +298,14 @@ class _DeepSpeedHandle(Handle):
         native: bool = False,
     ) -> tuple[str | None, Mapping[str, Any] | None]:
         """In the place of the engine's own."""
-        options = self.options
-        allow = {*options.get("allow", ()), *(() if load_module_strict else ("missing", "extra"))}
+        allow = {*self.options.get("allow", ())}
+        allow |= set[str]() if load_module_strict else {"missing", "extra"}
         how = How(
             load_optimizer_states and not load_module_only,
             load_lr_scheduler_states,
             load_module_only,
             loader=self.how.loader,
-            **{**options, "allow": frozenset(allow)},
+            **{**self.options, "allow": frozenset(allow)},
         )
         stock = bool(native) or custom_load_fn is not None
         wait_together(self.program)
@@ -321,9 +328,13 @@ class _DeepSpeedHandle(Handle):
             with suppress(NotFoundError) if nothing else nullcontext():
                 done = fill(self.program, load_dir, tag, self.family, how)
                 return done.path, done.client_state
-        # as DeepSpeed does
-        say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
-        return None, None
+        return _from_the_beginning(load_dir)
+
+
+def _from_the_beginning(load_dir: Any) -> tuple[None, None]:
+    """What DeepSpeed returns where there is nothing to load."""
+    say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
+    return None, None
 
 
 def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:
