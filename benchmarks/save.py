@@ -1,7 +1,7 @@
 """Saving: the time in this package's own code, fsync apart, on 124 million parameters and two
 ranks; the size of a manifest.
 
-    python -m benchmarks.save                         # about six minutes
+    python -m benchmarks.save                         # about four minutes
     python -m benchmarks.save --tiny --repetitions 2  # to see that it runs
 
 Then every way to save in turns, against copies of the same bytes on disk (`cp` and `sync`) and in
@@ -69,15 +69,14 @@ def main() -> int:
             timeout_s=1000,
         )
         ways = measured_ways(pool, RANKS, folder, args)
-        beside = measured_beside(pool, folder, args)
-        stack = measured_stack(pool, folder, args)
     finally:
         pool.close()
         shutil.rmtree(folder)
     result = evaluated([slowest(found, number) for number in range(args.repetitions)])
     result["ways"] = claims_of(ways) + [even(folder, args)]
     result["seconds of ways"] = ways
-    result["memory"], result["steps per second"] = beside
+    result["memory"], result["steps per second"] = measured_beside(folder, args)
+    stack = measured_stack(folder, args)
     result["others"] = {name: statistics.median(each) for name, each in (ways | stack).items()}
     print(told(result))
     if not args.tiny:
@@ -101,12 +100,11 @@ def measured_ways(
 
 
 def measured_beside(
-    pool: RankPool, folder: Path, args: argparse.Namespace
+    folder: Path, args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """What was claimed of host memory, of the rank that takes most; steps per second."""
-    call = ("benchmarks.save_ranks:beside_training", str(folder / "beside"), Mesh(1))
     size = TINY if args.tiny else {}
-    found = pool.run(RANKS, *call, size, args.others_repetitions, timeout_s=1000)
+    found = anew(RANKS, folder, "beside_training", Mesh(1), size, args.others_repetitions)
     most, left = (max(max(rank[key]) for rank in found) for key in ("most", "left"))
     rows = [
         claim("host memory of a background save / this rank's bytes", most, MEMORY_LIMIT),
@@ -116,17 +114,24 @@ def measured_beside(
     return rows, {**steps, "ratio": steps["beside"] / steps["without"]}
 
 
-def measured_stack(
-    pool: RankPool, folder: Path, args: argparse.Namespace
-) -> dict[str, list[float]]:
+def measured_stack(folder: Path, args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of megatron-core's stack, of the rank that took longest."""
-    call = ("benchmarks.save_ranks:measure_stack", str(folder / "stack"))
     size = {"layers": 2} if args.tiny else STACK
-    found = pool.run(RANKS, *call, size, args.others_repetitions, timeout_s=1000)
+    found = anew(RANKS, folder, "measure_stack", size, args.others_repetitions)
     return {
         way: [max(each) for each in zip(*(rank[way] for rank in found), strict=True)]
         for way in found[0]
     }
+
+
+def anew(ranks: int, folder: Path, job: str, *args: Any) -> list[Any]:
+    """What new processes give, which hold no memory of what ran before."""
+    pool = RankPool(ranks, gloo=True)
+    try:
+        return pool.run(ranks, f"benchmarks.save_ranks:{job}", str(folder), *args, timeout_s=1000)
+    finally:
+        pool.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def claims_of(ways: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -136,13 +141,7 @@ def claims_of(ways: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 def even(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """How much more than the mean one rank writes, at ZeRO-1 on four ranks."""
-    pool = RankPool(EVEN_RANKS, gloo=True)
-    try:
-        call = ("benchmarks.save_ranks:bytes_by_rank", str(folder), Mesh(1))
-        sizes = pool.run(EVEN_RANKS, *call, TINY if args.tiny else {}, timeout_s=1000)[0]
-    finally:
-        pool.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    sizes = anew(EVEN_RANKS, folder, "bytes_by_rank", Mesh(1), TINY if args.tiny else {})[0]
     return claim("most bytes by one rank / mean", max(sizes) / statistics.mean(sizes), EVEN_LIMIT)
 
 

@@ -21,7 +21,7 @@ from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.saves import Saving
 from megatron_ucp.reshard import agree
 from tests.engines.stack_background_jobs import attached
-from tests.engines.stack_jobs import arguments, close, make, stock_save, train
+from tests.engines.stack_jobs import Engine, arguments, close, make, stock_save, train
 
 
 def measure(
@@ -56,6 +56,7 @@ def measure(
 
 
 TORCH = "torch's async_save"
+BACKGROUND, STOCK_STACK = "stack in the background", "megatron-core's save"
 WAYS = ("stock", "direct", "background", "cp and sync", "copy in memory", TORCH)
 
 
@@ -156,35 +157,41 @@ def _torch_saved(folder: Path, own_bytes: int) -> dict[str, Any]:
 
 
 def measure_stack(folder: str, size: dict[str, Any], repetitions: int) -> dict[str, list[float]]:
-    """megatron-core's stack: its own save, which waits, with a sync behind it, and ours in the
-    background; seconds of this rank as `measure_ways` has them. The first round is not counted."""
+    """megatron-core's stack: saves in the background, then its own, which waits, with a sync behind
+    it; seconds of this rank as `measure_ways` has them. Not in turns: megatron-core's forks, and
+    whoever then writes a page for the first time pays for it. The first of each is not counted."""
     engine = attached(make(Large("gpt", dtype="bf16", tied=True, **size)), save="background")
     train(engine, 1)
     out: dict[str, list[float]] = {}
-    for number in range(repetitions + 1):
-        for way in ("megatron-core's save", "stack in the background"):
-            work = Path(folder) / way
-            os.sync()
-            dist.barrier()
-            started = time.perf_counter()
-            if way == "megatron-core's save":
-                stock_save(engine, work)
-                blocked = time.perf_counter() - started
-                os.sync()
-            else:
-                ucp.save(engine.handle, work, arguments=arguments(engine))
-                blocked = time.perf_counter() - started
-                ucp.wait(engine.handle)
-            dist.barrier()
+    for way in (BACKGROUND, STOCK_STACK):
+        for number in range(repetitions + 1):
+            blocked, seconds = _stack_saved(engine, Path(folder), way)
             if number:
                 out.setdefault(f"{way} blocked", []).append(blocked)
-                out.setdefault(f"{way} seconds", []).append(time.perf_counter() - started)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
-        train(engine, 1)  # whose pages a fork made slow to write
+                out.setdefault(f"{way} seconds", []).append(seconds)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+            train(engine, 1)
     close(engine)
     return out
+
+
+def _stack_saved(engine: Engine, work: Path, way: str) -> tuple[float, float]:
+    """Seconds in which training stands still, and until all is on disk."""
+    os.sync()
+    dist.barrier()
+    started = time.perf_counter()
+    if way == STOCK_STACK:
+        stock_save(engine, work)
+        blocked = time.perf_counter() - started
+        os.sync()
+    else:
+        ucp.save(engine.handle, work, arguments=arguments(engine))
+        blocked = time.perf_counter() - started
+        ucp.wait(engine.handle)
+    dist.barrier()
+    return blocked, time.perf_counter() - started
 
 
 HOST = ("RssAnon", "RssShmem")
