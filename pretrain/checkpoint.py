@@ -384,9 +384,11 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
 
 def _where(saved: Saved, args: argparse.Namespace) -> str:
     """The tag; or the folder of it, where a newer step may be in memory."""
-    is_newest = args.load == args.save and _tag_of(args) is None and not saved.passed_over
-    is_asked = args.keep_memory_every is not None and not args.finetune
-    return args.load if is_newest and is_asked else saved.path
+    if args.keep_memory_every is None or args.finetune:
+        return saved.path
+    is_own = os.path.abspath(args.load) == os.path.abspath(args.save)
+    is_newest = is_own and _tag_of(args) is None and not saved.passed_over
+    return args.load if is_newest else saved.path
 
 
 def _position(report: Report, saved: Saved) -> Position:

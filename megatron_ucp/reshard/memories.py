@@ -244,8 +244,8 @@ class Memories:
                     rounds = wished.setdefault(giver, [[] for _ in moving])
                     rounds[number] = [_read_of(one.window, op) for op in ops]
         agreed = _Agreed(own, moving, agree.exchange(wished), max(agree.gather(len(moving))))
-        if self._keeps:
-            self._known = (list(queue), agreed)
+        if self._keeps:  # nothing of a plan that failed: it lacks what was not planned
+            self._known = (list(queue), agreed) if kept.error is None else None
         return agreed
 
     def _round(
@@ -284,7 +284,8 @@ class Memories:
         """The bytes that a rank asked for; zeros where this one can't read them."""
         with kept:
             values = [self._of(one.part).values(one.side, one.shape) for one in reads]
-            flat = [one.reshape(-1).view(torch.uint8) for one in values]
+            # of a column alone `reshape` makes a view whose elements do not follow each other
+            flat = [one.reshape(-1).contiguous().view(torch.uint8) for one in values]
             return flat[0] if len(flat) == 1 else torch.cat(flat)  # memory itself, if it is one run
         sizes = [self._of(one.part).bytes_of(one.side, one.shape) for one in reads]
         return torch.zeros(sum(sizes), dtype=torch.uint8)

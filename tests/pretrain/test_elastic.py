@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UsageError
 from pretrain import elastic
 from pretrain.arguments import complete, complete_each, parse
-from pretrain.checkpoint import padded_vocab
+from pretrain.checkpoint import Saved, _where, padded_vocab
 from tests.pretrain.common import GPT, LLAMA
 
 ELASTIC = [*LLAMA, "--lr", "1e-3", "--mock-data", "--train-iters", "10", "--elastic"]
@@ -190,3 +191,21 @@ def test_the_launcher_and_the_waits() -> None:
 def test_other_families_too() -> None:
     argv = [*GPT, *ELASTIC[len(LLAMA) :], *BATCH]
     assert complete(parse(argv), 3).data_parallel_size == 3
+
+
+@pytest.mark.parametrize(
+    ("save", "flags", "found"),
+    [
+        ("runs/a", [], "runs/a/"),  # the folder, in whose memory a newer step may be
+        ("runs/b", [], "runs/a/global_step2"),
+        ("runs/a", ["--finetune"], "runs/a/global_step2"),
+        ("runs/a", ["--ckpt-step", "2"], "runs/a/global_step2"),
+    ],
+)
+def test_memory_of_the_own_folder_however_it_is_written(
+    save: str, flags: list[str], found: str
+) -> None:
+    argv = [*LLAMA, "--lr", "1e-3", "--mock-data", "--train-iters", "10", *BATCH, *flags]
+    argv += ["--keep-memory-every", "2", "--load", "runs/a/", "--save", save]
+    saved = Saved("runs/a/global_step2", (), Mesh(), 8, {}, 2, 8)
+    assert _where(saved, complete(parse(argv), 1)) == found

@@ -160,3 +160,22 @@ def test_what_is_not_known_is_refused(tmp_path: Path, fault: str) -> None:
         ucp.import_hf(folder, out, mesh=ucp.Mesh(dp=2, zero=1))
     assert said in str(raised.value)
     assert not out.exists()
+
+
+def test_a_file_of_scales_alone_is_one_of_the_checkpoint(tmp_path: Path) -> None:
+    """So that `verify --deep` reads it too; weights find their scales in another file."""
+    folder = Path(ucp.export_hf(first(twins.model("llama"), tmp_path), tmp_path / "hf").path)
+    wanted = quantised(folder)
+    stored = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    listed: dict[str, str] = {}
+    for number, is_scale in enumerate((True, False), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        held = {k: v for k, v in stored.items() if k.endswith("_scale_inv") == is_scale}
+        save_file(held, folder / file, {"format": "pt"})
+        listed |= dict.fromkeys(held, file)
+    index = {"metadata": {}, "weight_map": listed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found, _ = exported(folder, tmp_path / "one")
+    assert unequal(found, wanted) == {}
+    assert "2 files" in str(ucp.verify(folder, deep=True))

@@ -34,3 +34,9 @@ def test_memory_to_memory(ranks: RankPool, tmp_path: Path) -> None:
         assert rank["slots"] >= 3 and rank["differ"] == [], "each slot as files fill it"
         assert rank["planted"], "a value that another rank changed arrives changed"
     assert sum(rank["elems"] for rank in found) > 10_000
+
+
+def test_columns_and_a_plan_that_failed(ranks: RankPool) -> None:
+    found = ranks.run(2, "tests.reshard.transfer_jobs:columns")
+    assert [rank["raised"] for rank in found] == ["RankError", "MemoryError"]
+    assert [rank["values"] for rank in found] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]

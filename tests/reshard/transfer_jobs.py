@@ -2,12 +2,21 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+import megatron_ucp as ucp
+from megatron_ucp.core.flat import alone
+from megatron_ucp.core.keepers import Keeper
+from megatron_ucp.core.layout import Shard
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.states import VALUE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from tests.reshard.pairs import Toy, filled, resized, toys
+from megatron_ucp.reshard.memories import Memories, MemoryWindows
+from megatron_ucp.reshard.transfer import transfer
+from tests.reshard.pairs import Toy, ToySink, filled, resized, toys
 
 
 def resize(folder: str) -> dict[str, Any]:
@@ -30,3 +39,33 @@ def resize(folder: str) -> dict[str, Any]:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _cut(dim: int) -> Toy:
+    """This rank's half of a matrix of two columns, cut along a dim."""
+    spec = ParamSpec("w", (6, 2), "float32", layout=Shard("tp", dim))
+    buffer = alone("w", 6, ((VALUE, "float32"),), axes=("tp",))
+    return Toy.on(Manifest(Keeper.PAPER, ucp.Mesh(tp=2), (spec,), (buffer,)))
+
+
+def columns() -> dict[str, Any]:
+    """Halves of rows become columns, of which other ranks send every second element; once more
+    after a transfer in which a rank could not plan. What this rank has, and what was raised."""
+    rank, given, raised = agree.world()[0], _cut(0), ""
+    next(iter(given.held.values())).copy_(torch.arange(6.0) + 6 * rank)
+    source = Memories("memory", given, keeps=True)
+
+    def fails(*_: Any) -> Any:
+        if rank == 1:
+            raise MemoryError("no room for the plan")
+        return planned(*_)
+
+    planned = MemoryWindows.taken
+    try:
+        with mock.patch.object(MemoryWindows, "taken", fails):
+            transfer(source, ToySink(_cut(1)))
+    except (MemoryError, ucp.UcpError) as error:
+        raised = type(error).__name__
+    taken = _cut(1)
+    transfer(source, ToySink(taken))
+    return {"values": next(iter(taken.held.values())).tolist(), "raised": raised}

@@ -291,7 +291,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
 
     @property
     def file_names(self) -> list[str]:
-        return sorted({*self._files.values()})
+        return sorted({*self._files.values(), *filter(None, self._scales.values())})
 
     def where(self, slot: Slot) -> Where:
         """Place of a tensor."""
