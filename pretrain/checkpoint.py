@@ -386,7 +386,7 @@ def _where(saved: Saved, args: argparse.Namespace) -> str:
     """The tag; or the folder of it, where a newer step may be in memory."""
     if args.keep_memory_every is None or args.finetune:
         return saved.path
-    is_own = os.path.abspath(args.load) == os.path.abspath(args.save)
+    is_own = os.path.realpath(args.load) == os.path.realpath(args.save)
     is_newest = is_own and _tag_of(args) is None and not saved.passed_over
     return args.load if is_newest else saved.path
 

@@ -147,7 +147,7 @@ class MemorySteps:
         process kept for that folder is what is left of it from now on."""
         if self.path is not None:
             return
-        self.path = Path(folder).absolute()
+        self.path = Path(folder).resolve()
         before = _OF_FOLDER.get(self.path)
         if before is not None:
             before.close()
@@ -155,7 +155,7 @@ class MemorySteps:
 
     def is_of(self, folder: Any) -> bool:
         """Whether steps in memory are those of the run in a folder."""
-        return self.path is not None and self.path == Path(folder).absolute()
+        return self.path is not None and self.path == Path(folder).resolve()
 
     @property
     def folder(self) -> MemoryFolder:

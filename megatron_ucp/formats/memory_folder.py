@@ -70,7 +70,7 @@ class MemoryFolder:
     """The folder of a run on this machine."""
 
     def __init__(self, saves: Path) -> None:
-        own = os.path.abspath(saves)
+        own = os.path.realpath(saves)
         name = re.sub(r"[^\w.-]", "_", os.path.basename(own))[:40]
         whose = f"{name}-{hashlib.sha256(os.fsencode(own)).hexdigest()[:16]}"
         self._top = PLACE / f"megatron_ucp-{os.getuid()}"

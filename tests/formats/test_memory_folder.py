@@ -50,6 +50,13 @@ def write(folder: MemoryFolder, share: KeptShare = SHARE) -> torch.Tensor:
     return memory
 
 
+def test_a_folder_is_the_same_by_every_way_to_it(folder: MemoryFolder, tmp_path: Path) -> None:
+    (tmp_path / "by link").symlink_to(tmp_path / "run")
+    for way in (tmp_path / "by link", tmp_path / "other" / ".." / "run"):
+        assert MemoryFolder(way).path == folder.path
+    assert MemoryFolder(tmp_path / "run2").path != folder.path
+
+
 def test_a_step_is_read_as_it_was_written(folder: MemoryFolder) -> None:
     write(folder)
     (found,) = folder.shares(["abc"])
