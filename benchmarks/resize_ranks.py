@@ -22,7 +22,7 @@ from benchmarks.model import make_engine, train_step
 PAIRS = {
     "ZeRO-1 to ZeRO-3": (Mesh(1), Mesh(3)),
     "ZeRO-3 to ZeRO-1": (Mesh(3), Mesh(1)),
-    "ZeRO-1 to ZeRO-0": (Mesh(1), Mesh(0)),
+    "ZeRO-2 to ZeRO-3": (Mesh(2), Mesh(3)),
 }
 FOLDER = Path("/dev/shm/ucp_benchmark_of_resizes")
 # another process: looks at a process until its input ends, and prints the peak of some kinds of its
