@@ -34,6 +34,11 @@ class Slot:
     part: int
     state: str
 
+    @property
+    def place(self) -> BufferPart:
+        """The partition that it is a state of."""
+        return self.buffer, self.cut, self.part
+
 
 @dataclass(frozen=True, slots=True)
 class Side:
@@ -134,7 +139,7 @@ def make_plan(
     fills: list[Fill] = []
     places: dict[object, list[_Move | Fill]] = {}
     for slot, state in wants:
-        place = slot.buffer, slot.cut, slot.part, planner.apart(slot, state)
+        place = slot.place, planner.apart(slot, state)
         if place not in places:
             places[place] = list(planner.moves(slot, state))
         for move in places[place]:
@@ -178,7 +183,7 @@ class Windows:
         return Plan(((slot, state),), tuple(ops), tuple(fills))
 
     def _moves(self, slot: Slot, state: str, low: int, high: int) -> "list[_Move | Fill]":
-        place = slot.buffer, slot.cut, slot.part
+        place = slot.place
         run = low, high, self._planner.apart(slot, state)
         known = self._last.get(place)
         if known is not None and known[0] == run:

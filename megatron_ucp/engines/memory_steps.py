@@ -20,7 +20,6 @@ from isal.isal_zlib import crc32
 
 from megatron_ucp import say
 from megatron_ucp.core.manifest import FINGERPRINT, RUN, BufferPart
-from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.background import (
     Background,
     BesideTraining,
@@ -415,7 +414,7 @@ class Life:
         """Flat memory to be sent, each with its taker; and to be filled, each with its giver."""
         runs: dict[BufferPart, list[torch.Tensor]] = {}
         for slot, at, size in self.places:
-            runs.setdefault(part_of(slot), []).append(memory[at : at + size])
+            runs.setdefault(slot.place, []).append(memory[at : at + size])
         sent = [
             (taker, one)
             for part, giver, taker in self.layout.sent
@@ -462,11 +461,6 @@ class _Step:
         said = replace(manifest, run={**manifest.run, FINGERPRINT: table, RUN: self.run_id})
         notes = (*self.run.notes, *diverged(apart))
         return in_memory.to_json(replace(self.run, manifest=said, notes=notes))
-
-
-def part_of(slot: Slot) -> BufferPart:
-    """The part that a slot is of."""
-    return slot.buffer, slot.cut, slot.part
 
 
 def lying(manifest: Any, parts: Sequence[BufferPart], memory: torch.Tensor) -> HeldMemory:

@@ -11,7 +11,7 @@ import torch
 from megatron_ucp.core.manifest import RUN, BufferPart
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.held import HeldRun, held_as
-from megatron_ucp.engines.memory_steps import MemorySteps, part_of
+from megatron_ucp.engines.memory_steps import MemorySteps
 from megatron_ucp.engines.random_states import STEPS
 from megatron_ucp.errors import UcpError, some_of
 from megatron_ucp.formats import in_memory
@@ -40,7 +40,7 @@ class KeptStep:
     def held_by(self) -> dict[BufferPart, int]:
         """The parts that are kept, each with a rank that kept it."""
         every = (share for own in self.shares.values() for share in own)
-        return {part_of(one.slot): share.rank for share in every for one in share.slots}
+        return {one.slot.place: share.rank for share in every for one in share.slots}
 
 
 @dataclass
@@ -202,11 +202,11 @@ class _Own:
             return
         if wrong:
             self.faults.append(f"{what}: {self._names(wrong[0].slot)} is not as it was written")
-        bad = {part_of(one.slot) for one in wrong}
+        bad = {one.slot.place for one in wrong}
         for one in share.slots:
-            if part_of(one.slot) not in bad:
+            if one.slot.place not in bad:
                 own = memory[one.offset_bytes : one.offset_bytes + one.size_bytes]
-                self._slots.setdefault(part_of(one.slot), []).append((one.slot, own))
+                self._slots.setdefault(one.slot.place, []).append((one.slot, own))
 
     def _run(self, share: KeptShare) -> in_memory.TakenRun:
         text = self._folder.run_of(share)

@@ -73,7 +73,7 @@ class Holdings:
     def giver(self, op: Op, taker: int, turn: int) -> int:
         """The rank that gives the values of an operation: the taker itself, where it can; else one
         on its machine, if there is any, another one at each turn."""
-        have = self.ranks[_held(_side(op).slot)]
+        have = self.ranks[_side(op).slot.place]
         if taker in have:
             return taker
         near = [rank for rank in have if self.machines[rank] == self.machines[taker]]
@@ -131,7 +131,7 @@ class MemoryWindows:
         self.holders: dict[Slot, set[int]] = {}  # the ranks that have all of a slot
         for op in one.plan.ops:
             have = self.holders.setdefault(op.target.slot, {*range(world)})
-            have &= held.ranks[_held(_side(op).slot)]
+            have &= held.ranks[_side(op).slot.place]
 
     def taken(self, window: Window, taker: int) -> _Taken:
         """A window, by the ranks that give what it is made of: the taker itself, where it can."""
@@ -195,7 +195,7 @@ class Memories:
                 fix='save, and use the files with --allow mean (Python: allow={"mean"})',
             )
         for slot in one.plan.sources:
-            if _held(slot) not in self._of(one.number).ranks:
+            if slot.place not in self._of(one.number).ranks:
                 raise PlanError("no rank holds what the plan reads", found=slot)
         self._windows[one.number] = MemoryWindows(self._of(one.number), one, self.world)
 
@@ -323,10 +323,6 @@ def _unpack(held: Holdings, ops: Sequence[Op], packed: torch.Tensor, window: tor
 def _put(op: Op, values: torch.Tensor, window: torch.Tensor) -> None:
     first = window.storage_offset() + op.target.offset
     torch.as_strided(window, op.shape, op.target.strides, first).copy_(values)
-
-
-def _held(slot: Slot) -> BufferPart:
-    return slot.buffer, slot.cut, slot.part
 
 
 def _side(op: Op) -> Side:

@@ -79,8 +79,7 @@ class SharedMemories(Memories):
                 buffer = one.part.target.buffers[slot.buffer]
                 elems = buffer.of(slot.state).elems(slot.part)
                 step = window_bytes(self.world) // ITEMSIZE[buffer.dtype_of(slot.state)]
-                place = slot.buffer, slot.cut, slot.part
-                places.setdefault((place, elems, step), []).append(slot)
+                places.setdefault((slot.place, elems, step), []).append(slot)
             for (_, elems, step), slots in places.items():
                 for low in range(0, elems, step):
                     for slot in slots:

@@ -59,7 +59,7 @@ def _copies(present: PresentStates, output: StackOutput) -> Sums:
     written = output.written
 
     def is_copy(slot: Slot, param: str) -> bool:
-        place = slot.buffer, slot.cut, slot.part
+        place = slot.place
         if rank == output.first_rank(place):
             return (param, place) not in written
         return manifest.by_name[param].kind == "buffer"
