@@ -20,41 +20,12 @@ from typing import Any
 
 from lib.nodes import Node, Nodes, kill  # beside this file
 from lib.resumes import print_rows
+from lib.small_model import SMALL_MODEL
 from lib.starts import Start, lost_steps, read, wrong_losses
 
 HERE = Path(__file__).resolve().parent
 MESHES = "tp=2,dp=2,zero=1;dp=3,zero=3"
-FLAGS = [
-    "--model-family",
-    "llama",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--ffn-hidden-size",
-    "192",
-    "--num-attention-heads",
-    "4",
-    "--num-query-groups",
-    "2",
-    "--seq-length",
-    "64",
-    "--micro-batch-size",
-    "4",
-    "--global-batch-size",
-    "12",
-    "--lr",
-    "1e-3",
-    "--lr-decay-style",
-    "cosine",
-    "--eval-iters",
-    "0",
-    "--log-interval",
-    "10",
-    "--elastic",
-    "--elastic-meshes",
-    MESHES,
-]
+FLAGS = [*SMALL_MODEL, "--global-batch-size", "12", "--elastic", "--elastic-meshes", MESHES]
 PARTS = ("noticing", "rendezvous", "imports", "groups", "engine", "load", "first step")
 
 

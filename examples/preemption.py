@@ -23,38 +23,12 @@ from typing import Any
 
 import psutil
 from lib.launcher import free_port  # beside this file
+from lib.small_model import SMALL_MODEL
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
 MESHES = [(2, 1, 1), (1, 2, 2), (1, 1, 0), (1, 2, 3), (2, 1, 3), (1, 1, 1)]  # tp, dp, ZeRO stage
-FLAGS = [
-    "--model-family",
-    "llama",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--ffn-hidden-size",
-    "192",
-    "--num-attention-heads",
-    "4",
-    "--num-query-groups",
-    "2",
-    "--seq-length",
-    "64",
-    "--micro-batch-size",
-    "4",
-    "--global-batch-size",
-    "8",
-    "--lr",
-    "1e-3",
-    "--lr-decay-style",
-    "cosine",
-    "--eval-iters",
-    "0",
-    "--log-interval",
-    "10",
-]
+FLAGS = [*SMALL_MODEL, "--global-batch-size", "8"]
 
 
 def main() -> int:
