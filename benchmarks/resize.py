@@ -9,7 +9,8 @@ of what it held, into an engine of another ZeRO stage on as many ranks; `ucp.res
 engine into the other; a save (`save="direct"`, not synced) and a load through /dev/shm; and a copy
 in memory of as many bytes as each rank takes, on all ranks at once. The slowest rank counts, and
 medians are compared. What a rank adds to its memory is the peak of RssAnon in /proc, read by
-another process, over that before. Writes benchmarks/results/resize.json.
+another process, over that before; so is what a hold adds, which lets go of the engine's memory
+and which does not. Writes benchmarks/results/resize.json.
 """
 
 import argparse
@@ -81,6 +82,7 @@ def measured(name: str, size: str, repetitions: int) -> dict[str, Any]:
         "needed bytes": sum(rank["needed bytes"] for rank in ranks),
         "taken bytes": [rank["taken bytes"] for rank in ranks],
         "extra bytes": max(rank["extra bytes"] for rank in ranks),
+        "held bytes": [rank["held bytes"] for rank in ranks],
         "claims": [*map(claim_of(medians), CLAIMS), *of_bytes(ranks)],
     }
 
@@ -101,6 +103,9 @@ def of_bytes(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Bytes that moved over those that had to, and memory beside the engine."""
     moved, needed = (sum(rank[f"{what} bytes"] for rank in ranks) for what in ("moved", "needed"))
     extra = max(rank["extra bytes"] for rank in ranks)
+    kept, released = (
+        max(rank["held bytes"][way] for rank in ranks) for way in ("kept", "released")
+    )
     return [
         {
             "claim": "bytes moved / bytes that had to",
@@ -113,6 +118,18 @@ def of_bytes(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "ratio": round(extra / EXTRA_BYTES, 3),
             "at most": 1.0,
             "met": extra <= EXTRA_BYTES,
+        },
+        {
+            "claim": "memory beside one copy of the state in a hold with release=True / the bound",
+            "ratio": round(released / EXTRA_BYTES, 3),
+            "at most": 1.0,
+            "met": released <= EXTRA_BYTES,
+        },
+        {
+            "claim": "the same / that of a hold without it",
+            "ratio": round(released / kept, 3),
+            "at most": None,
+            "met": True,
         },
     ]
 

@@ -58,6 +58,7 @@ def measure(name: str, size: dict[str, int], repetitions: int) -> dict[str, Any]
     ways["copy"] = _copying(taken)
     seconds, extra = _timed(ways, repetitions)
     moved = ucp.resize(old, new).read_bytes
+    held = {way: _held(old, release=way == "released") for way in ("kept", "released")}
     old.destroy()
     new.destroy()
     return {
@@ -66,6 +67,7 @@ def measure(name: str, size: dict[str, int], repetitions: int) -> dict[str, Any]
         "needed bytes": needed,
         "taken bytes": taken,
         "extra bytes": extra,
+        "held bytes": held,
     }
 
 
@@ -86,6 +88,16 @@ def _timed(
                 dist.barrier()
                 seconds[way].append(time.perf_counter() - started)
     return {way: found[1:] for way, found in seconds.items()}, max(extra, default=0)
+
+
+def _held(engine: Any, release: bool) -> int:
+    """By how much a hold makes this process grow, with what is held."""
+    found: list[int] = []
+    dist.barrier()
+    with peak(found, "RssAnon"):
+        held = ucp.hold(engine, release=release)
+    held.release()
+    return found[0]
 
 
 def _through_files(old: Any, new: Any) -> None:

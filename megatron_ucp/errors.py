@@ -181,8 +181,8 @@ class RankError(UcpError):
 
 
 class EngineUnusableError(UcpError):
-    """A load failed after bytes were written into the engine; it refuses to step, to save
-    and to be exported."""
+    """A load failed after bytes were written into the engine, or its memory went in a hold; it
+    refuses to step, to save and to be exported."""
 
     fix = "load a whole checkpoint into it, or build the engine again"
     id = "engine-unusable"

@@ -32,6 +32,7 @@ from megatron_ucp.reshard.resume import resume_from_memory
 from megatron_ucp.reshard.shared_memories import SharedMemories
 from megatron_ucp.reshard.transfer import TransferRun, transfer
 
+_RELEASED = "the engine's memory may be gone, as release=True asked"
 HANDLE = "ucp"  # of an attached engine: its `Handle`
 
 
@@ -82,9 +83,11 @@ def hold(
     loader: ResumableLoader | None = None,
     rng: bool = True,
     checksums: bool = True,
+    release: bool = False,
 ) -> HeldRun:
     """Keeps a run in host memory, so that the program can build another world around it: another
-    mesh, fewer ranks or more. Between two steps; collective. The engine is as before.
+    mesh, fewer ranks or more. Between two steps; collective. The engine is as before, unless its
+    memory is to go (`release`).
 
     Args:
         engine: An attached engine; None in a process that joins the new world and has nothing.
@@ -97,13 +100,18 @@ def hold(
         rng: Whether random states are kept.
         checksums: Whether the fingerprint of the state is taken, and compared with what is held and
             what is loaded.
+        release: The engine's memory goes page by page as it is used up, so that a rank needs
+            room for one copy of the state, not for two. The engine refuses to step and to be saved
+            then, also where the hold fails after its first byte. Memory of a GPU stays until the
+            engine goes.
 
     Returns:
         What `load(engine, held)` takes, on all ranks of the new world.
 
     Raises:
         UcpError: On every rank, before anything moved: the run can't be held so.
-        RankError: A rank died while elements moved; the engine is whole on the others.
+        RankError: A rank died while elements moved; without `release` the engine is whole on the
+            others.
 
     Example:
         >>> held = ucp.hold(engine, mesh="dp=3,zero=3", ranks=3)
@@ -113,9 +121,10 @@ def hold(
     if engine is None:
         return HeldRun()
     how = Taking(dict(client_state or {}), loader, rng, checksums)
-    with as_rank_error("the engine is whole on this rank, and can go on or be saved"):
-        wished = _checked(engine, mesh, ranks, how)
-        return _held(lent_by(engine, how), wished, ranks)
+    left = "the engine is whole on this rank, and can go on or be saved"
+    with as_rank_error(_RELEASED if release else left):
+        wished = _checked(engine, mesh, ranks, how, release)
+        return _held(lent_by(engine, how), wished, ranks, release)
 
 
 def resize(
@@ -161,18 +170,22 @@ def lent_by(engine: Any, how: Taking) -> LentRun:
     return getattr(engine, HANDLE).lent(how)
 
 
-def _checked(engine: Any, mesh: Any, ranks: int | None, how: Taking) -> Mesh | None:
+def _checked(
+    engine: Any, mesh: Any, ranks: int | None, how: Taking, release: bool = False
+) -> Mesh | None:
     """The mesh that was asked for, of all ranks alike. Collective. Raises UsageError."""
     asked = {
         "mesh": agree.plain_option(mesh),
         "ranks": ranks,
         "rng": how.rng,
         "checksums": how.checksums,
+        "release": release,
     }
     agree.require_same(agree.gather(asked))
     with agree.together():
         check_switch("rng", how.rng)
         check_switch("checksums", how.checksums)
+        check_switch("release", release)
         if getattr(engine, HANDLE, None) is None:
             raise UsageError(
                 "this is no attached engine",
@@ -209,7 +222,7 @@ def _params(engine: Any) -> set[int]:
 # ------------------------------------------------ holding
 
 
-def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None) -> HeldRun:
+def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None, release: bool) -> HeldRun:
     """Collective."""
     with agree.together() as block:
         block.value = lent.holder.parts()
@@ -219,7 +232,8 @@ def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None) -> HeldRun:
     rank, file = agree.world()[0], lent.run.name
     memory = HeldMemory(layout.manifest, layout.takers[rank])
     recorded = recorded_in(lent.run.manifest.run)
-    source, sink = SharedMemories(file, lent.holder), MemorySink(memory, recorded)
+    source = SharedMemories(file, lent.holder, lent.holder if release else None)
+    sink = MemorySink(memory, recorded)
     with say.progress("hold") as advance:
         run = transfer(source, sink, run=TransferRun(progress=advance))
     whole = _Whole(_one_id(), layout.run, layout.manifest, _owners(layout.takers))

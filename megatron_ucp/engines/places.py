@@ -75,6 +75,9 @@ class LivePlaces:
     def mark_unusable(self) -> None:
         mark_unusable(self._program)
 
+    def give_up(self) -> None:
+        mark_unusable(self._program, "the memory of this engine went as it was held, as was asked")
+
     def mark_usable(self) -> None:
         mark_usable(self._program)
 

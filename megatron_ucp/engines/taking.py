@@ -16,7 +16,7 @@ from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.in_memory import TakenRun
 from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Holder
+from megatron_ucp.reshard.engine import Lender
 from megatron_ucp.reshard.fingerprint import diverged, sums_of_rank, table_of
 
 
@@ -52,7 +52,7 @@ class LentRun:
     """A run that was taken, and who holds this rank's elements of it."""
 
     run: TakenRun
-    holder: Holder
+    holder: Lender
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RankValues:
 
 
 def lent(
-    holder: Holder, said: Mapping[str, Any], extras: Extras, values: RankValues, how: Taking
+    holder: Lender, said: Mapping[str, Any], extras: Extras, values: RankValues, how: Taking
 ) -> LentRun:
     """Puts together what all ranks have besides elements, which the `holder` has. `said` is what a
     manifest says of the run. Collective. Raises a UcpError on every rank."""

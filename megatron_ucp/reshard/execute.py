@@ -6,14 +6,11 @@ STAGING_BYTES, or one row if that is larger. Only the mean of copies takes more:
 float64.
 """
 
-import ctypes
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from mmap import PAGESIZE
 from typing import Any, cast
 
 import torch
@@ -26,6 +23,7 @@ from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.base import Record, Where
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.pages import POPULATE, advise
 from megatron_ucp.reshard.summed_runs import CRC_CHUNK_BYTES, SummedRun
 
 STAGING_BYTES = 8 * 2**20
@@ -33,8 +31,6 @@ ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
 SHORT_GAP_BYTES = 32 * 2**10  # a disk reads on over it anyway
-POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14
-_MADVISE = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
 Locate = Callable[[Slot], Where]
@@ -63,12 +59,8 @@ def fresh(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     too: they save more, or cost twice as much where a hypervisor takes free ones back.)
     """
     out = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    if _MADVISE is not None and out.device.type == "cpu":
-        start = -(-out.data_ptr() // PAGESIZE) * PAGESIZE
-        stop = (out.data_ptr() + out.nbytes) // PAGESIZE * PAGESIZE
-        # whole pages of its own; a system that does not know the advice refuses it without harm
-        if start < stop:
-            _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), POPULATE)
+    if out.is_cpu:
+        advise(out.data_ptr(), out.data_ptr() + out.nbytes, POPULATE)
     return out
 
 

@@ -9,7 +9,7 @@ nobody holds more than some windows of what is not its own.
 
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -24,8 +24,9 @@ from megatron_ucp.core.plan import Windows as Planner
 from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Holder
+from megatron_ucp.reshard.engine import Holder, Lender
 from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.pages import NEVER, UsedUp
 from megatron_ucp.reshard.transfer import Proved
 
 MESSAGE_BYTES = 8 * 2**20  # of a window: fewer, larger messages than of files
@@ -62,9 +63,12 @@ class Holdings:
 
     def values(self, side: Side, shape: Ints) -> torch.Tensor:
         """Elements of this rank's memory."""
-        last = side.offset + span(shape, side.strides)
-        flat = self.engine.read(side.slot, side.offset, last)
+        flat = self.lies_in(side, shape)
         return torch.as_strided(flat, shape, side.strides, flat.storage_offset())
+
+    def lies_in(self, side: Side, shape: Ints) -> torch.Tensor:
+        """The memory from the first of such elements to the last one."""
+        return self.engine.read(side.slot, side.offset, side.offset + span(shape, side.strides))
 
     def bytes_of(self, side: Side, shape: Ints) -> int:
         """How many such elements take."""
@@ -159,12 +163,14 @@ class MemoryWindows:
 class Memories:
     """The source. Each part of a sink has a holder of its own, or the last one. Making one is
     collective. `keeps`: for several transfers of the same parts, each from holders of its own
-    (`use`)."""
+    (`use`). What a `lender` lends goes as it is used up."""
 
     all_looked_at = False
 
-    def __init__(self, file: str, *holders: Holder, keeps: bool = False) -> None:
-        self.file, self._keeps = file, keeps
+    def __init__(
+        self, file: str, *holders: Holder, keeps: bool = False, lender: Lender | None = None
+    ) -> None:
+        self.file, self._keeps, self._lender = file, keeps, lender
         self.read_bytes = 0  # that came from other ranks
         self.rank, self.world = agree.world()
         self._holdings = [_holdings(engine) for engine in holders]
@@ -218,13 +224,37 @@ class Memories:
         of each window before it is put."""
         kept = agree.KeptBack()
         agreed = self._agreed(queue, kept)
-        for taken in agreed.own:
+        let_go = _nothing if self._lender is None else self._given_up(self._lender, agreed, kept)
+        for number, taken in enumerate(agreed.own):
             with kept:
                 if kept.error is None:
                     put(taken.window, self._put_together(taken, {}, room))
+            let_go(number)
         for number in range(agreed.rounds):
             self._round(agreed, number, kept, put, room)
+            let_go(len(agreed.own) + number)
         kept.raise_kept()
+
+    def _given_up(
+        self, lender: Lender, agreed: _Agreed, kept: agree.KeptBack
+    ) -> Callable[[int], None]:
+        """Gives the lender up; returns what lets go of its memory after each step of `move`.
+        Collective. Raises what was kept back, on every rank, before anything goes."""
+        with agree.together():
+            kept.raise_kept()
+        with agree.together():
+            lender.give_up()
+            used_up = UsedUp(_all_of(lender))
+            for number, taken in enumerate((*agreed.own, *agreed.moving)):
+                part = self._of(taken.window.part)
+                for op in taken.by_giver.get(self.rank, ()):
+                    used_up.read(number, part.lies_in(_side(op), op.shape))
+            for rounds in agreed.asked.values():
+                for number, reads in enumerate(rounds, len(agreed.own)):
+                    for one in reads:
+                        used_up.read(number, self._of(one.part).lies_in(one.side, one.shape))
+        used_up.let_go(NEVER)
+        return used_up.let_go
 
     def _agreed(self, queue: Sequence[Window], kept: agree.KeptBack) -> _Agreed:
         """Tells all ranks what this one will ask them for. Collective."""
@@ -303,6 +333,20 @@ class Memories:
             for op in ops:
                 _put(op, part.held.values(_side(op), op.shape), exact)
         return exact
+
+
+def _all_of(held: Holder) -> Iterator[torch.Tensor]:
+    """All memory that this rank has, piece by piece."""
+    for part in held.parts():
+        buffer = held.manifest.buffers[part[0]]
+        for state, _ in buffer.states:
+            for one in buffer.of(state).fragments(part[2]):
+                last = one.offset + one.high - one.low
+                yield held.read(Slot(*part, state), one.offset, last)
+
+
+def _nothing(step: int) -> None:
+    """The memory that is read stays."""
 
 
 def _read_of(window: Window, op: Op) -> _Read:

@@ -9,7 +9,7 @@ from megatron_ucp.core.manifest import BufferPart
 from megatron_ucp.core.plan import Plan, Slot
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, Holder
+from megatron_ucp.reshard.engine import Engine, Holder, Lender
 from megatron_ucp.reshard.execute import OfOp, TensorOf
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window
 from megatron_ucp.reshard.overflows import Lost
@@ -23,10 +23,11 @@ _LEAST_BYTES = 64 * 2**10  # of a window, whatever the number of ranks
 
 
 class SharedMemories(Memories):
-    """Each rank fills the parts that it has of a sink. Making one is collective."""
+    """Each rank fills the parts that it has of a sink. Making one is collective. `lender`: the
+    holder, where its memory goes as it is used up."""
 
-    def __init__(self, file: str, holder: Holder) -> None:
-        super().__init__(file, holder)
+    def __init__(self, file: str, holder: Holder, lender: Lender | None = None) -> None:
+        super().__init__(file, holder, lender=lender)
         self._lost: Lost = {}
         self.sums, self.read_by_all = (0, 0, 0), 0
 

@@ -148,6 +148,10 @@ class LiveEngine(LivePlaces):
         super().mark_unusable()
         self.wrapper.prepare()
 
+    def give_up(self) -> None:
+        super().give_up()
+        self.wrapper.prepare()
+
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():
             live = self._live[number]

@@ -145,6 +145,10 @@ class LiveMegatron(LivePlaces):
         for live in self._live.values():
             live.join(MASTER)
 
+    def give_up(self) -> None:
+        super().give_up()
+        self.wait_for_gathers()
+
     def wait_for_gathers(self) -> None:
         """Until no weights of other ranks are on their way. Begins no gather: of a group of buckets
         with one under way megatron-core's call waits for it and does nothing else."""

@@ -29,6 +29,9 @@ class PresentStates:
     def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
         return self.live.read(slot, first, last)
 
+    def give_up(self) -> None:
+        self.live.give_up()
+
     def require_unstepped(self) -> None:
         """Raises SaveError where an optimizer has stepped since: what was read meanwhile may be of
         two steps. Sums of what was read can't show that: they fit it."""

@@ -1,0 +1,82 @@
+"""What the ranks do in the tests of holds that let go of the engine's memory."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.reshard import memories, pages, shared_memories
+from tests.engines.resize_jobs import compared, kind_of, look
+
+_OVERWRITTEN = 0xA5
+
+
+@contextmanager
+def small_pages() -> Iterator[None]:
+    """Pages of a few bytes, which are overwritten instead of let go of: what is read afterwards
+    would be seen."""
+    with (
+        mock.patch.object(pages, "_MADVISE", _overwrite),
+        mock.patch.object(pages, "PAGESIZE", 16),
+    ):
+        yield
+
+
+def _overwrite(start: Any, size: Any, advice: int) -> None:
+    ctypes.memset(start, _OVERWRITTEN, size.value)
+
+
+def released(source: Any, target: Any, hold: dict[str, Any], window: int) -> dict[str, Any]:
+    """As `pair`, of a hold that lets go of the engine's memory as it is used up. What moves at once
+    has `window` bytes."""
+    one, other = kind_of(source), kind_of(target)
+    engine = one.make(source)
+    one.train(engine, 3)
+    want, old = one.canonical(engine), one.handle(engine)
+    lender = old.ucp.present()
+    with small_pages(), mock.patch.object(shared_memories, "window_bytes", lambda world: window):
+        held = ucp.hold(old, **hold, release=True)
+    found: dict[str, Any] = {"left": _left(lender), "after the hold": []}
+    found["then"] = [told(partial(one.train, engine, 1)), told(partial(ucp.hold, old))]
+    one.close(engine)
+    engine = other.make(target)
+    other.train(engine, 1, first=99)
+    compare = compared(source, target)
+    found["before"] = compare(want, other.canonical(engine))
+    ucp.load(other.handle(engine), held)
+    look(found, other, engine, want, compare)
+    other.close(engine)
+    return found
+
+
+def gone_too_early(setup: Any) -> list[str]:
+    """A hold whose memory goes before it is read, and what the engine does then."""
+    kind = kind_of(setup)
+    engine = kind.make(setup)
+    kind.train(engine, 1)
+    with small_pages(), mock.patch.object(pages.UsedUp, "read", lambda *_: None):
+        said = [told(partial(ucp.hold, kind.handle(engine), release=True))]
+    said.append(told(partial(kind.train, engine, 1)))
+    kind.close(engine)
+    return said
+
+
+def told(doing: Callable[[], Any]) -> str:
+    """What is said of it."""
+    try:
+        doing()
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _left(lender: Any) -> float:
+    """How much of an engine's memory is not overwritten, of all of it."""
+    views = [one.contiguous().view(torch.uint8) for one in memories._all_of(lender)]
+    left = sum(int((one != _OVERWRITTEN).sum()) for one in views)
+    return left / sum(one.numel() for one in views)
