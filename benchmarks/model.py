@@ -67,7 +67,7 @@ def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
     if mesh.ep:
         net = _mixture(mesh, **(size or MIXTURE))
     else:
-        net = _megatron(mesh, **size) if mesh.tp else Gpt2(**size)
+        net = megatron(mesh, **size) if mesh.tp else Gpt2(**size)
     optimizer = torch.optim.AdamW(models.param_groups(net, 1e-4, 0.1), lr=1e-4)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -91,7 +91,7 @@ def family(mesh: Mesh) -> str | None:
     return "mixtral" if mesh.ep else "gpt" if mesh.tp else None
 
 
-def _megatron(
+def megatron(
     mesh: Mesh, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY
 ) -> Any:
     """The same sizes as `Gpt2` in megatron-core."""

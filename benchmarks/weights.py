@@ -1,0 +1,144 @@
+"""Weights of one live model into another one on another tensor-parallel mesh, in memory:
+`ucp.resize` beside megatron-core's own `megatron.core.resharding`, for the same tensors.
+
+    python -m benchmarks.weights                        # 124M parameters, four ranks: a minute
+    python -m benchmarks.weights --sizes tiny --repetitions 2    # to see that it runs
+
+Four ranks over gloo on one machine, both models in bf16 and without an optimizer. In each
+repetition both ways follow each other, in turns; the slowest rank counts, and medians are compared.
+After each of them the weights are compared with what the other one gave, having been zero before.
+megatron-core keeps its plan from its first call to the next ones; `ucp.resize` asks both models
+each time, proves its plan, and compares a fingerprint. megatron-core's gloo service makes a CUDA
+stream, which a machine without a GPU has not: nothing stands for it here. Writes
+benchmarks/results/weights.json.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from benchmarks.cases import Mesh
+from benchmarks.machine import description
+from benchmarks.model import TINY, megatron
+from megatron_ucp.engines.megatron import models
+from tests.ranks import RankPool
+
+RANKS, RESULTS = 4, Path(__file__).parent / "results" / "weights.json"
+# heads divide the width of the small one too
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": TINY | {"width": 96, "vocabulary": 512},
+    "124M": {},
+    "1B": {"width": 1920, "layers": 21},
+}
+PAIRS = ((1, 2), (2, 4))  # tensor-parallel sizes of the source and of the target
+AT_MOST = 0.7
+
+
+def main() -> int:
+    args = parse()
+    found = {
+        f"tp{source} to tp{target}, {size}": measured(source, target, size, args.repetitions)
+        for size in args.sizes
+        for source, target in PAIRS
+    }
+    for name, row in found.items():
+        times = ", ".join(f"{way} {seconds:.3f} s" for way, seconds in row["medians"].items())
+        met = "" if row["ratio"] <= AT_MOST else "  MISSED"
+        print(f"{name}: {times}; resize / megatron-core {row['ratio']}, at most {AT_MOST}{met}")
+    if "tiny" in args.sizes:
+        return 0
+    result = {"machine": description(), "repetitions": args.repetitions, "found": found}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(row["ratio"] <= AT_MOST for row in found.values()) else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["124M"])
+    parser.add_argument("--repetitions", type=int, default=5)
+    return parser.parse_args()
+
+
+def measured(source: int, target: int, size: str, repetitions: int) -> dict[str, Any]:
+    """One pair of meshes, in processes of its own."""
+    pool = RankPool(RANKS, gloo=True)
+    job = "benchmarks.weights:measure"
+    try:
+        ranks = pool.run(RANKS, job, source, target, SIZES[size], repetitions, timeout_s=600)
+    finally:
+        pool.close()
+    seconds = {
+        way: [max(rank[way][n] for rank in ranks) for n in range(repetitions + 1)]
+        for way in ranks[0]
+    }
+    medians = {way: statistics.median(found[1:]) for way, found in seconds.items()}
+    ratio = round(medians["resize"] / medians["megatron-core"], 3)
+    return {"seconds": seconds, "medians": medians, "ratio": ratio}
+
+
+def measure(source: int, target: int, size: dict[str, int], repetitions: int) -> Any:
+    """Seconds of both ways on this rank, by repetition; the first round warms up."""
+    from megatron.core import parallel_state
+    from megatron.core.resharding.refit import swap_model_weights
+
+    torch.manual_seed(dist.get_rank())
+    old = _engine(source, size)
+    parallel_state.destroy_model_parallel()  # the model keeps its groups
+    new = _engine(target, size)
+    ways: dict[str, Callable[[], Any]] = {
+        "resize": lambda: ucp.resize(old, new),
+        "megatron-core": lambda: swap_model_weights(old.module, new.module, "gloo"),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    given: list[torch.Tensor] = []
+    with mock.patch.object(torch.cuda, "Stream", lambda: None):
+        for number in range(repetitions + 1):
+            for way in [*ways][number % 2 :] + [*ways][: number % 2]:
+                _clear(new.module)
+                dist.barrier()
+                started = time.perf_counter()
+                ways[way]()
+                dist.barrier()
+                seconds[way].append(time.perf_counter() - started)
+                have = [param.detach().clone() for param in new.module.parameters()]
+                assert any(bool(one.any()) for one in have), f"{way} gave no weights"
+                assert all(map(torch.equal, have, given or have)), f"{way} gave other weights"
+                given = have
+    return seconds
+
+
+def _engine(tp: int, size: dict[str, int]) -> Any:
+    """A model without an optimizer."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=megatron(Mesh(0, tp), **size),
+        config=config,
+        dist_init_required=False,
+        mpu=models.mpu(),
+    )
+    return ucp.attach(engine, family="gpt")
+
+
+def _clear(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
