@@ -1,7 +1,7 @@
 """Weights of one live model into another one on another tensor-parallel mesh, in memory:
 `ucp.resize` beside megatron-core's own `megatron.core.resharding`, for the same tensors.
 
-    python -m benchmarks.weights                        # 124M parameters, four ranks: a minute
+    python -m benchmarks.weights                        # 124M and 354M parameters, four ranks: two minutes
     python -m benchmarks.weights --sizes tiny --repetitions 2    # to see that it runs
 
 Four ranks over gloo on one machine, both models in bf16 and without an optimizer. In each
@@ -37,7 +37,7 @@ RANKS, RESULTS = 4, Path(__file__).parent / "results" / "weights.json"
 SIZES: dict[str, dict[str, int]] = {
     "tiny": TINY | {"width": 96, "vocabulary": 512},
     "124M": {},
-    "1B": {"width": 1920, "layers": 21},
+    "354M": {"width": 1056, "layers": 24},
 }
 PAIRS = ((1, 2), (2, 4))  # tensor-parallel sizes of the source and of the target
 AT_MOST = 0.7
@@ -63,7 +63,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["124M"])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["124M", "354M"])
     parser.add_argument("--repetitions", type=int, default=5)
     return parser.parse_args()
 

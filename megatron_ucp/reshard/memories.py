@@ -2,9 +2,9 @@
 
 A rank plans only what it takes itself, and tells the others what they will be asked for: how many
 ranks there are changes nothing for one of them. What it takes it has itself, where it can be: then
-nobody waits for anybody. All else moves in rounds. In each of them every rank takes one window, so
-that all of them work at once; each rank packs what it has of a window into one message, so that
-nobody holds more than some windows of what is not its own.
+nobody waits for anybody. All else moves in rounds. In each of them every rank takes one window, or
+several small ones, so that all of them work at once; each rank packs what it has of them into one
+message, so that nobody holds more than some windows of what is not its own.
 """
 
 import math
@@ -115,14 +115,30 @@ class _Taken:
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What was agreed on for a queue: the windows that this rank has all of, those of which others
-    send it something, and what it sends, round by round, to each rank that asked. All ranks have as
+    """What was agreed on for a queue: the windows that this rank has all of; round by round those
+    of which others send it something, and what it sends to each rank that asked. All ranks have as
     many `rounds`."""
 
     own: Sequence[_Taken]
-    moving: Sequence[_Taken]
+    moving: Sequence[Sequence[_Taken]]
     asked: Mapping[int, Sequence[Sequence[_Read]]]
     rounds: int
+
+
+@dataclass
+class _Message:
+    """What another rank sends in one round: values that follow each other."""
+
+    memory: torch.Tensor
+    at: int = 0
+
+    def next(self, dtype: str, shape: Ints) -> torch.Tensor:
+        """The values that come next."""
+        size = math.prod(shape) * ITEMSIZE[dtype]
+        run = self.memory[self.at : self.at + size].cpu()
+        is_aligned = self.at % ITEMSIZE[dtype] == 0
+        self.at += size
+        return (run if is_aligned else run.clone()).view(TORCH_DTYPES[dtype]).view(shape)
 
 
 class MemoryWindows:
@@ -245,10 +261,11 @@ class Memories:
         with agree.together():
             lender.give_up()
             used_up = UsedUp(_all_of(lender))
-            for number, taken in enumerate((*agreed.own, *agreed.moving)):
-                part = self._of(taken.window.part)
-                for op in taken.by_giver.get(self.rank, ()):
-                    used_up.read(number, part.lies_in(_side(op), op.shape))
+            for number, own in enumerate((*([one] for one in agreed.own), *agreed.moving)):
+                for taken in own:
+                    part = self._of(taken.window.part)
+                    for op in taken.by_giver.get(self.rank, ()):
+                        used_up.read(number, part.lies_in(_side(op), op.shape))
             for rounds in agreed.asked.values():
                 for number, reads in enumerate(rounds, len(agreed.own)):
                     for one in reads:
@@ -266,17 +283,37 @@ class Memories:
         with kept:
             windows = [self._windows[one.part].taken(one, self.rank) for one in queue]
         own = [one for one in windows if one.by_giver.keys() <= {self.rank}]
-        moving = [one for one in windows if not one.by_giver.keys() <= {self.rank}]
+        moving = self._rounds([one for one in windows if not one.by_giver.keys() <= {self.rank}])
         wished: dict[int, list[list[_Read]]] = {}
-        for number, one in enumerate(moving):
-            for giver, ops in one.by_giver.items():
-                if giver != self.rank:
-                    rounds = wished.setdefault(giver, [[] for _ in moving])
-                    rounds[number] = [_read_of(one.window, op) for op in ops]
+        for number, taken in enumerate(moving):
+            for one in taken:
+                for giver, ops in one.by_giver.items():
+                    if giver != self.rank:
+                        rounds = wished.setdefault(giver, [[] for _ in moving])
+                        rounds[number] += [_read_of(one.window, op) for op in ops]
         agreed = _Agreed(own, moving, agree.exchange(wished), max(agree.gather(len(moving))))
         if self._keeps:  # nothing of a plan that failed: it lacks what was not planned
             self._known = (list(queue), agreed) if kept.error is None else None
         return agreed
+
+    def _rounds(self, windows: Sequence[_Taken]) -> list[list[_Taken]]:
+        """Windows by the round in which they are taken: small ones together, as many as the largest
+        one has bytes."""
+        sizes = [self._bytes_of(one) for one in windows]
+        out: list[list[_Taken]] = []
+        left = 0
+        for window, size in zip(windows, sizes, strict=True):
+            if not out or size > left:
+                out.append([])
+                left = max(sizes)
+            out[-1].append(window)
+            left -= size
+        return out
+
+    def _bytes_of(self, taken: _Taken) -> int:
+        held = self._of(taken.window.part)
+        every = (op for ops in taken.by_giver.values() for op in ops)
+        return sum(held.bytes_of(_side(op), op.shape) for op in every)
 
     def _round(
         self,
@@ -286,29 +323,35 @@ class Memories:
         put: Callable[[Window, torch.Tensor], None],
         room: Room,
     ) -> None:
-        """Each rank takes one window of those that move, and sends what it has of the others'."""
-        mine = agreed.moving[number] if number < len(agreed.moving) else None
-        came = {} if mine is None else self._to_come(mine)
-        messages = [dist.P2POp(dist.irecv, memory, giver) for giver, memory in came.items()]
+        """Each rank takes some windows of those that move, and sends what it has of the others'."""
+        mine = agreed.moving[number] if number < len(agreed.moving) else ()
+        came = self._to_come(mine)
+        messages = [dist.P2POp(dist.irecv, one.memory, giver) for giver, one in came.items()]
         for taker, rounds in agreed.asked.items():
             if number < len(rounds) and rounds[number]:
                 packed = self._packed(rounds[number], kept).to(self._device)
                 messages.append(dist.P2POp(dist.isend, packed, taker))
         for one in dist.batch_isend_irecv(messages) if messages else ():
             one.wait()
-        with kept:
-            if mine is not None and kept.error is None:
-                put(mine.window, self._put_together(mine, came, room))
+        for taken in mine:
+            with kept:
+                if kept.error is None:
+                    put(taken.window, self._put_together(taken, came, room))
 
-    def _to_come(self, taken: _Taken) -> dict[int, torch.Tensor]:
-        """Memory for what others send of a window, by the rank that does."""
-        held, came = self._windows[taken.window.part].held, dict[int, torch.Tensor]()
-        for giver, ops in taken.by_giver.items():
-            if giver != self.rank:
-                size = sum(held.bytes_of(_side(op), op.shape) for op in ops)
-                came[giver] = torch.empty(size, dtype=torch.uint8, device=self._device)
-                self.read_bytes += size
-        return came
+    def _to_come(self, mine: Sequence[_Taken]) -> dict[int, _Message]:
+        """Memory for what others send of some windows, by the rank that does."""
+        sizes: dict[int, int] = {}
+        for taken in mine:
+            held = self._of(taken.window.part)
+            for giver, ops in taken.by_giver.items():
+                if giver != self.rank:
+                    size = sum(held.bytes_of(_side(op), op.shape) for op in ops)
+                    sizes[giver] = sizes.get(giver, 0) + size
+        self.read_bytes += sum(sizes.values())
+        return {
+            giver: _Message(torch.empty(size, dtype=torch.uint8, device=self._device))
+            for giver, size in sizes.items()
+        }
 
     def _packed(self, reads: Sequence[_Read], kept: agree.KeptBack) -> torch.Tensor:
         """The bytes that a rank asked for; zeros where this one can't read them."""
@@ -321,17 +364,19 @@ class Memories:
         return torch.zeros(sum(sizes), dtype=torch.uint8)
 
     def _put_together(
-        self, taken: _Taken, came: Mapping[int, torch.Tensor], room: Room
+        self, taken: _Taken, came: Mapping[int, _Message], room: Room
     ) -> torch.Tensor:
         """A window, of what this rank has and of what came from others."""
         part = self._windows[taken.window.part]
         exact = part.empty(taken, room)
         for giver, ops in taken.by_giver.items():
-            if giver in came:
-                _unpack(part.held, ops, came[giver].cpu(), exact)
-                continue
             for op in ops:
-                _put(op, part.held.values(_side(op), op.shape), exact)
+                side = _side(op)
+                if giver == self.rank:
+                    values = part.held.values(side, op.shape)
+                else:
+                    values = came[giver].next(part.held.dtype(side.slot), op.shape)
+                _put(op, values, exact)
         return exact
 
 
@@ -351,17 +396,6 @@ def _nothing(step: int) -> None:
 
 def _read_of(window: Window, op: Op) -> _Read:
     return _Read(window.part, _side(op), op.shape)
-
-
-def _unpack(held: Holdings, ops: Sequence[Op], packed: torch.Tensor, window: torch.Tensor) -> None:
-    at = 0
-    for op in ops:
-        dtype, size = held.dtype(_side(op).slot), held.bytes_of(_side(op), op.shape)
-        run = packed[at : at + size]
-        is_aligned = at % ITEMSIZE[dtype] == 0
-        values = (run if is_aligned else run.clone()).view(TORCH_DTYPES[dtype])
-        _put(op, values.view(op.shape), window)
-        at += size
 
 
 def _put(op: Op, values: torch.Tensor, window: torch.Tensor) -> None:
