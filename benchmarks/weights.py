@@ -1,7 +1,7 @@
 """Weights of one live model into another one on another tensor-parallel mesh, in memory:
 `ucp.resize` beside megatron-core's own `megatron.core.resharding`, for the same tensors.
 
-    python -m benchmarks.weights                        # 124M and 354M parameters, four ranks: two minutes
+    python -m benchmarks.weights                        # 124M and 354M parameters: two minutes
     python -m benchmarks.weights --sizes tiny --repetitions 2    # to see that it runs
 
 Four ranks over gloo on one machine, both models in bf16 and without an optimizer. In each

@@ -346,16 +346,18 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     """Fills the engine; returns where to go on, and what was read. Collective. Raises a UcpError on
     every rank."""
     weights_only = args.finetune
+    path, tag = _where(saved, args)
     keep = not (args.finetune or args.no_load_optim)
     report = ucp.load(
         program_of(engine),
-        _where(saved, args),
+        path,
+        tag,
         load_module_only=weights_only,
         load_optimizer_states=keep,
         load_lr_scheduler_states=keep and (saved.has_schedule or args.engine == MEGATRON),
         family=args.model_family,
         rng=not args.no_load_rng,
-        allow=_allowed(args, saved),
+        allow=_allowed(args, saved) | ({"memory"} if tag else set()),
     )
     for line in saved.passed_over:
         say(f"  passed over {line}")
@@ -382,13 +384,13 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     return position, report
 
 
-def _where(saved: Saved, args: argparse.Namespace) -> str:
-    """The tag; or the folder of it, where a newer step may be in memory."""
-    if args.keep_memory_every is None or args.finetune:
-        return saved.path
-    is_own = os.path.realpath(args.load) == os.path.realpath(args.save)
-    is_newest = is_own and _tag_of(args) is None and not saved.passed_over
-    return args.load if is_newest else saved.path
+def _where(saved: Saved, args: argparse.Namespace) -> tuple[str, str | None]:
+    """The path of the tag; or the folder of it, in whose memory a newer step may be, and the name
+    of the tag where it is not the newest."""
+    is_named = args.keep_memory_every is None or args.finetune or _tag_of(args) is not None
+    if is_named or os.path.realpath(args.load) != os.path.realpath(args.save):
+        return saved.path, None
+    return args.load, Path(saved.path).name if saved.passed_over else None
 
 
 def _position(report: Report, saved: Saved) -> Position:

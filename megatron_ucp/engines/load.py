@@ -159,7 +159,7 @@ def _resumed(
         refuse_tag(tag)
         return resume_held(live, path, how), None
     kept = steps_of(engine)
-    looked = Looked() if kept is None else look(kept, live, Path(path), tag, how.checksums)
+    looked = Looked() if kept is None else look(kept, live, Path(path), tag, how)
     if looked.held is None or looked.step is None:
         report, share = resume(live, path, tag, how), None
     else:

@@ -20,7 +20,7 @@ from megatron_ucp.formats.memory_folder import KeptShare, MemoryFolder, damaged,
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import find_tag, has_state_files
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.engine import Engine, How
 from megatron_ucp.reshard.memory_sink import HeldMemory
 
 
@@ -55,16 +55,16 @@ class Looked:
     notes: list[str] = field(default_factory=list[str])
 
 
-def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, checksums: bool) -> Looked:
-    """Looks for a step in memory that is newer than the tag on disk; for none where a tag is named.
-    Collective. Raises a UcpError on every rank."""
+def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, how: How) -> Looked:
+    """Looks for a step in memory that is newer than the tag on disk; where a tag is named, only if
+    that is allowed. Collective. Raises a UcpError on every rank."""
     found = Looked()
-    if tag is not None or not kept.is_of(path):
+    if not kept.is_of(path) or (tag is not None and "memory" not in how.allow):
         return found
     nodes = agree.gather(node())
     steps = _listed(kept, nodes, found)
     disk, run = agree.collect(
-        lambda: _on_disk(engine, path) if not agree.world()[0] else (None, "")
+        lambda: _on_disk(engine, path, tag) if not agree.world()[0] else (None, "")
     )[0]
     for step in steps:
         if disk is not None and disk >= step.first.steps:
@@ -73,12 +73,12 @@ def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, checksu
             what = f"step {step.first.steps:,} in memory is of another run than the tag on disk"
             found.notes.append(f"{what}, and is not taken")
             continue
-        found.held = _held(kept.folder, step, nodes, checksums, found)
+        found.held = _held(kept.folder, step, nodes, how.checksums, found)
         if found.held is not None:
             found.step = step
             break
     if steps:
-        _say_chosen(found, disk)
+        _say_chosen(found, disk, "the newest tag" if tag is None else tag)
     return found
 
 
@@ -118,11 +118,11 @@ def _on_machine(kept: MemorySteps) -> tuple[list[KeptShare], int, bool]:
     return folder.shares(lives), came_to, bool({*alive} - own)
 
 
-def _on_disk(engine: Engine, path: Path) -> tuple[int | None, str]:
-    """The step of the newest tag, and the id of its run, if it says one; no step where there is no
-    tag that can be read."""
+def _on_disk(engine: Engine, path: Path, tag: str | None) -> tuple[int | None, str]:
+    """The step of a tag, or of the newest one, and the id of its run, if it says one; no step where
+    there is no tag that can be read."""
     with suppress(UcpError, OSError):
-        folder = find_tag(path).folder
+        folder = find_tag(path, tag).folder
         with suppress(UcpError, OSError, KeyError):
             said = manifest_of(folder).run
             return int(said[STEPS]), str(said.get(RUN, ""))
@@ -131,8 +131,8 @@ def _on_disk(engine: Engine, path: Path) -> tuple[int | None, str]:
     return None, ""
 
 
-def _say_chosen(found: Looked, disk: int | None) -> None:
-    on_disk = "no tag on disk" if disk is None else f"the newest tag on disk is of step {disk:,}"
+def _say_chosen(found: Looked, disk: int | None, tag: str) -> None:
+    on_disk = "no tag on disk" if disk is None else f"{tag} on disk is of step {disk:,}"
     steps = disk or 0
     if found.step is not None:
         steps = found.step.first.steps

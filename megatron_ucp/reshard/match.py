@@ -30,6 +30,7 @@ ALLOWANCES = {
     "per_rank": "what differed from rank to rank is rank 0's on another mesh",
     "weights": "the optimizer's states may be damaged; the weights beside them are loaded",
     "hybrid": "a GPTModel's layers become those of a hybrid model, which counts otherwise, or back",
+    "memory": "a newer step in memory may be taken in the place of the tag that is named",
     "extra": "frozen parameters and buffers that the model lacks are dropped",
     "unfreeze": "parameters that were frozen are trained from here on, with fresh states",
     "freeze": "parameters that were trained are frozen from here on; their states are dropped",

@@ -194,18 +194,19 @@ def test_other_families_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("save", "flags", "found"),
+    ("save", "flags", "damaged", "found"),
     [
-        ("runs/a", [], "runs/a/"),  # the folder, in whose memory a newer step may be
-        ("runs/b", [], "runs/a/global_step2"),
-        ("runs/a", ["--finetune"], "runs/a/global_step2"),
-        ("runs/a", ["--ckpt-step", "2"], "runs/a/global_step2"),
+        ("runs/a", [], (), ("runs/a/", None)),  # the folder, in whose memory a newer step may be
+        ("runs/a", [], ("global_step4: damaged",), ("runs/a/", "global_step2")),
+        ("runs/b", [], (), ("runs/a/global_step2", None)),
+        ("runs/a", ["--finetune"], (), ("runs/a/global_step2", None)),
+        ("runs/a", ["--ckpt-step", "2"], (), ("runs/a/global_step2", None)),
     ],
 )
 def test_memory_of_the_own_folder_however_it_is_written(
-    save: str, flags: list[str], found: str
+    save: str, flags: list[str], damaged: tuple[str, ...], found: tuple[str, str | None]
 ) -> None:
     argv = [*LLAMA, "--lr", "1e-3", "--mock-data", "--train-iters", "10", *BATCH, *flags]
     argv += ["--keep-memory-every", "2", "--load", "runs/a/", "--save", save]
-    saved = Saved("runs/a/global_step2", (), Mesh(), 8, {}, 2, 8)
+    saved = Saved("runs/a/global_step2", damaged, Mesh(), 8, {}, 2, 8)
     assert _where(saved, complete(parse(argv), 1)) == found

@@ -146,6 +146,23 @@ def test_every_engine_goes_on_from_memory(ranks: RankPool, tmp_path: Path, engin
     assert found["losses"] == losses[first:] and losses[first] != losses[first - 1]
 
 
+def test_where_the_newest_tag_is_damaged_memory_is_newer_than_the_one_before(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    argv = [*command(LLAMA, BATCH, RATES, QUIET, stdlib(), mesh(1, 1)), "--train-iters", "6"]
+    argv += ["--save", str(out), "--save-interval", "100", "--keep-memory-every", "1"]
+    try:
+        losses = ranks.run(2, JOB, argv, timeout_s=200)[0]["losses"]
+        next((out / "global_step6").glob("*optim_states.pt")).unlink()
+        argv += ["--load", str(out), "--universal-checkpoint"]
+        found = ranks.run(2, JOB, argv, timeout_s=200)[0]
+    finally:
+        shutil.rmtree(MemoryFolder(out).path.parent, ignore_errors=True)
+    assert "from memory: step 5; global_step1 on disk is of step 1, 4 before it" in found["said"]
+    assert 1 < found["first"] < 6 and found["losses"] == losses[found["first"] :]
+
+
 NAMES = {
     "DeepSpeed": ("global_step6", "latest", "global_step1"),
     "Megatron": ("iter_0000006", "latest_checkpointed_iteration.txt", "1"),
