@@ -46,6 +46,7 @@ WAYS = [
     ("direct / stock, both on disk", "direct seconds", "stock seconds", 1 / 1.8),
 ]
 EVEN_RANKS, EVEN_LIMIT = 4, 1.02
+LARGER = {"width": 1024, "layers": 24}
 STACK = {"hidden": 768, "layers": 12, "vocab": 50304}
 # over the bytes that a rank writes; a process doesn't give the last pages back
 MEMORY_LIMIT, LEFT_LIMIT = 1.05, 0.01
@@ -68,13 +69,15 @@ def main() -> int:
             args.repetitions,
             timeout_s=1000,
         )
-        ways = measured_ways(pool, RANKS, folder, args)
+        ways = measured_ways(pool, folder, TINY if args.tiny else {}, args.ways_repetitions)
     finally:
         pool.close()
         shutil.rmtree(folder)
     result = evaluated([slowest(found, number) for number in range(args.repetitions)])
     result["ways"] = claims_of(ways) + [even(folder, args)]
     result["seconds of ways"] = ways
+    if not args.tiny:
+        result["ways of 354M"] = claims_of(measured_larger(folder, args))
     result["memory"], result["steps per second"] = measured_beside(folder, args)
     stack = measured_stack(folder, args)
     result["others"] = {name: statistics.median(each) for name, each in (ways | stack).items()}
@@ -84,13 +87,23 @@ def main() -> int:
     return 0 if args.tiny or (result["met"] and result["manifest"]["met"]) else 1
 
 
+def measured_larger(folder: Path, args: argparse.Namespace) -> dict[str, list[float]]:
+    """The same of a larger model, without torch's own: what costs the same for any model weighs
+    less."""
+    pool = RankPool(RANKS, gloo=True)
+    try:
+        return measured_ways(pool, folder, LARGER, args.others_repetitions, others=False)
+    finally:
+        pool.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def measured_ways(
-    pool: RankPool, ranks: int, folder: Path, args: argparse.Namespace
+    pool: RankPool, folder: Path, size: dict[str, int], repetitions: int, others: bool = True
 ) -> dict[str, list[float]]:
     """Seconds of every way to save, of the rank that took longest."""
     call = ("benchmarks.save_ranks:measure_ways", str(folder / "ways"), Mesh(1))
-    size = TINY if args.tiny else {}
-    found = pool.run(ranks, *call, size, args.ways_repetitions, timeout_s=1000)
+    found = pool.run(RANKS, *call, size, repetitions, others, timeout_s=1000)
     out: dict[str, list[float]] = {}
     for each in zip(*found, strict=True):
         for way in each[0]:
@@ -205,7 +218,7 @@ def told(result: dict[str, Any]) -> str:
         f"{paper['bytes'] / 1e6:.1f} MB (at most 64)\n"
         + "\n".join(
             f"{row['what']}: {row['ratio']:.3f} (at most {row['limit']:.3g})"
-            for row in result["ways"] + result["memory"]
+            for row in result["ways"] + result["memory"] + result.get("ways of 354M", [])
         )
         + f"\nsteps beside a save / without: {result['steps per second']['ratio']:.2f}\n"
         + "\n".join(f"{name}: {seconds:.2f} s" for name, seconds in result["others"].items())

@@ -61,11 +61,12 @@ WAYS = ("stock", "direct", "background", "cp and sync", "copy in memory", TORCH)
 
 
 def measure_ways(
-    folder: str, mesh: Mesh, size: dict[str, int], repetitions: int
+    folder: str, mesh: Mesh, size: dict[str, int], repetitions: int, others: bool
 ) -> list[dict[str, Any]]:
     """Saves of one engine by every way, in turns, and copies of the same bytes on disk and in
-    memory, and torch's own save of as many; the first round is not counted. Of this rank: seconds
-    until the pointer names the tag, seconds in which training stands still, bytes written."""
+    memory, and with `others` torch's own save of as many; the first round is not counted. Of this
+    rank: seconds until the pointer names the tag, seconds in which training stands still, bytes
+    written."""
     engine = make_engine(mesh, size)
     train_step(engine, mesh)
     ucp.attach(engine, save="background")
@@ -73,6 +74,7 @@ def measure_ways(
     for number in range(repetitions + 1):
         turn = number % 3
         ways = [*WAYS[turn:3], *WAYS[:turn], *WAYS[3:]]
+        ways = [way for way in ways if others or way != TORCH]
         out.append({way: _measured(engine, Path(folder), way) for way in ways})
         dist.barrier()
         if dist.get_rank() == 0:
