@@ -35,21 +35,23 @@ class Interleaved(Layout):
                 expected=f"{self.parts} equal parts of dim {self.dim}",
                 found=f"shape {shape}",
             )
-        length = shape[self.dim] // self.parts
         dims = list(range(len(shape)) if order is None else order)
-        behind = dims.index(self.dim) + 1  # where memory has the number of the part
-        inner = [length if dim == self.dim else shape[dim] for dim in dims]
-        view = (*inner[:behind], self.parts, *inner[behind:])
-        perm = tuple(dims.index(dim) + (dims.index(dim) >= behind) for dim in range(len(shape)))
-        out: list[Piece] = []
-        for part in range(self.parts):
-            first = [part if at == behind else 0 for at in range(len(view))]
-            last = [part + 1 if at == behind else size for at, size in enumerate(view)]
-            start, stop = [0] * len(shape), list(shape)
-            start[self.dim], stop[self.dim] = part * length, (part + 1) * length
-            local, full = Box(tuple(first), tuple(last)), Box(tuple(start), tuple(stop))
-            out.append(Piece(local, full, view, perm))
-        return tuple(out)
+        return tuple(self._piece(shape, dims, part) for part in range(self.parts))
+
+    def _piece(self, shape: Ints, dims: list[int], part: int) -> Piece:
+        """One part; the view of the memory has a dim more, the number of the part, behind the dim
+        that is in parts."""
+        length, behind = shape[self.dim] // self.parts, dims.index(self.dim) + 1
+        view = [length if dim == self.dim else shape[dim] for dim in dims]
+        view.insert(behind, self.parts)
+        first, last = [0] * len(view), list(view)
+        first[behind], last[behind] = part, part + 1
+        start, stop = [0] * len(shape), list(shape)
+        start[self.dim], stop[self.dim] = part * length, (part + 1) * length
+        at = map(dims.index, range(len(shape)))
+        perm = tuple(place + (place >= behind) for place in at)
+        local, full = Box(tuple(first), tuple(last)), Box(tuple(start), tuple(stop))
+        return Piece(local, full, tuple(view), perm)
 
 
 @dataclass(frozen=True)

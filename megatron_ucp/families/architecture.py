@@ -65,7 +65,7 @@ SCALED_LATENT = (
     "mscale_all_dim",
 )
 # Of a GPTModel whose rotary embedding is scaled by yarn, all that its config says of these.
-POSITIONS = "position_embedding_type"
+POSITION_KIND = "position_embedding_type"
 YARN = (
     "yarn_rotary_scaling_factor",
     "yarn_original_max_position_embeddings",
@@ -170,7 +170,7 @@ def architecture_of(module: Any) -> Architecture | None:
     needed = ("layernorm_epsilon", "activation_func", "bias_activation_fusion")
     if any(not hasattr(config, name) for name in needed):
         return None
-    rotary = getattr(module, POSITIONS, "") in ("rope", "yarn")
+    rotary = getattr(module, POSITION_KIND, "") in ("rope", "yarn")
     if rotary and not hasattr(module, "rotary_base"):
         return None
     experts = bool(getattr(config, "num_moe_experts", None))
@@ -216,9 +216,9 @@ def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
     out = odd_settings(
         lambda name, usual: getattr(module, name, getattr(config, name, usual)), experts
     )
-    kind = getattr(module, POSITIONS, "learned_absolute")
+    kind = getattr(module, POSITION_KIND, "learned_absolute")
     if kind not in ("rope", "learned_absolute"):
-        out[POSITIONS] = str(kind)
+        out[POSITION_KIND] = str(kind)
     said = {name: getattr(config, name, None) for name in YARN if kind == "yarn"}
     return out | {name: value for name, value in said.items() if value is not None}
 
@@ -227,7 +227,7 @@ def _with_rotary(found: Architecture, module: Any) -> Architecture:
     """With what the rotary embedding computes; a GPTModel keeps of its scaling only the result."""
     rotary: Any = getattr(module, "rotary_pos_emb", None)
     said: Any = module.config if getattr(module.config, LATENT, False) else module
-    base = float(said.rotary_base)
+    base = float(getattr(rotary, "rotary_base", said.rotary_base))  # yarn's own
     interpolation = float(getattr(rotary, "seq_len_interpolation_factor", None) or 0.0)
     scaled = rotary is not None and bool(getattr(module, "rotary_scaling", False))
     factor = _rope_factor(rotary, base) if scaled else 0.0

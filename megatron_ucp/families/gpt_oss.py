@@ -15,7 +15,7 @@ from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import mixtral
 from megatron_ucp.families.architecture import (
     FULL_EVERY,
-    POSITIONS,
+    POSITION_KIND,
     WINDOW,
     Architecture,
     full_every,
@@ -117,7 +117,7 @@ def config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
         "swiglu_alpha": ALPHA,
         "swiglu_limit": odd[LIMIT],
     }
-    if odd.get(POSITIONS) == "yarn":
+    if odd.get(POSITION_KIND) == "yarn":
         rope = {theirs: odd[ours] for ours, theirs in _YARN.items()}
         rope |= {"rope_type": "yarn", "rope_theta": architecture.rotary_base}
         out |= {"rope_parameters": rope, "rope_scaling": rope}
@@ -164,8 +164,8 @@ def refuses(sizes: MixtralSizes, architecture: Architecture) -> list[str]:
     """What GptOssForCausalLM does not have."""
     odd = architecture.odd
     known = [SOFTMAX, OFFSET, LIMIT, WINDOW, FULL_EVERY]
-    if odd.get(POSITIONS) == "yarn":
-        known += [POSITIONS, *_YARN]
+    if odd.get(POSITION_KIND) == "yarn":
+        known += [POSITION_KIND, *_YARN]
     out = refused_settings(architecture, (ACTIVATION,), known) + refused_sizes(sizes)
     for name, wanted in {SOFTMAX: "learnable", OFFSET: 1.0}.items():
         if odd.get(name) != wanted:
@@ -215,7 +215,7 @@ def _rope_of(found: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     said = {**_USUAL_YARN, **{key: value for key, value in rope.items() if value is not None}}
     odd = {ours: said[theirs] for ours, theirs in _YARN.items()}
     base = {"rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 150000.0)))}
-    return {"rope_scaling": None, "rope_parameters": base}, {POSITIONS: "yarn", **odd}
+    return {"rope_scaling": None, "rope_parameters": base}, {POSITION_KIND: "yarn", **odd}
 
 
 def _windows(found: Config, layers: int) -> dict[str, Any]:
@@ -233,9 +233,10 @@ def _windows(found: Config, layers: int) -> dict[str, Any]:
     if WINDOWED not in kinds:
         return {}
     every = full_every([kind == WINDOWED for kind in kinds])
-    out = {WINDOW: str((int(found.get("sliding_window", 128)) - 1, 0)), FULL_EVERY: every}
-    out[FULL_EVERY] = str(every) if isinstance(every, list) else every
-    return {name: value for name, value in out.items() if value is not None}
+    out: dict[str, Any] = {WINDOW: str((int(found.get("sliding_window", 128)) - 1, 0))}
+    if every is not None:
+        out[FULL_EVERY] = every if isinstance(every, int) else str(every)
+    return out
 
 
 FAMILY = Family(

@@ -245,7 +245,6 @@ def _gpt_oss(model: paper.Model, sizes: MixtralSizes) -> dict[str, torch.Tensor]
             "self_attention.core_attention.softmax_offset": "self_attn.sinks",
         }.items():
             out[theirs + other] = model.truth(ours + one)
-        stacks: dict[str, list[torch.Tensor]] = {}
         for part in ("weight", "bias"):
             fused = model.truth(f"{ours}self_attention.linear_qkv.{part}")
             for name, value in zip("qkv", split_qkv(fused, sizes), strict=True):
@@ -253,16 +252,22 @@ def _gpt_oss(model: paper.Model, sizes: MixtralSizes) -> dict[str, torch.Tensor]
             proj = model.truth(f"{ours}self_attention.linear_proj.{part}")
             out[f"{theirs}self_attn.o_proj.{part}"] = proj
             out[f"{theirs}mlp.router.{part}"] = model.truth(f"{ours}mlp.router.{part}")
-            for expert in range(sizes.experts):
-                one = f"{ours}mlp.experts.local_experts.{expert}.linear_fc"
-                gate, up = model.truth(f"{one}1.{part}").chunk(2)
-                both = torch.stack([gate, up], 1).flatten(0, 1)  # gate, up, gate, up ...
-                end = "" if part == "weight" else "_bias"
-                stacks.setdefault(f"gate_up_proj{end}", []).append(both.t().clone())
-                stacks.setdefault(f"down_proj{end}", []).append(model.truth(f"{one}2.{part}").t())
-        for name, held in stacks.items():
-            out[f"{theirs}mlp.experts.{name}"] = torch.stack(held)
+        out |= _stacks(model, sizes, f"{ours}mlp.experts.", f"{theirs}mlp.experts.")
     return out
+
+
+def _stacks(
+    model: paper.Model, sizes: MixtralSizes, ours: str, theirs: str
+) -> dict[str, torch.Tensor]:
+    """All experts in a tensor, transposed; gate, up, gate, up ..."""
+    held: dict[str, list[torch.Tensor]] = {}
+    for expert in range(sizes.experts):
+        one = f"{ours}local_experts.{expert}.linear_fc"
+        for part, end in (("weight", ""), ("bias", "_bias")):
+            both = torch.stack(model.truth(f"{one}1.{part}").chunk(2), 1).flatten(0, 1)
+            held.setdefault(f"gate_up_proj{end}", []).append(both.t())
+            held.setdefault(f"down_proj{end}", []).append(model.truth(f"{one}2.{part}").t())
+    return {theirs + name: torch.stack(tensors) for name, tensors in held.items()}
 
 
 COPIES = ("2.embed_tokens.weight", "2.shared_head.head.weight")  # ends of their names

@@ -90,15 +90,21 @@ class Outgoing:
         # peft reads an adapter from one file
         most = sys.maxsize if twin.is_adapter else max_bytes
         self.files = shards_of(_whole_tensors(rows, twin.shares), most, twin.weights_file)
+        self.tensors = self._placed(rows, held)
+
+    def _placed(
+        self, rows: Sequence[Tensor], held: Mapping[str, tuple[str, str]]
+    ) -> list[OutgoingTensor]:
+        """The rows with their places in the files; `held` says state and dtype in the source."""
         places = {n: (file.name, at) for file in self.files for n, at in file.places.items()}
-        self.tensors: list[OutgoingTensor] = []
-        for name, own, shape in rows:
-            share = twin.shares[name]
+        out: list[OutgoingTensor] = []
+        for name, dtype, shape in rows:
+            share = self.twin.shares[name]
             whole, number, _ = share.slice_of or (name, 0, 1)
             file, at = places[whole]
-            place = at + number * math.prod(shape) * ITEMSIZE[own]
-            one = OutgoingTensor(name, share, *held[share.param], own, shape, file, place)
-            self.tensors.append(one)
+            at += number * math.prod(shape) * ITEMSIZE[dtype]
+            out.append(OutgoingTensor(name, share, *held[share.param], dtype, shape, file, at))
+        return out
 
     @property
     def is_loadable(self) -> bool:
