@@ -6,26 +6,68 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from megatron_ucp.core.box import Ints
+from megatron_ucp.core.box import Box, Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.layout import CHUNK, Chunks, Layout, Replicate
+from megatron_ucp.core.layout import CHUNK, Chunks, Layout, Piece, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import Mesh, Place
 from megatron_ucp.core.states import VALUE
+from megatron_ucp.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Interleaved(Layout):
+    """All of a parameter, of which dim `dim` is `parts` equal parts one after the other: memory has
+    the first index of each part, then the second of each, and so on. No axis of a mesh cuts it."""
+
+    dim: int
+    parts: int
+
+    def pieces(
+        self, name: str, shape: Ints, place: Place, order: Ints | None = None
+    ) -> tuple[Piece, ...]:
+        """A piece for each part; see `Layout.pieces`. Raises LayoutError."""
+        if self.dim >= len(shape) or shape[self.dim] % self.parts:
+            raise LayoutError(
+                "a dim has no such parts",
+                parameter=name,
+                expected=f"{self.parts} equal parts of dim {self.dim}",
+                found=f"shape {shape}",
+            )
+        dims = list(range(len(shape)) if order is None else order)
+        return tuple(self._piece(shape, dims, part) for part in range(self.parts))
+
+    def _piece(self, shape: Ints, dims: list[int], part: int) -> Piece:
+        """One part; the view of the memory has a dim more, the number of the part, behind the dim
+        that is in parts."""
+        length, behind = shape[self.dim] // self.parts, dims.index(self.dim) + 1
+        view = [length if dim == self.dim else shape[dim] for dim in dims]
+        view.insert(behind, self.parts)
+        first, last = [0] * len(view), list(view)
+        first[behind], last[behind] = part, part + 1
+        start, stop = [0] * len(shape), list(shape)
+        start[self.dim], stop[self.dim] = part * length, (part + 1) * length
+        at = map(dims.index, range(len(shape)))
+        perm = tuple(place + (place >= behind) for place in at)
+        local, full = Box(tuple(first), tuple(last)), Box(tuple(start), tuple(stop))
+        return Piece(local, full, tuple(view), perm)
 
 
 @dataclass(frozen=True)
 class Share:
     """What a tensor holds of the parameter `param`: chunk `number` of the layout Chunks, or all of
     it where no layout cuts it. `order` are the parameter's dims as the tensor stores them. The
-    tensor of a `stacked` share is one slice of the parameter's first dim, and lacks that dim."""
+    tensor of a `stacked` share is one slice of the parameter's first dim, and lacks that dim.
+    `slice_of` is (name, number, count) where the tensor is itself one slice of the first dim of
+    the tensor `name`, which has `count` of them."""
 
     param: str
     layout: Layout = field(default_factory=Replicate)
     number: int = 0
     order: Ints | None = None
     stacked: bool = False
+    slice_of: tuple[str, int, int] | None = None
 
     @property
     def chunk(self) -> int | None:

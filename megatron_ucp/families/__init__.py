@@ -8,6 +8,7 @@ from megatron_ucp.errors import UsageError
 from megatron_ucp.families import (
     deepseek_v3,
     gpt,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -18,7 +19,7 @@ from megatron_ucp.families import (
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.families.measure import measured
 
-_OURS = gpt, llama, mixtral, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3
+_OURS = gpt, llama, mixtral, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3, gpt_oss
 _FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _OURS}
 
 

@@ -27,6 +27,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "activation_func_clamp_value": (None,),
     "glu_linear_offset": (0.0,),
     "window_size": (None,),
+    "window_attn_skip_freq": (None,),
     "no_rope_freq": (None,),
     "mtp_num_layers": (None, 0),
     "heterogeneous_block_specs": (False,),
@@ -63,6 +64,18 @@ SCALED_LATENT = (
     "mscale",
     "mscale_all_dim",
 )
+# Of a GPTModel whose rotary embedding is scaled by yarn, all that its config says of these.
+POSITION_KIND = "position_embedding_type"
+YARN = (
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
+WINDOW, FULL_EVERY = "window_size", "window_attn_skip_freq"
 FREQUENCY, BALANCING = "moe_layer_freq", "moe_router_load_balancing_type"
 SCORES, PRE_SOFTMAX = "moe_router_score_function", "moe_router_pre_softmax"
 GROUPS, GROUPS_OF_TOKEN = "moe_router_num_groups", "moe_router_group_topk"
@@ -84,11 +97,27 @@ def every_of(said: object) -> int:
     raise ValueError(f"{FREQUENCY} is a list that no number says")
 
 
+def full_every(marks: Sequence[object]) -> Any:
+    """Which layers attend to all positions, of `marks` that are true for those with a window: each
+    layer of such a number (None: no layer), or the list where no number says it."""
+    windows = [bool(mark) for mark in marks]
+    if all(windows):
+        return None
+    for every in range(1, len(windows) + 1):
+        if windows == [bool((number + 1) % every) for number in range(len(windows))]:
+            return every
+    return [int(window) for window in windows]
+
+
 def as_one(name: str, value: Any) -> Any:
     """The value of a setting, as one value where a list says the same: of several ways to balance
     megatron-core takes the losses alone."""
     if name == BALANCING and isinstance(value, list | tuple):
         return "none"
+    if name == FULL_EVERY and isinstance(value, list | tuple):
+        return full_every(cast("Sequence[object]", value))
+    if name == WINDOW and isinstance(value, list):
+        return tuple(cast("Sequence[object]", value))
     try:
         return every_of(value) if name == FREQUENCY else value
     except (TypeError, ValueError):
@@ -141,7 +170,7 @@ def architecture_of(module: Any) -> Architecture | None:
     needed = ("layernorm_epsilon", "activation_func", "bias_activation_fusion")
     if any(not hasattr(config, name) for name in needed):
         return None
-    rotary = getattr(module, "position_embedding_type", "") == "rope"
+    rotary = getattr(module, POSITION_KIND, "") in ("rope", "yarn")
     if rotary and not hasattr(module, "rotary_base"):
         return None
     experts = bool(getattr(config, "num_moe_experts", None))
@@ -178,6 +207,8 @@ def odd_settings(said: Callable[[str, object], Any], experts: bool) -> dict[str,
         out.pop(PRE_SOFTMAX, None)
     if GROUPS not in out:
         out.pop(GROUPS_OF_TOKEN, None)
+    if WINDOW not in out:
+        out.pop(FULL_EVERY, None)
     return out
 
 
@@ -185,17 +216,18 @@ def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
     out = odd_settings(
         lambda name, usual: getattr(module, name, getattr(config, name, usual)), experts
     )
-    kind = getattr(module, "position_embedding_type", "learned_absolute")
+    kind = getattr(module, POSITION_KIND, "learned_absolute")
     if kind not in ("rope", "learned_absolute"):
-        out["position_embedding_type"] = str(kind)
-    return out
+        out[POSITION_KIND] = str(kind)
+    said = {name: getattr(config, name, None) for name in YARN if kind == "yarn"}
+    return out | {name: value for name, value in said.items() if value is not None}
 
 
 def _with_rotary(found: Architecture, module: Any) -> Architecture:
     """With what the rotary embedding computes; a GPTModel keeps of its scaling only the result."""
     rotary: Any = getattr(module, "rotary_pos_emb", None)
     said: Any = module.config if getattr(module.config, LATENT, False) else module
-    base = float(said.rotary_base)
+    base = float(getattr(rotary, "rotary_base", said.rotary_base))  # yarn's own
     interpolation = float(getattr(rotary, "seq_len_interpolation_factor", None) or 0.0)
     scaled = rotary is not None and bool(getattr(module, "rotary_scaling", False))
     factor = _rope_factor(rotary, base) if scaled else 0.0

@@ -8,11 +8,11 @@ transformers 5.)
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.layout import Chunks, Layout, Replicate
 from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.architecture import Architecture
@@ -111,16 +111,32 @@ def halves(_: Sizes, shape: Ints) -> list[list[Block]]:
 class Row:
     """The tensors of one parameter of a layer, by the ends of their names, in which `{expert}` is
     the number of an expert. `cut(sizes, shape)` gives the blocks of each tensor (None: there is one
-    tensor, and it holds all); `order` are the parameter's dims as tensors store them."""
+    tensor, and it holds all); `order` are the parameter's dims as tensors store them, `layout` says
+    which order its rows have in a tensor that holds all. `stacked`: the tensor has such a parameter
+    of every expert, one after the other."""
 
     tensors: tuple[str, ...]
     cut: Division | None = None
     order: Ints | None = None
+    layout: Layout = field(default_factory=Replicate)
+    stacked: bool = False
+
+    def named(self, sizes: Any, param: str, shape: Ints, prefix: str) -> dict[str, Share]:
+        """The shares by the names of their tensors, which begin with `prefix`; those of a stack by
+        its name and the number of the slice."""
+        number = "".join(_EXPERT.findall(param))
+        names = [prefix + one.replace("{expert}", number) for one in self.tensors]
+        shares = self.shares(sizes, param, shape)
+        if not self.stacked:
+            return dict(zip(names, shares, strict=True))
+        (name,), (share,) = names, shares
+        of = name, int(number), int(sizes.experts)
+        return {f"{name}[{number}]": replace(share, slice_of=of)}
 
     def shares(self, sizes: Any, param: str, shape: Ints) -> list[Share]:
         """One for each tensor."""
         if self.cut is None:
-            return [Share(param, order=self.order)]
+            return [Share(param, self.layout, order=self.order)]
         layout = Chunks(tuple(tuple(blocks) for blocks in self.cut(sizes, shape)))
         return [Share(param, layout, at, self.order) for at in range(len(self.tensors))]
 
@@ -178,17 +194,13 @@ def by_rows(table: Callable[[Any], Mapping[str, Any]], rows: Rows) -> Callable[[
     def tensors(sizes: Any) -> dict[str, Share]:
         out: dict[str, Share] = {}
         for name, declared in table(sizes).items():
-            prefix, expert = "", ""
-            row = same(TOP[name]) if name in TOP else None
+            prefix, row = "", same(TOP[name]) if name in TOP else None
             if found := _IN_LAYER.fullmatch(name):
                 first = sizes.layers if found["list"] == "mtp" else 0
                 prefix = f"model.layers.{first + int(found['number'])}."
-                expert = "".join(_EXPERT.findall(found["rest"]))
                 row = rows.get(_EXPERT.sub("{expert}", found["rest"]))
-            if row is None:
-                continue
-            names = [prefix + one.replace("{expert}", expert) for one in row.tensors]
-            out |= zip(names, row.shares(sizes, name, declared.shape), strict=True)
+            if row is not None:
+                out |= row.named(sizes, name, declared.shape, prefix)
         return out
 
     return tensors

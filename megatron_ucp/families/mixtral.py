@@ -25,6 +25,7 @@ from megatron_ucp.families.base import (
     Divided,
     Family,
     Sizes,
+    bias,
     dense,
     gated,
     row,
@@ -102,16 +103,27 @@ def layer(sizes: MixtralSizes, number: int) -> dict[str, Declared]:
         return out
     out = {name: declared for name, declared in out.items() if not name.startswith("mlp.")}
     out[f"{ROUTER}weight"] = whole(sizes.experts, sizes.hidden)
+    if sizes.biases:
+        out[f"{ROUTER}bias"] = bias(whole(sizes.experts))
     for expert in range(sizes.experts):
         prefix = f"{EXPERT}{expert}."
-        for part, declared in {
-            "linear_fc1.weight": gated(sizes.width, sizes.hidden, axis="etp"),
-            "linear_fc2.weight": row(sizes.hidden, sizes.width, axis="etp"),
-        }.items():
+        for part, declared in _expert(sizes).items():
             out[prefix + part] = replace(declared, expert=(expert, sizes.experts))
     if sizes.shared_ffn:
         out[f"{SHARED}linear_fc1.weight"] = gated(sizes.shared_ffn, sizes.hidden)
         out[f"{SHARED}linear_fc2.weight"] = row(sizes.hidden, sizes.shared_ffn)
+    return out
+
+
+def _expert(sizes: MixtralSizes) -> dict[str, Declared]:
+    """What an expert has. (Modules differ in the attributes of a bias that no rank cuts.)"""
+    out = {
+        "linear_fc1.weight": gated(sizes.width, sizes.hidden, axis="etp"),
+        "linear_fc2.weight": row(sizes.hidden, sizes.width, axis="etp"),
+    }
+    if sizes.biases:
+        out["linear_fc1.bias"] = bias(gated(sizes.width, axis="etp"))
+        out["linear_fc2.bias"] = replace(bias(whole(sizes.hidden)), attributes={})
     return out
 
 

@@ -1,7 +1,7 @@
 """What every format gives to the operations above it, whatever its files are."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -14,7 +14,7 @@ from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.shares import Share
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
-from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
 
 # A rank's random generators by name (see `Checkpoint.random_states`).
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
@@ -65,6 +65,12 @@ class Where:
     offset_bytes: int
     elems: int
     dtype: str
+
+    def part(self, number: int, count: int) -> "Where":
+        """One of `count` equal runs of the elements."""
+        elems = self.elems // count
+        offset = self.offset_bytes + number * elems * ITEMSIZE[self.dtype]
+        return replace(self, offset_bytes=offset, elems=elems)
 
 
 # What torch's schedulers keep once per parameter group; the stages of a pipeline may have different

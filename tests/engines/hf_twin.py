@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 def wide(function: Any) -> Any:

@@ -23,7 +23,8 @@ DENSE = [(2, 1, 1, None), (1, 2, 1, None), (4, 1, 1, None), (2, 2, 1, None), (1,
 MIXTURE = [(2, 1, 2, 1), (2, 2, 1, None), (1, 1, 4, 1), (1, 2, 2, 1), (4, 1, 2, 2)]
 ONE_STAGE = [(2, 1, 1, None), (1, 1, 1, None), (4, 1, 1, None)]
 MESHES = {kind: MIXTURE if "num_moe_experts" in own else DENSE for kind, own in SETTINGS.items()}
-MESHES["own module"] = ONE_STAGE
+MESHES["own module"] = MESHES["t5"] = ONE_STAGE
+MESHES["gpt-oss"] = [(2, 1, 2, 1), (2, 2, 2, 1), (1, 1, 4, 1), (1, 2, 2, 1), (4, 1, 2, 1)]
 CASES = [
     pytest.param(kind, mesh, id=f"{kind}: {mesh}", marks=[pytest.mark.slow] if n > 1 else [])
     for kind, meshes in MESHES.items()
@@ -119,13 +120,16 @@ def test_the_tools_know_the_model_from_its_manifest(
         ("shared experts and router bias", "swapped experts", "local_experts.1.linear_fc1.weight"),
         ("predicting mixture", "later prediction", "mtp.layers.1"),
         ("latent attention", "cut by columns", "linear_q_up_proj.weight"),
+        ("t5", "cross attention by columns", "layers.1.cross_attention.linear_kv.weight"),
+        ("gpt-oss", "whole sinks", "layers.1.self_attention.core_attention.softmax_offset"),
         ("latent attention", "a method that fails", 'KeyError: "of somebody\'s module"'),
     ],
 )
 def test_a_planted_fault_is_named_on_every_rank(
     ranks: RankPool, kind: str, plant: str, parameter: str
 ) -> None:
-    for found in ranks.run(2, JOBS + "refused", on(kind, (2, 1, 1, None)), plant):
+    mesh = (2, 1, 2, 1) if kind == "gpt-oss" else (2, 1, 1, None)
+    for found in ranks.run(2, JOBS + "refused", on(kind, mesh), plant):
         assert found.partition("\n")[0] in (
             "a module and its files number a layer or an expert differently",
             "a module and its files number a layer or an expert differently (on rank 0)",
@@ -227,7 +231,7 @@ def test_what_does_not_become_the_other_is_refused(
         assert said in found["error"] and not found["changed"]
 
 
-@pytest.mark.parametrize("kind", ["dense", "latent attention alone", "own module"])
+@pytest.mark.parametrize("kind", ["dense", "latent attention alone", "own module", "t5"])
 @pytest.mark.parametrize(("tp", "zero"), [(1, 3), (2, 1), (4, 2)])
 def test_under_deepspeed(
     ranks: RankPool, deepspeed_sources: dict[str, Any], kind: str, tp: int, zero: int
@@ -241,11 +245,11 @@ def test_under_deepspeed(
         assert found["losses"][:same] == pytest.approx(losses[:same], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dense", "latent attention alone"])
+@pytest.mark.parametrize("kind", ["dense", "latent attention alone", "t5"])
 def test_the_stack_resumes_a_run_of_deepspeed(
     ranks: RankPool, deepspeed_sources: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
     folder, _ = deepspeed_sources[kind]
-    setup = on(kind, (2, 2, 1, None), seed=3)
+    setup = on(kind, (4, 1, 1, None) if kind == "t5" else (2, 2, 1, None), seed=3)
     for found in ranks.run(WORLD, JOBS + "resumed", setup, folder, str(tmp_path / "b")):
         assert found["others"] == []

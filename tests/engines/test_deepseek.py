@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 import megatron_ucp as ucp
 from megatron_ucp.errors import ModelMismatchError
 from tests.engines.any_models import VOCAB, AnyModel
-from tests.engines.deepseek_jobs import KINDS
+from tests.engines.family_jobs import DEEPSEEK as KINDS
 from tests.engines.hf_twin import transformers
 from tests.engines.stack_jobs import SEQUENCE
 from tests.ranks import RankPool
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.deepseek_jobs:"
+JOBS = "tests.engines.family_jobs:"
 EQUAL = 1e-4
 TOKENS = torch.randint(VOCAB, (3, SEQUENCE), generator=torch.Generator().manual_seed(3))
 

@@ -97,6 +97,8 @@ def test_a_config_says_sizes_and_architecture(shape: str) -> None:
         *([replace(said, rope_factor=4.0)] if scaled else ()),
         *([replace(said, interpolation=2.0)] if scaled else ()),
         *([replace(said, odd={**said.odd, **YARN})] if family == "deepseek_v3" else ()),
+        *([replace(said, odd={**said.odd, **GPT_OSS_YARN})] if family == "gpt_oss" else ()),
+        *([replace(said, odd=WITHOUT_WINDOWS)] if family == "gpt_oss" else ()),
         *([replace(said, activation="gelu_tanh")] if family == "gpt" else ()),
     ):
         config = json.loads(json.dumps(twin.whole_config(sizes, architecture, "bfloat16")))
@@ -117,6 +119,24 @@ DEEPSEEK = twins.ARCHITECTURES["deepseek_v3"]
 def also(**odd: Any) -> Architecture:
     """DeepSeek-V3 with other settings."""
     return replace(DEEPSEEK, odd={**DEEPSEEK.odd, **odd})
+
+
+GPT_OSS = twins.ARCHITECTURES["gpt_oss"]
+GPT_OSS_YARN = {
+    "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": False,
+}
+_WINDOWS = ("window_size", "window_attn_skip_freq")
+WITHOUT_WINDOWS = {key: value for key, value in GPT_OSS.odd.items() if key not in _WINDOWS}
+
+
+def oss(**odd: Any) -> tuple[str, Sizes, Architecture]:
+    """gpt-oss with other settings."""
+    return "gpt_oss", twins.GPT_OSS, replace(GPT_OSS, odd={**GPT_OSS.odd, **odd})
 
 
 LLAMA, GPT, MIXTRAL = (twins.ARCHITECTURES[name] for name in ("llama", "gpt", "mixtral"))
@@ -158,6 +178,14 @@ REFUSED: dict[str, tuple[str, Sizes, Architecture]] = {
         also(moe_router_num_groups=2, moe_router_group_topk=2),
     ),
     "a tied head that": ("deepseek_v3", replace(twins.DEEPSEEK, tied=True), DEEPSEEK),
+    "a window of (3, 1)": oss(window_size="(3, 1)"),
+    "a window of (-1, 0)": oss(window_size="(-1, 0)"),
+    "window_attn_skip_freq [1, 0, 1]": oss(window_attn_skip_freq="[1, 0, 1]"),
+    "window_attn_skip_freq 0": oss(window_attn_skip_freq=0),
+    "softmax_type other than learnable": oss(softmax_type="off-by-one"),
+    "glu_linear_offset other than 1.0": oss(glu_linear_offset=0.5),
+    "no activation_func_clamp_value": oss(activation_func_clamp_value="None"),
+    "yarn_mscale=0.7": oss(**GPT_OSS_YARN, yarn_mscale=0.7),
     "moe_router_pre_softmax=True": (
         "mixtral",
         twins.MIXTRAL,
@@ -209,6 +237,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "rope type llama3": ("deepseek_v3", {"rope_parameters": {"rope_type": "llama3"}}),
     "chosen by 2/2": ("deepseek_v3", {"n_group": 2, "topk_group": 2}),
+    "swiglu_alpha 1.0": ("gpt_oss", {"swiglu_alpha": 1.0}),
+    "attention_bias False": ("gpt_oss", {"attention_bias": False}),
+    "sliding_attention, chunked": (
+        "gpt_oss",
+        {"layer_types": ["sliding_attention", "chunked"]},
+    ),
+    "attention_factor 2.0": (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 2.0}},
+    ),
     "mlp_only_layers [0]": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "scale_attn_by_inverse_layer_idx True": ("gpt", {"scale_attn_by_inverse_layer_idx": True}),
     "activation_function relu": ("gpt", {"activation_function": "relu"}),
@@ -233,6 +271,31 @@ def test_a_setting_that_a_config_leaves_out_is_the_classs_own() -> None:
     config = twin_of("llama").whole_config(twins.LLAMA, LLAMA, "float32")
     with pytest.raises(KeyError, match="factor"):
         twin_of("llama").read({**config, "rope_parameters": {"rope_type": "linear"}})
+
+
+def test_released_gpt_oss() -> None:
+    """Its config.json has transformers' older keys; what it leaves out is the class's own."""
+    config = {
+        **{"architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64},
+        **{"experts_per_token": 4, "hidden_act": "silu", "hidden_size": 2880},
+        **{"initial_context_length": 4096, "intermediate_size": 2880, "model_type": "gpt_oss"},
+        **{"max_position_embeddings": 131072, "num_attention_heads": 64, "num_hidden_layers": 24},
+        **{"num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05},
+        **{"rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0},
+        **{"tie_word_embeddings": False, "vocab_size": 201088},
+        "rope_scaling": {
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn"},
+            **{"original_max_position_embeddings": 4096, "truncate": False},
+        },
+    }
+    sizes, said = twin_of("gpt_oss").read(config)
+    odd = {**GPT_OSS.odd, **GPT_OSS_YARN, "window_size": "(127, 0)"}
+    assert (said.odd, said.topk, said.rotary_base) == (odd, 4, 150000.0)
+    assert (sizes.layers, sizes.head_dim, sizes.groups) == (24, 64, 8)
+    again, computed = twin_of("gpt_oss").read(twin_of("gpt_oss").whole_config(sizes, said, "bf16"))
+    assert (again, computed) == (sizes, said)
+    del config["rope_scaling"]
+    assert twin_of("gpt_oss").read(config)[1].odd == odd
 
 
 def test_the_epsilon_of_latents_is_said_where_it_differs() -> None:

@@ -55,6 +55,7 @@ MESHES["deepseek_v3"] = [  # which has no pipeline of DeepSpeed's
     (4, 1, 4, 1, 1, 0),
     (4, 1, 2, 2, 1, 1),
 ]
+MESHES["gpt_oss"] = MESHES["deepseek_v3"]
 
 
 def first(model: paper.Model, tmp_path: Path) -> Path:

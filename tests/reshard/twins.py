@@ -25,10 +25,12 @@ DEEPSEEK = DeepSeekSizes(
     **{"experts": 4, "expert_ffn": 8, "shared_ffn": 16, "leading": 1, "predictions": 1},
     **{"query_rank": 6, "rank": 8, "plain": 4, "rotary": 2, "value": 4},
 )
+GPT_OSS = MixtralSizes(**{**asdict(LLAMA), "biases": True}, experts=4, expert_ffn=8)
 SIZES: dict[str, Sizes] = {
     **{"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL},
     **{"mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
     "deepseek_v3": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
 }
 EXPERT_NAMES = {
     "mixtral": ("w1", "w3", "w2"),
@@ -53,6 +55,17 @@ ARCHITECTURES = {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_topk_scaling_factor": 2.5,
+        },
+    ),
+    "gpt_oss": Architecture(
+        positions=32,
+        activation="quick_gelu",
+        rotary_base=150000.0,
+        topk=2,
+        odd={
+            **{"softmax_type": "learnable", "glu_linear_offset": 1.0},
+            **{"activation_func_clamp_value": 7.0, "window_size": "(3, 0)"},
+            "window_attn_skip_freq": 2,
         },
     ),
     "gpt": Architecture(positions=8),
@@ -89,7 +102,8 @@ def split_qkv(fused: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
 def expected(model: paper.Model) -> dict[str, torch.Tensor]:
     """Every tensor of the twin, in float32."""
     sizes, out = model.sizes, dict[str, torch.Tensor]()
-    make = {"gpt": _gpt, "deepseek_v3": _deepseek}.get(model.family, _llama)
+    own = {"gpt": _gpt, "deepseek_v3": _deepseek, "gpt_oss": _gpt_oss}
+    make = own.get(model.family, _llama)
     rows = sizes.true_vocab
     words = "transformer.wte.weight" if model.family == "gpt" else "model.embed_tokens.weight"
     out[words] = model.truth("embedding.word_embeddings.weight")[:rows]
@@ -219,6 +233,41 @@ def _prediction(model: paper.Model, ours: str, theirs: str, rows: int) -> dict[s
     for name, param in copies.items():
         out[f"{theirs}{name}.weight"] = model.truth(f"{param}.weight")[:rows]
     return out
+
+
+def _gpt_oss(model: paper.Model, sizes: MixtralSizes) -> dict[str, torch.Tensor]:
+    out = {"model.norm.weight": model.truth("decoder.final_layernorm.weight")}
+    for layer in range(sizes.layers):
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        for one, other in {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+            "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+        }.items():
+            out[theirs + other] = model.truth(ours + one)
+        for part in ("weight", "bias"):
+            fused = model.truth(f"{ours}self_attention.linear_qkv.{part}")
+            for name, value in zip("qkv", split_qkv(fused, sizes), strict=True):
+                out[f"{theirs}self_attn.{name}_proj.{part}"] = value
+            proj = model.truth(f"{ours}self_attention.linear_proj.{part}")
+            out[f"{theirs}self_attn.o_proj.{part}"] = proj
+            out[f"{theirs}mlp.router.{part}"] = model.truth(f"{ours}mlp.router.{part}")
+        out |= _stacks(model, sizes, f"{ours}mlp.experts.", f"{theirs}mlp.experts.")
+    return out
+
+
+def _stacks(
+    model: paper.Model, sizes: MixtralSizes, ours: str, theirs: str
+) -> dict[str, torch.Tensor]:
+    """All experts in a tensor, transposed; gate, up, gate, up ..."""
+    held: dict[str, list[torch.Tensor]] = {}
+    for expert in range(sizes.experts):
+        one = f"{ours}local_experts.{expert}.linear_fc"
+        for part, end in (("weight", ""), ("bias", "_bias")):
+            both = torch.stack(model.truth(f"{one}1.{part}").chunk(2), 1).flatten(0, 1)
+            held.setdefault(f"gate_up_proj{end}", []).append(both.t())
+            held.setdefault(f"down_proj{end}", []).append(model.truth(f"{one}2.{part}").t())
+    return {theirs + name: torch.stack(tensors) for name, tensors in held.items()}
 
 
 COPIES = ("2.embed_tokens.weight", "2.shared_head.head.weight")  # ends of their names

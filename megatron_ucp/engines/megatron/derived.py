@@ -69,14 +69,15 @@ def derived_table(
     out: DeclaredTable = {}
     with _without_values(model) as params:
         for entry in _entries(model):
-            name = names.get(params.get(id(entry.data), ""))
+            name = _known(params.get(id(entry.data), ()), names)
             if name is not None:
                 shape = tuple(entry.data.shape)
                 pieces = _pieces(name, entry, shape)
                 _check_numbers(name, pieces)
                 declared = _declared(name, shape, pieces, _share_of(name, place))
                 out.setdefault(name, _with_extent(declared, entry, model))
-        missing = sorted({names[own] for own in params.values() if own in names} - out.keys())
+        wanted = filter(None, (_known(own, names) for own in params.values()))
+        missing = sorted({*wanted} - out.keys())
     if missing and whole:
         raise UnsupportedError(
             "the model does not say how a parameter is cut",
@@ -148,16 +149,21 @@ def require_agreement(model: Model, table: Mapping[str, Declared]) -> None:
             )
 
 
+def _known(own: Iterable[str], names: Mapping[str, str]) -> str | None:
+    """The canonical name of a parameter, which a module may have under several of its `own`."""
+    return next((names[name] for name in own if name in names), None)
+
+
 def _share_of(name: str, place: Place) -> AxisShare:
     (axis,) = EXPERT_CUT if is_expert(name) else DENSE_CUT
     return AxisShare(axis, *place[axis])
 
 
 @contextmanager
-def _without_values(model: Any) -> Iterator[dict[int, str]]:
+def _without_values(model: Any) -> Iterator[dict[int, list[str]]]:
     """Inside, the model has parameters without memory in the place of its own, of the shapes before
-    ZeRO divided them: nothing that the model does then can touch a value. Gives the name of each in
-    the model's state dict."""
+    ZeRO divided them: nothing that the model does then can touch a value. Gives the names of each
+    in the model's state dict."""
     swapped: list[tuple[dict[str, Any], str, Any]] = []
     shadows: dict[int, Any] = {}
     made: set[int] = set()
@@ -170,7 +176,11 @@ def _without_values(model: Any) -> Iterator[dict[int, str]]:
                     swapped.append((module._parameters, name, param))
                     module._parameters[name] = shadow
         held = model.state_dict(keep_vars=True)
-        yield {id(held[name]): name for name in held if id(held[name]) in made}
+        found: dict[int, list[str]] = {}
+        for name in held:
+            if id(held[name]) in made:
+                found.setdefault(id(held[name]), []).append(name)
+        yield found
     finally:
         for params, name, param in swapped:
             params[name] = param

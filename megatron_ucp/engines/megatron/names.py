@@ -29,13 +29,14 @@ def canonical_names(model: Any) -> dict[str, str]:
     A chunk counts its layers from 0, and a rank its experts: their numbers are asked of the
     modules. The last stage's copy of a tied embedding has the embedding's name. In layers of
     Transformer Engine a norm is a part of the matrix behind it, and all experts of a rank are one
-    module.
+    module. Of a parameter under several names the first one counts, as in `named_parameters`.
     """
     layers, own_experts = _layers(model), expert_prefixes(model)
-    out: dict[str, str] = {}
+    out, seen = dict[str, str](), set[int]()
     for name, value in model.state_dict(keep_vars=True).items():
-        if value is None or name.endswith("._extra_state"):
+        if value is None or name.endswith("._extra_state") or id(value) in seen:
             continue  # states of Transformer Engine, empty without it
+        seen.add(id(value))
         whole = _expert_by_expert(name)
         for local, prefix in own_experts.items():
             if whole.startswith(local):

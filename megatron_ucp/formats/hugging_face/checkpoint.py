@@ -77,11 +77,13 @@ class HuggingFaceCheckpoint(OpenedFolder):
         with ExitStack() as undo:
             undo.callback(self.close)
             self._block = self._block_of()
+            self._slices: dict[str, tuple[str, int, int]] = {}
             self._files = self._tensor_files()
             self._scales = self._without_scales()
             if shares is not None:
                 self._files = self._without_constants()
                 shares = self._once(_as_written(shares, self._files))
+                self._files = self._in_slices(shares)
                 if _HEAD not in shares:
                     self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
             elif like is not None:
@@ -211,6 +213,17 @@ class HuggingFaceCheckpoint(OpenedFolder):
                 first[share.param], out[name] = name, Share(share.param)
         return out
 
+    def _in_slices(self, shares: Mapping[str, Share]) -> dict[str, str]:
+        """The files of the tensors, where a tensor of which shares are slices is these."""
+        files = dict(self._files)
+        for name, share in shares.items():
+            if share.slice_of is not None and share.slice_of[0] in self._files:
+                self._slices[name] = share.slice_of
+                files[name] = self._files[share.slice_of[0]]
+        for whole, _, _ in self._slices.values():
+            files.pop(whole, None)
+        return files
+
     def _own_names(
         self, stacks: Mapping[str, ParamSpec]
     ) -> tuple[Mapping[str, Share], Mapping[str, ParamSpec]]:
@@ -228,7 +241,13 @@ class HuggingFaceCheckpoint(OpenedFolder):
         return ParamSpec(name, self._entry(name).shape, self._dtype(name), "frozen")
 
     def _entry(self, name: str) -> Entry:
-        return self.file(self._files[name]).tensors[name]
+        """Of a tensor, or of a slice: of one that its tensor can't have, that tensor's."""
+        whole, number, count = self._slices.get(name, (name, 0, 0))
+        entry = self.file(self._files[name]).tensors[whole]
+        if not count or entry.shape[:1] != (count,):
+            return entry
+        one = replace(entry, shape=entry.shape[1:])
+        return replace(one, offset_bytes=entry.offset_bytes + number * one.size_bytes)
 
     def _dtype(self, name: str) -> str:
         """That of a tensor's values, as they are read."""
@@ -298,11 +317,14 @@ class HuggingFaceCheckpoint(OpenedFolder):
         return self._place(self.tensors[slot.buffer])
 
     def _place(self, name: str) -> Where:
-        held = self.file(self._files[name]).place(name)
+        file = self.file(self._files[name])
+        if name in self._slices:
+            return file.place(self._slices[name][0]).part(*self._slices[name][1:])
+        held = file.place(name)
         if name not in self._scales:
             return held
-        file, shape = self._scales[name], self._entry(name).shape
-        scales = self.file(file).place(f"{name}{SCALES}") if file else None
+        scaled, shape = self._scales[name], self._entry(name).shape
+        scales = self.file(scaled).place(f"{name}{SCALES}") if scaled else None
         return products_of(name, shape, held, scales, self._block)
 
     def file(self, name: str) -> SafetensorsFile:

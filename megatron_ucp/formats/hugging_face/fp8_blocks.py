@@ -16,6 +16,11 @@ from megatron_ucp.formats.base import Record, Where
 FP8, PRODUCT = "float8_e4m3fn", "float32"
 SCALES = "_scale_inv"  # behind the name of a weight
 _SIZE = 4  # bytes of a product
+_IN_GENERAL = "from_pretrained(folder), dequantize(), save_pretrained(another)"
+_DEQUANTISE = {
+    "mxfp4": "from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True), "
+    'dtype="bfloat16"), save_pretrained(another)'
+}
 
 
 def block_of(config: Mapping[str, Any], file: str) -> Ints | None:
@@ -34,8 +39,8 @@ def block_of(config: Mapping[str, Any], file: str) -> Ints | None:
             parameter="quantization_config",
             expected="fp8 (e4m3) with weight_block_size: two numbers",
             found=said,
-            fix="write the folder in bf16 first: from_pretrained(folder) with transformers, "
-            "dequantize(), save_pretrained",
+            fix="write the folder in bf16 first, with transformers: "
+            + _DEQUANTISE.get(str(said.get("quant_method")), _IN_GENERAL),
         )
     return tuple(sizes)
 

@@ -15,13 +15,13 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Slot, Want
-from megatron_ucp.core.shares import Share, state_in, weights_manifest
+from megatron_ucp.core.shares import Interleaved, Share, state_in, weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import NotFoundError, UsageError, some_of
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
-from megatron_ucp.formats.hugging_face.shards import WeightFile, index_of, shards_of
+from megatron_ucp.formats.hugging_face.shards import Tensor, WeightFile, index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.diff import weight_of
@@ -89,14 +89,22 @@ class Outgoing:
         ]
         # peft reads an adapter from one file
         most = sys.maxsize if twin.is_adapter else max_bytes
-        self.files = shards_of(rows, most, twin.weights_file)
+        self.files = shards_of(_whole_tensors(rows, twin.shares), most, twin.weights_file)
+        self.tensors = self._placed(rows, held)
+
+    def _placed(
+        self, rows: Sequence[Tensor], held: Mapping[str, tuple[str, str]]
+    ) -> list[OutgoingTensor]:
+        """The rows with their places in the files; `held` says state and dtype in the source."""
         places = {n: (file.name, at) for file in self.files for n, at in file.places.items()}
-        self.tensors = [
-            OutgoingTensor(
-                name, twin.shares[name], *held[twin.shares[name].param], own, shape, *places[name]
-            )
-            for name, own, shape in rows
-        ]
+        out: list[OutgoingTensor] = []
+        for name, dtype, shape in rows:
+            share = self.twin.shares[name]
+            whole, number, _ = share.slice_of or (name, 0, 1)
+            file, at = places[whole]
+            at += number * math.prod(shape) * ITEMSIZE[dtype]
+            out.append(OutgoingTensor(name, share, *held[share.param], dtype, shape, file, at))
+        return out
 
     @property
     def is_loadable(self) -> bool:
@@ -136,7 +144,7 @@ class Outgoing:
     ) -> Exported:
         """What an export did: bytes read and written, and seconds; `notes` are the source's, `seen`
         says what was compared."""
-        counts = len(self.files), len(self.tensors)
+        counts = len(self.files), sum(len(file.places) for file in self.files)
         said = (*notes, *self.notes)
         where = str(folder), mesh, self.dtype
         return Exported(*where, *counts, *sizes, verified, said, self.is_loadable, seen)
@@ -156,6 +164,7 @@ class Outgoing:
     def _is_tiled(self, one: OutgoingTensor, tiles: int) -> bool:
         size_bytes = one.elems * ITEMSIZE[one.dtype]
         turned = one.share.order is not None and not one.share.stacked
+        turned = turned and not isinstance(one.share.layout, Interleaved)
         return tiles > 0 and turned and size_bytes > WIDE_WINDOW_BYTES
 
     def _tiles(self, one: OutgoingTensor, slots: "_Slots", count: int) -> Iterator[TiledRows]:
@@ -183,6 +192,15 @@ class Outgoing:
                 (folder / name).write_text(what, encoding="utf-8")
         written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         (folder / LIST_FILE).write_text(_json(written), encoding="utf-8")
+
+
+def _whole_tensors(rows: Sequence[Tensor], shares: Mapping[str, Share]) -> list[Tensor]:
+    """The tensors of a folder, of which some rows are slices."""
+    out: dict[str, Tensor] = {}
+    for name, dtype, shape in rows:
+        whole, _, count = shares[name].slice_of or (name, 0, 0)
+        out[whole] = whole, dtype, (count, *shape) if count else shape
+    return list(out.values())
 
 
 class _Slots:

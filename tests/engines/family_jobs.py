@@ -1,6 +1,7 @@
-"""Models like DeepSeek-V3 in megatron-core's own stack, attached with their family: saved, loaded
-from folders of Hugging Face, and what they compute."""
+"""Models like DeepSeek-V3 and gpt-oss in megatron-core's own stack, attached with their family:
+saved, loaded from folders of Hugging Face, and what they compute."""
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,21 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
+from megatron_ucp.engines.megatron.names import canonical_names
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import row
 from tests.engines import any_models
 from tests.engines.any_models import BIASED, LATENT, SHARED, AnyModel
-from tests.engines.stack_jobs import Engine, close, stock_save, train
+from tests.engines.encoder_models import forward_of, windows_on_cpu
+from tests.engines.stack_jobs import Engine, close, stock_save
+from tests.engines.stack_jobs import train as train_on_cpu
 
 _LIKE = {
     **{**LATENT, **SHARED, **BIASED},
     **{"qk_layernorm": True, "layernorm_epsilon": 1e-6, "moe_router_topk_scaling_factor": 2.5},
     "moe_shared_expert_intermediate_size": 16,
 }
-KINDS: dict[str, dict[str, Any]] = {
+DEEPSEEK: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": {**_LIKE, "mtp_num_layers": 1},
     "yarn, groups of experts": {
         **_LIKE,
@@ -33,37 +37,79 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(setup: AnyModel, family: Any = "deepseek_v3") -> Engine:
-    with mock.patch.dict(any_models.SETTINGS, KINDS):
+GPT_OSS: dict[str, dict[str, Any]] = {
+    "gpt-oss": any_models.GPT_OSS,
+    "yarn, other windows": {
+        **any_models.GPT_OSS,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": [1, 1, 0, 1],
+        "layernorm_epsilon": 1e-3,
+    },
+}
+KINDS = DEEPSEEK | GPT_OSS
+YARN = {  # which TransformerConfig takes as attributes alone
+    "position_embedding_type": "yarn",
+    "rotary_base": 10000,
+    "yarn_rotary_scaling_factor": 8.0,
+    "yarn_original_max_position_embeddings": 4,
+    "yarn_beta_fast": 2.0,
+    "yarn_beta_slow": 0.5,
+    "yarn_mscale": None,
+    "yarn_mscale_all_dim": None,
+    "yarn_correction_range_round_to_int": False,
+}
+
+
+def make(setup: AnyModel, family: Any = "") -> Engine:
+    """An engine, attached with the family of its kind, or another one."""
+    family = family or ("gpt_oss" if setup.kind in GPT_OSS else "deepseek_v3")
+    stock = any_models._config
+
+    def config(setup: AnyModel) -> Any:
+        made = stock(setup)
+        vars(made).update(YARN if setup.kind.startswith("yarn, other") else {})
+        return made
+
+    with (
+        mock.patch.dict(any_models.SETTINGS, KINDS),
+        mock.patch.object(any_models, "_config", config),
+    ):
         engine = any_models.make_any(setup, attach=False)
     parts = engine.stack.chunks, engine.optimizer, engine.scheduler
     return replace(engine, handle=ucp.attach_megatron(*parts, family=family))
 
 
+def train(engine: Engine, steps: int) -> None:
+    with forward_of("gpt"):
+        train_on_cpu(engine, steps)
+
+
 @torch.no_grad()
 def randomise(engine: Engine) -> None:
-    """Weights that hide nothing: norms that are not 1, biases of routers that are not 0."""
-    dice = torch.Generator().manual_seed(5)
+    """Weights that hide nothing: norms that are not 1, biases of routers that are not 0. No rank
+    cuts a parameter."""
     (bare,) = engine.stack.bare
-    buffers = [(name, one) for name, one in bare.named_buffers() if name.endswith("expert_bias")]
-    for name, held in sorted([*bare.named_parameters(), *buffers]):
-        drawn = torch.randn(held.shape, generator=dice)
-        is_norm = held.dim() == 1 and name.endswith("weight")
-        held.copy_(1 + 0.2 * drawn if is_norm else drawn * (0.3 if held.dim() > 1 else 0.1))
+    held = bare.state_dict(keep_vars=True)
+    for own, name in canonical_names(bare).items():
+        dice = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.randn(held[own].shape, generator=dice)
+        is_norm = drawn.dim() == 1 and "norm" in name
+        held[own].copy_(1 + 0.2 * drawn if is_norm else drawn * (0.3 if drawn.dim() > 1 else 0.1))
     engine.optimizer.reload_model_params()
 
 
 @torch.no_grad()
 def logits_of(engine: Engine, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the whole model on one rank. Layers that predict further tokens ask for labels: the head's
-    last output is that of the model itself (the loss then overwrites it)."""
+    """Of a model that ranks divide by experts alone. Layers that predict further tokens ask for
+    labels: the head's last output is that of the model itself (the loss then overwrites it)."""
     (bare,) = engine.stack.bare
     said: list[torch.Tensor] = []
     hook = bare.output_layer.register_forward_hook(lambda *given: said.append(given[2][0].clone()))
     bare.eval()
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     mask = models.not_attended(tokens.shape[1], tokens.device)
-    bare(tokens, places, mask, labels=tokens)
+    with windows_on_cpu():
+        bare(tokens, places, mask, labels=tokens)
     hook.remove()
     return said[-1].transpose(0, 1).clone()
 
