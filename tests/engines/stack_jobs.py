@@ -295,17 +295,25 @@ def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable"
     )
 
 
-def legacy_save(engine: Engine, folder: Path) -> None:
-    """A folder for each model-parallel rank, as Megatron-LM's `--ckpt-format torch` makes them."""
+def rank_folder(engine: Engine) -> str:
+    """What Megatron-LM's older files call the folder of this rank."""
     from megatron.core import parallel_state as groups
 
-    for chunk in engine.stack.chunks:
-        chunk.start_param_sync(force_sync=True)
     name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
     if engine.setup.pp > 1:
         name += f"_{groups.get_pipeline_model_parallel_rank():03d}"
     if engine.setup.ep > 1:
         name += f"_{groups.get_expert_model_parallel_rank():03d}"
+    return name
+
+
+def legacy_save(engine: Engine, folder: Path) -> None:
+    """A folder for each model-parallel rank, as Megatron-LM's `--ckpt-format torch` makes them."""
+    from megatron.core import parallel_state as groups
+
+    for chunk in engine.stack.chunks if engine.setup.distributed else ():
+        chunk.start_param_sync(force_sync=True)
+    name = rank_folder(engine)
     (folder / name).mkdir(parents=True, exist_ok=True)
     tree: dict[str, Any] = {
         "args": arguments(engine),
@@ -313,13 +321,16 @@ def legacy_save(engine: Engine, folder: Path) -> None:
         "iteration": engine.handle.iteration,
         "optimizer": engine.optimizer.state_dict(),
         "opt_param_scheduler": engine.scheduler.state_dict(),
+        "rng_state": [random_states()],
+        "num_floating_point_operations_so_far": engine.handle.floating_point_operations,
     }
     several = len(engine.stack.bare) > 1
     for n, bare in enumerate(engine.stack.bare):
         tree[f"model{n}" if several else "model"] = bare.state_dict_for_save_checkpoint()
     if groups.get_expert_data_parallel_rank() == 0:
         torch.save(tree, folder / name / "model_optim_rng.pt")
-    engine.optimizer.save_parameter_state(str(folder / name / "distrib_optim.pt"))
+    if engine.setup.distributed:
+        engine.optimizer.save_parameter_state(str(folder / name / "distrib_optim.pt"))
     dist.barrier()
 
 
@@ -375,8 +386,9 @@ def sharded(engine: Engine, content: dict[str, Any], loading: bool) -> dict[str,
 
 def write(engine: Engine, folder: Path, kind: str) -> None:
     """By this package ("ours"), or by stock in one of its kinds."""
-    if kind == "ours":
-        ucp.save(engine.handle, folder, arguments=arguments(engine))
+    if kind in ("ours", "torch"):  # the latter as its older files
+        format_ = "torch" if kind == "torch" else "torch_dist"
+        ucp.save(engine.handle, folder, arguments=arguments(engine), ckpt_format=format_)
     elif kind == "legacy":
         legacy_save(engine, folder)
     else:
