@@ -14,6 +14,7 @@ from isal.isal_zlib import crc32
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, FINGERPRINT
+from megatron_ucp.formats.durable import entry_of
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
@@ -155,6 +156,15 @@ def flip(tag: Path, name: str, is_it: Any) -> None:
         assert archive.testzip() is None
 
 
+def list_anew(tag: Path, name: str) -> None:
+    """The manifest's line about a file is that of the file as it is now."""
+    manifest = json.loads((tag / FILE_NAME).read_text())
+    entry = entry_of(tag / name, name)
+    now = [entry.name, entry.size_bytes, entry.sha256]
+    manifest["files"] = [now if one[0] == name else one for one in manifest["files"]]
+    (tag / FILE_NAME).write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize("target", [Zero(zero=3, layers=2), replace(SMALL, tp=2)], ids=show)
 def test_a_changed_file_with_checksums_of_its_own_is_named(
     ranks: RankPool, tmp_path: Path, target: Any
@@ -165,11 +175,11 @@ def test_a_changed_file_with_checksums_of_its_own_is_named(
     (states,) = tree[0].values()
     assert [*states][:3] == ["param", "exp_avg", "exp_avg_sq"]
     seen: list[int] = []
-    flip(
-        tag,
-        "mp_rank_00/distrib_optim.pt",
-        lambda size: seen.append(size) or len([n for n in seen if n > 1000]) == 2,
-    )
+    name = "mp_rank_00/distrib_optim.pt"
+    flip(tag, name, lambda size: seen.append(size) or len([n for n in seen if n > 1000]) == 2)
+    for said in ranks.run(2, JOBS + "load_refused", target, str(tmp_path / "direct")):
+        assert said.startswith("ForeignFileError") and "is not the one that was saved" in said
+    list_anew(tag, name)
     for said in ranks.run(2, JOBS + "load_refused", target, str(tmp_path / "direct")):
         assert said.startswith("ForeignFileError"), said
         assert "(exp_avg)" in said

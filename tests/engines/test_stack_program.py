@@ -3,6 +3,7 @@ Its program is not there: a module in its name gives the flags."""
 
 import argparse
 import enum
+import signal
 import sys
 import types
 from pathlib import Path
@@ -224,7 +225,7 @@ def another_format(folder: str) -> None:
         assert load_checkpoint(*parts(engine)) == (0, 0), "a run that saves nothing may load"
     give(flags(engine, save=folder, ckpt_format="torch_dist"))
     save_checkpoint(1, *parts(engine), 12.5)
-    give(flags(engine, save=folder, ckpt_format="torch"))
+    give(flags(engine, save=folder, ckpt_format="torch", exit_signal=signal.SIGTERM))
     save_checkpoint(2, *parts(engine), 12.5)
     stack_jobs.close(engine)
 
@@ -234,7 +235,7 @@ def test_another_format_is_refused_before_anybody_trains(ranks: RankPool, tmp_pa
     assert (tmp_path / "iter_0000001" / ".metadata").is_file()
     path = tmp_path / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt"
     said = vars(torch.load(path, weights_only=False)["args"])
-    assert said["params_dtype"] is torch.float32 and said["exit_signal"] == 15
+    assert said["params_dtype"] is torch.float32 and said["exit_signal"] is signal.SIGTERM
     assert said["hidden_size"] == 16 and said["ckpt_format"] == "torch"
     assert not {"attention_backend", "activation"} & {*said}, "classes that no reader knows"
 

@@ -140,8 +140,9 @@ class LegacyCheckpoint(MegatronFolder):
 
     def file(self, name: str) -> PtFile:
         if name not in self._open:
-            opened = PtFile(self.folder / name, allow=OF_VALUES)
-            self._open[name] = self._closing.enter_context(opened)
+            opened = self._closing.enter_context(PtFile(self.folder / name, allow=OF_VALUES))
+            self.evidence.compare(name, opened.size_bytes, opened.directory_sha256)
+            self._open[name] = opened
         return self._open[name]
 
     def _scan(self) -> dict[RankFolder, str]:
