@@ -23,11 +23,10 @@ from tests.engines.stack_jobs import (
     close,
     legacy_save,
     make,
-    rank_folder,
     settle,
     train,
 )
-from tests.engines.stack_states import canonical, compare
+from tests.engines.stack_states import canonical, compare, rank_folder
 
 LATEST = "latest_checkpointed_iteration.txt"
 

@@ -15,7 +15,7 @@ from megatron_ucp.engines.megatron import models
 from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
 from tests.engines import fused_adam
 from tests.engines.grouped_experts import grouped_experts
-from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault
+from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault, rank_folder
 from tests.ranks import allow_fp16_on_cpu
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
@@ -293,18 +293,6 @@ def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable"
         str(folder),
         content_metadata=content,
     )
-
-
-def rank_folder(engine: Engine) -> str:
-    """What Megatron-LM's older files call the folder of this rank."""
-    from megatron.core import parallel_state as groups
-
-    name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
-    if engine.setup.pp > 1:
-        name += f"_{groups.get_pipeline_model_parallel_rank():03d}"
-    if engine.setup.ep > 1:
-        name += f"_{groups.get_expert_model_parallel_rank():03d}"
-    return name
 
 
 def legacy_save(engine: Engine, folder: Path) -> None:
