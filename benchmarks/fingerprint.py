@@ -151,13 +151,13 @@ def shares(folder: str, size: dict[str, int], repetitions: int) -> dict[str, flo
     than one of the same files without a fingerprint, by medians: that one compares checksums."""
     import megatron_ucp as ucp
     from benchmarks.model import close, make_engine, train_step
-    from megatron_ucp.engines.deepspeed import save
+    from megatron_ucp.engines import taken_files
 
     mesh = Mesh(1)
     engine = make_engine(mesh, size)
     ucp.attach(engine, save="direct")
     train_step(engine, mesh)
-    saving = Watched(save, ("sums_of_memory", "table_of"))
+    saving = Watched(taken_files, ("sums_of_memory", "table_of"))
     saved: list[float] = []
     for _ in range(repetitions):
         saving.seconds, started = 0.0, time.perf_counter()

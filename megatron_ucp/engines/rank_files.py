@@ -107,19 +107,24 @@ class RankFiles:
         """What this rank writes, of its own files and of others'."""
         return sum(one.size for one in self.written) + self.around_bytes
 
-    def save(self, state_dict: object, path: str | Path) -> None:
-        """In the place of `torch.save`. Raises what that raises, and OSError."""
+    def save(self, state_dict: object, path: str | Path, is_lasting: bool = False) -> None:
+        """In the place of `torch.save`. Of memory that `is_lasting` no copy is taken: nothing of
+        the engine's is in it. Raises what that raises, and OSError."""
         archive = live_archive(state_dict, Path(path))
         with open(archive.path, "wb") as file:
             file.truncate(archive.layout.size_bytes)
         self.archives.append(archive)
         places, memory = archive.layout.places, archive.memory
         self.around_bytes += archive.layout.size_bytes - sum(map(len, memory.values()))
-        self._take(
+        ranges = [
             RecordRange(archive.path, key, 0, places[key], memory[key])
             for key in memory
             if self._shared_name(memory[key]) is None
-        )
+        ]
+        if is_lasting and self.snapshot is not None:
+            self.waiting += ranges
+        else:
+            self._take(ranges)
 
     def _shared_name(self, memory: torch.Tensor) -> str | None:
         if len(self.replicas.ranks) < 2 or len(memory) < _LEAST_SHARED_BYTES:

@@ -15,7 +15,7 @@ from megatron_ucp.engines.megatron import models
 from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
 from tests.engines import fused_adam
 from tests.engines.grouped_experts import grouped_experts
-from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault
+from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault, rank_folder
 from tests.ranks import allow_fp16_on_cpu
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
@@ -299,13 +299,9 @@ def legacy_save(engine: Engine, folder: Path) -> None:
     """A folder for each model-parallel rank, as Megatron-LM's `--ckpt-format torch` makes them."""
     from megatron.core import parallel_state as groups
 
-    for chunk in engine.stack.chunks:
+    for chunk in engine.stack.chunks if engine.setup.distributed else ():
         chunk.start_param_sync(force_sync=True)
-    name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
-    if engine.setup.pp > 1:
-        name += f"_{groups.get_pipeline_model_parallel_rank():03d}"
-    if engine.setup.ep > 1:
-        name += f"_{groups.get_expert_model_parallel_rank():03d}"
+    name = rank_folder(engine)
     (folder / name).mkdir(parents=True, exist_ok=True)
     tree: dict[str, Any] = {
         "args": arguments(engine),
@@ -313,13 +309,16 @@ def legacy_save(engine: Engine, folder: Path) -> None:
         "iteration": engine.handle.iteration,
         "optimizer": engine.optimizer.state_dict(),
         "opt_param_scheduler": engine.scheduler.state_dict(),
+        "rng_state": [random_states()],
+        "num_floating_point_operations_so_far": engine.handle.floating_point_operations,
     }
     several = len(engine.stack.bare) > 1
     for n, bare in enumerate(engine.stack.bare):
         tree[f"model{n}" if several else "model"] = bare.state_dict_for_save_checkpoint()
     if groups.get_expert_data_parallel_rank() == 0:
         torch.save(tree, folder / name / "model_optim_rng.pt")
-    engine.optimizer.save_parameter_state(str(folder / name / "distrib_optim.pt"))
+    if engine.setup.distributed:
+        engine.optimizer.save_parameter_state(str(folder / name / "distrib_optim.pt"))
     dist.barrier()
 
 
@@ -375,8 +374,9 @@ def sharded(engine: Engine, content: dict[str, Any], loading: bool) -> dict[str,
 
 def write(engine: Engine, folder: Path, kind: str) -> None:
     """By this package ("ours"), or by stock in one of its kinds."""
-    if kind == "ours":
-        ucp.save(engine.handle, folder, arguments=arguments(engine))
+    if kind in ("ours", "torch"):  # the latter as its older files
+        format_ = "torch" if kind == "torch" else "torch_dist"
+        ucp.save(engine.handle, folder, arguments=arguments(engine), ckpt_format=format_)
     elif kind == "legacy":
         legacy_save(engine, folder)
     else:

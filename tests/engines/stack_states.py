@@ -44,6 +44,18 @@ def one_by_one(name: str) -> str:
     )
 
 
+def rank_folder(engine: Any) -> str:
+    """What Megatron-LM's older files call the folder of this rank."""
+    from megatron.core import parallel_state as groups
+
+    name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
+    if engine.setup.pp > 1:
+        name += f"_{groups.get_pipeline_model_parallel_rank():03d}"
+    if engine.setup.ep > 1:
+        name += f"_{groups.get_expert_model_parallel_rank():03d}"
+    return name
+
+
 def biases(engine: Any) -> dict[str, torch.Tensor]:
     """The biases of the routers on this rank, which are buffers."""
     return {

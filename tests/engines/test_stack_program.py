@@ -3,6 +3,7 @@ Its program is not there: a module in its name gives the flags."""
 
 import argparse
 import enum
+import signal
 import sys
 import types
 from pathlib import Path
@@ -176,11 +177,12 @@ def test_it_follows_the_flags(ranks: RankPool, tmp_path: Path) -> None:
     assert not {"attention_backend", "exit_signal", "activation", "some"} & {*said}
 
 
-def in_background(folder: str) -> list[str]:
+def in_background(folder: str, ckpt_format: str) -> list[str]:
     """Saves with `--async-save`; what is missing of the last one in a run that loads it."""
     kind = Mcore(layers=2)
     engine = stack_jobs.make(kind)
-    give(args := flags(engine, save=folder, load=folder, async_save=True, save_retain_interval=4))
+    others = {"async_save": True, "save_retain_interval": 4, "ckpt_format": ckpt_format}
+    give(args := flags(engine, save=folder, load=folder, **others))
     for iteration in range(1, 7):
         stack_jobs.train(engine, 1, first=iteration - 1)
         args.consumed_train_samples = iteration * BATCH
@@ -195,10 +197,11 @@ def in_background(folder: str) -> list[str]:
     return found
 
 
-def test_async_save(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_async_save(ranks: RankPool, tmp_path: Path, ckpt_format: str) -> None:
     """Each save waits for the one before it, and the older one goes when the newer one is named."""
     job = "tests.engines.test_stack_program:in_background"
-    assert ranks.run(2, job, str(tmp_path)) == [[], []]
+    assert ranks.run(2, job, str(tmp_path), ckpt_format) == [[], []]
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"
 
@@ -208,7 +211,7 @@ def another_format(folder: str) -> None:
     load; with `--async-save` too."""
     engine = stack_jobs.make(Mcore(layers=2))
     stack_jobs.train(engine, 1)
-    for others in ({"ckpt_format": "torch"}, {"ckpt_format": "torch", "async_save": True}):
+    for others in ({"ckpt_format": "torch_dcp"}, {"ckpt_format": "zarr", "async_save": True}):
         give(flags(engine, save=folder, load=folder, **others))
         for call in (
             lambda: load_checkpoint(*parts(engine)),
@@ -222,12 +225,19 @@ def another_format(folder: str) -> None:
         assert load_checkpoint(*parts(engine)) == (0, 0), "a run that saves nothing may load"
     give(flags(engine, save=folder, ckpt_format="torch_dist"))
     save_checkpoint(1, *parts(engine), 12.5)
+    give(flags(engine, save=folder, ckpt_format="torch", exit_signal=signal.SIGTERM))
+    save_checkpoint(2, *parts(engine), 12.5)
     stack_jobs.close(engine)
 
 
 def test_another_format_is_refused_before_anybody_trains(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, "tests.engines.test_stack_program:another_format", str(tmp_path))
     assert (tmp_path / "iter_0000001" / ".metadata").is_file()
+    path = tmp_path / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt"
+    said = vars(torch.load(path, weights_only=False)["args"])
+    assert said["params_dtype"] is torch.float32 and said["exit_signal"] is signal.SIGTERM
+    assert said["hidden_size"] == 16 and said["ckpt_format"] == "torch"
+    assert not {"attention_backend", "activation"} & {*said}, "classes that no reader knows"
 
 
 def test_a_folder_of_weights_is_no_first_start(tmp_path: Path) -> None:

@@ -11,52 +11,45 @@ import copy
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_ucp.core.experts import in_own_file
 from megatron_ucp.core.manifest import (
-    FINGERPRINT,
     MOVED_LATEST,
     TAG,
-    FileEntry,
     Manifest,
 )
-from megatron_ucp.core.manifest_json import to_json
-from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines import random_states
-from megatron_ucp.engines.background import Background, SaveTurn, background_of
-from megatron_ucp.engines.deepspeed.besides import Besides, besides, said_of
+from megatron_ucp.engines.background import Background, background_of
+from megatron_ucp.engines.deepspeed.besides import besides, said_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.live_fingerprint import held_by
 from megatron_ucp.engines.deepspeed.replicas import replicas_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
-from megatron_ucp.engines.rank_files import RankFiles, WrittenRange
+from megatron_ucp.engines.rank_files import RankFiles
 from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.saves import (
     BACKGROUND,
     STOCK,
     SaveReport,
     Saving,
-    as_rank_error,
     as_save_error,
-    completed,
-    ended,
     position_of,
-    prune,
-    publish,
     require_one_save,
-    under_way,
     where_to,
+)
+from megatron_ucp.engines.taken_files import (
+    TakenFiles,
+    files_of_rank,
+    flat,
+    saved_as_taken,
+    write_beside,
 )
 from megatron_ucp.errors import SaveError
 from megatron_ucp.families.base import Model
@@ -64,7 +57,6 @@ from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import Sums, diverged, sums_of_memory, table_of
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
@@ -96,53 +88,14 @@ class Asked:
         return background_of(self.engine) if self.how.way == BACKGROUND else None
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """All that a save takes of an engine: from here on the engine may train. `files` are written by
-    this package (None: DeepSpeed wrote them, and `written` has their paths). `held` is the memory
-    of what this rank has, of its own or in the snapshot; `whole` has frozen parameters too."""
-
-    asked: Asked
-    manifest: Manifest
-    said: dict[str, Any]
-    files: RankFiles | None
-    written: list[Path]
-    notes: list[str]
-    started: float
-    stock_seconds: float
-    sync: durable.Syncs
-    held: dict[Slot, torch.Tensor]
-    whole: Manifest
-
-    @property
-    def seconds(self) -> float:
-        """Since the save began."""
-        return time.perf_counter() - self.started
-
-
 def save(asked: Asked) -> SaveReport:
     """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
     RankError on the others."""
-    with as_rank_error(asked.folder, asked.tag), ExitStack() as left:
-        taken = _taken(asked, left)
-        background = asked.background
-        if background is None:
-            return _settled(taken, None, None)
-        held = left.pop_all()
-        where, steps = asked.folder / asked.tag, taken.said[random_states.STEPS]
-        begun = under_way(where, str(taken.manifest.mesh), steps, taken.seconds)
-        background.start(begun.path, partial(_in_background, taken, held, begun))
-        return begun
+    where = asked.folder / asked.tag
+    return saved_as_taken(where, asked.background, partial(_taken, asked))
 
 
-def _in_background(taken: _Taken, held: ExitStack, begun: SaveReport, turn: SaveTurn) -> None:
-    """The rest of a save, in a thread of its own."""
-    asked = taken.asked
-    with held, as_rank_error(asked.folder, asked.tag):
-        ended(asked.engine, _settled(taken, turn, begun.blocked_seconds))
-
-
-def _taken(asked: Asked, left: ExitStack) -> _Taken:
+def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
     """Takes everything, and writes what can't wait. Collective."""
     started = time.perf_counter()
     sync = durable.Syncs(asked.how.durable)
@@ -153,7 +106,8 @@ def _taken(asked: Asked, left: ExitStack) -> _Taken:
     written, stock_seconds = _stock(asked, files)
     with as_save_error(), agree.together() as block:
         stock = _whole(written)
-        paths = [*(stock if files is None else []), *_beside(asked, found)]
+        beside = write_beside(asked.aside, found.own, found.apart, asked.how)
+        paths = [*(stock if files is None else []), *beside]
         block.value = live.own.not_carried()
     if files is not None:
         with as_save_error(), agree.together():
@@ -161,109 +115,30 @@ def _taken(asked: Asked, left: ExitStack) -> _Taken:
     bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
     tag = {MOVED_LATEST: asked.save_latest, TAG: asked.tag}
     said = copy.deepcopy(said_of(live, found) | tag | position_of(asked.how.loader))
-    notes = _note_of_states(_flat(block.values)) + found.notes
-    own = (held_by(live, files), live.manifest)
-    return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync, *own)
-
-
-def _beside(asked: Asked, found: Besides) -> list[Path]:
-    """Writes what this rank has for itself besides tensors."""
-    rank = agree.world()[0]
-    own = [found.own.write(asked.aside, rank, found.apart)] if found.apart else []
-    return own + ([random_states.write(asked.aside, rank)] if asked.how.rng else [])
+    notes = _note_of_states(flat(block.values)) + found.notes
+    return TakenFiles(
+        asked.engine,
+        asked.folder,
+        asked.tag,
+        LATEST if asked.save_latest else None,
+        asked.how,
+        bare,
+        said,
+        files,
+        paths,
+        notes,
+        started,
+        stock_seconds,
+        sync,
+        held_by(live, files),
+        live.manifest,
+    )
 
 
 def _rank_files(asked: Asked, sync: durable.Syncs) -> RankFiles | None:
     if asked.how.way == STOCK:
         return None
-    background = asked.background
-    if background is None:
-        return RankFiles(replicas_of(asked.engine), sync)
-    says = background.ready()
-    return RankFiles(replicas_of(asked.engine), sync, background.snapshot, says)
-
-
-def _settled(taken: _Taken, ranks: SaveTurn | None, blocked_seconds: float | None) -> SaveReport:
-    """Writes what waits, and brings it to disk; then files get their names. Collective, among
-    `ranks`."""
-    asked, sync = taken.asked, taken.sync
-    with as_save_error(), agree.together(ranks) as block, ThreadPoolExecutor(1) as beside:
-        # while the disk works: summing and fsync both let go of the interpreter
-        sums = beside.submit(sums_of_memory, taken.whole, taken.held)
-        block.value = (*_written(taken), sums.result())
-    ranges, bytes_by_rank, sums = zip(*block.values, strict=True)
-    with as_save_error(), agree.together(ranks) as block:
-        block.value = _entries(taken, _flat(ranges))
-    manifest, notes = _recorded(taken, _flat(block.values), sums)
-    notes += _named(asked, manifest, sync, ranks)
-    seconds = taken.seconds
-    return SaveReport(
-        str(asked.folder / asked.tag),
-        str(manifest.mesh),
-        taken.said[random_states.STEPS],
-        manifest.size_bytes,
-        seconds,
-        sync.seconds,
-        taken.stock_seconds,
-        asked.how.durable,
-        (*taken.notes, *notes),
-        seconds if blocked_seconds is None else blocked_seconds,
-        bytes_by_rank,
-    )
-
-
-def _entries(taken: _Taken, others: Iterable[WrittenRange]) -> list[FileEntry]:
-    """This rank's files, whole and on disk, as lines of the manifest; `others` wrote ranges of
-    them. Raises OSError."""
-    made = [] if taken.files is None else taken.files.finish(others)
-    taken.sync(taken.asked.aside)
-    return [durable.entry_of(path) for path in [*taken.written, *made]]
-
-
-def _recorded(
-    taken: _Taken, entries: Sequence[FileEntry], sums: Sequence[Sums]
-) -> tuple[Manifest, list[str]]:
-    """The manifest beside the files, with the fingerprint of what they hold; and notes."""
-    table, apart = table_of(taken.whole, sums)
-    kept = {name: states for name, states in table.items() if name in taken.manifest.by_name}
-    said = {**taken.said, FINGERPRINT: kept}
-    return completed(taken.manifest, entries, said), diverged(apart)
-
-
-def _written(taken: _Taken) -> tuple[list[WrittenRange], int]:
-    """What this rank wrote, all of it on disk: ranges of files that others made, and how many bytes
-    in all. Raises OSError."""
-    size_bytes = 0
-    for path in taken.written:
-        taken.sync(path)
-        size_bytes += path.stat().st_size
-    if taken.files is None:
-        return [], size_bytes
-    taken.files.write()
-    taken.files.to_disk()
-    return taken.files.for_others, size_bytes + taken.files.written_bytes
-
-
-def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
-    """What all ranks said, one after the other."""
-    return [one for each in lists for one in each]
-
-
-def _named(
-    asked: Asked, manifest: Manifest, sync: durable.Syncs, ranks: SaveTurn | None
-) -> list[str]:
-    """Rank 0 gives the files their names, and takes older tags away; returns notes, on rank 0.
-    Collective, among `ranks`."""
-    rank = agree.world()[0] if ranks is None else ranks.rank
-    with as_save_error(), agree.together(ranks) as block:
-        if rank == 0:
-            if ranks is not None:
-                ranks.left_s()
-            pointer = LATEST if asked.save_latest else None
-            block.value = publish(asked.aside, asked.folder, to_json(manifest), pointer, sync)
-            keep = asked.how.keep_latest if asked.save_latest else None
-            block.value += prune(asked.folder, keep, asked.engine)
-    return block.value or []
+    return files_of_rank(replicas_of(asked.engine), sync, asked.background)
 
 
 def _stock(asked: Asked, files: RankFiles | None) -> "tuple[list[Path | SaveError], float]":

@@ -13,7 +13,7 @@ from megatron_ucp.formats.plain_values import number
 from megatron_ucp.formats.pt.values import ITEMSIZE
 
 # the arguments that say the sizes of a mesh, by the names of its axes
-_SIZES = (
+SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -57,7 +57,7 @@ def rate(arguments: Mapping[str, Any], name: str) -> float | None:
 
 def mesh_of(arguments: Mapping[str, Any]) -> Mesh:
     """The mesh of the run; that of one rank where the arguments don't say any."""
-    tp, pp, vpp, ep, etp, cp, dp = (size(arguments, name) for name in _SIZES)
+    tp, pp, vpp, ep, etp, cp, dp = (size(arguments, name) for name in SIZES)
     if type(arguments.get("expert_tensor_parallel_size")) is not int:
         etp = tp
     order = "pp-dp" if arguments.get("use_tp_pp_dp_mapping") else "dp-pp"
@@ -115,7 +115,7 @@ def written_arguments(
     return {
         **_USUAL,
         **out,
-        **dict(zip(_SIZES, _sizes_of(mesh), strict=True)),
+        **dict(zip(SIZES, _sizes_of(mesh), strict=True)),
         "world_size": mesh.world,
         "consumed_train_samples": samples,
         "no_save_rng": True,

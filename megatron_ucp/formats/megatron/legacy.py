@@ -59,6 +59,13 @@ from megatron_ucp.formats.megatron.names import (
     whole_shape,
 )
 from megatron_ucp.formats.megatron.random_states import WhereOf
+from megatron_ucp.formats.megatron.rank_folder import (
+    MODEL_FILE,
+    OF_RANK,
+    OPTIMIZER_FILE,
+    RANDOM,
+    RankFolder,
+)
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import TensorRef
@@ -66,24 +73,6 @@ from megatron_ucp.formats.rounding import Run, same_run
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # as a part numbers its own
 _MOST_MISSING = 10_000  # folders of ranks
-_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
-_MODEL_FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-_RANDOM = "rng_state"
-
-
-@dataclass(frozen=True, slots=True)
-class RankFolder:
-    """The folder of a model-parallel rank: tensor-parallel rank, stage, expert-parallel rank."""
-
-    tp: int
-    stage: int
-    expert: int
-
-    def name(self, mesh: Mesh) -> str:
-        """As Megatron-LM calls it in a run on a mesh."""
-        stage = f"_{self.stage:03d}" if mesh.pp > 1 else ""
-        expert = f"_{self.expert:03d}" if mesh.ep > 1 else ""
-        return f"mp_rank_{self.tp:02d}{stage}{expert}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +90,8 @@ class LegacyCheckpoint(MegatronFolder):
 
     def __init__(self, folder: Path, told: Told) -> None:
         super().__init__(folder, told)
-        first = min(path.name for path in folder.iterdir() if _FOLDER.fullmatch(path.name))
-        self._main = f"{first}/{_MODEL_FILE}"
+        first = min(path.name for path in folder.iterdir() if OF_RANK.fullmatch(path.name))
+        self._main = f"{first}/{MODEL_FILE}"
         self.main_file = self.full_path(self._main)
         self._guarded(self._read)
 
@@ -120,7 +109,8 @@ class LegacyCheckpoint(MegatronFolder):
         )
         self._buffers = list(layout.buffers()) if self._has_optimizer else []
         self._weights: list[PlacedWeight] = []
-        self.manifest = self._build() if self._has_optimizer else self._build_weights()
+        found = self._build() if self._has_optimizer else self._build_weights()
+        self.manifest = self.as_recorded(found)
 
     @property
     def _has_optimizer(self) -> bool:
@@ -150,8 +140,9 @@ class LegacyCheckpoint(MegatronFolder):
 
     def file(self, name: str) -> PtFile:
         if name not in self._open:
-            opened = PtFile(self.folder / name, allow=OF_VALUES)
-            self._open[name] = self._closing.enter_context(opened)
+            opened = self._closing.enter_context(PtFile(self.folder / name, allow=OF_VALUES))
+            self.evidence.compare(name, opened.size_bytes, opened.directory_sha256)
+            self._open[name] = opened
         return self._open[name]
 
     def _scan(self) -> dict[RankFolder, str]:
@@ -173,7 +164,7 @@ class LegacyCheckpoint(MegatronFolder):
             raise self._missing(
                 self.folder / missing[0], f"those of {mesh}", f"{len(missing)} missing"
             )
-        found = {path.name for path in self.folder.iterdir() if _FOLDER.fullmatch(path.name)}
+        found = {path.name for path in self.folder.iterdir() if OF_RANK.fullmatch(path.name)}
         if odd := sorted(found - {*out.values()}):
             raise ForeignFileError(
                 "there are folders of ranks that the run did not have",
@@ -200,7 +191,7 @@ class LegacyCheckpoint(MegatronFolder):
         )
 
     def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
-        kinds = [_MODEL_FILE, *([_OPTIMIZER_FILE] if self._has_optimizer else [])]
+        kinds = [MODEL_FILE, *([OPTIMIZER_FILE] if self._has_optimizer else [])]
         return [f"{folder}/{kind}" for folder in folders.values() for kind in kinds]
 
     @property
@@ -211,11 +202,11 @@ class LegacyCheckpoint(MegatronFolder):
         """Raises ForeignFileError for a file of another iteration, UnsupportedError for optimizers
         whose states are kept by position."""
         for folder in self._folders.values():
-            found = self._tree(f"{folder}/{_MODEL_FILE}").get("iteration")
+            found = self._tree(f"{folder}/{MODEL_FILE}").get("iteration")
             if found != self.main_tree.get("iteration"):
                 raise ForeignFileError(
                     "a file is of another iteration than the others",
-                    file=self.folder / folder / _MODEL_FILE,
+                    file=self.folder / folder / MODEL_FILE,
                     expected=self.main_tree.get("iteration"),
                     found=found,
                 )
@@ -383,10 +374,10 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _optimizer_file(self, one: PlacedBuffer, cut: Coords) -> str:
         """The file with a buffer at a place."""
-        return f"{self._folders[_rank_of(one, cut)]}/{_OPTIMIZER_FILE}"
+        return f"{self._folders[_rank_of(one, cut)]}/{OPTIMIZER_FILE}"
 
     def _model_file(self, rank: RankFolder) -> str:
-        return f"{self._folders[rank]}/{_MODEL_FILE}"
+        return f"{self._folders[rank]}/{MODEL_FILE}"
 
     def _ref(self, number: int, cut: Coords, state: str) -> TensorRef:
         """A state of a buffer at a place."""
@@ -423,7 +414,7 @@ class LegacyCheckpoint(MegatronFolder):
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""
         self.file(name)
-        if not name.endswith(f"/{_OPTIMIZER_FILE}"):
+        if not name.endswith(f"/{OPTIMIZER_FILE}"):
             return
         wrong: list[str] = []
         for number, one in enumerate(self._buffers):
@@ -457,13 +448,13 @@ class LegacyCheckpoint(MegatronFolder):
 
     @property
     def has_random_states(self) -> bool:
-        return _RANDOM in self.main_tree
+        return RANDOM in self.main_tree
 
     def random_entry(self, here: Mesh, rank: int) -> tuple[Any, WhereOf, str]:
         """Each model-parallel rank has its own file, written by the first of its copies."""
         at, (expert, _) = here.coord(rank), here.expert_place(rank)
         name = self._model_file(RankFolder(at.tp, at.pp, expert))
-        entry = self._tree(name).get(_RANDOM)
+        entry = self._tree(name).get(RANDOM)
         path = self.full_path(name)
         return entry, lambda ref: self.place_apart(path, ref), path
 
@@ -494,7 +485,7 @@ class LegacyFormat:
     """Folders of `--ckpt-format torch`."""
 
     def recognises(self, folder: Path) -> bool:
-        return any(_FOLDER.fullmatch(path.name) and path.is_dir() for path in folder.iterdir())
+        return any(OF_RANK.fullmatch(path.name) and path.is_dir() for path in folder.iterdir())
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
         return LegacyCheckpoint(folder, told)

@@ -8,13 +8,13 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait
 from megatron_ucp.engines.load import load
+from megatron_ucp.engines.megatron.engine.asked import TORCH_DIST, WRITTEN, AskedOfStack
 from megatron_ucp.engines.megatron.engine.attach import attach_megatron
-from megatron_ucp.engines.megatron.engine.save import AskedOfStack, save_as
+from megatron_ucp.engines.megatron.engine.save import save_as
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.saves import BACKGROUND, DIRECT, Saving
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
-from megatron_ucp.formats.megatron.torch_dist import BACKEND as TORCH_DIST
 from megatron_ucp.formats.pointers import iteration_name
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
@@ -87,9 +87,9 @@ def save_checkpoint(
     release: bool = False,
     **_: Any,
 ) -> None:
-    """In place of Megatron-LM's own: a distributed checkpoint in `--save` that every engine loads,
-    stock Megatron-LM too. With `--async-save` training goes on while it is written. Collective.
-    Raises a UcpError on every rank."""
+    """In place of Megatron-LM's own: a checkpoint in `--save` that every engine loads, stock
+    Megatron-LM too, as `--ckpt-format` says (torch_dist, torch). With `--async-save` training goes
+    on while it is written. Collective. Raises a UcpError on every rank."""
     args = _arguments()
     _refuse(args, non_persistent_ckpt, release)
     stack = _stack_of(model, optimizer, opt_param_scheduler)
@@ -101,7 +101,8 @@ def save_checkpoint(
     stack.floating_point_operations = num_floating_point_operations_so_far
     how = Saving(keep_latest=keep_latest, rng=not args.no_save_rng)
     interval = None if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
-    save_as(AskedOfStack(stack, Path(plain_path(folder)), args, how, interval))
+    format_ = _format_of(args)
+    save_as(AskedOfStack(stack, Path(plain_path(folder)), args, how, interval, format_))
 
 
 def _arguments() -> Any:
@@ -145,14 +146,17 @@ def _is_empty(folder: str | None) -> bool:
 def _refuse_format(args: Any) -> None:
     """Raises UnsupportedError for another format than the one that is written, of a run that saves.
     One that is told none has Megatron-LM's default."""
-    asked = getattr(args, "ckpt_format", None)
-    if getattr(args, "save", None) and asked not in (None, TORCH_DIST):
+    if getattr(args, "save", None) and (asked := _format_of(args)) not in WRITTEN:
         raise UnsupportedError(
             "this format of Megatron-LM's is not written, only loaded",
-            expected=f"--ckpt-format {TORCH_DIST}",
+            expected=" or ".join(f"--ckpt-format {one}" for one in WRITTEN),
             found=f"--ckpt-format {asked}",
             fix="leave it out, or call Megatron-LM's own save_checkpoint",
         )
+
+
+def _format_of(args: Any) -> str:
+    return getattr(args, "ckpt_format", None) or TORCH_DIST
 
 
 def _refuse(args: Any, non_persistent: bool, release: bool) -> None:

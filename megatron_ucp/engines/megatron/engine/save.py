@@ -9,13 +9,11 @@ on; the folder gets its name when all of them are on disk.
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.core.flat import States
 from megatron_ucp.core.manifest import (
     FINGERPRINT,
     MOVED_LATEST,
@@ -26,15 +24,20 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.background import (
-    Background,
     SaveTurn,
-    background_of,
     skipped,
 )
 from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.engines.megatron.engine.besides import described, extras_of, values_of
+from megatron_ucp.engines.megatron.engine.asked import (
+    TORCH,
+    TORCH_DIST,
+    AskedOfStack,
+    described_to_save,
+)
+from megatron_ucp.engines.megatron.engine.besides import extras_of, values_of
 from megatron_ucp.engines.megatron.engine.flags import plain_flags
 from megatron_ucp.engines.megatron.engine.inner import kind_of
+from megatron_ucp.engines.megatron.engine.legacy_save import save_legacy
 from megatron_ucp.engines.megatron.engine.output import StackOutput
 from megatron_ucp.engines.megatron.engine.planned import knows, planned, structure_of
 from megatron_ucp.engines.megatron.engine.present import PresentStates
@@ -54,7 +57,7 @@ from megatron_ucp.engines.saves import (
     under_way,
     where_to,
 )
-from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
+from megatron_ucp.errors import UsageError
 from megatron_ucp.formats import of_ranks
 from megatron_ucp.formats.durable import Syncs
 from megatron_ucp.formats.megatron.common_file import CommonFile
@@ -64,7 +67,7 @@ from megatron_ucp.formats.megatron.writer import (
     finish_files,
 )
 from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
-from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
+from megatron_ucp.formats.pointers import MEGATRON_LATEST
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.fingerprint import diverged
@@ -81,6 +84,7 @@ def save(
     keep_latest: int | None = None,
     rng: bool = True,
     loader: ResumableLoader | None = None,
+    ckpt_format: str = TORCH_DIST,
 ) -> SaveReport:
     """Saves megatron-core's own stack, as stock Megatron-LM and every engine here load it. Atomic
     and collective. A DeepSpeed engine saves by its own `save_checkpoint`.
@@ -94,6 +98,8 @@ def save(
         keep_latest: How many whole tags of this run are left. Default: all.
         rng: Whether random states are kept.
         loader: A `ResumableLoader`, whose position is kept.
+        ckpt_format: "torch_dist", or "torch": Megatron-LM's older files, which it loads on the same
+            mesh alone.
 
     Returns:
         What was done: path, mesh, step, bytes, seconds, notes. Of a stack that is saved in the
@@ -113,24 +119,8 @@ def save(
         _refuse_other(stack)
         folder = Path(plain_path(save_dir))
         how = Saving(durable, keep_latest, rng, loader)
-    return save_as(AskedOfStack(stack, folder, arguments, how))
-
-
-@dataclass(frozen=True)
-class AskedOfStack:
-    """What is saved, and how. `retain_interval`: the save before this one goes, unless its
-    iteration is a multiple (None: it stays)."""
-
-    stack: MegatronStack
-    folder: Path
-    arguments: Any
-    how: Saving
-    retain_interval: int | None = None
-
-    @property
-    def background(self) -> Background | None:
-        """What goes on with the save while the stack trains; None where that waits."""
-        return background_of(self.stack)
+        asked = AskedOfStack(stack, folder, arguments, how, None, ckpt_format)
+    return save_as(asked)
 
 
 def save_as(asked: AskedOfStack) -> SaveReport:
@@ -138,6 +128,9 @@ def save_as(asked: AskedOfStack) -> SaveReport:
     stack, background = asked.stack, asked.background
     if (other := skipped(stack, stack.iteration)) is not None:
         return other
+    if asked.ckpt_format == TORCH:
+        report = save_legacy(asked)
+        return report if background is not None else ended(stack, report)
     tag, values = _taken(asked)
     if background is None:
         return ended(stack, _settled(tag, values, None))
@@ -156,11 +149,11 @@ def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float, turn: Sav
 def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
     """Takes everything: from here on the stack may train. Collective. Raises as `save`."""
     tag = _Tag(asked)
-    present = _described(asked.stack)
+    present = described_to_save(asked.stack)
     with agree.together() as block:
         structure = structure_of(asked.stack, present)
         block.value = (
-            (where_to(asked.folder, tag.name), asked.how.asked()),
+            (where_to(asked.folder, tag.name), asked.how.asked(ckpt_format=asked.ckpt_format)),
             knows(asked.stack, structure),
         )
     require_one_save([said for said, _ in block.values])
@@ -209,7 +202,7 @@ class _Tag:
 
     def __init__(self, asked: AskedOfStack) -> None:
         self.asked, self.steps = asked, asked.stack.iteration
-        self.name = iteration_name(self.steps)
+        self.name = asked.tag
         self.path = asked.folder / self.name
         self.sync = Syncs(asked.how.durable)
         self.notes: list[str] = []
@@ -292,34 +285,6 @@ def _refuse_other(stack: Any) -> None:
             expected="what ucp.attach_megatron returned",
             found=type(stack).__name__,
             fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
-        )
-
-
-def _described(stack: MegatronStack) -> PresentStates:
-    """The engine with the states that its optimizers have now. Collective."""
-    found = described(stack, SaveError)
-    with agree.together():
-        _require_loadable(found.states)
-    return found
-
-
-def _require_loadable(states: States) -> None:
-    """Raises UsageError where the optimizer has no states, UnsupportedError for some that are not
-    in fp32."""
-    if not states:
-        raise UsageError(
-            "there is nothing that Megatron-LM could load as the state of an optimizer",
-            expected="its states",
-            found="none, before the first step",
-            fix="save after the first step",
-        )
-    if odd := [f"{state} in {dtype}" for state, dtype in states if dtype != "float32"]:
-        raise UnsupportedError(
-            "the optimizer keeps a state in another dtype than megatron-core's files have",
-            expected="float32",
-            found=", ".join(odd),
-            fix="keep the optimizer's states in fp32: leave --exp-avg-dtype and "
-            "--exp-avg-sq-dtype out",
         )
 
 
