@@ -1,6 +1,7 @@
 """Models of megatron-core's that no family describes, in its own stack: built, trained, saved,
 resumed on other meshes, and compared by stock megatron-core's own checkpoints of both."""
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 import torch.nn.functional as F
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models
+from megatron_ucp.core.layout import Shard
+from megatron_ucp.engines.megatron import derived, models
 from megatron_ucp.engines.megatron.chunks import Stack, Stages
 from megatron_ucp.reshard import renumbered
 from tests.engines.encoder_models import bert, forward_of, losses_of, t5
 from tests.engines.hybrid_models import PATTERNS, hybrid, on_cpu
 from tests.engines.planted_layouts import PLANTS
+from tests.engines.recurrent_models import delta_net, kernels_on_cpu
 from tests.engines.stack_jobs import (
     BATCH,
     SEQUENCE,
@@ -69,6 +72,20 @@ GPT_OSS = {
     "activation_func_clamp_value": 0.75,
     "activation_func": quick_gelu,
 }
+MAMBA = {
+    "num_layers": 8,
+    "mamba_state_dim": 4,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 4,
+}
+DELTA_NET = {
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 2,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "deterministic_mode": True,
+}
 ENCODES = {"gated_linear_unit": False, "activation_func": F.gelu, "add_bias_linear": True}
 # what a model has beside those of `_config`
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -85,6 +102,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt-oss": GPT_OSS,
     "hybrid": {"num_layers": 8},
     "hybrid mixture": {**EXPERTS, "num_layers": 8, "qk_layernorm": True},
+    "mamba": MAMBA,
+    "gated delta net": DELTA_NET,
     "own module": {},
 }
 
@@ -154,7 +173,8 @@ def _config(setup: AnyModel) -> Any:
     latent = settings.get("multi_latent_attention")
     kind: Any = MLATransformerConfig if latent else TransformerConfig
     drawn = partial(torch.nn.init.normal_, std=0.15)
-    moe = "num_moe_experts" in settings
+    # also so that ranks sum gradients of what their heads share: a delta net's output norm
+    by_sequence = bool({"num_moe_experts", "linear_conv_kernel_dim"} & settings.keys())
     usual = {
         "num_layers": setup.layers,
         "hidden_size": HIDDEN,
@@ -174,7 +194,7 @@ def _config(setup: AnyModel) -> Any:
         "tensor_model_parallel_size": setup.tp,
         "expert_model_parallel_size": setup.ep,
         "expert_tensor_parallel_size": setup.etp or setup.tp,
-        "sequence_parallel": moe and setup.tp > 1,
+        "sequence_parallel": by_sequence and setup.tp > 1,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -207,11 +227,13 @@ def _model(setup: AnyModel, config: Any, number: int | None) -> Any:
         return t5(config, VOCAB, SEQUENCE, ends)
     if setup.kind in PATTERNS:
         return hybrid(config, PATTERNS[setup.kind], VOCAB, SEQUENCE, tied=setup.tied, **ends)
-    with on_cpu():
+    with on_cpu(), kernels_on_cpu():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=number)
         if config.multi_latent_attention:
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = LatentAttention
+        if setup.kind == "gated delta net":
+            _with_delta_nets(spec)
         predicts = None
         if config.mtp_num_layers and ends["post_process"]:
             predicts = get_gpt_mtp_block_spec(
@@ -228,6 +250,17 @@ def _model(setup: AnyModel, config: Any, number: int | None) -> Any:
             vp_stage=number,
             **ends,
         )
+
+
+def _with_delta_nets(spec: Any) -> None:
+    """In the place of attention, in every second layer."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parts: Any = ColumnParallelLinear, RowParallelLinear, WrappedTorchNorm
+    for layer in spec.layer_specs[::2]:
+        layer.submodules = copy.copy(layer.submodules)
+        layer.submodules.self_attention = delta_net(*parts)
 
 
 class LatentAttention(torch.nn.Module):
@@ -372,6 +405,16 @@ def resumed(
         losses = train(engine, more, first=steps)
     close(engine)
     return {"losses": losses, "notes": list(report.notes), "others": others}
+
+
+def resumed_as_one(setup: AnyModel, folder: str, again: str) -> dict[str, Any]:
+    """As `resumed`, with a fault in the derivation: what a model saves in parts is cut as one."""
+
+    def as_one(share: Any, dim: int, sizes: Any) -> Any:
+        return Shard(share.axis, dim)
+
+    with mock.patch.object(derived, "_cut_along", as_one):
+        return resumed(setup, folder, again)
 
 
 def carried(

@@ -1,13 +1,14 @@
-"""megatron-core's hybrid model on a CPU: layers of attention, of an MLP, or of experts."""
+"""megatron-core's hybrid model on a CPU: layers of attention, MLP, experts or Mamba."""
 
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 from megatron_ucp.engines.megatron import models
+from tests.engines.recurrent_models import kernels_on_cpu, mamba_layer
 
-# of attention, MLP and experts: a layer each, as two of them make a layer of a GPTModel
-PATTERNS = {"hybrid": "*-*-*-*-", "hybrid mixture": "*E*E*E*E"}
+# of attention, MLP, experts and Mamba: a layer each, as two of them make a layer of a GPTModel
+PATTERNS = {"hybrid": "*-*-*-*-", "hybrid mixture": "*E*E*E*E", "mamba": "M-M*M-M*"}
 
 
 def hybrid(
@@ -19,6 +20,7 @@ def hybrid(
     from megatron.core.models.mamba import MambaModel
     from megatron.core.ssm import mamba_block
     from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import (
@@ -27,7 +29,7 @@ def hybrid(
     )
 
     fused: Any = get_bias_dropout_add
-    with on_cpu(), mock.patch.object(mamba_block, "TENorm", WrappedTorchNorm):
+    with on_cpu(), kernels_on_cpu(), mock.patch.object(mamba_block, "TENorm", WrappedTorchNorm):
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
             qk_layernorm=config.qk_layernorm,
@@ -47,6 +49,7 @@ def hybrid(
             sharded_state_dict_keys_map=own.sharded_state_dict_keys_map,
         )
         layers = {
+            "mamba_layer": mamba_layer(ColumnParallelLinear, RowParallelLinear, WrappedTorchNorm),
             "attention_layer": ModuleSpec(TransformerLayer, submodules=attention),
             "mlp_layer": ModuleSpec(MLPLayer, submodules=mlp),
             "moe_layer": ModuleSpec(TransformerLayer, submodules=mlp),

@@ -54,6 +54,7 @@ class NoSizes:
 
 
 DeclaredTable = dict[str, Declared]
+Offsets = tuple[tuple[int, int, int], ...]  # along dims: (dim, which part, of how many)
 
 
 def derived_table(
@@ -68,11 +69,11 @@ def derived_table(
     """
     out: DeclaredTable = {}
     with _without_values(model) as params:
-        for entry in _entries(model):
+        for entry, offsets in _entries(model):
             name = _known(params.get(id(entry.data), ()), names)
             if name is not None:
                 shape = tuple(entry.data.shape)
-                pieces = _pieces(name, entry, shape)
+                pieces = _pieces(name, entry, offsets, shape)
                 _check_numbers(name, pieces)
                 declared = _declared(name, shape, pieces, _share_of(name, place))
                 out.setdefault(name, _with_extent(declared, entry, model))
@@ -196,16 +197,17 @@ def _shadow(param: Any) -> torch.nn.Parameter:
     return shadow
 
 
-def _entries(model: Any) -> Iterator[Any]:
-    """What the model says of every tensor. Layers and experts have keys of their own. Raises
-    UnsupportedError where it can't say it: its modules are anybody's code."""
+def _entries(model: Any) -> Iterator[tuple[Any, Offsets | None]]:
+    """What the model says of every tensor, with the offsets that it gave for all of it. Layers and
+    experts have keys of their own. Raises UnsupportedError where it can't say it: its modules are
+    anybody's code."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     copies: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     asked = {"singleton_local_shards": True, "dp_cp_group": copies}
-    kept, said = agree.KeptBack(), None
-    with kept, _offsets_kept():
+    kept, said, given = agree.KeptBack(), None, dict[int, Offsets]()
+    with kept, _offsets_kept(given):
         said = model.sharded_state_dict(metadata=asked)
     if kept.error is not None:
         raise UnsupportedError(
@@ -215,11 +217,14 @@ def _entries(model: Any) -> Iterator[Any]:
             fix="mend that method of its modules: megatron-core's own saves call it too",
             id="layout-unknown",
         ) from kept.error
-    yield from _of_kind(said, (ShardedTensor, ShardedTensorFactory))
+    for entry in _of_kind(said, (ShardedTensor, ShardedTensorFactory)):
+        yield entry, given.get(id(entry.data))
 
 
 @contextmanager
-def _offsets_kept() -> Iterator[None]:
+def _offsets_kept(given: dict[int, Offsets]) -> Iterator[None]:
+    """Inside, a ShardedTensor keeps the offsets that it is made from; `given` has them by the
+    tensor."""
     from megatron.core.dist_checkpointing import mapping
 
     tensor: Any = mapping.ShardedTensor
@@ -228,6 +233,7 @@ def _offsets_kept() -> Iterator[None]:
     def made(kind: Any, key: str, data: Any, *offsets: Any, **more: Any) -> Any:
         out = stock.__func__(kind, key, data, *offsets, **more)
         setattr(out, _OFFSETS, offsets)
+        given[id(data)] = offsets
         return out
 
     tensor.from_rank_offsets = classmethod(made)
@@ -253,29 +259,36 @@ class _Piece:
 
     key: str
     view: torch.Tensor
-    offsets: tuple[tuple[int, int, int], ...]
+    offsets: Offsets
 
 
-def _pieces(name: str, entry: Any, shape: Ints) -> list[_Piece]:
-    """One for each ShardedTensor that an entry stands for."""
+def _pieces(name: str, entry: Any, offsets: Offsets | None, shape: Ints) -> list[_Piece]:
+    """One for each ShardedTensor that an entry stands for; `offsets` are those of all of it."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     if isinstance(entry, ShardedTensor):
-        return [_piece(name, entry)]
+        return [_piece(name, entry, offsets)]
     whole = torch.empty(shape, device="meta")
-    with _offsets_kept():
+    with _offsets_kept({}):
         built = entry.build_fn(entry.key, whole, entry.replica_id, None)
-    found = [_piece(name, one) for one in _of_kind(built, (ShardedTensor,))]
+    found = [_piece(name, one, offsets) for one in _of_kind(built, (ShardedTensor,))]
     memory = whole.untyped_storage()._cdata
     if any(one.view.untyped_storage()._cdata != memory for one in found):
         raise _not_a_layout(name, "a copy of its elements in another order")
     return found
 
 
-def _piece(name: str, tensor: Any) -> _Piece:
-    offsets = getattr(tensor, _OFFSETS, None)
+def _piece(name: str, tensor: Any, of_whole: Offsets | None) -> _Piece:
+    """A ShardedTensor; one that was narrowed from that of a whole parameter (the parts of a Mamba
+    projection) has its offsets, if they say where it is."""
+    offsets = getattr(tensor, _OFFSETS, of_whole)
     if offsets is None:
         raise _not_a_layout(name, "a tensor without offsets of ranks")
+    for dim, index, of in offsets:
+        if dim >= tensor.prepend_axis_num:
+            size = tensor.local_shape[dim - tensor.prepend_axis_num]
+            if (tensor.global_offset[dim], tensor.global_shape[dim]) != (index * size, of * size):
+                raise _not_a_layout(name, f"{tensor.key} from {tensor.global_offset[dim]} on")
     before = tensor.prepend_axis_num
     own = tuple((dim - before, index, of) for dim, index, of in offsets if dim >= before)
     return _Piece(tensor.key, tensor.data, own)
