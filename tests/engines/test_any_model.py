@@ -82,12 +82,13 @@ def test_another_mesh_has_the_same_bits_and_losses(
     assert found[0]["losses"][:same] == pytest.approx(losses[:same], abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["dense", "t5", "gpt-oss"])
 def test_two_states_of_stock_that_differ_are_seen(
-    ranks: RankPool, sources: dict[str, Any], tmp_path: Path
+    ranks: RankPool, sources: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
     """The comparison's control: the state of a run that took another number of steps."""
-    folder, _ = sources["dense"]
-    other = on("dense", DENSE[0])
+    folder, _ = sources[kind]
+    other = on(kind, MESHES[kind][0])
     ranks.run(WORLD, JOBS + "saved", other, str(tmp_path), steps=1, more=0)
     count, unequal = ranks.run(1, JOBS + "compared", f"{folder}/stock", f"{tmp_path}/stock")[0]
     assert len(unequal) > count // 2
