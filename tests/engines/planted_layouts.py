@@ -3,6 +3,7 @@
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 
@@ -31,6 +32,13 @@ def _cut_by_columns(linear: Any) -> Any:
         return make_sharded_tensors_for_checkpoint(held, prefix, {"weight": dim}, sharded_offsets)
 
     return mock.patch.object(linear, "sharded_state_dict", said)
+
+
+def _whole_latents(model: Any) -> Any:
+    """Every rank has all rows of a down projection, which its module says to be cut."""
+    linear = model.decoder.layers[0].self_attention.linear_kv_down_proj
+    rows = torch.cat([linear.weight] * dist.get_world_size())
+    return mock.patch.dict(linear._parameters, weight=torch.nn.Parameter(rows))
 
 
 def _whole_sinks(model: Any) -> Any:
@@ -72,5 +80,6 @@ PLANTS: dict[str, Any] = {
     "cross attention by columns": lambda model: _cut_by_columns(
         model.decoder.layers[1].cross_attention.linear_kv
     ),
+    "whole latents": _whole_latents,
     "whole sinks": _whole_sinks,
 }

@@ -96,12 +96,13 @@ def test_a_projection_that_was_cut_as_one_would_be_seen(
     assert found["losses"][0] != pytest.approx(sources[kind][1][0], abs=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["dense", "t5", "gpt-oss"])
 def test_two_states_of_stock_that_differ_are_seen(
-    ranks: RankPool, sources: dict[str, Any], tmp_path: Path
+    ranks: RankPool, sources: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
     """The comparison's control: the state of a run that took another number of steps."""
-    folder, _ = sources["dense"]
-    other = on("dense", DENSE[0])
+    folder, _ = sources[kind]
+    other = on(kind, MESHES[kind][0])
     ranks.run(WORLD, JOBS + "saved", other, str(tmp_path), steps=1, more=0)
     count, unequal = ranks.run(1, JOBS + "compared", f"{folder}/stock", f"{tmp_path}/stock")[0]
     assert len(unequal) > count // 2
@@ -134,6 +135,7 @@ def test_the_tools_know_the_model_from_its_manifest(
         ("shared experts and router bias", "swapped experts", "local_experts.1.linear_fc1.weight"),
         ("predicting mixture", "later prediction", "mtp.layers.1"),
         ("latent attention", "cut by columns", "linear_q_up_proj.weight"),
+        ("latent attention", "whole latents", "layers.0.self_attention.linear_kv_down_proj.weight"),
         ("t5", "cross attention by columns", "layers.1.cross_attention.linear_kv.weight"),
         ("gpt-oss", "whole sinks", "layers.1.self_attention.core_attention.softmax_offset"),
         ("latent attention", "a method that fails", 'KeyError: "of somebody\'s module"'),
@@ -148,10 +150,24 @@ def test_a_planted_fault_is_named_on_every_rank(
             "a module and its files number a layer or an expert differently",
             "a module and its files number a layer or an expert differently (on rank 0)",
             "two ranks say different things of how a parameter is cut",
+            "a down projection has other rows than the model's config says",
+            "a down projection has other rows than the model's config says (on rank 0)",
             "the model can't say how its parameters are cut",
             "the model can't say how its parameters are cut (on rank 1)",
         )
         assert parameter in found
+
+
+def test_attributes_of_experts_decide_nothing(ranks: RankPool, sources: dict[str, Any]) -> None:
+    """What the model says of its layouts does. Where megatron-core itself goes by an attribute that
+    lies, and puts experts among what all ranks share, that is refused."""
+    kind = "leading dense layers"
+    folder, _ = sources[kind]
+    for found in ranks.run(WORLD, JOBS + "unmarked", on(kind, (4, 1, 2, 2), seed=3), folder):
+        assert found == {"error": "", "others": []}
+    for found in ranks.run(WORLD, JOBS + "unmarked", on(kind, (2, 1, 1, 1), seed=3), folder):
+        assert found["error"].startswith("a buffer mixes experts with parameters that other ranks")
+        assert "param.allreduce" in found["error"]
 
 
 # ------------------------------------------------ a GPTModel and a hybrid model

@@ -205,7 +205,7 @@ def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     found = " ".join(capsys.readouterr().out.split())
-    assert f"(gpt, {', '.join(LIKE_LLAMA)}, deepseek_v3, mixer, neo)" in found
+    assert f"(gpt, {', '.join(LIKE_LLAMA)}, deepseek_v3, gpt_oss, mixer, neo)" in found
     text = " ".join(make_parser().format_help().split())
     # no builder, no training: DeepSeek-V3 and the mixer are not among them
     assert f"{{gpt,{','.join(LIKE_LLAMA)},neo}}" in text

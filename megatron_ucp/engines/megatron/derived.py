@@ -35,6 +35,7 @@ from megatron_ucp.families.measure import TRUE_VOCAB
 from megatron_ucp.reshard import agree
 
 SOURCE = "the model's own sharded_state_dict()"
+_DOWN, _DOWN_OF_QUERIES = "linear_kv_down_proj.weight", "linear_q_down_proj.weight"
 _OFFSETS = "_ucp_offsets"  # of a ShardedTensor: those that it was made from
 
 
@@ -79,6 +80,7 @@ def derived_table(
                 out.setdefault(name, _with_extent(declared, entry, model))
         wanted = filter(None, (_known(own, names) for own in params.values()))
         missing = sorted({*wanted} - out.keys())
+    _check_latents(model, out)
     if missing and whole:
         raise UnsupportedError(
             "the model does not say how a parameter is cut",
@@ -304,6 +306,26 @@ def _check_numbers(name: str, pieces: Sequence[_Piece]) -> None:
                 expected=f"the numbers of {name}",
                 found=piece.key,
                 fix=f"look at the layer_number of the modules, and at {SOURCE}",
+            )
+
+
+def _check_latents(model: Any, table: Mapping[str, Declared]) -> None:
+    """Raises LayoutError for a down projection of latent attention that every rank has whole, and
+    that its module says to be cut: megatron-core does so of a fused one, whatever it is made of."""
+    config: Any = getattr(model, "config", None)
+    rank, queries = (getattr(config, name, None) for name in ("kv_lora_rank", "q_lora_rank"))
+    for name, declared in table.items():
+        rows = queries if name.endswith(_DOWN_OF_QUERIES) else None
+        if rank and name.endswith(_DOWN):
+            rows = rank + config.qk_pos_emb_head_dim
+        if rows and declared.shape[0] != rows:
+            raise LayoutError(
+                "a down projection has other rows than the model's config says",
+                parameter=name,
+                expected=f"{rows} rows in the whole model",
+                found=f"{declared.shape[0]} rows, {declared.layout}, by {SOURCE}",
+                fix="build the layer so that it is cut, or give its module a sharded_state_dict "
+                "that says it is whole: such a file would hold each rank's copy as another part",
             )
 
 
