@@ -284,6 +284,14 @@ class Memories:
             windows = [self._windows[one.part].taken(one, self.rank) for one in queue]
         own = [one for one in windows if one.by_giver.keys() <= {self.rank}]
         moving = self._rounds([one for one in windows if not one.by_giver.keys() <= {self.rank}])
+        asked = agree.exchange(self._wished(moving))
+        agreed = _Agreed(own, moving, asked, max(agree.gather(len(moving))))
+        if self._keeps:  # nothing of a plan that failed: it lacks what was not planned
+            self._known = (list(queue), agreed) if kept.error is None else None
+        return agreed
+
+    def _wished(self, moving: Sequence[Sequence[_Taken]]) -> dict[int, list[list[_Read]]]:
+        """What this rank asks each other one for, round by round."""
         wished: dict[int, list[list[_Read]]] = {}
         for number, taken in enumerate(moving):
             for one in taken:
@@ -291,10 +299,7 @@ class Memories:
                     if giver != self.rank:
                         rounds = wished.setdefault(giver, [[] for _ in moving])
                         rounds[number] += [_read_of(one.window, op) for op in ops]
-        agreed = _Agreed(own, moving, agree.exchange(wished), max(agree.gather(len(moving))))
-        if self._keeps:  # nothing of a plan that failed: it lacks what was not planned
-            self._known = (list(queue), agreed) if kept.error is None else None
-        return agreed
+        return wished
 
     def _rounds(self, windows: Sequence[_Taken]) -> list[list[_Taken]]:
         """Windows by the round in which they are taken: small ones together, as many as the largest

@@ -25,10 +25,10 @@ from megatron_ucp.core.manifest import (
     Manifest,
 )
 from megatron_ucp.engines.background import Background, background_of
-from megatron_ucp.engines.deepspeed.besides import besides, said_of
+from megatron_ucp.engines.deepspeed.besides import Besides, besides, said_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
-from megatron_ucp.engines.deepspeed.live import describe
+from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.live_fingerprint import held_by
 from megatron_ucp.engines.deepspeed.replicas import replicas_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
@@ -112,9 +112,6 @@ def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
     if files is not None:
         with as_save_error(), agree.together():
             files.share()
-    bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
-    tag = {MOVED_LATEST: asked.save_latest, TAG: asked.tag}
-    said = copy.deepcopy(said_of(live, found) | tag | position_of(asked.how.loader))
     notes = _note_of_states(flat(block.values)) + found.notes
     return TakenFiles(
         asked.engine,
@@ -122,8 +119,8 @@ def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
         asked.tag,
         LATEST if asked.save_latest else None,
         asked.how,
-        bare,
-        said,
+        _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest,
+        _said(asked, live, found),
         files,
         paths,
         notes,
@@ -133,6 +130,12 @@ def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
         held_by(live, files),
         live.manifest,
     )
+
+
+def _said(asked: Asked, live: LiveEngine, found: Besides) -> dict[str, Any]:
+    """What the manifest says of the run, as it is now."""
+    tag = {MOVED_LATEST: asked.save_latest, TAG: asked.tag}
+    return copy.deepcopy(said_of(live, found) | tag | position_of(asked.how.loader))
 
 
 def _rank_files(asked: Asked, sync: durable.Syncs) -> RankFiles | None:
