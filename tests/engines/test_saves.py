@@ -315,10 +315,13 @@ def test_what_the_manifest_says_about_the_save(three: Path) -> None:
         ("deepspeed", "stock", 10),
         ("deepspeed", "background", 20),
         ("stack", "background", 10),
+        ("older", "background", 10),
         pytest.param("deepspeed", "stock", 50, marks=pytest.mark.slow),
         pytest.param("deepspeed", "direct", 50, marks=pytest.mark.slow),
         pytest.param("deepspeed", "background", 50, marks=pytest.mark.slow),
         pytest.param("stack", "background", 50, marks=pytest.mark.slow),
+        pytest.param("older", "background", 50, marks=pytest.mark.slow),
+        pytest.param("older", "direct", 50, marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
