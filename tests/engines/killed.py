@@ -225,12 +225,12 @@ def prepare() -> None:
 
 
 def runs_of(engine: str) -> Runs:
-    """Of DeepSpeed's engines, or of megatron-core's stack."""
+    """Of DeepSpeed's engines, or of megatron-core's stack, which may save older files."""
     from tests.engines import killed_stack
     from tests.engines.canonical import differences
 
-    if engine == "stack":
-        return killed_stack.RUNS
+    if engine in killed_stack.RUNS:
+        return killed_stack.RUNS[engine]
     return Runs(MESHES, "latest", save_on_and_on, go_uninterrupted, load, differences)
 
 
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", default="stock", help="stock, direct, background")
-    parser.add_argument("--engine", default="deepspeed", help="deepspeed, stack")
+    parser.add_argument("--engine", default="deepspeed", help="deepspeed, stack, older")
     args = parser.parse_args()
     prepare()
     dice, runs = random.Random(args.seed), runs_of(args.engine)

@@ -54,6 +54,13 @@ def saved_each_way(setup: Mcore, folder: str, **options: Any) -> dict[str, Any]:
     return out
 
 
+def by_stock(setup: Mcore, folder: str) -> None:
+    engine = make(setup)
+    train(engine, 2)
+    legacy_save(engine, Path(folder) / "iter_0000002")
+    close(engine)
+
+
 def trained_on(setup: Mcore, folder: str, plant: bool = False) -> dict[str, list[str]]:
     """A save in the background whose writer starts ten steps later; what differs between the state
     at the call and what a load of it gives, and what the steps changed. `plant`: what is taken
@@ -189,7 +196,8 @@ def stock_load(setup: Mcore, folder: str) -> dict[str, Any]:
             bare.load_state_dict(tree[f"model{number}" if several else "model"])
         with torch.no_grad():  # it writes into leaves where the weights are the masters
             engine.optimizer.load_state_dict(tree["optimizer"])
-            engine.optimizer.load_parameter_state(str(own / "distrib_optim.pt"))
+            if setup.distributed:
+                engine.optimizer.load_parameter_state(str(own / "distrib_optim.pt"))
         found["before"][tag] = compare(want, before)
         found["differences"][tag] = compare(want, {**canonical(engine), **apart})
     close(engine)

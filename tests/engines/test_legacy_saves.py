@@ -39,6 +39,11 @@ ENGINES: dict[str, tuple[int, Mcore]] = {
     "moe": (4, Mcore(ep=2, overlap=True, bucket=1000, **MOE)),
     "own buffers": (2, Mcore(**MIXTURE)),
     "moe in stages": (4, Mcore(ep=2, pp=2, **MIXTURE)),
+    # optimizers that every data-parallel rank has whole
+    "plain": (2, Mcore(distributed=False, layers=2, **CONSTANT)),
+    "plain bf16": (4, Mcore("gpt", distributed=False, tied=True, tp=2, pp=2, dtype="bf16")),
+    "plain fp16": (2, Mcore(distributed=False, dtype="fp16", layers=2)),
+    "plain moe": (4, Mcore(distributed=False, ep=2, pp=2, **MIXTURE)),
 }
 
 
@@ -119,7 +124,7 @@ def test_what_finds_no_room_is_written_before_the_call_returns(
     assert compared(tmp_path, "background") == []
 
 
-@pytest.mark.parametrize("engine", ["dp4", "tied stages", "moe"])
+@pytest.mark.parametrize("engine", ["dp4", "tied stages", "moe", "plain", "plain bf16"])
 def test_megatron_core_loads_them(sources: Sources, engine: str) -> None:
     """On the same mesh, by its own functions."""
     world, setup = ENGINES[engine]
@@ -132,7 +137,9 @@ def test_megatron_core_loads_them(sources: Sources, engine: str) -> None:
 OTHER: dict[str, Any] = {"pp": 1, "vpp": 1, "layout": None, "bucket": None, "gather": False}
 
 
-@pytest.mark.parametrize("engine", ["dp4", "tied stages", "moe", "moe in stages"])
+@pytest.mark.parametrize(
+    "engine", ["dp4", "tied stages", "moe", "moe in stages", "plain", "plain bf16", "plain moe"]
+)
 def test_into_another_mesh(sources: Sources, engine: str) -> None:
     world, setup = ENGINES[engine]
     folder = sources.get(world, setup, SAVE, more=3, kind="torch")
@@ -196,7 +203,7 @@ def test_a_changed_file_with_checksums_of_its_own_is_named(
 # ------------------------------------------------ beside training
 
 
-@pytest.mark.parametrize("engine", ["dp4", "fp16", "own buffers", "moe"])
+@pytest.mark.parametrize("engine", ["dp4", "fp16", "own buffers", "moe", "plain", "plain fp16"])
 def test_ten_steps_before_the_writer_starts_change_nothing(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
@@ -205,7 +212,7 @@ def test_ten_steps_before_the_writer_starts_change_nothing(
         assert one["found"] == [] and len(one["changed"]) > 5
 
 
-@pytest.mark.parametrize("engine", ["fp16", "dp2", "own buffers"])
+@pytest.mark.parametrize("engine", ["fp16", "dp2", "own buffers", "plain"])
 def test_what_is_left_out_of_the_snapshot_is_found(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
@@ -266,7 +273,6 @@ def test_a_tag_that_is_there_is_replaced_and_older_ones_go(ranks: RankPool, tmp_
 
 
 REFUSED: dict[str, tuple[Mcore, dict[str, Any], dict[str, Any], str]] = {
-    "whole optimizers": (replace(SMALL, distributed=False), {}, {}, "use-distributed-optimizer"),
     "cut experts": (Mcore(tp=2, etp=1, **MOE), {}, {}, "experts that are cut as the rest"),
     "other buckets": (
         Mcore(overlap=True, bucket=2000, layers=2),

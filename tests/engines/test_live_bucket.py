@@ -1,13 +1,14 @@
 """The partitions that a load of megatron-core's stack fills, over its pieces of masters and
 moments. Without ranks."""
 
+import itertools
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.engines.megatron.engine.inner import LiveBucket, Stepped
 from megatron_ucp.errors import PlanError
@@ -51,6 +52,37 @@ def test_to_look_at_the_pieces_moves_nothing(pieces: dict[int, Stepped]) -> None
     with pytest.raises(PlanError):
         bucket.tensor(MASTER)
     assert [piece.master.data_ptr() for piece in pieces.values()] == before
+
+
+def many(part: int) -> tuple[FlatBuffer, dict[int, Stepped]]:
+    """A bucket of many pieces, some of one element, some with gaps behind them, and this
+    partition's, the last one first."""
+    sizes = [1, 4, 2, 7, 1, 3] * 20
+    starts, length = aligned_starts(sizes, 3)
+    places = enumerate(zip(starts, sizes, strict=True))
+    members = tuple(Member(f"p{n}", at, size, 0) for n, (at, size) in places)
+    flat = FlatBuffer(members, length + length % 2, 2, "whole", ((MASTER, "float32"),))
+    inner = SimpleNamespace(optimizer=SimpleNamespace(state=defaultdict(dict), param_groups=[{}]))
+    held: dict[int, Stepped] = {}
+    for one in reversed([*flat.fragments(part)]):
+        master = torch.arange(one.low, one.high, dtype=torch.float32) + 100 * one.member
+        own = torch.nn.Parameter(master), master, one.low, one.high
+        held[one.member] = Stepped(inner, 0, *own)
+    return flat, held
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_every_run_of_every_piece_is_found_whatever_their_order(part: int) -> None:
+    """What a search through all of them finds."""
+    flat, held = many(part)
+    bucket = LiveBucket(flat, part, held, None)
+    for one in flat.fragments(part):
+        size, whole = one.high - one.low, held[one.member].master
+        for first, last in itertools.combinations(range(size + 1), 2):
+            found = bucket.read(MASTER, one.offset + first, one.offset + last)
+            assert torch.equal(found, whole[first:last])
+        with pytest.raises(PlanError):
+            bucket.read(MASTER, one.offset, one.offset + size + 1)
 
 
 def test_the_next_load_finds_the_partitions_again(pieces: dict[int, Stepped]) -> None:

@@ -308,18 +308,26 @@ def test_what_the_manifest_says_about_the_save(three: Path) -> None:
 # ------------------------------------------------ kill -9
 
 
+KILLED = [
+    ("deepspeed", "stock", 10),
+    ("deepspeed", "background", 20),
+    ("stack", "background", 10),
+    ("older", "background", 10),
+]
+MORE_KILLED = [
+    ("deepspeed", "stock", 50),
+    ("deepspeed", "direct", 50),
+    ("deepspeed", "background", 50),
+    ("stack", "background", 50),
+    ("older", "background", 50),
+    ("older", "direct", 50),
+]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("engine", "save", "trials"),
-    [
-        ("deepspeed", "stock", 10),
-        ("deepspeed", "background", 20),
-        ("stack", "background", 10),
-        pytest.param("deepspeed", "stock", 50, marks=pytest.mark.slow),
-        pytest.param("deepspeed", "direct", 50, marks=pytest.mark.slow),
-        pytest.param("deepspeed", "background", 50, marks=pytest.mark.slow),
-        pytest.param("stack", "background", 50, marks=pytest.mark.slow),
-    ],
+    [*KILLED, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_KILLED)],
 )
 def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
     tmp_path: Path, engine: str, save: str, trials: int

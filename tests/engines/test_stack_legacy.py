@@ -3,15 +3,19 @@ megatron-core's stack on another mesh, bit by bit. megatron-core's own optimizer
 it can't where a rank has no piece of them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_saves import MIXTURE
+from tests.ranks import RankPool
 
+JOBS = "tests.engines.legacy_save_jobs:"
 SAVE, RESUME = "tests.engines.stack_jobs:save", "tests.engines.stack_jobs:resume"
 TIED: dict[str, Any] = {"family": "gpt", "tied": True}
 MOE: dict[str, Any] = {"family": "mixtral"}
@@ -19,6 +23,7 @@ SOURCES = {
     "tied stages": Mcore(pp=2, vpp=2, tp=2, **TIED),
     "a mixture in stages": Mcore(ep=2, pp=2, **MIXTURE),
     "buckets of experts": Mcore(ep=2, overlap=True, bucket=1000, **MOE),
+    "whole optimizers": Mcore(pp=2, tp=2, dtype="bf16", distributed=False, **TIED),
 }
 MORE = {
     "buckets": Mcore(overlap=True, bucket=2000),
@@ -30,6 +35,10 @@ MORE = {
     "experts in virtual stages": Mcore(ep=2, pp=2, vpp=2, **MOE),
     "experts cut as attention is": Mcore(ep=2, tp=2, **MOE),
     "experts without expert parallelism": Mcore(tp=2, **MOE),
+    "whole optimizers in fp32": Mcore(distributed=False, pp=2, vpp=2),
+    "whole optimizers of a mixture": Mcore(distributed=False, ep=2, pp=2, **MIXTURE),
+    "whole optimizers in fp16": Mcore(distributed=False, dtype="fp16", tp=2),
+    "whole optimizers of another Adam": Mcore(distributed=False, adam="apex", dtype="bf16"),
 }
 
 
@@ -40,5 +49,49 @@ def test_into_another_mesh(sources: Sources, source: str) -> None:
     setup = {**SOURCES, **MORE}[source]
     folder = sources.get(4, setup, SAVE, more=3, kind="legacy")
     other: dict[str, Any] = {"pp": 1, "vpp": 1, "layout": None, "first": None, "bucket": None}
-    target = replace(setup, tp=1, ep=1, overlap=False, **other)
+    target = replace(setup, tp=1, ep=1, overlap=False, distributed=True, **other)
     check(sources.ranks.run(2, RESUME, target, folder), None)
+
+
+def one_less(tree: dict[str, Any]) -> None:
+    tree["optimizer"]["optimizer"]["param_groups"][0]["params"].pop()
+
+
+def masters_swapped(tree: dict[str, Any]) -> None:
+    """Of two layers' matrices of one shape."""
+    held = tree["optimizer"]["fp32_from_fp16_params"][0]
+    shapes = [one.shape for one in held]
+    one, other, *_ = (n for n, shape in enumerate(shapes) if shape == shapes[-1])
+    held[one], held[other] = held[other], held[one]
+
+
+def another_shape(tree: dict[str, Any]) -> None:
+    states = tree["optimizer"]["optimizer"]["state"]
+    states[0], states[1] = states[1], states[0]
+
+
+def another_step(tree: dict[str, Any]) -> None:
+    tree["optimizer"]["optimizer"]["state"][0]["step"] += 1
+
+
+FAULTS: dict[str, Any] = {
+    "another number of parameters": one_less,
+    "masters of parameters are not the weights": masters_swapped,
+    "is not its state": another_shape,
+    "a different number of times": another_step,
+}
+
+
+@pytest.mark.parametrize("said", FAULTS)
+def test_states_at_others_places_are_refused(ranks: RankPool, tmp_path: Path, said: str) -> None:
+    """Of optimizers that every data-parallel rank has whole: nothing in the files names them."""
+    setup = Mcore(distributed=False, dtype="bf16", layers=2)
+    ranks.run(1, JOBS + "by_stock", setup, str(tmp_path))
+    folder = tmp_path / "iter_0000002"
+    path = folder / "mp_rank_00" / "model_optim_rng.pt"
+    assert ranks.run(1, JOBS + "load_refused", setup, str(folder)) == [""]
+    tree = torch.load(path, weights_only=False)
+    FAULTS[said](tree)
+    torch.save(tree, path)
+    (found,) = ranks.run(1, JOBS + "load_refused", setup, str(folder))
+    assert found.startswith("StateMismatchError") and said in found, found

@@ -5,8 +5,8 @@ The model's dict has the order in which parameters were registered, from which `
 each one lies in the buffers; every master is compared with its weight.
 """
 
-import itertools
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,15 +32,19 @@ from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
-    NotFoundError,
     StateMismatchError,
     UnsupportedError,
 )
 from megatron_ucp.formats.base import Checkpoint, Told, Where
-from megatron_ucp.formats.foreign import at_key, each, of_kind, texts
+from megatron_ucp.formats.foreign import each, of_kind
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import size
-from megatron_ucp.formats.megatron.closed_list import OF_VALUES
+from megatron_ucp.formats.megatron.by_position import (
+    StatesByPosition,
+    inner_tree,
+    one_step,
+    steps_in,
+)
 from megatron_ucp.formats.megatron.extras import loss_scale_of
 from megatron_ucp.formats.megatron.flat import (
     BUFFER_STATES,
@@ -49,7 +53,7 @@ from megatron_ucp.formats.megatron.flat import (
     PlacedBuffer,
     RunLayout,
 )
-from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved
+from megatron_ucp.formats.megatron.folder import not_proved
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
@@ -65,14 +69,13 @@ from megatron_ucp.formats.megatron.rank_folder import (
     OPTIMIZER_FILE,
     RANDOM,
     RankFolder,
+    RankFolders,
 )
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
-from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.rounding import Run, same_run
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # as a part numbers its own
-_MOST_MISSING = 10_000  # folders of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class PlacedWeight:
     expert_rank: int
 
 
-class LegacyCheckpoint(MegatronFolder):
+class LegacyCheckpoint(RankFolders):
     """One opened tag folder. Raises a UcpError for anything that directories and pickles show;
     tensor bytes are not read."""
 
@@ -107,133 +110,40 @@ class LegacyCheckpoint(MegatronFolder):
         layout = RunLayout(
             self.arguments, self.saved_on, self._parts, self._params, self._registered
         )
-        self._buffers = list(layout.buffers()) if self._has_optimizer else []
+        self._buffers = list(layout.buffers()) if self._has_buffers else []
         self._weights: list[PlacedWeight] = []
+        self._group_of: Mapping[str, int] = {}  # of what has a buffer of its own
+        self._by_position: dict[RankFolder, Mapping[str, Mapping[str, TensorRef]]] = {}
         found = self._build() if self._has_optimizer else self._build_weights()
         self.manifest = self.as_recorded(found)
-
-    @property
-    def _has_optimizer(self) -> bool:
-        """Whether the optimizer's states are there, and wanted."""
-        return bool(self.main_tree.get("optimizer")) and not self.told.weights
-
-    # ------------------------------------------------ files
-
-    @property
-    def main_tree(self) -> Mapping[str, Any]:
-        return self._tree(self._main)
-
-    def _tree(self, name: str) -> Mapping[Any, Any]:
-        """What a file holds; an older one of several optimizers lists them."""
-        tree, path = self.file(name).tree, self.folder / name
-        if isinstance(tree, list):
-            tree = dict(enumerate(tree))
-        return of_kind(tree, dict, "the file", path)
-
-    def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
-        """The weights of a chunk of a rank, by their local names."""
-        name = self._model_file(rank)
-        key = "model" if self.saved_on.vpp == 1 else f"model{chunk}"
-        held = at_key(self._tree(name), key, dict, self.folder / name)
-        texts(list(held), key, self.folder / name)
-        return held
-
-    def file(self, name: str) -> PtFile:
-        if name not in self._open:
-            opened = self._closing.enter_context(PtFile(self.folder / name, allow=OF_VALUES))
-            self.evidence.compare(name, opened.size_bytes, opened.directory_sha256)
-            self._open[name] = opened
-        return self._open[name]
-
-    def _scan(self) -> dict[RankFolder, str]:
-        """The folder of each rank. Raises NotFoundError for those that are missing,
-        UnsupportedError for a mesh whose experts are cut otherwise."""
-        mesh = self.saved_on
-        if self.arguments.get("num_experts") and mesh.cut_of_experts != mesh.cut_of_dense:
-            raise UnsupportedError(
-                "experts that are cut otherwise than the rest are not read from these files",
-                file=self.main_file,
-                found=str(mesh),
-                fix="save it again with --ckpt-format torch_dist",
-            )
-        self._require_listable()
-        ranks = itertools.product(range(mesh.pp), range(mesh.ep), range(mesh.tp))
-        out = {rank: rank.name(mesh) for rank in (RankFolder(tp, pp, ep) for pp, ep, tp in ranks)}
-        missing = [name for name in self._names(out) if not (self.folder / name).is_file()]
-        if missing:
-            raise self._missing(
-                self.folder / missing[0], f"those of {mesh}", f"{len(missing)} missing"
-            )
-        found = {path.name for path in self.folder.iterdir() if OF_RANK.fullmatch(path.name)}
-        if odd := sorted(found - {*out.values()}):
-            raise ForeignFileError(
-                "there are folders of ranks that the run did not have",
-                file=self.folder / odd[0],
-                expected=str(mesh),
-                found=f"{len(odd)} such folders",
-            )
-        return out
-
-    def _require_listable(self) -> None:
-        """Raises NotFoundError where far more ranks are missing than a list of them could name."""
-        mesh, here = self.saved_on, sum(1 for _ in self.folder.iterdir())
-        wanted = mesh.pp * mesh.ep * mesh.tp
-        if wanted > here + _MOST_MISSING:
-            raise self._missing(self.folder, f"{wanted} folders, those of {mesh}", f"{here}")
-
-    def _missing(self, file: Path, expected: str, found: str) -> NotFoundError:
-        return NotFoundError(
-            "files of model-parallel ranks are missing",
-            file=file,
-            expected=expected,
-            found=found,
-            fix="restore them, or load another tag",
-        )
-
-    def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
-        kinds = [MODEL_FILE, *([OPTIMIZER_FILE] if self._has_optimizer else [])]
-        return [f"{folder}/{kind}" for folder in folders.values() for kind in kinds]
-
-    @property
-    def file_names(self) -> list[str]:
-        return self._names(self._folders)
-
-    def _compare_files(self) -> None:
-        """Raises ForeignFileError for a file of another iteration, UnsupportedError for optimizers
-        whose states are kept by position."""
-        for folder in self._folders.values():
-            found = self._tree(f"{folder}/{MODEL_FILE}").get("iteration")
-            if found != self.main_tree.get("iteration"):
-                raise ForeignFileError(
-                    "a file is of another iteration than the others",
-                    file=self.folder / folder / MODEL_FILE,
-                    expected=self.main_tree.get("iteration"),
-                    found=found,
-                )
-        distributed = self.arguments.get("use_distributed_optimizer")
-        if self._has_optimizer and not distributed:
-            raise UnsupportedError(
-                "these files hold the states of an optimizer that is not distributed, by position",
-                file=self.main_file,
-                expected="--use-distributed-optimizer, or --ckpt-format torch_dist",
-                fix="save it again with --ckpt-format torch_dist",
-            )
 
     # ------------------------------------------------ structure
 
     def _read_groups(self) -> list[SavedGroup]:
         out: list[SavedGroup] = []
         for number, tree in enumerate(self._optimizers):
-            groups = at_key(tree, "optimizer", dict, self.main_file).get("param_groups")
-            out += saved_groups(groups, None, self._tensor, self.main_file, number)
+            inner, file = inner_tree(tree, self.main_file), self.main_file
+            refs = [] if self._has_buffers else steps_in(inner, file)
+            step = one_step({self.scalar(file, ref) for ref in refs}, file)
+            groups = inner.get("param_groups")
+            out += saved_groups(groups, step, self._tensor, file, number)
         return out
 
-    @property
-    def _optimizers(self) -> list[Mapping[str, Any]]:
-        """The optimizer, or each one of a chain; none where there is none."""
-        found = self.main_tree.get("optimizer") or []
-        listed = found if isinstance(found, list) else [found]
-        return [*each(listed, dict, "optimizer", self.main_file)]
+    def _kept(self, rank: RankFolder) -> Mapping[str, Mapping[str, TensorRef]]:
+        """The states of each parameter of a rank, where they lie by position."""
+        if rank not in self._by_position:
+            name = self._model_file(rank)
+            named: dict[int, list[tuple[str, TensorRef]]] = defaultdict(list)
+            for part in (part for part in self._parts if part.stage == rank.stage):
+                for param, ref in self._local(part, rank.tp, rank.expert):
+                    if param in self._group_of:
+                        named[self._group_of[param]].append((param, ref))
+            found = StatesByPosition(self.full_path(name))
+            for number, tree in enumerate(self._optimizers_in(name)):
+                own = [n for n, group in enumerate(self.groups) if group.optimizer == number]
+                found.add(tree, [named[group] for group in own])
+            self._by_position[rank] = found.found
+        return self._by_position[rank]
 
     def _tensor(self, ref: TensorRef) -> Stand:
         """A small tensor of the main file."""
@@ -308,7 +218,9 @@ class LegacyCheckpoint(MegatronFolder):
         trained = [spec for spec in self._params.values() if spec.kind == "trainable"]
         groups = self.group_numbers(trained)
         flat = [self._flat_buffer(one, groups) for one in self._buffers]
-        buffers = (*flat, *self._alone({*self._params} - {*groups}))
+        apart = {*self._params} - ({*groups} if self._has_buffers else set())
+        self._group_of = {} if self._has_buffers else groups
+        buffers = (*flat, *self._alone(apart))
         found = tuple(one.group for one in self.groups)
         params = tuple(self._params.values())
         run = self.described()
@@ -340,15 +252,24 @@ class LegacyCheckpoint(MegatronFolder):
                     at = (*on_stage(part.stage), (CHUNK_OF_STAGE, part.chunk))
                     at = at if spec.expert is None else (*at, (EXPERT_RANK, rank))
                     axes = DENSE_CUT if spec.expert is None else EXPERT_CUT
-                    states = ((VALUE, spec.dtype),)
                     self._weights.append(PlacedWeight(name, part, rank))
-                    yield alone(name, ref.numel, states, at=at, axes=axes)
+                    group = self._group_of.get(name)
+                    if group is None:
+                        states = ((VALUE, spec.dtype),)
+                        yield alone(name, ref.numel, states, at=at, axes=axes)
+                        continue
+                    kept = self._kept(RankFolder(0, part.stage, rank))[name]
+                    states = tuple((state, "float32") for state in kept)
+                    scalars = self.groups[group].scalars
+                    yield alone(name, ref.numel, states, group, scalars, at=at, axes=axes)
 
     def _where_weight(self, slot: Slot) -> Where:
         one = self._weights[slot.buffer - len(self._buffers)]
         ((_, tp),) = slot.cut
         held = dict(self._local(one.part, tp, one.expert_rank))
         rank = RankFolder(tp, one.part.stage, one.expert_rank)
+        if slot.state != VALUE:
+            return self.place(self._model_file(rank), self._kept(rank)[one.name][slot.state])
         return self._weight(rank, held, one.name, self.manifest.buffers[slot.buffer].length)
 
     def _weight(
@@ -375,9 +296,6 @@ class LegacyCheckpoint(MegatronFolder):
     def _optimizer_file(self, one: PlacedBuffer, cut: Coords) -> str:
         """The file with a buffer at a place."""
         return f"{self._folders[_rank_of(one, cut)]}/{OPTIMIZER_FILE}"
-
-    def _model_file(self, rank: RankFolder) -> str:
-        return f"{self._folders[rank]}/{MODEL_FILE}"
 
     def _ref(self, number: int, cut: Coords, state: str) -> TensorRef:
         """A state of a buffer at a place."""
@@ -414,9 +332,10 @@ class LegacyCheckpoint(MegatronFolder):
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""
         self.file(name)
-        if not name.endswith(f"/{OPTIMIZER_FILE}"):
-            return
         wrong: list[str] = []
+        if self._group_of and name.endswith(f"/{MODEL_FILE}"):
+            rank = next(rank for rank in self._folders if self._model_file(rank) == name)
+            wrong += self._unproved_by_position(rank)
         for number, one in enumerate(self._buffers):
             for cut in self.saved_on.everywhere(one.axes):
                 if self._optimizer_file(one, cut) == name:
@@ -436,6 +355,16 @@ class LegacyCheckpoint(MegatronFolder):
             weight = self._weight(rank, held, member.param, member.size)
             if not same_run(Run(master, member.start), Run(weight, 0), member.size):
                 out.append(member.param)
+        return out
+
+    def _unproved_by_position(self, rank: RankFolder) -> list[str]:
+        """The same of parameters that have buffers of their own."""
+        kept, name, out = self._kept(rank), self._model_file(rank), list[str]()
+        for part in (part for part in self._parts if part.stage == rank.stage):
+            for param, ref in self._local(part, rank.tp, rank.expert):
+                if (own := kept.get(param)) is not None:
+                    master, weight = (Run(self.place(name, one), 0) for one in (own[MASTER], ref))
+                    out += [] if same_run(master, weight, ref.numel) else [param]
         return out
 
     def where(self, slot: Slot) -> Where:

@@ -1,13 +1,23 @@
 """The folders of Megatron-LM's older files: what each model-parallel rank has in one."""
 
+import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import ForeignFileError, NotFoundError, UnsupportedError
+from megatron_ucp.formats.foreign import at_key, each, of_kind, texts
+from megatron_ucp.formats.megatron.closed_list import OF_VALUES
+from megatron_ucp.formats.megatron.folder import MegatronFolder
+from megatron_ucp.formats.pt.reader import PtFile
 
 OF_RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 RANDOM = "rng_state"  # of the first file
+_MOST_MISSING = 10_000  # folders of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +33,126 @@ class RankFolder:
         stage = f"_{self.stage:03d}" if mesh.pp > 1 else ""
         expert = f"_{self.expert:03d}" if mesh.ep > 1 else ""
         return f"mp_rank_{self.tp:02d}{stage}{expert}"
+
+
+class RankFolders(MegatronFolder):
+    """An opened tag folder as its ranks' files. A subclass sets `_main` and `_folders`."""
+
+    _main: str
+    _folders: Mapping[RankFolder, str]
+
+    @property
+    def _has_optimizer(self) -> bool:
+        """Whether the optimizer's states are there, and wanted."""
+        return bool(self.main_tree.get("optimizer")) and not self.told.weights
+
+    @property
+    def _has_buffers(self) -> bool:
+        """Whether data-parallel ranks shared these states; else each parameter has its own."""
+        return self._has_optimizer and bool(self.arguments.get("use_distributed_optimizer"))
+
+    # ------------------------------------------------ files
+
+    @property
+    def main_tree(self) -> Mapping[str, Any]:
+        return self._tree(self._main)
+
+    def _tree(self, name: str) -> Mapping[Any, Any]:
+        """What a file holds; an older one of several optimizers lists them."""
+        tree, path = self.file(name).tree, self.folder / name
+        if isinstance(tree, list):
+            tree = dict(enumerate(tree))
+        return of_kind(tree, dict, "the file", path)
+
+    def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
+        """The weights of a chunk of a rank, by their local names."""
+        name = self._model_file(rank)
+        key = "model" if self.saved_on.vpp == 1 else f"model{chunk}"
+        held = at_key(self._tree(name), key, dict, self.folder / name)
+        texts(list(held), key, self.folder / name)
+        return held
+
+    def file(self, name: str) -> PtFile:
+        if name not in self._open:
+            opened = self._closing.enter_context(PtFile(self.folder / name, allow=OF_VALUES))
+            self.evidence.compare(name, opened.size_bytes, opened.directory_sha256)
+            self._open[name] = opened
+        return self._open[name]
+
+    def _scan(self) -> dict[RankFolder, str]:
+        """The folder of each rank. Raises NotFoundError for those that are missing,
+        UnsupportedError for a mesh whose experts are cut otherwise."""
+        mesh = self.saved_on
+        if self.arguments.get("num_experts") and mesh.cut_of_experts != mesh.cut_of_dense:
+            raise UnsupportedError(
+                "experts that are cut otherwise than the rest are not read from these files",
+                file=self.main_file,
+                found=str(mesh),
+                fix="save it again with --ckpt-format torch_dist",
+            )
+        self._require_listable()
+        ranks = itertools.product(range(mesh.pp), range(mesh.ep), range(mesh.tp))
+        out = {rank: rank.name(mesh) for rank in (RankFolder(tp, pp, ep) for pp, ep, tp in ranks)}
+        missing = [name for name in self._names(out) if not (self.folder / name).is_file()]
+        if missing:
+            raise self._missing(
+                self.folder / missing[0], f"those of {mesh}", f"{len(missing)} missing"
+            )
+        found = {path.name for path in self.folder.iterdir() if OF_RANK.fullmatch(path.name)}
+        if odd := sorted(found - {*out.values()}):
+            raise ForeignFileError(
+                "there are folders of ranks that the run did not have",
+                file=self.folder / odd[0],
+                expected=str(mesh),
+                found=f"{len(odd)} such folders",
+            )
+        return out
+
+    def _require_listable(self) -> None:
+        """Raises NotFoundError where far more ranks are missing than a list of them could name."""
+        mesh, here = self.saved_on, sum(1 for _ in self.folder.iterdir())
+        wanted = mesh.pp * mesh.ep * mesh.tp
+        if wanted > here + _MOST_MISSING:
+            raise self._missing(self.folder, f"{wanted} folders, those of {mesh}", f"{here}")
+
+    def _missing(self, file: Path, expected: str, found: str) -> NotFoundError:
+        return NotFoundError(
+            "files of model-parallel ranks are missing",
+            file=file,
+            expected=expected,
+            found=found,
+            fix="restore them, or load another tag",
+        )
+
+    def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
+        kinds = [MODEL_FILE, *([OPTIMIZER_FILE] if self._has_buffers else [])]
+        return [f"{folder}/{kind}" for folder in folders.values() for kind in kinds]
+
+    @property
+    def file_names(self) -> list[str]:
+        return self._names(self._folders)
+
+    def _compare_files(self) -> None:
+        """Raises ForeignFileError for a file of another iteration."""
+        for folder in self._folders.values():
+            found = self._tree(f"{folder}/{MODEL_FILE}").get("iteration")
+            if found != self.main_tree.get("iteration"):
+                raise ForeignFileError(
+                    "a file is of another iteration than the others",
+                    file=self.folder / folder / MODEL_FILE,
+                    expected=self.main_tree.get("iteration"),
+                    found=found,
+                )
+
+    def _model_file(self, rank: RankFolder) -> str:
+        return f"{self._folders[rank]}/{MODEL_FILE}"
+
+    @property
+    def _optimizers(self) -> list[Mapping[str, Any]]:
+        return self._optimizers_in(self._main)
+
+    def _optimizers_in(self, name: str) -> list[Mapping[str, Any]]:
+        """The optimizer of a file, or each one of a chain; none where there is none."""
+        found = self._tree(name).get("optimizer") or []
+        listed = found if isinstance(found, list) else [found]
+        return [*each(listed, dict, "optimizer", self.full_path(name))]

@@ -1,6 +1,7 @@
 """The optimizers of megatron-core's stack, and what each has on this rank: pieces of masters with
 their states, as the live objects say."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -193,9 +194,11 @@ class LiveBucket:
         """Elements [first, last) of a state of one member, as they lie."""
         if state == MASTER and self.weights is not None:
             return self.weights[first:last]
-        for number, at in self._places.items():
-            piece = self.pieces[number]
-            if at <= first and last <= at + piece.last - piece.first:
+        starts, numbers = self._in_order
+        found = bisect_right(starts, first) - 1
+        if found >= 0:
+            piece, at = self.pieces[numbers[found]], starts[found]
+            if last <= at + piece.last - piece.first:
                 return flat_view(piece.tensor(state).detach())[first - at : last - at]
         raise PlanError("no piece has these elements", found=f"{state} [{first}, {last})")
 
@@ -245,6 +248,13 @@ class LiveBucket:
             number: self.flat.offset(members[number], self.part, piece.first)
             for number, piece in self.pieces.items()
         }
+
+    @cached_property
+    def _in_order(self) -> tuple[list[int], list[int]]:
+        """Where the pieces begin, in order, and their numbers: each element is looked up, and a
+        bucket may have thousands of pieces."""
+        order = sorted(self._places, key=self._places.__getitem__)
+        return [self._places[number] for number in order], order
 
     def allocate(self, states: Sequence[str], dtype: str) -> None:
         """Makes room for exactly these states."""

@@ -15,7 +15,6 @@ import torch
 
 from megatron_ucp.core.manifest import MOVED_LATEST, RUN, TAG, Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.states import VALUE
 from megatron_ucp.engines.megatron.engine.asked import AskedOfStack, described_to_save
 from megatron_ucp.engines.megatron.engine.besides import values_of
 from megatron_ucp.engines.megatron.engine.flags import flags_of_program
@@ -106,7 +105,7 @@ def _files(
     with as_save_error(), agree.together():
         files.share()
     with as_save_error(), agree.together():
-        held = _held(present.live, files, buffers)
+        held = _held(present, files, buffers)
         present.require_unstepped()
     return held
 
@@ -155,19 +154,19 @@ def _in_files(manifest: Manifest) -> Manifest:
     return replace(manifest, buffers=buffers)
 
 
-def _held(live: LiveMegatron, files: RankFiles, buffers: object) -> dict[Slot, torch.Tensor]:
+def _held(present: PresentStates, files: RankFiles, buffers: object) -> dict[Slot, torch.Tensor]:
     """The memory of everything that this rank writes; of buffers of modules, which may differ from
     rank to rank, of all."""
-    out = {} if buffers is None else buffers_held(live, buffers)
-    for number, cut, part in live.parts():
-        buffer = live.manifest.buffers[number]
-        if buffer.stepped:
-            continue
-        slot = Slot(number, cut, part, VALUE)
-        memory = live.tensor(slot)
-        kept = files.kept(memory)
-        if kept is None and live.manifest.by_name[buffer.first_param].kind == "buffer":
-            kept = memory.clone()
-        if kept is not None:
-            out[slot] = kept
+    out = {} if buffers is None else buffers_held(present.live, buffers)
+    for number, cut, part in present.parts():
+        buffer = present.manifest.buffers[number]
+        shared = buffer.stepped and present.manifest.mesh.zero
+        for state, _ in buffer.states if not shared else ():
+            slot = Slot(number, cut, part, state)
+            memory = present.read(slot, 0, buffer.elems(part))
+            kept = files.kept(memory)
+            if kept is None and present.manifest.by_name[buffer.first_param].kind == "buffer":
+                kept = memory.clone()
+            if kept is not None:
+                out[slot] = kept
     return out

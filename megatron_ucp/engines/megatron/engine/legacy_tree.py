@@ -16,6 +16,7 @@ import torch
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
+from megatron_ucp.engines.megatron.engine.inner import pieces_of
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron
 from megatron_ucp.engines.megatron.engine.present import PresentStates
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
@@ -54,13 +55,9 @@ def refuse(present: PresentStates, stack: MegatronStack) -> None:
     held = sorted(state for state, _ in present.states)
     has_experts = any(spec.expert is not None for spec in present.manifest.params)
     empty = [live for live in present.live.own.buffers if not live.pieces]
-    _require("--use-distributed-optimizer", mesh.zero, "an optimizer whose states lie by position")
     _require("a parameter to step at every stage", not stubs, "a stage without any")
-    _require(
-        "exp_avg and exp_avg_sq",
-        held == sorted({*BUFFER_STATES.values()} - {MASTER}),
-        ", ".join(held),
-    )
+    known = not mesh.zero or held == sorted({*BUFFER_STATES.values()} - {MASTER})
+    _require("exp_avg and exp_avg_sq", known, ", ".join(held))
     alike = not has_experts or mesh.cut_of_experts == mesh.cut_of_dense
     _require("experts that are cut as the rest is", alike, str(mesh))
     _require("a piece of each bucket on every rank", not empty, f"{len(empty)} buckets without one")
@@ -97,9 +94,23 @@ def require_described(live: LiveMegatron, flags: Namespace, file: str) -> None:
     def registered(part: PipelinePart, expert: int) -> Sequence[str]:
         return names.get(part, ()) if expert in (0, here.expert) else ()
 
-    layout = RunLayout(said, mesh, parts, live.manifest.by_name, registered)
-    found = [_placed(one) for one in layout.buffers() if _is_of(one, here)]
-    _compare("buffers", found, _buffers_of(live))
+    if mesh.zero:
+        layout = RunLayout(said, mesh, parts, live.manifest.by_name, registered)
+        found = [_placed(one) for one in layout.buffers() if _is_of(one, here)]
+        _compare("buffers", found, _buffers_of(live))
+    else:
+        _require_in_order(live, [name for part in parts for name in names[part]])
+
+
+def _require_in_order(live: LiveMegatron, names: Sequence[str]) -> None:
+    """Raises UnsupportedError where an optimizer steps a group's parameters in another order than
+    the model has them: its states would be taken for others'."""
+    places = {name: number for number, name in enumerate(names)}
+    held = live.own.names
+    for inner in live.own.inner:
+        for group in range(len(inner.optimizer.param_groups)):
+            own = [held[one.param] for one in pieces_of(inner) if one.group == group]
+            _compare("parameters of groups", sorted(own, key=places.__getitem__), own)
 
 
 def _is_of(one: PlacedBuffer, here: RankFolder) -> bool:
@@ -201,6 +212,8 @@ def buffers_value(stack: MegatronStack) -> Any:
     """The value in the second file of the rank that is the first one to share buffers: of one
     optimizer, or a list of those of a chain. None on every other rank. Collective; every rank's
     elements are gathered, as megatron-core does it."""
+    if not stack.mesh.zero:
+        return None
     found = [one.get_parameter_state_dp_zero() for one in _chained(stack)]
     if all(one is None for one in found):
         return None
