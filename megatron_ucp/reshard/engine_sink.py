@@ -120,6 +120,7 @@ class EngineSink:
                 self.engine.read,
                 only=self._is_compared,
                 sizes=self._sizes,
+                copies=True,
             )
 
     def _vouched_for(self, op: Op) -> StateKey | None:
@@ -132,7 +133,7 @@ class EngineSink:
         same_dtype = crc.startswith(target.buffers[slot.buffer].dtype_of(slot.state) + " ")
         if not same_dtype or not self._is_compared(slot, name):
             return None
-        return (name, state) if is_held(target, slot, member) else None
+        return (name, state) if is_held(target, slot, member, copies=True) else None
 
     def _is_compared(self, slot: Slot, name: str) -> bool:
         """Whether a parameter in a slot gets what the checkpoint has, element by element."""

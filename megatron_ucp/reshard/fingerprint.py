@@ -85,33 +85,38 @@ def sums_of(
     within: tuple[int, int] | None = None,
     only: Only = lambda slot, param: True,
     sizes: Counter[StateKey] | None = None,
+    copies: bool = False,
 ) -> Sums:
     """What a rank's memory of some slots adds to the CRC-32s of their parameters; each slot holds
     the state that is named with it. Of each slot the elements `within` alone, and `only` some
-    parameters. `sizes` grows by the bytes of each."""
+    parameters. `sizes` grows by the bytes of each. `copies`: what several partitions keep whole is
+    in all of them (a load put it there), and not in the first one alone."""
     out: Sums = {}
     sizes = Counter() if sizes is None else sizes
     for slot, state in wants:
         dtype = manifest.buffers[slot.buffer].dtype_of(slot.state)
-        for name, share, offset, held in _held(manifest, slot, within, only):
+        buffer = manifest.buffers[slot.buffer].of(slot.state)
+        is_copy = copies and buffer.rule == "uncut"
+        holder = slot.buffer, (slot.cut, slot.part) if is_copy else slot.cut
+        for name, share, offset, held in _held(manifest, slot, within, only, copies):
             memory = read(slot, offset, offset + span(held.full.shape, held.strides))
-            key = name, state, dtype, share, (slot.buffer, slot.cut), slot.part
+            key = name, state, dtype, share, holder, slot.part
             out[key] = out.get(key, 0) ^ _sum(manifest.by_name[name], memory, held)
             sizes[name, state] += held.full.numel * memory.element_size()
     return out
 
 
 def _held(
-    manifest: Manifest, slot: Slot, within: tuple[int, int] | None, only: Only
+    manifest: Manifest, slot: Slot, within: tuple[int, int] | None, only: Only, copies: bool
 ) -> Iterator[tuple[str, Box, int, Piece]]:
     """What a slot holds: the parameter, the whole share that it is of, where it begins in the slot,
-    and the box. Nothing of padding, of parameters of which every rank has a copy of its own, and
-    of what another partition has as well."""
+    and the box. Nothing of padding, of parameters of which every rank has a copy of its own, and,
+    without `copies`, of what another partition has as well."""
     buffer = manifest.buffers[slot.buffer].of(slot.state)
     low, high = within or (0, buffer.elems(slot.part))
     for fragment in buffer.fragments(slot.part):
         member = buffer.members[fragment.member]
-        if not is_held(manifest, slot, member) or not only(slot, member.param):
+        if not is_held(manifest, slot, member, copies) or not only(slot, member.param):
             continue
         spec = manifest.by_name[member.param]
         first = fragment.low + max(0, low - fragment.offset)
@@ -122,11 +127,12 @@ def _held(
                 yield member.param, piece.full, offset, held
 
 
-def is_held(manifest: Manifest, slot: Slot, member: Member) -> bool:
+def is_held(manifest: Manifest, slot: Slot, member: Member, copies: bool) -> bool:
     """Whether a slot counts for the fingerprint of a member: of what several partitions keep whole
-    the first one's does, and of copies that every rank has for itself none."""
+    the first one's does, with `copies` every one's, and of copies that every rank has for itself
+    none."""
     buffer = manifest.buffers[slot.buffer].of(slot.state)
-    is_first = buffer.rule != "uncut" or buffer.owners(member, 0, 1)[0] == slot.part
+    is_first = copies or buffer.rule != "uncut" or buffer.owners(member, 0, 1)[0] == slot.part
     return is_first and not isinstance(manifest.by_name[member.param].layout, Partial)
 
 

@@ -1,6 +1,7 @@
 """What the ranks do in the tests of Muon."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -10,8 +11,9 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.deepspeed import wrappers
+from megatron_ucp.reshard import engine_sink, fingerprint
 from tests.engines import convert_jobs, jobs
-from tests.engines.canonical import canonical, differences
+from tests.engines.canonical import canonical, differences, everywhere
 from tests.engines.masters import matrices_of
 from tests.engines.model import Setup, make_engine
 
@@ -48,6 +50,35 @@ def cast(setup: Setup, folder: str, **options: Any) -> tuple[list[str], list[str
 
 def stock_load(setup: Setup, converted: str, oracle: str) -> dict[str, Any]:
     return convert_jobs.stock_load(plain(setup, 9), converted, oracle)
+
+
+def damaged_copy(setup: Setup, folder: str, compares: bool) -> tuple[str, int]:
+    """What a load says, and of how many copies, where a bit of a matrix is another one in every
+    partition but the first that keeps it. `compares`: with copies compared."""
+    engine = make_engine(plain(setup, 9))
+    stock, flipped, said = fingerprint.sums_of, list[str](), "nothing"
+
+    def sums(manifest: Any, wants: Any, read: Any, *args: Any, **more: Any) -> Any:
+        flipped.extend(_flip_copies(manifest, wants, read))
+        return stock(manifest, wants, read, *args, **more | {"copies": compares})
+
+    with mock.patch.object(engine_sink, "sums_of", sums):
+        try:
+            ucp.load(engine, folder, tag="filled")
+        except ucp.UcpError as error:
+            said = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return said, sum(everywhere(len(flipped)))
+
+
+def _flip_copies(manifest: Any, wants: Any, read: Any) -> Iterator[str]:
+    for slot, state in wants:
+        buffer = manifest.buffers[slot.buffer].of(state)
+        for one in buffer.fragments(slot.part) if buffer.rule == "uncut" else ():
+            member = buffer.members[one.member]
+            if buffer.owners(member, 0, 1)[0] != slot.part:
+                read(slot, one.offset, one.offset + 1).view(torch.int32)[0] ^= 1
+                yield member.param
 
 
 def faulty(setup: Setup, folder: str, fault: str) -> dict[str, Any]:

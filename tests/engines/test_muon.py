@@ -99,6 +99,15 @@ def test_pair(sources: Sources, name: str, world: int, setup: Setup) -> None:
     assert any("momentum_buffer" in line for line in found[0]["before"]["filled"])
 
 
+def test_copies_in_other_partitions_are_compared(sources: Sources) -> None:
+    folder = source(sources, "dp4z3")
+    job, setup = JOBS + "damaged_copy", muon(2)
+    for said, copies in sources.ranks.run(2, job, setup, folder, True):
+        assert said.startswith("ForeignFileError: ") and "parameter: " in said and copies
+    for said, copies in sources.ranks.run(2, job, setup, folder, False):
+        assert said == "nothing" and copies, "the control"
+
+
 @pytest.mark.parametrize("name", ["dp2z1", "dp2z1off", "dp1z0", "dp4z3"])
 def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, name: str) -> None:
     """Without a manifest: files of stage 0 name no parameters, and `Twins` has two of one shape."""
