@@ -75,6 +75,20 @@ def refuse_way(found: object, ways: Sequence[str]) -> NoReturn:
     )
 
 
+def require_unstepped(before: Mapping[str, float], now: Mapping[str, float]) -> None:
+    """Raises SaveError where an optimizer counts other steps than when the save began."""
+    if now != before:
+        other = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        was, is_ = ({key: said.get(key) for key in other[:3]} for said in (before, now))
+        raise SaveError(
+            "the optimizer stepped while its state was taken for a save",
+            expected=f"{was}, as when the save began",
+            found=f"{is_}: elements of two steps",
+            fix="save from the thread that trains, between two steps",
+            id="",
+        )
+
+
 LOADED, SAVED = "ucp_report", "ucp_save_report"  # of an engine: what its last load, and save, did
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines import rank_files
 from megatron_ucp.engines.background import background_of
+from megatron_ucp.engines.deepspeed import save as saving
 from megatron_ucp.engines.saves import WAYS
 from tests.engines.canonical import canonical, differences
 from tests.engines.model import Setup, make_engine, train
@@ -53,6 +55,38 @@ def records(path: Path) -> dict[str, bytes]:
         assert archive.testzip() is None, path
         names = [name for name in archive.namelist() if not name.endswith(OF_THE_ARCHIVE)]
         return {name: archive.read(name) for name in names}
+
+
+def torn(setup: Setup, folder: str, way: str) -> dict[str, Any]:
+    """A save during which the engine steps; then one during which it does not."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save=way)
+    train(engine, 2)
+    out: dict[str, Any] = {"said": []}
+
+    def stepping(*args: Any) -> Any:
+        train(engine, 1, first=50)
+        return stock(*args)
+
+    stock = saving.write_beside
+    for write in (stepping, stock):
+        with mock.patch.object(saving, "write_beside", write):
+            try:
+                engine.save_checkpoint(folder)
+                ucp.wait(engine)
+                out["said"].append("")
+            except ucp.UcpError as error:
+                out["said"].append(f"{type(error).__name__}: {error}")
+        dist.barrier()  # the first rank has taken away what is left, and begins nothing new
+        out.setdefault("left", listing(folder))
+        dist.barrier()
+    want = canonical(engine)
+    engine.destroy()
+    fresh = make_engine(replace(setup, seed=9))
+    ucp.load(fresh, folder)
+    out["differences"] = differences(want, canonical(fresh))
+    fresh.destroy()
+    return out
 
 
 def trained_on(setup: Setup, folder: str, plant: bool = False) -> list[str]:

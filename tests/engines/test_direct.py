@@ -136,6 +136,18 @@ def test_ten_steps_before_the_writer_starts_change_nothing(
     assert ranks.run(2, JOBS + "trained_on", setup, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.parametrize(("zero", "way"), [(1, "direct"), (3, "background"), (0, "stock")])
+def test_a_step_amid_the_taking_is_named(
+    ranks: RankPool, tmp_path: Path, zero: int, way: str
+) -> None:
+    """What was taken is of two steps: nothing of it stays."""
+    for found in ranks.run(2, f"{JOBS}torn", Setup(zero), str(tmp_path), way):
+        first, second = found["said"]
+        assert first.startswith("SaveError: the optimizer stepped while its state was taken")
+        assert "'global_steps': 2.0" in first and "'global_steps': 3.0" in first
+        assert found["left"] == [] and second == "" and found["differences"] == []
+
+
 def test_a_scalar_that_is_left_out_of_the_snapshot_is_found(
     ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.live_fingerprint import held_by
 from megatron_ucp.engines.deepspeed.replicas import replicas_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
+from megatron_ucp.engines.random_states import STEPS
 from megatron_ucp.engines.rank_files import RankFiles
 from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.saves import (
@@ -42,6 +43,7 @@ from megatron_ucp.engines.saves import (
     as_save_error,
     position_of,
     require_one_save,
+    require_unstepped,
     where_to,
 )
 from megatron_ucp.engines.taken_files import (
@@ -101,6 +103,7 @@ def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
     sync = durable.Syncs(asked.how.durable)
     _begin(asked, left)
     live = describe(asked.engine, asked.model, present=True)
+    steps = _steps_of(live)
     found = besides(live, asked.client_state)
     files = _rank_files(asked, sync)
     written, stock_seconds = _stock(asked, files)
@@ -109,9 +112,10 @@ def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
         beside = write_beside(asked.aside, found.own, found.apart, asked.how)
         paths = [*(stock if files is None else []), *beside]
         block.value = live.own.not_carried()
-    if files is not None:
-        with as_save_error(), agree.together():
+    with as_save_error(), agree.together():
+        if files is not None:
             files.share()
+        require_unstepped(steps, _steps_of(live))
     notes = _note_of_states(flat(block.values)) + found.notes
     return TakenFiles(
         asked.engine,
@@ -130,6 +134,13 @@ def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
         held_by(live, files),
         live.manifest,
     )
+
+
+def _steps_of(live: LiveEngine) -> dict[str, float]:
+    """The counts of steps that this rank's optimizer and its engine have now."""
+    counts = [live.own.scalars(one) for one in live.own.buffers]
+    own = {f"{key} of group {n}": v for n, one in enumerate(counts) for key, v in one.items()}
+    return {STEPS: float(live.engine.global_steps), **own}
 
 
 def _said(asked: Asked, live: LiveEngine, found: Besides) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from megatron_ucp.core.flat import Scalars, States
 from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron
-from megatron_ucp.errors import SaveError, UsageError
+from megatron_ucp.engines.saves import require_unstepped
+from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard import agree
 
 
@@ -36,14 +37,7 @@ class PresentStates:
         """Raises SaveError where an optimizer has stepped since: what was read meanwhile may be of
         two steps. Sums of what was read can't show that: they fit it."""
         for _, scalars in self.live.own.present():
-            if scalars != self.scalars:
-                raise SaveError(
-                    "the optimizer stepped while its state was taken for a save",
-                    expected=f"{dict(self.scalars)}, as when the save began",
-                    found=f"{dict(scalars)}: elements of two steps",
-                    fix="save from the thread that trains, between two steps",
-                    id="",
-                )
+            require_unstepped(dict(self.scalars), dict(scalars))
 
 
 def present_states(live: LiveMegatron) -> PresentStates:
