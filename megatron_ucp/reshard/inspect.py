@@ -14,6 +14,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+from megatron_ucp.formats.megatron.distcp import SUFFIX
 from megatron_ucp.formats.registry import find_checkpoint
 from megatron_ucp.reshard.describe import experts, look, sizes
 from megatron_ucp.reshard.newest_tag import time_of_save
@@ -25,7 +26,7 @@ _FORMATS = {
     Keeper.LEGACY: "Megatron-LM's legacy torch format",
     Keeper.WEIGHTS: "a Hugging Face folder, weights alone",
 }
-_OF_MEGATRON = (Keeper.TORCH_DIST, Keeper.LEGACY)
+_OF_MEGATRON = (Keeper.MEGATRON, Keeper.TORCH_DIST, Keeper.LEGACY)
 _STATES = {MASTER: "master weights", VALUE: "values"}
 _WIDTH, _INDENT = 100, 13  # of lines with settings
 _KNOWN = (
@@ -158,7 +159,11 @@ def _format(manifest: Manifest) -> str:
     version = manifest.run.get("ds_version")
     program = f"DeepSpeed {version}" if version else "DeepSpeed"
     usual = f"{program}, ZeRO stage {manifest.mesh.zero}"
-    return _FORMATS.get(manifest.keeper, usual)
+    keeper = manifest.keeper
+    if keeper == Keeper.MEGATRON:  # a manifest of this package's says who trained, not the format
+        is_dist = any(file.name.endswith(SUFFIX) for file in manifest.files)
+        keeper = Keeper.TORCH_DIST if is_dist else Keeper.LEGACY
+    return _FORMATS.get(keeper, usual)
 
 
 def _model(manifest: Manifest, elems: int, model_type: str) -> str:

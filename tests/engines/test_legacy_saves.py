@@ -143,6 +143,8 @@ OTHER: dict[str, Any] = {"pp": 1, "vpp": 1, "layout": None, "bucket": None, "gat
 def test_into_another_mesh(sources: Sources, engine: str) -> None:
     world, setup = ENGINES[engine]
     folder = sources.get(world, setup, SAVE, more=3, kind="torch")
+    shown = str(ucp.inspect(Path(folder) / "trained"))
+    assert ": Megatron-LM's legacy torch format\n" in shown
     target = replace(setup, tp=1, ep=1, overlap=False, **OTHER)
     check(sources.ranks.run(2, RESUME, target, folder), None)
 

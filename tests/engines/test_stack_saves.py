@@ -190,6 +190,7 @@ def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
     assert twice == {f"decoder.layers.{n}.pre_mlp_layernorm.weight" for n in range(2)}
     assert not ucp.verify(folder / "trained", deep=True).findings
     assert ucp.describe(folder / "trained").run["global_steps"] == 3
+    assert f"{tag}: Megatron-LM's torch_dist\n" in str(ucp.inspect(folder / "trained"))
 
 
 def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from megatron_ucp.formats.pt.reader import PtArchive
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.pt.values import storages_of
 
+SUFFIX = ".distcp"
+
 
 class DistcpFile(OpenFile):
     """One open file, and what the index says of it. An archive's directory and pickle are read

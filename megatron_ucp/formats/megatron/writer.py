@@ -23,6 +23,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.formats.durable import entry_of
 from megatron_ucp.formats.file_layout import Blob, Crcs, FileLayout, FilePiece
+from megatron_ucp.formats.megatron.distcp import SUFFIX
 from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.names import (
@@ -39,7 +40,6 @@ from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.writer import ArchiveLayout, tensor_archive, write_pt
 
 WEIGHT = "weight"  # what a plan calls the training copy of a parameter
-_DATA = ".distcp"
 ADAM_STATES = (MASTER, "exp_avg", "exp_avg_sq")  # of Adam, which are all that Megatron-LM loads
 _METADATA = {
     "sharded_backend": BACKEND,
@@ -220,7 +220,7 @@ class _Room:
 
 
 def _file_of(number: int) -> str:
-    return f"__{number}_0{_DATA}"
+    return f"__{number}_0{SUFFIX}"
 
 
 def layers_are_alike(params: Mapping[str, ParamSpec]) -> bool:
@@ -269,7 +269,7 @@ def entries_of(folder: Path) -> list[FileEntry]:
     list. Of the large ones the size alone: the index says their places, and each chunk has its
     CRC-32. Raises OSError."""
     return [
-        FileEntry(path.name, path.stat().st_size) if path.suffix == _DATA else entry_of(path)
+        FileEntry(path.name, path.stat().st_size) if path.suffix == SUFFIX else entry_of(path)
         for path in sorted(folder.iterdir())
         if path.name != INDEX_FILE
     ]
