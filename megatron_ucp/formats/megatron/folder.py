@@ -28,7 +28,7 @@ from megatron_ucp.formats.base import (
 from megatron_ucp.formats.foreign import no_such, of_kind
 from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
+from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments
 from megatron_ucp.formats.megatron.buckets import InBuffer
 from megatron_ucp.formats.megatron.extras import counters_of, extras_of, iteration_of
 from megatron_ucp.formats.megatron.flat import BUFFER_STATES, PlacedBuffer
@@ -170,9 +170,7 @@ class MegatronFolder(OpenedFolder):
 
     def membership(self) -> Membership:
         """Which parameter is in which group."""
-        said = self.arguments
-        decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
-        return Membership(self.groups, self.main_file, bool(decays), rate(said, "decoupled_lr"))
+        return Membership.by_arguments(self.groups, self.arguments, self.main_file)
 
     def group_numbers(self, specs: Iterable[ParamSpec]) -> dict[str, int]:
         """The group of each of some parameters, which the optimizer steps."""
