@@ -281,6 +281,8 @@ REFUSED: dict[str, tuple[Mcore, dict[str, Any], dict[str, Any], str]] = {
         "other buffers",
     ),
     "other stages": (Mcore(pp=2, layers=4), {"decoder_first_pipeline_num_layers": 1}, {}, "layers"),
+    "another optimizer": (SMALL, {"optimizer_cpu_offload": True}, {}, "offloaded to the CPU"),
+    "more optimizers": (SMALL, {"num_distributed_optimizer_instances": 3}, {}, "more optimizers"),
     "other format": (SMALL, {}, {"ckpt_format": "zarr"}, "torch_dist or torch"),
 }
 

@@ -213,7 +213,7 @@ class MegatronFolder(OpenedFolder):
 
     def refuse_optimizer(self) -> None:
         """Raises UnsupportedError for optimizers whose files hold no fp32 masters."""
-        for name, what in _REFUSED.items():
+        for name, what in WITHOUT_MASTERS.items():
             if self.arguments.get(name):
                 raise UnsupportedError(
                     f"the checkpoint was written with {what}, which is not supported",
@@ -274,7 +274,7 @@ def _as_recorded(spec: ParamSpec, kept: ParamSpec | None) -> ParamSpec:
 
 
 # options that change what the optimizer's files hold
-_REFUSED = {
+WITHOUT_MASTERS = {
     "use_precision_aware_optimizer": "the precision-aware optimizer",
     "optimizer_cpu_offload": "an optimizer that is offloaded to the CPU",
     "fp8_param_gather": "weights in fp8, of which no copy is stored that masters could show",

@@ -31,6 +31,7 @@ from megatron_ucp.formats.megatron.flat import (
     PlacedBuffer,
     RunLayout,
 )
+from megatron_ucp.formats.megatron.folder import WITHOUT_MASTERS
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
 from megatron_ucp.formats.megatron.names import BUFFERS, global_name
 from megatron_ucp.formats.megatron.rank_folder import RANDOM, RankFolder
@@ -79,13 +80,32 @@ def _require(expected: str, is_so: object, found: str) -> None:
 def require_described(live: LiveMegatron, flags: Namespace, file: str) -> None:
     """Raises UnsupportedError where the flags describe other stages, groups or buffers than this
     rank has: a load would take elements for others."""
-    own, mesh, said = live.own, live.manifest.mesh, vars(flags)
-    here = folder_of(mesh, own.rank)
-    parts = [part for part in parts_of(said, mesh, file) if part.stage == here.stage]
-    first_expert = here.expert * (size(said, "num_experts", 0) // mesh.ep)
-    tied = not flags.untie_embeddings_and_output_weights
+    mesh, said = live.manifest.mesh, vars(flags)
+    here, names = folder_of(mesh, live.own.rank), _names_as_read(live, said, file)
+    _require_groups(live, said, file)
+
+    def registered(part: PipelinePart, expert: int) -> Sequence[str]:
+        return names.get(part, ()) if expert in (0, here.expert) else ()
+
+    if mesh.zero:
+        layout = RunLayout(said, mesh, [*names], live.manifest.by_name, registered)
+        found = [_placed(one) for one in layout.buffers() if _is_of(one, here)]
+        _compare("buffers", found, _buffers_of(live))
+    else:
+        _require_in_order(live, [name for own in names.values() for name in own])
+
+
+def _names_as_read(
+    live: LiveMegatron, said: Mapping[str, Any], file: str
+) -> dict[PipelinePart, list[str]]:
+    """The parameters of each of this rank's parts, in the order of the model, as a reader of the
+    flags names them. Raises UnsupportedError where the live ones have other names."""
+    here = folder_of(live.manifest.mesh, live.own.rank)
+    parts = [p for p in parts_of(said, live.manifest.mesh, file) if p.stage == here.stage]
+    first_expert = here.expert * (size(said, "num_experts", 0) // live.manifest.mesh.ep)
+    tied = not said["untie_embeddings_and_output_weights"]
     names: dict[PipelinePart, list[str]] = {}
-    for part, chunk in zip(parts, own.chunks, strict=True):
+    for part, chunk in zip(parts, live.own.chunks, strict=True):
         canonical = canonical_names(bare_model(chunk))
         as_read = [
             EMBEDDING if tied and name == HEAD else global_name(name, part.first, first_expert)
@@ -93,23 +113,15 @@ def require_described(live: LiveMegatron, flags: Namespace, file: str) -> None:
         ]
         _compare("layers or experts", as_read, [*canonical.values()])
         names[part] = [name for name in as_read if not name.endswith(BUFFERS)]
-
-    _require_groups(live, said, file)
-
-    def registered(part: PipelinePart, expert: int) -> Sequence[str]:
-        return names.get(part, ()) if expert in (0, here.expert) else ()
-
-    if mesh.zero:
-        layout = RunLayout(said, mesh, parts, live.manifest.by_name, registered)
-        found = [_placed(one) for one in layout.buffers() if _is_of(one, here)]
-        _compare("buffers", found, _buffers_of(live))
-    else:
-        _require_in_order(live, [name for part in parts for name in names[part]])
+    return names
 
 
 def _require_groups(live: LiveMegatron, said: Mapping[str, Any], file: str) -> None:
     """Raises UnsupportedError where a parameter is in another group than Megatron-LM's rules give
-    it: the files list none, so a load would give it the settings of another one, or its states."""
+    it: the files list none, so a load would give it the settings of another one, or its states.
+    And for flags of optimizers whose files are not read."""
+    odd = [what for name, what in WITHOUT_MASTERS.items() if said.get(name)]
+    _require("flags of an optimizer whose files hold fp32 masters", not odd, some_of(odd))
     membership = Membership.by_arguments(
         [SavedGroup(g, None) for g in live.own.groups()], said, file
     )
