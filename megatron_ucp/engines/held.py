@@ -102,8 +102,8 @@ def hold(
             what is loaded.
         release: The engine's memory goes page by page as it is used up, so that a rank needs
             room for one copy of the state, not for two. The engine refuses to step and to be saved
-            then, also where the hold fails after its first byte. Memory of a GPU stays until the
-            engine goes.
+            then, also where the hold fails after its first byte; what else shares its parameters or
+            buffers reads zeros. Memory of a GPU, and pinned memory, stays until the engine goes.
 
     Returns:
         What `load(engine, held)` takes, on all ranks of the new world.

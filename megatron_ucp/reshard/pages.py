@@ -26,13 +26,15 @@ def advise(start: int, stop: int, advice: int) -> None:
 class UsedUp:
     """Memory that is read in steps for the last time: each page goes after the step that reads it
     last, and what no step reads goes at once. `held` is all of it, as views; their storages go
-    whole, with what else lies in them. Memory of a device stays.
+    whole, with what else lies in them. Memory of a device stays, and pinned memory: a device would
+    go on with the pages that went.
 
     All reads must be told (`read`) before the first page goes (`let_go`).
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
-        storages = {one.data_ptr(): one.untyped_storage() for one in held if one.is_cpu}
+        pageable = (one for one in held if one.is_cpu and not one.is_pinned())
+        storages = {one.data_ptr(): one.untyped_storage() for one in pageable}
         # kept: while they live nothing else gets their addresses
         self._storages = [*storages.values()]
         self._areas = _joined((one.data_ptr(), one.nbytes()) for one in self._storages)
@@ -47,6 +49,8 @@ class UsedUp:
             return
         start = memory.data_ptr()
         number = bisect_right(self._areas, (start, sys.maxsize)) - 1
+        if number < 0 or start >= self._areas[number][1]:
+            return  # it stays
         begin = self._areas[number][0] // PAGESIZE
         low, high = start // PAGESIZE - begin, -(-(start + memory.nbytes) // PAGESIZE) - begin
         self._steps[number][low:high].clamp_(min=step)

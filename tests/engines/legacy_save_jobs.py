@@ -2,10 +2,12 @@
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -217,6 +219,70 @@ def refused(setup: Mcore, folder: str, given: dict[str, Any], **options: Any) ->
         return f"{type(error).__name__}: {error}"
     finally:
         close(engine)
+
+
+@contextmanager
+def before_buffers(change: Callable[[str, torch.nn.Module], None]) -> Iterator[None]:
+    """Inside, what gets buffers is changed before, module by module."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    stock = DistributedDataParallel.__init__
+
+    def made(self: Any, config: Any, ddp_config: Any, module: Any, **given: Any) -> None:
+        for name, one in module.named_modules():
+            change(name, one)
+        stock(self, config, ddp_config, module, **given)
+
+    with mock.patch.object(DistributedDataParallel, "__init__", made):
+        yield
+
+
+def _freeze(name: str, module: torch.nn.Module) -> None:
+    if name.endswith("final_layernorm"):
+        module.requires_grad_(False)
+
+
+def frozen(setup: Mcore, folder: str) -> str:
+    with before_buffers(_freeze):
+        return refused(setup, folder, {})
+
+
+def regrouped(setup: Mcore, folder: str, how: str) -> str:
+    """What a save says of groups that another program than Megatron-LM's made."""
+    engine = make(setup)
+    train(engine, 1)
+    (inner,) = engine.optimizer.chained_optimizers
+    one, other = inner.optimizer.param_groups
+    if how == "others":
+        one["wd_mult"], other["wd_mult"] = other["wd_mult"], one["wd_mult"]
+    elif how == "alike":
+        other.update({key: value for key, value in one.items() if key != "params"})
+    else:
+        one["params"][2:4] = reversed(one["params"][2:4])
+    try:
+        save(engine, folder)
+        return ""
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        close(engine)
+
+
+def mixed(setup: Mcore, folder: str) -> list[str]:
+    """A group with parameters in fp32 among others: its states lie as the model has them."""
+
+    def in_fp32(name: str, module: torch.nn.Module) -> None:
+        if name.endswith("0.input_layernorm"):
+            forward = module.float().forward
+            module.forward = lambda x: forward(x.float()).bfloat16()
+
+    with before_buffers(in_fp32):
+        engine = make(setup)
+        train(engine, 2)
+        save(engine, folder)
+        want = canonical(engine)
+        close(engine)
+        return _loaded(setup, folder, want)
 
 
 def without_flags(setup: Mcore, folder: str) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -469,3 +469,25 @@ def loads_elsewhere_first(folder: str, base: str) -> tuple[int, list[str]]:
     report = ucp.load(engine, folder)
     engine.destroy()
     return report.global_steps, [*report.notes]
+
+
+def asks_for_tags(folder: str, tags: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """A run saves its first step and keeps its second one; its next start asks for tags, in whose
+    place memory may be taken. What is said of each."""
+    world = World(Setup(1), ("a",) * dist.get_world_size())
+    os.environ[NODE] = "a"
+    engine = make(world, folder, every=2)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    train(engine, 2, first=1)
+    engine.destroy()
+    found: list[tuple[str, list[str]]] = []
+    for tag in tags:
+        engine = make(world, folder, every=2)
+        try:
+            report = ucp.load(engine, folder, tag, allow={"memory"})
+            found.append((str(report.global_steps), [*report.notes]))
+        except ucp.UcpError as error:
+            found.append((f"{type(error).__name__}: {error}", []))
+        engine.destroy()
+    return found

@@ -174,3 +174,23 @@ def test_mxfp4_is_refused_with_what_to_do(computed: dict[str, Any], tmp_path: Pa
     )
     with pytest.raises(UnsupportedError, match=r"mxfp4[^$]*Mxfp4Config\(dequantize=True\)"):
         ucp.import_hf(folder, tmp_path / "n", mesh="dp=1")
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_experts_of_one_tensor_in_fp8_are_refused(
+    computed: dict[str, Any], tmp_path: Path, scales: bool
+) -> None:
+    """Nobody says which scale is whose: without them other weights would be read."""
+
+    def in_fp8(held: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        name = f"{STACKS}down_proj"
+        held[name] = held[name].to(torch.float8_e4m3fn)
+        if scales:
+            held[f"{name}_scale_inv"] = torch.full((4, 1, 1), 2.0)
+        how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        config["quantization_config"] = how
+
+    folder = change(computed["gpt-oss"]["hf"], tmp_path / "a", in_fp8)
+    with pytest.raises(UnsupportedError, match="experts in one tensor are in fp8"):
+        ucp.import_hf(folder, tmp_path / "n", mesh="dp=1")
+    assert not (tmp_path / "n").exists()

@@ -283,6 +283,8 @@ REFUSED: dict[str, tuple[Mcore, dict[str, Any], dict[str, Any], str]] = {
         "other buffers",
     ),
     "other stages": (Mcore(pp=2, layers=4), {"decoder_first_pipeline_num_layers": 1}, {}, "layers"),
+    "another optimizer": (SMALL, {"optimizer_cpu_offload": True}, {}, "offloaded to the CPU"),
+    "more optimizers": (SMALL, {"num_distributed_optimizer_instances": 3}, {}, "more optimizers"),
     "other format": (SMALL, {}, {"ckpt_format": "zarr"}, "torch_dist or torch"),
 }
 
@@ -293,3 +295,38 @@ def test_what_the_files_can_not_say_is_refused(ranks: RankPool, tmp_path: Path, 
     for found in ranks.run(2, JOBS + "refused", setup, str(tmp_path), given, **options):
         assert found.startswith("UnsupportedError") and said in found, found
     assert not [*tmp_path.rglob("*")]
+
+
+PLAIN = Mcore(distributed=False, layers=2)
+
+
+@pytest.mark.parametrize("setup", [PLAIN, SMALL], ids=show)
+def test_frozen_parameters_are_refused(ranks: RankPool, tmp_path: Path, setup: Mcore) -> None:
+    """Nothing in the files says it: the load would look for states that nobody has."""
+    for found in ranks.run(2, JOBS + "frozen", setup, str(tmp_path)):
+        assert "frozen: decoder.final_layernorm.weight" in found, found
+    assert not [*tmp_path.rglob("*")]
+
+
+@pytest.mark.parametrize(
+    ("setup", "how", "said"),
+    [
+        (SMALL, "others", "by Megatron-LM's own rules"),
+        (SMALL, "alike", ""),
+        (PLAIN, "others", "by Megatron-LM's own rules"),
+        (PLAIN, "alike", "by Megatron-LM's own rules"),
+        (PLAIN, "another order", "in the order of the model"),
+    ],
+)
+def test_groups_that_no_load_finds_are_refused(
+    ranks: RankPool, tmp_path: Path, setup: Mcore, how: str, said: str
+) -> None:
+    """The files list no group's parameters: a load finds them by Megatron-LM's rules."""
+    for found in ranks.run(2, JOBS + "regrouped", setup, str(tmp_path), how):
+        assert found.startswith("UnsupportedError" if said else "") and said in found, found
+        assert bool(said) == bool(found)
+
+
+def test_a_group_of_two_dtypes(ranks: RankPool, tmp_path: Path) -> None:
+    setup = Mcore(distributed=False, dtype="bf16", layers=2)
+    assert ranks.run(2, JOBS + "mixed", setup, str(tmp_path)) == [[], []]

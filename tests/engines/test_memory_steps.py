@@ -258,3 +258,12 @@ def test_a_load_from_elsewhere_leaves_what_the_run_kept(
     base = str(tmp_path / "base")
     for step, notes in ranks.run(2, f"{JOBS}:loads_elsewhere_first", folder, base):
         assert step == 2 and "from memory: step 2; no tag on disk" in "\n".join(notes)
+
+
+def test_memory_stands_for_no_tag_that_is_not_there(ranks: RankPool, folder: str) -> None:
+    tags = ["global_step7", "../global_step1", "global_step1"]
+    for *wrong, right in ranks.run(2, f"{JOBS}:asks_for_tags", folder, tags):
+        for said, tag in zip((said for said, _ in wrong), tags, strict=False):
+            assert said.startswith(("NotFoundError", "UsageError")) and tag in said, said
+        step, notes = right
+        assert step == "2" and "from memory: step 2; global_step1 on disk" in "\n".join(notes)

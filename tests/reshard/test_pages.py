@@ -1,6 +1,7 @@
 """Memory that goes page by page while the rest of it is read."""
 
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -71,3 +72,20 @@ def test_views_of_one_storage_are_one_area() -> None:
     used_up.read(0, memory)
     used_up.let_go(NEVER)
     assert bool((memory == 1).all()), "what lies between two views is read"
+
+
+def test_pinned_memory_stays() -> None:
+    """A device that reads it has the pages that were there when it was pinned: with others in
+    their place it would see old values, whoever gets this memory next. (Seen on an H200, of
+    memory that CUDA registered.)"""
+    lying = torch.ones(3 * 64 * 1024, dtype=torch.uint8).split(64 * 1024)
+    pinned, *rest = sorted((one.clone() for one in lying), key=torch.Tensor.data_ptr)
+    is_pinned = lambda one: one.data_ptr() == pinned.data_ptr()  # noqa: E731
+    with mock.patch.object(torch.Tensor, "is_pinned", is_pinned):
+        for held in ([pinned], [*rest, pinned]):
+            used_up = UsedUp(held)
+            used_up.read(0, pinned)
+            used_up.let_go(NEVER)
+            used_up.let_go(0)
+    assert bool((pinned == 1).all())
+    assert not all(bool((one == 1).all()) for one in rest), "the control: others go"

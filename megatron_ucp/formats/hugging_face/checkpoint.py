@@ -36,6 +36,7 @@ from megatron_ucp.formats.hugging_face.fp8_blocks import (
     SCALES,
     block_of,
     products_of,
+    scaled_slices,
 )
 from megatron_ucp.formats.hugging_face.safetensors_file import Entry, SafetensorsFile
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
@@ -214,7 +215,8 @@ class HuggingFaceCheckpoint(OpenedFolder):
         return out
 
     def _in_slices(self, shares: Mapping[str, Share]) -> dict[str, str]:
-        """The files of the tensors, where a tensor of which shares are slices is these."""
+        """The files of the tensors, where a tensor of which shares are slices is these. Raises
+        UnsupportedError for one in fp8."""
         files = dict(self._files)
         for name, share in shares.items():
             if share.slice_of is not None and share.slice_of[0] in self._files:
@@ -222,6 +224,8 @@ class HuggingFaceCheckpoint(OpenedFolder):
                 files[name] = self._files[share.slice_of[0]]
         for whole, _, _ in self._slices.values():
             files.pop(whole, None)
+            if whole in self._scales:
+                raise scaled_slices(whole, str(self.folder / self._files[whole]))
         return files
 
     def _own_names(

@@ -45,6 +45,18 @@ def block_of(config: Mapping[str, Any], file: str) -> Ints | None:
     return tuple(sizes)
 
 
+def scaled_slices(name: str, file: str) -> UnsupportedError:
+    """The error for a tensor in fp8 that holds the weights of several experts."""
+    return UnsupportedError(
+        "experts in one tensor are in fp8: which scale is whose is not known",
+        file=file,
+        parameter=name,
+        expected="bf16, fp16 or fp32",
+        found=FP8,
+        fix=f"write the folder in bf16 first, with transformers: {_IN_GENERAL}",
+    )
+
+
 class Fp8File:
     """A file as if one weight in fp8 were stored as the fp32 products. `held` is where the weight
     lies, of `width` columns, and `scales` where its scales do; `block` is rows and columns."""

@@ -18,6 +18,7 @@ from megatron_ucp.core.mesh import (
     on_stage,
 )
 from megatron_ucp.core.states import MASTER
+from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.buckets import GradBuffer, Registered, bucket_cap, grad_buffer
 from megatron_ucp.formats.megatron.names import is_expert, number_of_layer
@@ -97,7 +98,7 @@ class RunLayout:
         shared = not said.get("untie_embeddings_and_output_weights", True) and mesh.pp > 1
         return grad_buffer(
             [Registered(name, self._elems(name), shared and name == EMBEDDING) for name in names],
-            ranks // size(said, "num_distributed_optimizer_instances"),
+            _sharing(ranks, size(said, "num_distributed_optimizer_instances")),
             cap,
             wide=bool(said.get("ddp_pad_buckets_for_high_nccl_busbw")),
         )
@@ -106,6 +107,18 @@ class RunLayout:
         """The elements that a rank has of a parameter."""
         spec = self.params[name]
         return math.prod(spec.layout.local_shape(name, spec.shape, self.mesh.shares()))
+
+
+def _sharing(ranks: int, instances: int) -> int:
+    """How many ranks share a buffer. Raises UnsupportedError."""
+    if ranks % instances:
+        raise UnsupportedError(
+            "the arguments of the run divide its ranks among more optimizers than they can",
+            expected=f"a divisor of {ranks} as num_distributed_optimizer_instances",
+            found=instances,
+            fix="give the arguments of the run, or load the weights alone",
+        )
+    return ranks // instances
 
 
 # ------------------------------------------------ the order in which a model registers them

@@ -28,7 +28,7 @@ from megatron_ucp.formats.base import (
 from megatron_ucp.formats.foreign import no_such, of_kind
 from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
+from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments
 from megatron_ucp.formats.megatron.buckets import InBuffer
 from megatron_ucp.formats.megatron.extras import counters_of, extras_of, iteration_of
 from megatron_ucp.formats.megatron.flat import BUFFER_STATES, PlacedBuffer
@@ -170,9 +170,7 @@ class MegatronFolder(OpenedFolder):
 
     def membership(self) -> Membership:
         """Which parameter is in which group."""
-        said = self.arguments
-        decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
-        return Membership(self.groups, self.main_file, bool(decays), rate(said, "decoupled_lr"))
+        return Membership.by_arguments(self.groups, self.arguments, self.main_file)
 
     def group_numbers(self, specs: Iterable[ParamSpec]) -> dict[str, int]:
         """The group of each of some parameters, which the optimizer steps."""
@@ -215,7 +213,7 @@ class MegatronFolder(OpenedFolder):
 
     def refuse_optimizer(self) -> None:
         """Raises UnsupportedError for optimizers whose files hold no fp32 masters."""
-        for name, what in _REFUSED.items():
+        for name, what in WITHOUT_MASTERS.items():
             if self.arguments.get(name):
                 raise UnsupportedError(
                     f"the checkpoint was written with {what}, which is not supported",
@@ -276,7 +274,7 @@ def _as_recorded(spec: ParamSpec, kept: ParamSpec | None) -> ParamSpec:
 
 
 # options that change what the optimizer's files hold
-_REFUSED = {
+WITHOUT_MASTERS = {
     "use_precision_aware_optimizer": "the precision-aware optimizer",
     "optimizer_cpu_offload": "an optimizer that is offloaded to the CPU",
     "fp8_param_gather": "weights in fp8, of which no copy is stored that masters could show",

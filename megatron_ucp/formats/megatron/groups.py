@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats.foreign import as_float, each
+from megatron_ucp.formats.megatron.arguments import rate
 from megatron_ucp.formats.plain_values import MEGATRON, Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.pt.values import number_in
@@ -108,9 +109,21 @@ class Membership:
     decays_qk_norms: bool = False
     decoupled_lr: float | None = None
 
+    @classmethod
+    def by_arguments(
+        cls, groups: Sequence[SavedGroup], said: Mapping[str, Any], file: str
+    ) -> "Membership":
+        """As the arguments of a run say it."""
+        decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
+        return cls(groups, file, bool(decays), rate(said, "decoupled_lr"))
+
     def number(self, spec: ParamSpec) -> int:
         """The number of a parameter's group. Raises StateMismatchError where several could be it
         and differ, or none can."""
+        return self.numbers(spec)[0]
+
+    def numbers(self, spec: ParamSpec) -> list[int]:
+        """Those of all that could be it, which are alike. Raises as `number`."""
         expert = spec.expert is not None and any(g.own.get(EXPERT_MARK) for g in self.groups)
         left = [n for n, g in enumerate(self.groups) if bool(g.own.get(EXPERT_MARK)) == expert]
         if self._has_own_rate(spec):
@@ -130,7 +143,7 @@ class Membership:
                 found=f"{len(left)} of {len(self.groups)} groups",
                 fix="load the weights alone (Python: load_optimizer_states=False)",
             )
-        return left[0]
+        return left
 
     def _narrowed(self, left: list[int], key: str, value: object) -> list[int]:
         """The groups with a value; all, where no group has it (one without overrides)."""

@@ -66,6 +66,7 @@ _OF_BUFFERS = {
     "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
 }
 _OF_OPTIMIZER = {
+    "apply_wd_to_qk_layernorm": "apply_wd_to_qk_layernorm",
     "clip_grad": "clip_grad",
     "decoupled_lr": "decoupled_lr",
     "loss_scale_window": "loss_scale_window",

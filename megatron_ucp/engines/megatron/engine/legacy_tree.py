@@ -7,7 +7,7 @@ these are compared with the live buffers before anything is written.
 
 import random
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from megatron_ucp.engines.megatron.engine.live import LiveMegatron
 from megatron_ucp.engines.megatron.engine.present import PresentStates
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
-from megatron_ucp.errors import SaveError, UnsupportedError
+from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.extras import OPERATIONS, SCHEDULER
 from megatron_ucp.formats.megatron.flat import (
@@ -31,6 +31,8 @@ from megatron_ucp.formats.megatron.flat import (
     PlacedBuffer,
     RunLayout,
 )
+from megatron_ucp.formats.megatron.folder import WITHOUT_MASTERS
+from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
 from megatron_ucp.formats.megatron.names import BUFFERS, global_name
 from megatron_ucp.formats.megatron.rank_folder import RANDOM, RankFolder
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
@@ -55,6 +57,8 @@ def refuse(present: PresentStates, stack: MegatronStack) -> None:
     held = sorted(state for state, _ in present.states)
     has_experts = any(spec.expert is not None for spec in present.manifest.params)
     empty = [live for live in present.live.own.buffers if not live.pieces]
+    frozen = [spec.name for spec in present.manifest.params if spec.kind == "frozen"]
+    _require("an optimizer that steps every parameter", not frozen, f"frozen: {some_of(frozen)}")
     _require("a parameter to step at every stage", not stubs, "a stage without any")
     known = not mesh.zero or held == sorted({*BUFFER_STATES.values()} - {MASTER})
     _require("exp_avg and exp_avg_sq", known, ", ".join(held))
@@ -74,15 +78,34 @@ def _require(expected: str, is_so: object, found: str) -> None:
 
 
 def require_described(live: LiveMegatron, flags: Namespace, file: str) -> None:
-    """Raises UnsupportedError where the flags describe other stages or buffers than this rank
-    has: a load would take elements for others."""
-    own, mesh, said = live.own, live.manifest.mesh, vars(flags)
-    here = folder_of(mesh, own.rank)
-    parts = [part for part in parts_of(said, mesh, file) if part.stage == here.stage]
-    first_expert = here.expert * (size(said, "num_experts", 0) // mesh.ep)
-    tied = not flags.untie_embeddings_and_output_weights
+    """Raises UnsupportedError where the flags describe other stages, groups or buffers than this
+    rank has: a load would take elements for others."""
+    mesh, said = live.manifest.mesh, vars(flags)
+    here, names = folder_of(mesh, live.own.rank), _names_as_read(live, said, file)
+    _require_groups(live, said, file)
+
+    def registered(part: PipelinePart, expert: int) -> Sequence[str]:
+        return names.get(part, ()) if expert in (0, here.expert) else ()
+
+    if mesh.zero:
+        layout = RunLayout(said, mesh, [*names], live.manifest.by_name, registered)
+        found = [_placed(one) for one in layout.buffers() if _is_of(one, here)]
+        _compare("buffers", found, _buffers_of(live))
+    else:
+        _require_in_order(live, [name for own in names.values() for name in own])
+
+
+def _names_as_read(
+    live: LiveMegatron, said: Mapping[str, Any], file: str
+) -> dict[PipelinePart, list[str]]:
+    """The parameters of each of this rank's parts, in the order of the model, as a reader of the
+    flags names them. Raises UnsupportedError where the live ones have other names."""
+    here = folder_of(live.manifest.mesh, live.own.rank)
+    parts = [p for p in parts_of(said, live.manifest.mesh, file) if p.stage == here.stage]
+    first_expert = here.expert * (size(said, "num_experts", 0) // live.manifest.mesh.ep)
+    tied = not said["untie_embeddings_and_output_weights"]
     names: dict[PipelinePart, list[str]] = {}
-    for part, chunk in zip(parts, own.chunks, strict=True):
+    for part, chunk in zip(parts, live.own.chunks, strict=True):
         canonical = canonical_names(bare_model(chunk))
         as_read = [
             EMBEDDING if tied and name == HEAD else global_name(name, part.first, first_expert)
@@ -90,27 +113,38 @@ def require_described(live: LiveMegatron, flags: Namespace, file: str) -> None:
         ]
         _compare("layers or experts", as_read, [*canonical.values()])
         names[part] = [name for name in as_read if not name.endswith(BUFFERS)]
+    return names
 
-    def registered(part: PipelinePart, expert: int) -> Sequence[str]:
-        return names.get(part, ()) if expert in (0, here.expert) else ()
 
-    if mesh.zero:
-        layout = RunLayout(said, mesh, parts, live.manifest.by_name, registered)
-        found = [_placed(one) for one in layout.buffers() if _is_of(one, here)]
-        _compare("buffers", found, _buffers_of(live))
-    else:
-        _require_in_order(live, [name for part in parts for name in names[part]])
+def _require_groups(live: LiveMegatron, said: Mapping[str, Any], file: str) -> None:
+    """Raises UnsupportedError where a parameter is in another group than Megatron-LM's rules give
+    it: the files list none, so a load would give it the settings of another one, or its states.
+    And for flags of optimizers whose files are not read."""
+    odd = [what for name, what in WITHOUT_MASTERS.items() if said.get(name)]
+    _require("flags of an optimizer whose files hold fp32 masters", not odd, some_of(odd))
+    membership = Membership.by_arguments(
+        [SavedGroup(g, None) for g in live.own.groups()], said, file
+    )
+    for name, own in live.own.own_groups().items():
+        try:
+            found = membership.numbers(live.manifest.by_name[name])
+        except StateMismatchError:
+            found = []
+        # states lie group by group where ranks don't share them
+        alike = own in found if live.manifest.mesh.zero else found[:1] == [own]
+        _require("groups of parameters by Megatron-LM's own rules", alike, f"another for {name}")
 
 
 def _require_in_order(live: LiveMegatron, names: Sequence[str]) -> None:
     """Raises UnsupportedError where an optimizer steps a group's parameters in another order than
     the model has them: its states would be taken for others'."""
     places = {name: number for number, name in enumerate(names)}
-    held = live.own.names
     for inner in live.own.inner:
-        for group in range(len(inner.optimizer.param_groups)):
-            own = [held[one.param] for one in pieces_of(inner) if one.group == group]
-            _compare("parameters of groups", sorted(own, key=places.__getitem__), own)
+        stepped = {piece.master: live.own.names[piece.param] for piece in pieces_of(inner)}
+        for group in inner.optimizer.param_groups:
+            own = [stepped[master] for master in group["params"]]
+            in_order = own == sorted(own, key=places.__getitem__)
+            _require("parameters stepped in the order of the model", in_order, some_of(own))
 
 
 def _is_of(one: PlacedBuffer, here: RankFolder) -> bool:
