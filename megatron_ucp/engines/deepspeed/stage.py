@@ -323,7 +323,7 @@ class OwnStage:
         scalars = self.scalars(live)
         members: list[Member] = []
         for param, start in zip(live.params, live.starts, strict=True):
-            size = self._own_shape(param).numel()
+            size = self.own_shape(param).numel()
             names = self._held(live, param)
             stored = [Member(name, start, size, live.group, scalars) for name in names]
             members += slices(stored) if live.rule == "each" else one_after_another(stored)
@@ -352,14 +352,14 @@ class OwnStage:
         names = self.names[param]
         return names if live.expert is None else [names[live.expert]]
 
-    def _own_shape(self, param: Any) -> torch.Size:
+    def own_shape(self, param: Any) -> torch.Size:
         """The shape of a parameter on this rank, or that of each slice of a stacked one."""
         stacked = self.engine.param_names[param] in self.stacks
         return _shape(param)[1:] if stacked else _shape(param)
 
     def _specs_of(self, live: LiveBuffer) -> list[ParamSpec]:
         return [
-            self._spec(name, tuple(self._own_shape(param)), param, "trainable")
+            self._spec(name, tuple(self.own_shape(param)), param, "trainable")
             for param in live.params
             for name in self._held(live, param)
         ]

@@ -65,6 +65,7 @@ class WholeModel(Weights):
                 expected="module, or layer files beside it",
                 found=type(module).__name__,
             )
+        module = _flat(module, set())
         texts(list(module), "module", self._folder.full_path(self._files[tp]))
         return _under_own_names(module, self._renamed) if self._renamed else module
 
@@ -228,6 +229,19 @@ class LayerFiles(PipelineWeights):
                 expected=ours.get(name),
                 found=theirs.get(name),
             )
+
+
+def _flat(module: Mapping[Any, Any], seen: set[int]) -> dict[Any, Any]:
+    """The entries by dotted name: Megatron-DeepSpeed saves a tree of dictionaries. One that was
+    `seen` is left as it is: a file may have it in itself, or a million times."""
+    out: dict[Any, Any] = {}
+    for name, value in module.items():
+        rest: dict[Any, Any] = {}
+        if isinstance(value, dict) and id(value) not in seen and not is_extra_state(name):
+            seen.add(id(value))
+            rest = _flat(value, seen)
+        out |= {f"{name}.{one}": held for one, held in rest.items()} or {name: value}
+    return out
 
 
 def _under_own_names(module: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

@@ -220,10 +220,10 @@ class _Check:
             )
 
     def _check_info(self, held: Held, spec: ParamSpec) -> None:
-        file = self._seen.checkpoint.main_file
-        stock = stock_info.declared(
-            self._seen.info, held.pipe, held.local, self._seen.tp, file
-        ).layout
+        file, info, order = self._seen.checkpoint.main_file, self._seen.info, self._seen.order
+        if stock_info.is_open(info, held.pipe, file, order):
+            return
+        stock = stock_info.declared(info, held.pipe, held.local, self._seen.tp, file, order).layout
         if same_layout(stock, spec.layout):
             return
         if not stock_info.is_matched(self._seen.info, held.pipe, file):
