@@ -124,6 +124,7 @@ def client_state(setup: Fork, iteration: int = 7) -> dict[str, Any]:
         params_dtype=torch.float32,
         consumed_train_samples=28,
         attn_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool).tril(),
+        rank=dist.get_rank(),
     )
     if setup.said:
         args.ds_sequence_parallel_fpdt = False
@@ -132,6 +133,7 @@ def client_state(setup: Fork, iteration: int = 7) -> dict[str, Any]:
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "tokens": 0,
+        "rng_state": [{"torch_rng_state": torch.arange(3) + dist.get_rank()}],
         INFO: info_of(setup),
     }
 
@@ -174,7 +176,6 @@ def staged(setup: Fork) -> Any:
         num_pp=setup.pp, num_mp=setup.tp, num_dp=world // setup.tp // setup.pp
     )
     words = ({**WORDS, **PLACES}, setup.tp)
-    tied: dict[str, Any] = {"tied_weight_attr": ["word_embeddings.weight"]}
     specs: list[Any] = [lambda hidden: hidden * 1.0]
     specs.append(
         TiedLayerSpec("embed", Part, *words, tied_weight_attr="words")
@@ -188,7 +189,6 @@ def staged(setup: Fork) -> Any:
         if setup.tied
         else LayerSpec(Part, {"lm_head.weight": WORDS["word_embeddings.weight"]}, setup.tp)
     )
-    del tied
 
     class Staged(PipelineModule):
         def universal_checkpoint_info(self) -> dict[str, Any]:
@@ -197,32 +197,52 @@ def staged(setup: Fork) -> Any:
     return Staged(layers=specs, topology=topology, loss_fn=lambda out, _: out.mean())
 
 
-def make(setup: Fork) -> Any:
+def make(setup: Fork, program: str = "") -> Any:
+    """An engine; with a patched `program` as that makes it, which is then attached."""
     import deepspeed
 
+    stock = deepspeed.initialize
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH
+        * setup.tp
+        * (setup.pp or 1)
+        // dist.get_world_size(),
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero},
+    }
     models.start(setup.tp, seed=7, pp=setup.pp or 1)
     Part.words = property(lambda part: part.word_embeddings.weight)  # type: ignore[attr-defined]
     torch.manual_seed(setup.seed)
     model: Any = staged(setup) if setup.pp else Plain(setup)
     params = [param for param in model.parameters() if param.requires_grad]
-    dp = dist.get_world_size() // setup.tp // (setup.pp or 1)
+    if program:
+        run_provider(program, setup, config)
     engine = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(params, lr=3e-3),
         lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + step)),
-        config={
-            "train_micro_batch_size_per_gpu": BATCH // dp,
-            "steps_per_print": 10**9,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": setup.zero},
-        },
+        config=config,
         mpu=None if setup.pp else models.mpu(),
         dist_init_required=False,
     )[0]
+    deepspeed.initialize = stock
     if setup.pp:  # by this the gather names a pipeline's parameters; here the embedding is layer 0
         engine.module.config = argparse.Namespace(num_layers=LAYERS + 1)
     return engine
+
+
+def run_provider(program: str, setup: Fork, config: dict[str, Any]) -> None:
+    """Calls the `model_provider` of a program, with stand-ins for what the fork gives it."""
+    args = argparse.Namespace(deepspeed=True, swiglu=setup.swiglu, deepspeed_config_dict=config)
+    given: dict[str, Any] = {
+        "get_args": lambda: args,
+        "core_transformer_config_from_args": lambda args: args,
+        "mpu": models.mpu(),
+    }
+    exec(compile(Path(program).read_text(), program, "exec"), given)
+    given["model_provider"]()
 
 
 def train(engine: Any) -> None:
@@ -266,9 +286,9 @@ def without_stages(name: str) -> str:
     return f"language_model.{name}"
 
 
-def save(setup: Fork, folder: str, attach: str | None = None) -> None:
+def save(setup: Fork, folder: str, attach: str | None = None, program: str = "") -> None:
     """Trains a step, fills with provenance values, saves `filled`; the gather beside it."""
-    engine = make(setup)
+    engine = make(setup, program)
     if attach is not None:
         ucp.attach(engine, rules=attach)
     train(engine)
@@ -281,20 +301,19 @@ def save(setup: Fork, folder: str, attach: str | None = None) -> None:
 
 
 def resume(
-    setup: Fork, folder: str, rules: str | None, again: str = "", **options: Any
+    setup: Fork, folder: str, rules: str | None, program: str = "", **options: Any
 ) -> dict[str, Any]:
-    """Loads `filled` into a fresh engine with these rules: the gather, what came as client state.
-    Saves it `again` as the tag of that name."""
-    engine = make(setup)
+    """Loads `filled` into a fresh engine with these rules, or into one of a `program`: the gather,
+    what came as client state."""
+    engine = make(setup, program)
     before = gathered(engine)
     out: dict[str, Any] = {"error": ""}
     try:
-        ucp.attach(engine, rules=rules, **options)
+        if not program:
+            ucp.attach(engine, rules=rules, **options)
         _, client = engine.load_checkpoint(folder, tag="filled")
         out |= {"state": gathered(engine), "iteration": client["iteration"]}
         out["args"] = sorted(vars(client["args"]))
-        if again:
-            save_as_the_fork(engine, folder, setup, again)
     except ucp.UcpError as error:
         out["error"] = f"{type(error).__name__}: {error}"
         after = gathered(engine)

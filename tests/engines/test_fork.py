@@ -1,6 +1,7 @@
 """Megatron-DeepSpeed's checkpoints, in both orders of the rows of query_key_value: read, converted
 and resumed by rules that come with the package, and refused where nothing says the order."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from tests.engines.fork_jobs import HEADS, LAYERS, Fork
 from tests.engines.sources import Sources
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.fork_jobs:"
 ROOT = Path(__file__).resolve().parents[2]
+PATCH = ROOT / "patches" / "megatron_deepspeed_pretrain_gpt.patch"
+JOBS = "tests.engines.fork_jobs:"
 FUSED = {
     f"language_model.encoder.layers.{layer}.self_attention.query_key_value.{end}"
     for layer in range(LAYERS)
@@ -109,11 +111,20 @@ def test_an_attached_run_saves_what_resumes_without_rules(sources: Sources, tmp_
     assert (folder / "filled" / "ucp_manifest.json").is_file()
     assert masters(folder, folder, None) == set()
     assert ucp.verify(folder, deep=True).findings == ()
-    ucp.convert(folder, tmp_path / "one", target=ucp.Mesh(tp=1, dp=2, zero=1))
+    with pytest.raises(ucp.UcpError, match="values differ from rank to rank"):
+        ucp.convert(folder, tmp_path / "one", target=ucp.Mesh(tp=1, dp=2, zero=1))
+    one = ucp.Mesh(tp=1, dp=2, zero=1)
+    ucp.convert(folder, tmp_path / "one", target=one, allow={"per_rank"})
     assert masters(folder, tmp_path / "one", None) == set()
     for target in (Fork(1, "split"), Fork(4, "split")):
         run = sources.ranks.run(
-            target.tp, JOBS + "resume", target, str(folder), rules_of(target), timeout_s=120
+            target.tp,
+            JOBS + "resume",
+            target,
+            str(folder),
+            rules_of(target),
+            allow=["per_rank"],
+            timeout_s=120,
         )
         assert differing(oracle(folder), run[0]["state"]) == set()
     refused = sources.ranks.run(
@@ -179,3 +190,54 @@ def test_rules_that_a_live_layer_contradicts(sources: Sources) -> None:
     )
     assert all("partition_dim contradicts its rule" in one["error"] for one in found)
     assert found[0]["unchanged"]
+
+
+# ------------------------------------------------ inside the program
+
+# of pretrain_gpt.py at 4efb479d the lines that the patch is put between
+STUB = """
+from deepspeed.accelerator.real_accelerator import get_accelerator
+from deepspeed.sequence.fpdt_layer import FPDT_InputConstruct
+import os
+import subprocess
+
+
+def model_provider(pre_process=True, post_process=True):
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    if hasattr(mpu, 'get_sequence_data_parallel_group'):
+        dpg = mpu.get_sequence_data_parallel_group()
+    return config
+"""
+
+
+def patched(folder: Path) -> Path:
+    program = folder / "pretrain_gpt.py"
+    program.write_text(STUB)
+    subprocess.run(["git", "apply", "-p1", str(PATCH)], cwd=folder, check=True, timeout=60)
+    return program
+
+
+def test_the_patch_is_short_and_compiles(tmp_path: Path) -> None:
+    lines = PATCH.read_text().splitlines()
+    changed = [one for one in lines if one[:1] in "+-" and one[:3] not in ("+++", "---")]
+    assert 0 < len(changed) <= 20 and all(one.startswith("+") for one in changed)
+    text = patched(tmp_path).read_text()
+    compile(text, "pretrain_gpt.py", "exec")
+    assert all(one[1:] in text.splitlines() for one in changed)
+
+
+@pytest.mark.parametrize("setup", [Fork(2, "split"), Fork(2, "split", pp=2, swiglu=True)], ids=str)
+def test_a_patched_program_resumes_on_another_mesh(
+    sources: Sources, tmp_path: Path, setup: Fork
+) -> None:
+    """Its own calls, from `deepspeed.initialize` on, without a word about layouts.""" ""
+    program = str(patched(tmp_path))
+    sources.ranks.run(4, JOBS + "save", setup, str(tmp_path), program=program, timeout_s=120)
+    assert (tmp_path / "filled" / "ucp_manifest.json").is_file()
+    for world, target in ((1, Fork(1, "split", swiglu=setup.swiglu)), (4, setup)):
+        found = sources.ranks.run(
+            world, JOBS + "resume", target, str(tmp_path), None, program=program, timeout_s=120
+        )[0]
+        assert found["error"] == ""
+        assert differing(oracle(tmp_path), found["state"]) == set()

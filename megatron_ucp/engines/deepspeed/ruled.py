@@ -1,6 +1,5 @@
 """A live model that a file of rules describes, where no family does."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_ucp.core.experts import is_expert
@@ -71,7 +70,7 @@ def _check_attributes(name: str, declared: Declared, param: Any, rules: RuleSet)
         )
 
 
-def _joined(said: list[_Said]) -> tuple[Mapping[str, str], dict[str, Declared]]:
+def _joined(said: list[_Said]) -> tuple[dict[str, str], dict[str, Declared]]:
     """What all ranks say together. Raises RuleError for other rules on one rank, LayoutError for
     shares of other sizes."""
     names: dict[str, str] = {}
