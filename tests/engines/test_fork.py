@@ -13,7 +13,7 @@ from megatron_ucp.core.layout import Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import Stand
-from megatron_ucp.errors import LayoutError, RuleError
+from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed.declared import LayoutSource
 from megatron_ucp.formats.deepspeed.stock_info import INTERLEAVED, SPLIT, order_of
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
@@ -190,6 +190,35 @@ def test_rules_that_a_live_layer_contradicts(sources: Sources) -> None:
     )
     assert all("partition_dim contradicts its rule" in one["error"] for one in found)
     assert found[0]["unchanged"]
+
+
+def test_what_stocks_converter_joined(sources: Sources, tmp_path: Path) -> None:
+    """It joins what no pattern matches rank by rank: right for rows by head, and a scramble of
+    thirds, which nothing in its folder shows. (Without a pipeline it fails on the nested
+    weights.)"""
+    by_head, thirds = "megatron_deepspeed_interleaved", "megatron_deepspeed_split"
+    cases = [
+        (Fork(2, "interleaved", pp=1, groups=2), by_head, True),
+        (Fork(2, "interleaved", pp=1), by_head, True),
+        (Fork(2, "split", pp=1, said=True), thirds, False),
+        (Fork(2, "split", pp=1), thirds, False),
+        (Fork(1, "split", pp=1), thirds, True),
+    ]
+    setups = [setup for setup, *_ in cases]
+    for setup, rules, right in cases:
+        folder, out = stock(sources, setup.tp, setup), tmp_path / str(setups.index(setup))
+        if not out.exists():
+            # there, as it imports the classes of the arguments
+            job = "tests.reshard.test_convert_universal:stock_converted"
+            sources.ranks.run(1, job, folder / "filled", out, timeout_s=120)
+        if right:
+            assert masters(folder, out, rules) == set()
+        else:
+            with pytest.raises(UnsupportedError, match="may be in no order"):
+                ucp.describe(out, rules=rules)
+    scrambled = tmp_path / str(setups.index(Fork(2, "split", pp=1)))
+    # who says so gets what is there
+    assert masters(stock(sources, 2, Fork(2, "split", pp=1)), scrambled, by_head) == FUSED
 
 
 # ------------------------------------------------ inside the program
