@@ -22,7 +22,8 @@ INFO = "universal_checkpoint_info"
 @dataclass(frozen=True)
 class Fork:
     """`order` of the rows of query_key_value: "split" (thirds of each rank), "interleaved" (by
-    head). `said`: whether the arguments say that it is split. `pp`: 0 without a pipeline."""
+    head). `said`: whether the arguments say that it is split. `pp`: 0 without a pipeline.
+    `misspelled`: the pattern of learned positions, as the fork has it in an untied pipeline."""
 
     tp: int
     order: str
@@ -33,6 +34,7 @@ class Fork:
     groups: int = HEADS
     tied: bool = True
     seed: int = 1
+    misspelled: bool = False
 
 
 def shapes_of_layer(setup: Fork) -> dict[str, tuple[tuple[int, ...], int | None, int]]:
@@ -102,7 +104,7 @@ def info_of(setup: Fork) -> dict[str, Any]:
         info["tp_replicated_parameter_patterns"] = [
             *(f"{first}.{name}" for name in layer),
             *(f"{final}.{end}" for end in NORM),
-            f"{words}.position_embeddings.weight",
+            f"{'tied_modules.embed' if setup.misspelled else words}.position_embeddings.weight",
         ]
         rows = ("mlp.dense_4h_to_h.weight", "self_attention.dense.weight")
         info["parameter_with_row_parallelism_patterns"] = [f"{first}.{name}" for name in rows]

@@ -2,6 +2,7 @@
 and resumed by rules that come with the package, and refused where nothing says the order."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,32 @@ def test_what_stocks_converter_joined(sources: Sources, tmp_path: Path) -> None:
     scrambled = tmp_path / str(setups.index(Fork(2, "split", pp=1)))
     # who says so gets what is there
     assert masters(stock(sources, 2, Fork(2, "split", pp=1)), scrambled, by_head) == FUSED
+
+
+def test_a_pattern_that_matches_nothing(sources: Sources, tmp_path: Path) -> None:
+    """Of an untied pipeline with learned positions the fork spells their pattern wrong, so that
+    stock's converter joins the copies of all ranks, one above the other."""
+    text = (ROOT / "megatron_ucp/formats/rules/megatron_deepspeed_split.toml").read_text()
+    names = tmp_path / "names.toml"
+    names.write_text("format = 1\n\n" + text[text.index("[[pipeline]]") :])
+    setup = Fork(2, "split", pp=1, tied=False, said=True, misspelled=True)
+    folder = stock(sources, 2, setup)
+    with pytest.raises(RuleError, match="matches no parameter") as refused:
+        ucp.describe(folder, rules=names)
+    for word in ("language_model.embedding.position_embeddings.weight", "tied_modules.embed"):
+        assert word in str(refused.value)
+    assert masters(folder, folder, rules_of(setup)) == set()
+    right = stock(sources, 2, replace(setup, misspelled=False))
+    assert masters(right, right, str(names)) == set()
+
+
+def test_one_ranks_patterns_are_not_followed(sources: Sources, tmp_path: Path) -> None:
+    """At tp=1 the fork leaves out what is row-parallel or replicated."""
+    folder, mesh = stock(sources, 1, Fork(1, "split")), ucp.Mesh(tp=2, dp=1, zero=1)
+    with pytest.raises(ucp.UcpError, match="rules"):
+        ucp.convert(folder, tmp_path / "two", target=mesh)
+    ucp.convert(folder, tmp_path / "two", target=mesh, rules=rules_of(Fork(1, "split")))
+    assert masters(folder, tmp_path / "two", None) == set()
 
 
 # ------------------------------------------------ inside the program

@@ -42,6 +42,7 @@ class LayoutSource:
     pipe: Mapping[str, str] = field(default_factory=dict[str, str])
     order: str = ""
     _by_default: dict[str, None] = field(default_factory=dict[str, None], init=False)
+    _by_patterns: dict[str, None] = field(default_factory=dict[str, None], init=False)
     _overruled: dict[str, None] = field(default_factory=dict[str, None], init=False)
 
     @property
@@ -99,7 +100,25 @@ class LayoutSource:
         found = stock_info.declared(self.info, pipe, local, self.mesh.tp, self.file, self.order)
         if not stock_info.is_fused(pipe) and not stock_info.is_matched(self.info, pipe, self.file):
             self._by_default[name] = None
+        self._by_patterns[pipe] = None
         return replace(found, name=name)
+
+    def check_patterns(self) -> None:
+        """Once every parameter was found: raises RuleError for a pattern that matches none of them,
+        where another parameter, for which it may be meant, is cut on dim 0 by default."""
+        found = self._by_default and stock_info.unused(
+            self.info or {}, self._by_patterns, self.file
+        )
+        if found:
+            raise RuleError(
+                "a pattern of universal_checkpoint_info matches no parameter, and parameters that "
+                "none matches would be cut on dim 0",
+                file=self.file,
+                expected=f"a parameter that matches {found[:200]}",
+                found=f"none; no pattern matches {some_of(list(self._by_default), _NAMED)}",
+                fix="give --rules FILE (Python: rules=); `megatron-ucp rules` writes a draft",
+                id="layout-unknown",
+            )
 
     def _agrees(self, spec: ParamSpec, local: Ints) -> bool:
         try:

@@ -80,6 +80,7 @@ class NativeCheckpoint(TagFolder):
             held = held_of(named, positions_too)
             self.known = after(held, SlotPlaces, manifest=_with_evidence(held, manifest_of(held)))
             self.manifest: Manifest = self.known.manifest
+            self.known.declared.check_patterns()
             undo.pop_all()
 
     def _opened(self, told: Told) -> OpenedFiles:

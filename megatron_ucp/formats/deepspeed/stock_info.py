@@ -116,6 +116,17 @@ def is_matched(info: Mapping[str, Any], name: str, file: str) -> bool:
     return entry_of(info, name, file) is not None or bool(_matches(name, info, file))
 
 
+def unused(info: Mapping[str, Any], names: Iterable[str], file: str) -> str | None:
+    """The first pattern that says how a parameter is not cut on dim 0, and that matches none of
+    these names. Raises as `is_matched`."""
+    named = list(names)
+    for kind in (REPLICATED, AVERAGED, ROW):
+        for pattern in usable(info.get(kind), kind, file):
+            if not any(re.match(pattern, name) for name in named):
+                return pattern
+    return None
+
+
 def _refuse_unsupported(name: str, info: Mapping[str, Any], file: str) -> None:
     """Raises UnsupportedError for a parameter of which AutoTP says that nothing describes it."""
     reasons = at_key_or(info, UNSUPPORTED, {}, file)
