@@ -72,6 +72,7 @@ def test_rules_read_both_orders(sources: Sources, world: int, setup: Fork, tmp_p
     folder = stock(sources, world, setup)
     assert masters(folder, folder, rules_of(setup)) == set()
     assert masters(folder, folder, other(setup)) == FUSED
+    assert ucp.rules(folder, check=rules_of(setup)).findings == ()  # type: ignore[union-attr]
     mesh = ucp.Mesh(tp=4, dp=1, zero=1)
     ucp.convert(folder, tmp_path / "four", target=mesh, rules=rules_of(setup))
     assert masters(folder, tmp_path / "four", None) == set()

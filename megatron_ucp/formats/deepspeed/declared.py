@@ -106,10 +106,8 @@ class LayoutSource:
     def check_patterns(self) -> None:
         """Once every parameter was found: raises RuleError for a pattern that matches none of them,
         where another parameter, for which it may be meant, is cut on dim 0 by default."""
-        found = self._by_default and stock_info.unused(
-            self.info or {}, self._by_patterns, self.file
-        )
-        if found:
+        info = self.info if self._by_default and self.info else {}
+        if found := stock_info.unused(info, self._by_patterns, self.file):
             raise RuleError(
                 "a pattern of universal_checkpoint_info matches no parameter, and parameters that "
                 "none matches would be cut on dim 0",

@@ -14,7 +14,7 @@ from megatron_ucp.core.rules import RuleSet, nearest
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
-from megatron_ucp.formats.rule_file import read_rules
+from megatron_ucp.formats.rule_file import is_ours, read_rules
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
 from megatron_ucp.reshard.rules.survey import DIFFERENT, EQUAL, Held, Survey, survey
 
@@ -179,7 +179,7 @@ class _Check:
                 found=pattern,
             )
             for pattern in patterns
-            if pattern not in used
+            if pattern not in used and not is_ours(self._rules.source)
         ]
 
     def _check_parameter(self, held: Held, name: str) -> None:
