@@ -35,6 +35,7 @@ class Fork:
     tied: bool = True
     seed: int = 1
     misspelled: bool = False
+    frozen: bool = False
 
 
 def shapes_of_layer(setup: Fork) -> dict[str, tuple[tuple[int, ...], int | None, int]]:
@@ -153,6 +154,11 @@ class Plain(Part):
             held["language_model.output_layer.weight"] = WORDS["word_embeddings.weight"]
         super().__init__(held, setup.tp)
         self.setup = setup
+        if setup.frozen:
+            model: Any = self.language_model
+            weight = model.embedding.position_embeddings.weight
+            weight.requires_grad = False
+            weight.data += torch.arange(weight.numel()).view_as(weight) * setup.seed
 
     def universal_checkpoint_info(self) -> dict[str, Any]:
         return info_of(self.setup)
@@ -288,11 +294,13 @@ def without_stages(name: str) -> str:
     return f"language_model.{name}"
 
 
-def save(setup: Fork, folder: str, attach: str | None = None, program: str = "") -> None:
+def save(
+    setup: Fork, folder: str, attach: str | None = None, program: str = "", **options: Any
+) -> None:
     """Trains a step, fills with provenance values, saves `filled`; the gather beside it."""
     engine = make(setup, program)
     if attach is not None:
-        ucp.attach(engine, rules=attach)
+        ucp.attach(engine, rules=attach, **options)
     train(engine)
     fill(engine)
     save_as_the_fork(engine, folder, setup, "filled")
@@ -309,7 +317,7 @@ def resume(
     what came as client state."""
     engine = make(setup, program)
     before = gathered(engine)
-    out: dict[str, Any] = {"error": ""}
+    out: dict[str, Any] = {"error": "", "before": before}
     try:
         if not program:
             ucp.attach(engine, rules=rules, **options)

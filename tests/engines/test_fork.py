@@ -136,6 +136,27 @@ def test_an_attached_run_saves_what_resumes_without_rules(sources: Sources, tmp_
     assert refused[0]["unchanged"]
 
 
+@pytest.mark.parametrize("way", ["stock", "direct", "background"])
+def test_nested_weights_of_every_writer(sources: Sources, way: str) -> None:
+    """With a frozen parameter, which is in the weights alone."""
+    source = Fork(2, "interleaved", frozen=True)
+    rules = rules_of(source)
+    folder = Path(sources.get(4, source, JOBS + "save", attach=rules, save=way))
+    assert ucp.verify(folder, deep=True).findings == ()
+    found = sources.ranks.run(
+        1,
+        JOBS + "resume",
+        Fork(1, "interleaved", frozen=True, seed=9),
+        str(folder),
+        rules,
+        allow=["per_rank"],
+        timeout_s=120,
+    )[0]
+    assert found["error"] == "" and differing(oracle(folder), found["state"]) == set()
+    frozen = "language_model.embedding.position_embeddings.weight", "weights"
+    assert not torch.equal(oracle(folder)[frozen], found["before"][frozen])
+
+
 def test_what_the_arguments_decide(sources: Sources) -> None:
     """Fewer key-value heads: by head. The argument that came with the new order: thirds."""
     for setup in (Fork(2, "interleaved", groups=2), Fork(2, "split", said=True)):

@@ -37,6 +37,7 @@ from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from megatron_ucp.formats.optimizers import (
     Kept,
     is_element,
@@ -173,7 +174,7 @@ class OwnStage:
         found: dict[str, Any] = {**params, **buffers}
         listed = list(found)
         if self.wrapper.zero < 3:
-            entries = map(str, self.engine.module.state_dict(keep_vars=True))
+            entries = map(str, by_dotted_name(self.engine.module.state_dict(keep_vars=True)))
             listed = [self.renamed.get(name, name) for name in entries]
         out: dict[str, LiveValue] = {}
         for name in listed:

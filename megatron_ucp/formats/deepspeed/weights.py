@@ -65,7 +65,7 @@ class WholeModel(Weights):
                 expected="module, or layer files beside it",
                 found=type(module).__name__,
             )
-        module = _flat(module, set())
+        module = by_dotted_name(module)
         texts(list(module), "module", self._folder.full_path(self._files[tp]))
         return _under_own_names(module, self._renamed) if self._renamed else module
 
@@ -231,15 +231,16 @@ class LayerFiles(PipelineWeights):
             )
 
 
-def _flat(module: Mapping[Any, Any], seen: set[int]) -> dict[Any, Any]:
+def by_dotted_name(module: Mapping[Any, Any], seen: set[int] | None = None) -> dict[Any, Any]:
     """The entries by dotted name: Megatron-DeepSpeed saves a tree of dictionaries. One that was
     `seen` is left as it is: a file may have it in itself, or a million times."""
+    seen = set() if seen is None else seen
     out: dict[Any, Any] = {}
     for name, value in module.items():
         rest: dict[Any, Any] = {}
         if isinstance(value, dict) and id(value) not in seen and not is_extra_state(name):
             seen.add(id(value))
-            rest = _flat(value, seen)
+            rest = by_dotted_name(value, seen)
         out |= {f"{name}.{one}": held for one, held in rest.items()} or {name: value}
     return out
 
