@@ -17,6 +17,7 @@ from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed.declared import LayoutSource
 from megatron_ucp.formats.deepspeed.stock_info import INTERLEAVED, SPLIT, order_of
+from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
 from tests.engines.sources import Sources
 
@@ -190,6 +191,24 @@ def test_a_live_model_of_the_other_order_is_refused() -> None:
                     source.find(name, (12, 8), "trainable")
             else:
                 assert source.find(name, (12, 8), "trainable") is specs[name]
+
+
+def test_a_tree_of_weights_that_never_ends() -> None:
+    """A file may have a dictionary in itself, or a billion times: each is walked once."""
+    own: dict[str, Any] = {"weight": 1}
+    own["self"] = own
+    assert len(by_dotted_name({"one": own})) == 2
+    shared: dict[str, Any] = {"weight": 1}
+    for _ in range(20000):
+        shared = dict.fromkeys(("a", "b", "c", "d"), shared)
+    assert len(by_dotted_name(shared)) < 1000
+    tree = {"model": {"layers.0": {"weight": 1, "bias": 2}, "_extra_state": {"a": 1}, "none": {}}}
+    assert by_dotted_name(tree) == {
+        "model.layers.0.weight": 1,
+        "model.layers.0.bias": 2,
+        "model._extra_state": {"a": 1},
+        "model.none": {},
+    }
 
 
 def test_arguments_that_are_none_decide_nothing() -> None:

@@ -231,16 +231,20 @@ class LayerFiles(PipelineWeights):
             )
 
 
-def by_dotted_name(module: Mapping[Any, Any], seen: set[int] | None = None) -> dict[Any, Any]:
-    """The entries by dotted name: Megatron-DeepSpeed saves a tree of dictionaries. One that was
-    `seen` is left as it is: a file may have it in itself, or a million times."""
+def by_dotted_name(
+    module: Mapping[Any, Any], seen: set[int] | None = None, levels: int = 8
+) -> dict[Any, Any]:
+    """The entries by dotted name: Megatron-DeepSpeed saves a tree of dictionaries, of four levels.
+    What was `seen`, or is deeper than `levels`, is left as it is: a file may have a dictionary in
+    itself, or a million times."""
     seen = set() if seen is None else seen
     out: dict[Any, Any] = {}
     for name, value in module.items():
         rest: dict[Any, Any] = {}
-        if isinstance(value, dict) and id(value) not in seen and not is_extra_state(name):
+        inner = isinstance(value, dict) and id(value) not in seen and levels > 0
+        if inner and not is_extra_state(name):
             seen.add(id(value))
-            rest = by_dotted_name(value, seen)
+            rest = by_dotted_name(value, seen, levels - 1)
         out |= {f"{name}.{one}": held for one, held in rest.items()} or {name: value}
     return out
 
