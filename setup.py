@@ -30,7 +30,10 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=[*find_packages(include=["megatron_ucp", "megatron_ucp.*"]), "megatron_ucp_patches"],
     package_dir={"megatron_ucp_patches": "patches"},
-    package_data={"megatron_ucp": ["py.typed"]},
+    package_data={
+        "megatron_ucp": ["py.typed", "formats/rules/*.toml"],
+        "megatron_ucp_patches": ["*.patch"],
+    },
     install_requires=[
         "torch>=2.6",
         "isal>=1.9",

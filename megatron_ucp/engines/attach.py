@@ -24,6 +24,7 @@ from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import as_it_says, model_of, require_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
+from megatron_ucp.engines.deepspeed.ruled import model_by_rules
 from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
@@ -53,6 +54,7 @@ from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.families.base import Family, Model
+from megatron_ucp.formats.deepspeed.keys import PATTERNS
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
@@ -64,8 +66,6 @@ from megatron_ucp.reshard.load_options import check_options
 _OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank", "save")
 _OF_SAVES = ("durable", "keep_latest", "rng")
 _ATTACHED = "_ucp_attached"
-# DeepSpeed writes this attribute of the module into its model files
-INFO = "universal_checkpoint_info"
 
 
 def attach(
@@ -81,6 +81,7 @@ def attach(
     allow: Collection[str] | None = None,
     per_rank: Callable[[str, list[Any]], Any] | None = None,
     save: str | None = None,
+    rules: str | Path | None = None,
     **beside: Any,
 ) -> Any:
     """Makes a DeepSpeed engine's `save_checkpoint` atomic, and lets its `load_checkpoint` take what
@@ -102,6 +103,8 @@ def attach(
         save: Who writes the files, and when: DeepSpeed's own code ("stock", the default), this
             package ("direct": the same files, faster), or this package while training goes on
             ("background": the call returns when a snapshot is taken; see `wait`).
+        rules: A file of rules (docs/reference/rules.md), or the name of one that comes with the
+            package, for a model that neither a family nor its modules describe.
         beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
             `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. What is kept in memory between
             saves: `keep`, `every`, `copies`, `folder`, `client_state`; see `InMemory`. Other
@@ -125,14 +128,14 @@ def attach(
     named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank, save)
     given = {k: v for k, v in zip(_OPTIONS, named, strict=True) if v is not None}
     options: dict[str, Any] = {**given, **beside}
-    _attach(engine, family, loader, options)
+    _attach(engine, family, rules, loader, options)
     return engine
 
 
 def _attach(
-    engine: Any, family: Any, loader: ResumableLoader | None, options: dict[str, Any]
+    engine: Any, family: Any, rules: Any, loader: ResumableLoader | None, options: dict[str, Any]
 ) -> None:
-    given = {**options, "family": family, "loader": loader}
+    given = {**options, "family": family, "rules": rules, "loader": loader}
     asked = {key: agree.plain_option(value) for key, value in given.items()}
     agree.require_same(agree.gather(asked))
     how = _saving(options, loader)
@@ -142,7 +145,7 @@ def _attach(
     of_saves = {*_OF_SAVES, "save"} - {"rng"}
     loading = {key: options[key] for key in options if key not in of_saves}
     check_options(**loading)
-    model = _model_of(engine, family, how)
+    model = _model_of(engine, family, rules, how)
     _say_layouts(engine, model)
     if beside is not None:
         keep_background(engine, Background(beside))
@@ -152,11 +155,14 @@ def _attach(
         _keep_steps(engine, MemorySteps(handle.lent, in_memory, how.rng, loader))
 
 
-def _model_of(engine: Any, family: Any, how: Saving) -> Model | None:
-    """The engine's model, if it is of a family. Collective. Raises a UcpError on every rank for an
-    engine that can't be attached."""
-    with agree.together():
-        model = model_of(engine, family)
+def _model_of(engine: Any, family: Any, rules: Any, how: Saving) -> Model | None:
+    """The engine's model, if a family or rules describe it. Collective. Raises a UcpError on every
+    rank for an engine that can't be attached."""
+    if rules is not None:
+        model = model_by_rules(engine, rules, family)
+    else:
+        with agree.together():
+            model = model_of(engine, family)
     model = as_it_says(engine, model)
     with agree.together():
         refuse_engine(engine, model)
@@ -213,11 +219,11 @@ def _take_over(engine: Any, handle: "_DeepSpeedHandle") -> None:
 
 def _say_layouts(engine: Any, model: Model | None) -> None:
     """Lets stock DeepSpeed's own tools know how a model of a family is cut."""
-    if model is None or not model.family.name or hasattr(engine.module, INFO):
+    if model is None or not model.family.name or hasattr(engine.module, PATTERNS):
         return
     pipe = model.pipe if is_pipeline(engine) else None
     if info := info_of(model, parallel_of(engine)[0][0], pipe):
-        setattr(engine.module, INFO, info)
+        setattr(engine.module, PATTERNS, info)
     engine.module.register_state_dict_post_hook(empty_extra_state)
 
 

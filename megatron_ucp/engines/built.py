@@ -6,6 +6,7 @@ is imported because a file says so.
 """
 
 import enum
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from megatron_ucp.engines.values import (
 )
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.deepspeed.keys import OF_ARGUMENTS
 from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.execute import TORCH_DTYPES, tensor_at, tensor_of
 
@@ -199,7 +201,7 @@ class _Builder:
         """The class or function of that name that the live value has."""
         if self._named is None:
             self._named = named_in(self.how.like)
-        return self._named.get(name)
+        return self._named.get(name) or _of_arguments(name)
 
     def _strange(self, name: str, like: Any, place: str) -> Any:
         if not self.how.allow:
@@ -232,6 +234,12 @@ class _Builder:
         **dict.fromkeys((list, deque, set), _list),
         **dict.fromkeys(DICTS, _dict),
     }
+
+
+def _of_arguments(name: str) -> Any:
+    """A class of the closed list, where the program has imported its module."""
+    module, _, kind = name.rpartition(".")
+    return getattr(sys.modules.get(module), kind, None) if name in OF_ARGUMENTS else None
 
 
 def _device_of(item: DeviceName) -> torch.device:

@@ -101,6 +101,6 @@ class LivePlaces:
 
 def told_by(model: Model, manifest: Manifest) -> Told:
     """What a family says of checkpoints of its model."""
-    twin = model.family.hugging_face
+    twin, rules = model.family.hugging_face, model.family.rules
     shares = None if twin is None else twin.tensors(model.sizes)
-    return Told(None, manifest.by_name, model.pipe, shares=shares, like=manifest)
+    return Told(None, manifest.by_name, model.pipe, rules, shares, like=manifest)

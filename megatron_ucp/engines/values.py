@@ -32,6 +32,7 @@ from megatron_ucp.core.values import (
     is_numpy_scalar,
     numpy_scalar,
 )
+from megatron_ucp.formats.deepspeed.keys import OF_ARGUMENTS
 from megatron_ucp.formats.pt.values import ITEMSIZE, tensor_stand
 from megatron_ucp.reshard.execute import bytes_of
 
@@ -95,7 +96,8 @@ def _walk(value: Any, where: str, live: bool) -> Iterator[tuple[Any, str, int, s
         seen[id(item)] = item
         found = _inside(item, place)
         wrong = _wrong_leaf(item) if found is None else ""
-        if wrong and live and (stand := _object(item)) is not None:
+        named = live or _qualname(type(item)) in OF_ARGUMENTS
+        if wrong and named and (stand := _object(item)) is not None:
             found, wrong = _parts_of(stand, place), ""
         yield item, place, level, wrong
         if level <= _MAX_LEVELS:

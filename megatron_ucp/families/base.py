@@ -11,6 +11,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Extent, Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import LayoutError, RuleError, UsageError
 from megatron_ucp.families.hugging_face import HuggingFace
 from megatron_ucp.families.sizes import Sizes as Sizes  # by this name for families of others
@@ -201,6 +202,7 @@ class Family:
     - `sizes` is the class of the sizes; `measure(module)` takes them from a live module (None: from
       the config of a megatron-core GPTModel).
     - `hugging_face` is the family's twin there (None: it has none).
+    - `rules` are those of a user's file that the family stands for.
     - `fitted(sizes, names)` are sizes that a config says as a model with parameters of these names
       has them, where its modules may be of several kinds.
     """
@@ -217,6 +219,7 @@ class Family:
     sizes: type[Sizes] = Sizes
     measure: Callable[[Any], Sizes] | None = None
     hugging_face: HuggingFace | None = None
+    rules: RuleSet | None = None
     fitted: Callable[[Any, Collection[str]], Any] = lambda sizes, _: sizes
 
 

@@ -15,6 +15,7 @@ from megatron_ucp.errors import NotFoundError, RuleError, UsageError
 from megatron_ucp.formats.patterns import problem_of
 
 FORMAT = 1
+_OURS = Path(__file__).parent / "rules"  # files that come with the package, known by name
 UNKNOWN = "?"  # a layout that a draft leaves open
 _LARGEST_BYTES = 2**20
 _LARGEST_NUMBER = 2**40
@@ -107,8 +108,11 @@ class _Entry:
 
 
 def read_rules(path: str | Path) -> RuleSet:
-    """The rules of a file. Raises NotFoundError where there is none, RuleError for what is wrong in
-    it, by entry and key."""
+    """The rules of a file, or of one of the package's own, such as "megatron_deepspeed_split".
+    Raises NotFoundError where there is none, RuleError for what is wrong in it, by entry and
+    key."""
+    ours = {own.stem: own for own in _OURS.glob("*.toml")}
+    path = ours.get(path, path) if isinstance(path, str) else path
     file = str(path)
     if not isinstance(cast("object", path), str | Path):  # open() takes the number of a file, too
         raise UsageError(
@@ -125,7 +129,7 @@ def read_rules(path: str | Path) -> RuleSet:
             "the file of rules can't be read",
             file=file,
             found=error.strerror,
-            fix="check the path",
+            fix=f"check the path; or give the name of one of ours: {', '.join(sorted(ours))}",
             id="",
         ) from None
     if len(data) > _LARGEST_BYTES:
@@ -147,6 +151,12 @@ def read_rules(path: str | Path) -> RuleSet:
             fix="correct the file; a pattern in 'single quotes' needs no doubled backslashes",
         ) from None
     return _rule_set(tree, file)
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file of rules comes with the package. It is for models of several kinds: what in it
+    matches nothing is no fault."""
+    return Path(file).parent == _OURS
 
 
 def _rule_set(tree: Mapping[str, Any], file: str) -> RuleSet:

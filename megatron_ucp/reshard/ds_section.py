@@ -13,6 +13,7 @@ _KEYS = {
     "checksums": bool,
     "allow": list,
     "family": str,
+    "rules": str,
     "rng": bool,
     "durable": bool,
     "keep_latest": int,

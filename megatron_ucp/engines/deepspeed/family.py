@@ -45,8 +45,13 @@ def model_of(engine: Any, family: str | Family | None) -> Model | None:
     if family is None:
         return engine.__dict__.get(_REMEMBERED)
     model = model_of_module(family, engine.module, parallel_of(engine)[0][0])
-    engine.__dict__[_REMEMBERED] = model
+    remember(engine, model)
     return model
+
+
+def remember(engine: Any, model: Model) -> None:
+    """For later calls that name no family."""
+    engine.__dict__[_REMEMBERED] = model
 
 
 def as_it_says(engine: Any, model: Model | None) -> Model | None:
@@ -63,7 +68,8 @@ def as_it_says(engine: Any, model: Model | None) -> Model | None:
     said = partial(derived_table, engine.module, names, place, whole=model is None)
     table = said_together(said, own.at, own.speaks)
     if model is None:
-        model = engine.__dict__[_REMEMBERED] = model_by_itself(table)
+        model = model_by_itself(table)
+        remember(engine, model)
     else:
         require_agreement(model, table)
     return model

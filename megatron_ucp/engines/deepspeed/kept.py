@@ -1,12 +1,13 @@
 """Plain values that a save of a DeepSpeed engine keeps, refused before anything is written where no
 load could give them back."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.read_back import KeptValue, kept_of
 from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.deepspeed.keys import OWN_KEYS, PATTERNS
 
 
 def of_engine(engine: Any) -> Iterator[KeptValue]:
@@ -15,9 +16,13 @@ def of_engine(engine: Any) -> Iterator[KeptValue]:
     return kept_of("lr_scheduler", engine.lr_scheduler, groups, in_manifest=True)
 
 
-def of_caller(client_state: Any, reserved: Collection[str], file: object) -> Iterator[KeptValue]:
+def of_caller(client_state: Any, engine: Any, file: object) -> Iterator[KeptValue]:
     """The client state. Raises UsageError for what is no dict, or has a key that
     DeepSpeed itself writes."""
+    reserved = OWN_KEYS
+    # a method of Megatron-DeepSpeed's models, whose result it puts into the client state
+    if callable(getattr(engine.module, PATTERNS, None)):
+        reserved = OWN_KEYS - {PATTERNS}
     if not isinstance(client_state, Mapping):
         raise UsageError(
             "client_state is a dictionary",

@@ -152,6 +152,9 @@ _REFUSED_WRITERS: list[tuple[str, Callable[[Any], bool], str]] = [
 ]
 
 
+_OR_RULES = "; or rules=FILE, which says it for any other model (docs/reference/rules.md)"
+
+
 def refuse_writer(engine: Any) -> None:
     """Raises UnsupportedError where the engine's saves could not be described by a manifest."""
     if engine.checkpoint_engine is not None:  # ZeRO-3 without an optimizer has none
@@ -168,14 +171,15 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             "supported",
             expected="a family with pipeline names",
             found=model.family.name if model else "no family",
-            fix=f"give {_one_of(name for name, family in families().items() if family.pipe)}",
+            fix=f"give {_one_of(name for name, family in families().items() if family.pipe)}"
+            f"{_OR_RULES}",
             id="layout-unknown",
         )
     if model is None and int(engine.mp_world_size) > 1 and not is_autotp(engine):
         raise UnsupportedError(
             "this engine uses tensor parallelism without a family, which is not supported",
             found=f"mp_world_size {engine.mp_world_size}",
-            fix=f"give {_one_of(families())}",
+            fix=f"give {_one_of(families())}{_OR_RULES}",
             id="layout-unknown",
         )
     if model is not None and is_autotp(engine):

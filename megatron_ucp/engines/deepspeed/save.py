@@ -56,7 +56,6 @@ from megatron_ucp.engines.taken_files import (
 from megatron_ucp.errors import SaveError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
-from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
 
@@ -190,7 +189,7 @@ def _begin(asked: Asked, left: ExitStack) -> None:
             )
         check_states(engine)
         file = Path(engine._get_ckpt_name(str(asked.folder), asked.tag))
-        refuse_strange(of_caller(asked.client_state, OWN_KEYS, file), SaveError, file)
+        refuse_strange(of_caller(asked.client_state, engine, file), SaveError, file)
         refuse_strange(of_engine(engine), SaveError, file, left=how.values_left)
         if agree.world()[0] == 0:
             left.enter_context(durable.begin(asked.folder, asked.tag))

@@ -37,6 +37,7 @@ from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from megatron_ucp.formats.optimizers import (
     Kept,
     is_element,
@@ -173,7 +174,7 @@ class OwnStage:
         found: dict[str, Any] = {**params, **buffers}
         listed = list(found)
         if self.wrapper.zero < 3:
-            entries = map(str, self.engine.module.state_dict(keep_vars=True))
+            entries = map(str, by_dotted_name(self.engine.module.state_dict(keep_vars=True)))
             listed = [self.renamed.get(name, name) for name in entries]
         out: dict[str, LiveValue] = {}
         for name in listed:
@@ -323,7 +324,7 @@ class OwnStage:
         scalars = self.scalars(live)
         members: list[Member] = []
         for param, start in zip(live.params, live.starts, strict=True):
-            size = self._own_shape(param).numel()
+            size = self.own_shape(param).numel()
             names = self._held(live, param)
             stored = [Member(name, start, size, live.group, scalars) for name in names]
             members += slices(stored) if live.rule == "each" else one_after_another(stored)
@@ -352,14 +353,14 @@ class OwnStage:
         names = self.names[param]
         return names if live.expert is None else [names[live.expert]]
 
-    def _own_shape(self, param: Any) -> torch.Size:
+    def own_shape(self, param: Any) -> torch.Size:
         """The shape of a parameter on this rank, or that of each slice of a stacked one."""
         stacked = self.engine.param_names[param] in self.stacks
         return _shape(param)[1:] if stacked else _shape(param)
 
     def _specs_of(self, live: LiveBuffer) -> list[ParamSpec]:
         return [
-            self._spec(name, tuple(self._own_shape(param)), param, "trainable")
+            self._spec(name, tuple(self.own_shape(param)), param, "trainable")
             for param in live.params
             for name in self._held(live, param)
         ]

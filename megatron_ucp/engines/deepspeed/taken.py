@@ -14,7 +14,7 @@ from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.values import inert
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.keys import COUNTERS, OWN_KEYS
+from megatron_ucp.formats.deepspeed.keys import COUNTERS
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.schedules import of_all_stages
 from megatron_ucp.reshard import agree
@@ -26,7 +26,7 @@ def taken(engine: Any, model: Model | None, how: Taking, values_left: bool) -> L
     with agree.together():
         require_usable(engine)
         check_states(engine)
-        refuse_strange(of_caller(how.client_state, OWN_KEYS, None))
+        refuse_strange(of_caller(how.client_state, engine, None))
         refuse_strange(of_engine(engine), left=values_left)
     live = describe(engine, model, present=True)
     found = besides(live, how.client_state)

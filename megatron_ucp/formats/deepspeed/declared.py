@@ -13,6 +13,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import (
+    LayoutError,
     RuleError,
     UcpError,
     some_of,
@@ -30,7 +31,8 @@ _NAMED = 5  # parameters that a note lists by name
 class LayoutSource:
     """The first that is given speaks: `specs` (of a manifest or a family), `rules`, `info` (stock
     DeepSpeed's `universal_checkpoint_info` in the model file `file`). `pipe` are a pipeline's names
-    of canonical ones, which `info` uses."""
+    of canonical ones, which `info` uses. `order` is that of query_key_value's rows, where the
+    arguments of the run decide it."""
 
     mesh: Mesh
     file: str
@@ -38,7 +40,9 @@ class LayoutSource:
     rules: RuleSet | None = None
     info: Mapping[str, Any] | None = None
     pipe: Mapping[str, str] = field(default_factory=dict[str, str])
+    order: str = ""
     _by_default: dict[str, None] = field(default_factory=dict[str, None], init=False)
+    _by_patterns: dict[str, None] = field(default_factory=dict[str, None], init=False)
     _overruled: dict[str, None] = field(default_factory=dict[str, None], init=False)
 
     @property
@@ -65,7 +69,7 @@ class LayoutSource:
         """The whole parameter of which a rank holds `local`; None where nothing declares it. Raises
         RuleError, LayoutError."""
         if self.specs is not None:
-            return self.specs.get(name)
+            return self._told(name)
         if self.rules is None or not self.rules.rules:
             return self._by_stock(name, local) if self.is_cut and kind != "buffer" else None
         if kind == "buffer" and not self.rules.matching(name):
@@ -75,19 +79,51 @@ class LayoutSource:
             self._overruled[name] = None
         return spec
 
+    def _told(self, name: str) -> ParamSpec | None:
+        """What the manifest or the family says. Raises LayoutError."""
+        spec = (self.specs or {}).get(name)
+        if spec is not None and stock_info.contradicts(spec, self.order):
+            raise LayoutError(
+                "the rows of query_key_value are in another order in the checkpoint",
+                file=self.file,
+                parameter=name,
+                expected=spec.layout,
+                found=f"{self.order}, as the arguments of the run that wrote it say",
+                fix="resume with the code that wrote it: no layout turns one order into the other",
+            )
+        return spec
+
     def _by_stock(self, name: str, local: Ints) -> ParamSpec | None:
         if not self.info:
             return None
         pipe = self.pipe.get(name, name)
-        if not stock_info.is_matched(self.info, pipe, self.file):
+        found = stock_info.declared(self.info, pipe, local, self.mesh.tp, self.file, self.order)
+        if not stock_info.is_fused(pipe) and not stock_info.is_matched(self.info, pipe, self.file):
             self._by_default[name] = None
-        found = stock_info.declared(self.info, pipe, local, self.mesh.tp, self.file)
+        self._by_patterns[pipe] = None
         return replace(found, name=name)
+
+    def check_patterns(self) -> None:
+        """Once every parameter was found: raises RuleError for a pattern that matches none of them,
+        where another parameter, for which it may be meant, is cut on dim 0 by default."""
+        info = self.info if self._by_default and self.info else {}
+        if found := stock_info.unused(info, self._by_patterns, self.file):
+            raise RuleError(
+                "a pattern of universal_checkpoint_info matches no parameter, and parameters that "
+                "none matches would be cut on dim 0",
+                file=self.file,
+                expected=f"a parameter that matches {found[:200]}",
+                found=f"none; no pattern matches {some_of(list(self._by_default), _NAMED)}",
+                fix="give --rules FILE (Python: rules=); `megatron-ucp rules` writes a draft",
+                id="layout-unknown",
+            )
 
     def _agrees(self, spec: ParamSpec, local: Ints) -> bool:
         try:
-            pipe = self.pipe.get(spec.name, spec.name)
-            stock = stock_info.declared(self.info or {}, pipe, local, self.mesh.tp, self.file)
+            pipe, info = self.pipe.get(spec.name, spec.name), self.info or {}
+            if stock_info.is_open(info, pipe, self.file, self.order):
+                return True
+            stock = stock_info.declared(info, pipe, local, self.mesh.tp, self.file, self.order)
         except UcpError:  # patterns that are no use to anybody
             return False
         return same_layout(stock.layout, spec.layout)

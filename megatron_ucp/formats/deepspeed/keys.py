@@ -1,5 +1,6 @@
 """Keys of DeepSpeed's model files: its own, and so those of a program."""
 
+PATTERNS = "universal_checkpoint_info"
 # What DeepSpeed itself puts into the model file; every other key is the user's client state.
 OWN_KEYS = frozenset(
     {
@@ -23,10 +24,17 @@ OWN_KEYS = frozenset(
         "ds_version",
         "num_experts",
         "ds_autoep_layers",
-        "universal_checkpoint_info",
+        PATTERNS,
         "folding",
         "sparse_tensor_module_names",
     }
 )
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 HELPERS = ("random_ltd", "data_sampler")
+# Members of enums in the arguments that Megatron-DeepSpeed has in its client state: (class, value)
+# -> name; and their classes.
+MEMBERS_OF_ARGUMENTS = {
+    ("megatron.core.enums.ModelType", 1): "encoder_or_decoder",
+    ("megatron.core.enums.ModelType", 2): "encoder_and_decoder",
+}
+OF_ARGUMENTS = frozenset(kind for kind, _ in MEMBERS_OF_ARGUMENTS)

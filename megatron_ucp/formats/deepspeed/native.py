@@ -40,6 +40,7 @@ from megatron_ucp.formats.deepspeed.rank_counts import count_ranks
 from megatron_ucp.formats.deepspeed.saved_extras import extras_of, layers_of
 from megatron_ucp.formats.deepspeed.slot_places import SlotPlaces
 from megatron_ucp.formats.deepspeed.stage_contents import held_of
+from megatron_ucp.formats.deepspeed.stock_info import order_of
 from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.trained_weights import TrainedWeights, trained_weights
 from megatron_ucp.formats.deepspeed.weights import LayerFiles, StageModels, Weights, WholeModel
@@ -79,6 +80,7 @@ class NativeCheckpoint(TagFolder):
             held = held_of(named, positions_too)
             self.known = after(held, SlotPlaces, manifest=_with_evidence(held, manifest_of(held)))
             self.manifest: Manifest = self.known.manifest
+            self.known.declared.check_patterns()
             undo.pop_all()
 
     def _opened(self, told: Told) -> OpenedFiles:
@@ -206,6 +208,7 @@ def _layout_source(step: RunRanks, names: Mapping[str, str]) -> LayoutSource:
         step.told.rules,
         patterns if isinstance(patterns, dict) else None,
         {name: pipe for pipe, name in names.items()},
+        order_of(step.meta.get("args")),
     )
     if step.mesh.tp > 1 and found.silent:
         raise UnsupportedError(

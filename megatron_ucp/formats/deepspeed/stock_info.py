@@ -28,25 +28,103 @@ HALVES, SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_su
 _KINDS: Mapping[Layout, str] = {Replicate(): REPLICATED, Shard("tp", 0): "", Shard("tp", 1): ROW}
 
 
-def declared(info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str) -> ParamSpec:
-    """Whole shape and layout of the parameter of which a rank holds `local`.
+_FUSED = re.compile(r"(?:.+\.)?query_key_value\.(?:weight|bias)")
+# of the rows of query_key_value, as Megatron-DeepSpeed has them: by head, or in thirds of each rank
+INTERLEAVED, SPLIT = "interleaved", "split"
+_OF_SPLIT_CODE = "ds_sequence_parallel_fpdt"  # came with the change of the order
 
-    Raises RuleError where two patterns match its name or one can't be used, UnsupportedError for
-    uneven sub-parameters and for what AutoTP can't describe, LayoutError for a dim that the
-    parameter lacks, DamagedFileError for what is no dict of patterns.
+
+def order_of(arguments: Any) -> str:
+    """The order of the rows of query_key_value where the arguments of the run decide it, "" where
+    they don't. Fewer key-value heads than heads: the code with the split order can't train that."""
+    said = arguments.state if isinstance(arguments, Stand) else {}
+    heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
+    if type(heads) is int and type(groups) is int and 0 < groups < heads:
+        return INTERLEAVED
+    return SPLIT if _OF_SPLIT_CODE in said else ""
+
+
+def is_fused(name: str) -> bool:
+    """Whether a parameter is a query_key_value."""
+    return bool(_FUSED.fullmatch(name))
+
+
+def is_open(info: Mapping[str, Any], name: str, file: str, order: str) -> bool:
+    """Whether nothing says how the rows of query_key_value are cut. Raises as `is_matched`."""
+    return not order and is_fused(name) and not is_matched(info, name, file)
+
+
+def contradicts(spec: ParamSpec, order: str) -> bool:
+    """Whether a layout has the rows of query_key_value in another order than the arguments say."""
+    thirds = isinstance(spec.layout, ShardNC)
+    known = order and is_fused(spec.name) and (thirds or isinstance(spec.layout, Shard))
+    return bool(known) and thirds != (order == SPLIT)
+
+
+def declared(
+    info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str, order: str = ""
+) -> ParamSpec:
+    """Whole shape and layout of the parameter of which a rank holds `local`. `order` is that of
+    query_key_value, of which Megatron-DeepSpeed's patterns say nothing.
+
+    Raises RuleError where two patterns match its name or one can't be used, or where its order is
+    not known, UnsupportedError for uneven sub-parameters and for what AutoTP can't describe,
+    LayoutError for a dim that the parameter lacks, DamagedFileError for what is no dict of
+    patterns.
     """
     _refuse_unsupported(name, info, file)
     if (entry := entry_of(info, name, file)) is not None:
         shape, layout = affine_layout(entry, name, file, version_of(info))
         kinds = [kind for kind, _ in _matches(name, info, file)]
         return ParamSpec(name, shape, "", layout=layout, extent=_extent(kinds, shape, info))
+    if is_fused(name) and not _matches(name, info, file):
+        return _fused_spec(name, local, tp, file, order)
     return _spec(name, local, info, tp, file)
+
+
+def _fused_spec(name: str, local: Ints, tp: int, file: str, order: str) -> ParamSpec:
+    """Of query_key_value. Raises RuleError, LayoutError."""
+    if not order:
+        raise RuleError(
+            "the checkpoint does not say in which order the rows of query_key_value are",
+            file=file,
+            parameter=name,
+            expected="a pattern, or arguments of Megatron-DeepSpeed that decide it",
+            found="neither",
+            fix="give rules: --rules megatron_deepspeed_split (Python: rules=) for files of code "
+            "since December 2024 (#441), --rules megatron_deepspeed_interleaved for older ones; "
+            "with --swiglu the same names and _swiglu behind",
+            id="layout-unknown",
+        )
+    rows = local[0] * tp if local else 0
+    if order == SPLIT and (not rows or local[0] % 3):
+        raise LayoutError(
+            "query_key_value has no three equal parts",
+            file=file,
+            parameter=name,
+            expected="a multiple of 3 rows",
+            found=local,
+            fix="give --rules FILE (Python: rules=)",
+        )
+    layout = ShardNC("tp", 0, (rows // 3,) * 3) if order == SPLIT else Shard("tp", 0)
+    return ParamSpec(name, (rows, *local[1:]), "", layout=layout)
 
 
 def is_matched(info: Mapping[str, Any], name: str, file: str) -> bool:
     """Whether a map or a pattern says how it is cut; without one a parameter is cut on dim 0 by
     stock's convention alone. Raises RuleError, DamagedFileError."""
     return entry_of(info, name, file) is not None or bool(_matches(name, info, file))
+
+
+def unused(info: Mapping[str, Any], names: Iterable[str], file: str) -> str | None:
+    """The first pattern that says how a parameter is not cut on dim 0, and that matches none of
+    these names. Raises as `is_matched`."""
+    named = list(names)
+    for kind in (REPLICATED, AVERAGED, ROW):
+        for pattern in usable(info.get(kind), kind, file):
+            if not any(re.match(pattern, name) for name in named):
+                return pattern
+    return None
 
 
 def _refuse_unsupported(name: str, info: Mapping[str, Any], file: str) -> None:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.deepspeed.keys import HELPERS, OWN_KEYS
+from megatron_ucp.formats.deepspeed.keys import (
+    HELPERS,
+    MEMBERS_OF_ARGUMENTS,
+    OF_ARGUMENTS,
+    OWN_KEYS,
+)
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.opened_folder import OpenedFolder
@@ -53,14 +58,15 @@ class TagFolder(OpenedFolder):
         said: Any = self.recorded.run.get(CLASSES, ()) if self.recorded is not None else ()
         if self._told_classes is None or not isinstance(said, list | tuple):
             return self._told_classes
-        return self._told_classes | {str(name) for name in said}
+        return self._told_classes | OF_ARGUMENTS | {str(name) for name in said}
 
     @cached_property
     def _members(self) -> Mapping[tuple[str, Any], str]:
         """Members of enums that the save's program pickled by their values, as its manifest says:
         (class, value) -> name."""
         said: Any = self.recorded.run.get(MEMBERS, ()) if self.recorded is not None else ()
-        return dict(map(self._member, said if isinstance(said, list | tuple) else [None]))
+        told = dict(map(self._member, said if isinstance(said, list | tuple) else [None]))
+        return MEMBERS_OF_ARGUMENTS | told
 
     def _member(self, said: Any) -> tuple[tuple[str, Any], str]:
         known = isinstance(said, list | tuple) and len(said) == 3

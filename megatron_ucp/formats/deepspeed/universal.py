@@ -35,6 +35,7 @@ from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
 from megatron_ucp.formats.deepspeed.file_manifest import run_of
+from megatron_ucp.formats.deepspeed.joined_rows import refuse_joined
 from megatron_ucp.formats.deepspeed.model_file import (
     buffer_names,
     shapes_by_group,
@@ -102,7 +103,10 @@ class UniversalCheckpoint(TagFolder):
         self._check_listed()
         self._experts = {**counts_of(self._atoms), **self._stacked}
         self.manifest = self._manifest(self._groups(), recorded)
-        if recorded is not None:
+        if recorded is None:
+            held = ((self._atoms.get(spec.name, ""), spec) for spec in self.manifest.params)
+            refuse_joined(self.meta, self.main_file, held)
+        else:
             self._compare(recorded)
             if rules is not None:
                 self.manifest = compared(self.manifest, rules, self.full_path(FILE_NAME))

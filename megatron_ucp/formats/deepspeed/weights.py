@@ -65,6 +65,7 @@ class WholeModel(Weights):
                 expected="module, or layer files beside it",
                 found=type(module).__name__,
             )
+        module = by_dotted_name(module)
         texts(list(module), "module", self._folder.full_path(self._files[tp]))
         return _under_own_names(module, self._renamed) if self._renamed else module
 
@@ -228,6 +229,24 @@ class LayerFiles(PipelineWeights):
                 expected=ours.get(name),
                 found=theirs.get(name),
             )
+
+
+def by_dotted_name(
+    module: Mapping[Any, Any], seen: set[int] | None = None, levels: int = 8
+) -> dict[Any, Any]:
+    """The entries by dotted name: Megatron-DeepSpeed saves a tree of dictionaries, of four levels.
+    What was `seen`, or is deeper than `levels`, is left as it is: a file may have a dictionary in
+    itself, or a million times."""
+    seen = set() if seen is None else seen
+    out: dict[Any, Any] = {}
+    for name, value in module.items():
+        rest: dict[Any, Any] = {}
+        inner = isinstance(value, dict) and id(value) not in seen and levels > 0
+        if inner and not is_extra_state(name):
+            seen.add(id(value))
+            rest = by_dotted_name(value, seen, levels - 1)
+        out |= {f"{name}.{one}": held for one, held in rest.items()} or {name: value}
+    return out
 
 
 def _under_own_names(module: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron_ucp.core.rules import RuleSet, nearest
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
-from megatron_ucp.formats.rule_file import read_rules
+from megatron_ucp.formats.rule_file import is_ours, read_rules
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
 from megatron_ucp.reshard.rules.survey import DIFFERENT, EQUAL, Held, Survey, survey
 
@@ -179,7 +179,7 @@ class _Check:
                 found=pattern,
             )
             for pattern in patterns
-            if pattern not in used
+            if pattern not in used and not is_ours(self._rules.source)
         ]
 
     def _check_parameter(self, held: Held, name: str) -> None:
@@ -220,10 +220,10 @@ class _Check:
             )
 
     def _check_info(self, held: Held, spec: ParamSpec) -> None:
-        file = self._seen.checkpoint.main_file
-        stock = stock_info.declared(
-            self._seen.info, held.pipe, held.local, self._seen.tp, file
-        ).layout
+        file, info, order = self._seen.checkpoint.main_file, self._seen.info, self._seen.order
+        if stock_info.is_open(info, held.pipe, file, order):
+            return
+        stock = stock_info.declared(info, held.pipe, held.local, self._seen.tp, file, order).layout
         if same_layout(stock, spec.layout):
             return
         if not stock_info.is_matched(self._seen.info, held.pipe, file):

@@ -103,11 +103,13 @@ def _known(seen: Survey, held: Held) -> _Known | None:
         return None
     file = seen.checkpoint.main_file
     try:
-        spec = stock_info.declared(seen.info, held.pipe, held.local, seen.tp, file)
+        spec = stock_info.declared(seen.info, held.pipe, held.local, seen.tp, file, seen.order)
     except UcpError as error:
         return _Known(f"universal_checkpoint_info is no help: {error.problem}", None)
     if stock_info.is_matched(seen.info, held.pipe, file):
         return _Known("from universal_checkpoint_info", spec.layout, spec.extent)
+    if stock_info.is_fused(held.pipe):
+        return _Known(f"{seen.order} rows, as the arguments of the run say", spec.layout)
     return _Known(
         "stock DeepSpeed's default: no pattern of universal_checkpoint_info matches; CHECK",
         spec.layout,

@@ -16,6 +16,7 @@ from megatron_ucp.core.mesh import DENSE_CUT
 from megatron_ucp.core.rules import Rename, Rule, RuleSet
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.declared import says_layouts
+from megatron_ucp.formats.deepspeed.stock_info import order_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import find_tag
@@ -56,11 +57,13 @@ class Held:
 @dataclass(frozen=True)
 class Survey:
     """An opened checkpoint. `stock_names` are names in a pipeline that nothing maps to canonical
-    ones; `info` is stock DeepSpeed's `universal_checkpoint_info`, or empty."""
+    ones; `info` is stock DeepSpeed's `universal_checkpoint_info`, or empty, and `order` what the
+    run's arguments say of query_key_value."""
 
     checkpoint: Checkpoint
     held: tuple[Held, ...]
     info: Mapping[str, Any]
+    order: str
     stock_names: list[str]
 
     @property
@@ -113,6 +116,7 @@ def survey(
             checkpoint,
             tuple(held),
             checkpoint.extras.patterns,
+            order_of(checkpoint.extras.client_state.get("args")),
             [] if has_manifest else stock_names,
         )
 
