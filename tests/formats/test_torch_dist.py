@@ -134,6 +134,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA, "qk_norms": True},
     "mixtral": {**_LLAMA, "experts": 4, "shared_ffn": 12, "every": 2},
     "qwen3_moe": {**_LLAMA, "qk_norms": True, "experts": 4, "every": 2},
+    "gpt_oss": {**_LLAMA, "biases": True, "qkv_biases": True, "experts": 4},
     "deepseek_v3": {
         **{**_LLAMA, "experts": 4, "shared_ffn": 12, "leading": 1, "predictions": 1},
         **{"query_rank": 6, "rank": 4, "plain": 2, "rotary": 2, "value": 2},

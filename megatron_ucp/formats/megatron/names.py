@@ -44,6 +44,7 @@ _CUT_DIMS: dict[str, int | None] = {
     "self_attention.linear_q_proj.weight": 0,
     "self_attention.linear_q_up_proj.weight": 0,
     "self_attention.linear_kv_up_proj.weight": 0,
+    "self_attention.core_attention.softmax_offset": 0,
     "eh_proj.weight": 0,
     "self_attention.linear_q_up_proj.layer_norm_weight": None,
     "self_attention.linear_kv_up_proj.layer_norm_weight": None,
@@ -56,6 +57,7 @@ _CUT_DIMS: dict[str, int | None] = {
     "linear_fc2.bias": None,
     "embedding.position_embeddings.weight": None,
     ROUTER: None,
+    "mlp.router.bias": None,
     "mlp.router.expert_bias": None,
     "mlp.shared_experts.gate_weight": None,
 }
