@@ -92,7 +92,7 @@ def _gpu() -> MachinePart:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return MachinePart(
-        "GPU", f"{count}" if count else "none", "tested on CPU ranks over gloo, not on GPUs"
+        "GPU", f"{count}" if count else "none", "tested on CPU ranks over gloo, and on one GPU"
     )
 
 

@@ -1,5 +1,8 @@
 """States move on GPUs as on CPUs: the same program on both."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,26 +16,27 @@ from tests.scripts import start
 SCRIPT = str(Path(__file__).with_name("device_script.py"))
 
 
-def moved(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    log = folder / "log"
-    assert start(ranks, [SCRIPT, str(folder / "out")], log) == 0, log.read_text()
-    return log.read_text()
-
-
 @pytest.mark.ranks
 def test_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert "moved on cpu by gloo" in moved(tmp_path, 2, monkeypatch)
+    log = tmp_path / "log"
+    assert start(2, [SCRIPT, str(tmp_path / "out")], log) == 0, log.read_text()
+    assert "moved on cpu by gloo" in log.read_text()
 
 
 @pytest.mark.gpu
 @pytest.mark.ranks
-def test_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many ranks as share the batch evenly, each with a GPU."""
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+def test_on_gpus(tmp_path: Path) -> None:
+    """As many ranks as share the batch evenly, each with a GPU, in processes of their own: those of
+    other tests are connected by gloo."""
     ranks = next(count for count in (4, 2, 1) if count <= torch.cuda.device_count())
-    assert "moved on cuda by nccl" in moved(tmp_path, ranks, monkeypatch)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launch, SCRIPT, str(tmp_path / "out")]
+    away = {"DS_ACCELERATOR", "LOCAL_SIZE"}
+    environment = {key: value for key, value in os.environ.items() if key not in away}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert "moved on cuda by nccl" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.gpu

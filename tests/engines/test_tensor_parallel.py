@@ -226,7 +226,7 @@ def test_a_family_that_does_not_fit(sources: Sources) -> None:
         attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family="mamba"),
         "UsageError",
         "no such family",
-        "gpt, llama",
+        "gpt, gpt_oss, llama",
     )
 
 
