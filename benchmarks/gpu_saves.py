@@ -1,5 +1,5 @@
-"""Saves of a model of a billion parameters on one GPU: how long training stands still, beside a copy
-of as many bytes into pinned memory and beside stock's save; steps per second meanwhile.
+"""Saves of a model of a billion parameters on one GPU: how long training stands still, beside a
+copy of as many bytes into pinned memory and beside stock's save; steps per second meanwhile.
 
     torchrun --nproc-per-node 1 -m benchmarks.gpu_saves FOLDER    # two minutes; 45 GB in FOLDER
 
