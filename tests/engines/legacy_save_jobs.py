@@ -268,6 +268,31 @@ def regrouped(setup: Mcore, folder: str, how: str) -> str:
         close(engine)
 
 
+def regrouped_as_torch_dist(setup: Mcore, folder: str) -> tuple[list[str], list[str]]:
+    """What differs after a load of a run whose groups another program made, into an engine that
+    was built so too; and the notes."""
+    engine = _with_swapped_decays(setup)
+    train(engine, 2)
+    ucp.save(engine.handle, folder)
+    want = canonical(engine)
+    close(engine)
+    engine = _with_swapped_decays(replace(setup, seed=5))
+    train(engine, 1, first=9)
+    report = ucp.load(engine.handle, folder)
+    found = compare(want, canonical(engine))
+    close(engine)
+    return found, [note for note in report.notes if "weight_decay" in note]
+
+
+def _with_swapped_decays(setup: Mcore) -> Engine:
+    """Matrices have no weight decay, norms have one."""
+    engine = make(setup)
+    (inner,) = engine.optimizer.chained_optimizers
+    one, other = inner.optimizer.param_groups
+    one["wd_mult"], other["wd_mult"] = other["wd_mult"], one["wd_mult"]
+    return engine
+
+
 def mixed(setup: Mcore, folder: str) -> list[str]:
     """A group with parameters in fp32 among others: its states lie as the model has them."""
 

@@ -327,6 +327,12 @@ def test_groups_that_no_load_finds_are_refused(
         assert bool(said) == bool(found)
 
 
+def test_torch_dist_keeps_groups_of_other_rules(ranks: RankPool, tmp_path: Path) -> None:
+    """Its files list no group's parameters either, but the manifest beside them says them."""
+    job = JOBS + "regrouped_as_torch_dist"
+    assert ranks.run(2, job, SMALL, str(tmp_path)) == [([], []), ([], [])]
+
+
 def test_a_group_of_two_dtypes(ranks: RankPool, tmp_path: Path) -> None:
     setup = Mcore(distributed=False, dtype="bf16", layers=2)
     assert ranks.run(2, JOBS + "mixed", setup, str(tmp_path)) == [[], []]

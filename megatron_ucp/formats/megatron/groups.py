@@ -5,11 +5,11 @@ Source: `_get_param_groups` and `get_standard_config_overrides` of megatron-core
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
-from megatron_ucp.core.manifest import ParamGroup, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats.foreign import as_float, each
 from megatron_ucp.formats.megatron.arguments import rate
@@ -102,20 +102,29 @@ def _class_name(settings: Mapping[str, Any]) -> str:
 class Membership:
     """Finds the group of a parameter. `decays_qk_norms`: norms of queries and keys are decayed like
     matrices; `decoupled_lr` is the rate of embedding and head, where they have their own. `file` is
-    for messages."""
+    for messages. `recorded` has the hyper-parameters of each parameter, where a manifest says them:
+    a program may have made its groups by other rules than Megatron-LM's."""
 
     groups: Sequence[SavedGroup]
     file: str
     decays_qk_norms: bool = False
     decoupled_lr: float | None = None
+    recorded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     @classmethod
     def by_arguments(
-        cls, groups: Sequence[SavedGroup], said: Mapping[str, Any], file: str
+        cls,
+        groups: Sequence[SavedGroup],
+        said: Mapping[str, Any],
+        file: str,
+        recorded: Manifest | None = None,
     ) -> "Membership":
-        """As the arguments of a run say it."""
+        """As the arguments of a run, and a manifest beside its files, say it."""
         decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
-        return cls(groups, file, bool(decays), rate(said, "decoupled_lr"))
+        known: dict[str, Mapping[str, Any]] = {}
+        for _, member, group in recorded.stepped() if recorded is not None else ():
+            known[member.param] = recorded.groups[group].settings if recorded is not None else {}
+        return cls(groups, file, bool(decays), rate(said, "decoupled_lr"), known)
 
     def number(self, spec: ParamSpec) -> int:
         """The number of a parameter's group. Raises StateMismatchError where several could be it
@@ -126,6 +135,9 @@ class Membership:
         """Those of all that could be it, which are alike. Raises as `number`."""
         expert = spec.expert is not None and any(g.own.get(EXPERT_MARK) for g in self.groups)
         left = [n for n, g in enumerate(self.groups) if bool(g.own.get(EXPERT_MARK)) == expert]
+        left = self._as_recorded(left, spec.name)
+        if len({repr(_values(self.groups[n])) for n in left}) == 1:
+            return left
         if self._has_own_rate(spec):
             left = self._narrowed(left, "max_lr", self.decoupled_lr)
         elif self.decoupled_lr is not None:
@@ -145,6 +157,17 @@ class Membership:
             )
         return left
 
+    def _as_recorded(self, left: list[int], name: str) -> list[int]:
+        """The groups with the hyper-parameters that a manifest says; all, where it says none, or
+        none that is there."""
+        known = self.recorded.get(name, {})
+
+        def fits(settings: Mapping[str, Any]) -> bool:
+            both = known.keys() & settings.keys()
+            return all(_plain(known[key]) == _plain(settings[key]) for key in both)
+
+        return [n for n in left if fits(self.groups[n].group.settings)] or left
+
     def _narrowed(self, left: list[int], key: str, value: object) -> list[int]:
         """The groups with a value; all, where no group has it (one without overrides)."""
         return [n for n in left if self.groups[n].own.get(key) == value] or left
@@ -162,6 +185,10 @@ def is_not_decayed(spec: ParamSpec, decays_qk_norms: bool = False) -> bool:
 
 
 EXPERT_MARK = "is_expert_parallel"
+
+
+def _plain(value: Any) -> Any:
+    return [*value] if isinstance(value, list | tuple) else value
 
 
 def _values(one: SavedGroup) -> tuple[Any, ...]:
