@@ -68,13 +68,7 @@ def check_expert_mesh(args: argparse.Namespace) -> None:
     experts. The sizes tp and pp divide the world."""
     tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size
     if not has_experts(args.model_family):
-        etp = args.expert_tensor_parallel_size
-        if ep > 1 or etp not in (None, 1, tp):
-            raise UsageError(
-                f"the layers of --model-family {args.model_family} have no experts",
-                expected="--expert-model-parallel-size 1",
-                found=f"{ep}, --expert-tensor-parallel-size {etp or 1}",
-            )
+        _check_no_expert_mesh(args)
         args.expert_tensor_parallel_size = tp
         return
     args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
@@ -114,6 +108,17 @@ def check_expert_mesh(args: argparse.Namespace) -> None:
             "megatron-core trains experts under tensor parallelism with sequence parallelism only",
             expected="--sequence-parallel",
             found=f"--tensor-model-parallel-size {tp} without it",
+        )
+
+
+def _check_no_expert_mesh(args: argparse.Namespace) -> None:
+    """Raises UsageError where ranks are to share experts that the family has not."""
+    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    if ep > 1 or etp not in (None, 1, args.tensor_model_parallel_size):
+        raise UsageError(
+            f"the layers of --model-family {args.model_family} have no experts",
+            expected="--expert-model-parallel-size 1",
+            found=f"{ep}, --expert-tensor-parallel-size {etp or 1}",
         )
 
 

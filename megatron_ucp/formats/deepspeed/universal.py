@@ -103,13 +103,18 @@ class UniversalCheckpoint(TagFolder):
         self._check_listed()
         self._experts = {**counts_of(self._atoms), **self._stacked}
         self.manifest = self._manifest(self._groups(), recorded)
+        self._compare_with(recorded, rules)
+
+    def _compare_with(self, recorded: Manifest | None, rules: RuleSet | None) -> None:
+        """What the manifest beside the files and rules say must be so; without a manifest, that
+        stock's converter joined the ranks' rows rightly."""
         if recorded is None:
             held = ((self._atoms.get(spec.name, ""), spec) for spec in self.manifest.params)
             refuse_joined(self.meta, self.main_file, held)
-        else:
-            self._compare(recorded)
-            if rules is not None:
-                self.manifest = compared(self.manifest, rules, self.full_path(FILE_NAME))
+            return
+        self._compare(recorded)
+        if rules is not None:
+            self.manifest = compared(self.manifest, rules, self.full_path(FILE_NAME))
 
     def _find_atoms(self) -> dict[str, str]:
         """The folder of each parameter, by its canonical name."""
