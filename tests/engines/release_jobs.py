@@ -41,7 +41,7 @@ def released(source: Any, target: Any, hold: dict[str, Any], window: int) -> dic
     lender = old.ucp.present()
     with small_pages(), mock.patch.object(shared_memories, "window_bytes", lambda world: window):
         held = ucp.hold(old, **hold, release=True)
-    found: dict[str, Any] = {"left": _left(lender), "after the hold": []}
+    found: dict[str, Any] = {"left": _left(lender)}
     found["then"] = [told(partial(one.train, engine, 1)), told(partial(ucp.hold, old))]
     one.close(engine)
     engine = other.make(target)

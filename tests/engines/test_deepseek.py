@@ -97,6 +97,20 @@ def test_a_fault_is_seen(computed: dict[str, Any], fault: str) -> None:
     assert difference(ours, computed[fault]["theirs"]) > 100 * EQUAL
 
 
+def comes_out_again(ranks: RankPool, setup: AnyModel, hf: Path, folder: Path) -> None:
+    """The same bytes, by way of what is loaded and of what is imported."""
+    ranks.run(4, JOBS + "load", setup, str(hf), str(folder / "out"))
+    ucp.import_hf(hf, folder / "native" / "tag", mesh="dp=2,zero=1")
+    ucp.export_hf(folder / "native" / "tag", folder / "again")
+    for out in ("out", "again"):
+        weights, config = "model.safetensors", "config.json"
+        assert (folder / out / weights).read_bytes() == (hf / weights).read_bytes(), out
+        assert json.loads((folder / out / config).read_text()) == json.loads(
+            (hf / config).read_text()
+        )
+    assert ucp.diff(folder / "native" / "tag", hf) == []
+
+
 # kind; tp, pp, ep, etp of what is loaded
 LOADS = [
     ("DeepSeek-V3", (2, 1, 2, 1)),
@@ -110,20 +124,9 @@ LOADS = [
 def test_in_on_another_mesh_and_out_again(
     ranks: RankPool, computed: dict[str, Any], tmp_path: Path, kind: str, mesh: Any
 ) -> None:
-    """The same bytes, by way of what is loaded and of what is imported."""
     tp, pp, ep, etp = mesh
-    hf = computed[kind]["folder"] / f"{kind} hf"
     setup = AnyModel(kind=kind, tp=tp, pp=pp, ep=ep, etp=etp, seed=3)
-    ranks.run(4, JOBS + "load", setup, str(hf), str(tmp_path / "out"))
-    ucp.import_hf(hf, tmp_path / "native" / "tag", mesh="dp=2,zero=1")
-    ucp.export_hf(tmp_path / "native" / "tag", tmp_path / "again")
-    for out in ("out", "again"):
-        weights, config = "model.safetensors", "config.json"
-        assert (tmp_path / out / weights).read_bytes() == (hf / weights).read_bytes(), out
-        assert json.loads((tmp_path / out / config).read_text()) == json.loads(
-            (hf / config).read_text()
-        )
-    assert ucp.diff(tmp_path / "native" / "tag", hf) == []
+    comes_out_again(ranks, setup, computed[kind]["folder"] / f"{kind} hf", tmp_path)
 
 
 def test_what_is_loaded_computes_the_same(

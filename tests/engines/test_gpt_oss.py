@@ -15,7 +15,7 @@ from megatron_ucp.errors import ModelMismatchError, UnsupportedError
 from tests.engines.any_models import AnyModel
 from tests.engines.family_jobs import GPT_OSS
 from tests.engines.hf_twin import transformers
-from tests.engines.test_deepseek import EQUAL, TOKENS, changed, difference
+from tests.engines.test_deepseek import EQUAL, TOKENS, changed, comes_out_again, difference
 from tests.ranks import RankPool
 from tests.reshard import twins
 
@@ -123,18 +123,9 @@ LOADS = [
 def test_in_on_another_mesh_and_out_again(
     ranks: RankPool, computed: dict[str, Any], tmp_path: Path, kind: str, mesh: Any
 ) -> None:
-    """The same bytes, by way of what is loaded and of what is imported."""
-    (tp, pp, ep), hf = mesh, computed[kind]["hf"]
+    tp, pp, ep = mesh
     setup = AnyModel(kind=kind, tp=tp, pp=pp, ep=ep, etp=1, seed=3)
-    ranks.run(4, JOBS + "load", setup, str(hf), str(tmp_path / "out"))
-    ucp.import_hf(hf, tmp_path / "native" / "tag", mesh="dp=2,zero=1")
-    ucp.export_hf(tmp_path / "native" / "tag", tmp_path / "again")
-    for out in ("out", "again"):
-        weights = "model.safetensors"
-        assert (tmp_path / out / weights).read_bytes() == (hf / weights).read_bytes(), out
-        configs = [json.loads((one / "config.json").read_text()) for one in (tmp_path / out, hf)]
-        assert configs[0] == configs[1]
-    assert ucp.diff(tmp_path / "native" / "tag", hf) == []
+    comes_out_again(ranks, setup, computed[kind]["hf"], tmp_path)
 
 
 def test_what_is_loaded_computes_the_same(
