@@ -33,13 +33,7 @@ class AskedOfStack:
     ckpt_format: str = TORCH_DIST
 
     def __post_init__(self) -> None:
-        if self.ckpt_format not in WRITTEN:
-            raise UnsupportedError(
-                "this format of Megatron-LM's is not written, only loaded",
-                expected=" or ".join(WRITTEN),
-                found=repr(self.ckpt_format),
-                fix="give one of these as ckpt_format (--ckpt-format), or leave it out",
-            )
+        require_written(self.ckpt_format)
 
     @cached_property
     def tag(self) -> str:
@@ -50,6 +44,18 @@ class AskedOfStack:
     def background(self) -> Background | None:
         """What goes on with the save while the stack trains; None where that waits."""
         return background_of(self.stack)
+
+
+def require_written(ckpt_format: object) -> None:
+    """Raises UnsupportedError for a format that is not `WRITTEN`."""
+    if ckpt_format not in WRITTEN:
+        raise UnsupportedError(
+            "this format of Megatron-LM's is not written, only loaded",
+            expected=" or ".join(f"--ckpt-format {one}" for one in WRITTEN),
+            found=f"--ckpt-format {ckpt_format}",
+            fix="give one of these (Python: ckpt_format=), or leave it out; or call Megatron-LM's "
+            "own save_checkpoint",
+        )
 
 
 def described_to_save(stack: MegatronStack) -> PresentStates:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait
 from megatron_ucp.engines.load import load
-from megatron_ucp.engines.megatron.engine.asked import TORCH_DIST, WRITTEN, AskedOfStack
+from megatron_ucp.engines.megatron.engine.asked import TORCH_DIST, AskedOfStack, require_written
 from megatron_ucp.engines.megatron.engine.attach import attach_megatron
 from megatron_ucp.engines.megatron.engine.save import save_as
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
@@ -146,13 +146,8 @@ def _is_empty(folder: str | None) -> bool:
 def _refuse_format(args: Any) -> None:
     """Raises UnsupportedError for another format than the one that is written, of a run that saves.
     One that is told none has Megatron-LM's default."""
-    if getattr(args, "save", None) and (asked := _format_of(args)) not in WRITTEN:
-        raise UnsupportedError(
-            "this format of Megatron-LM's is not written, only loaded",
-            expected=" or ".join(f"--ckpt-format {one}" for one in WRITTEN),
-            found=f"--ckpt-format {asked}",
-            fix="leave it out, or call Megatron-LM's own save_checkpoint",
-        )
+    if getattr(args, "save", None):
+        require_written(_format_of(args))
 
 
 def _format_of(args: Any) -> str:
