@@ -122,10 +122,9 @@ def _on_disk(engine: Engine, path: Path, tag: str | None) -> tuple[int | None, s
     """The step of a tag, or of the newest one, and the id of its run, if it says one; no step where
     there is no tag that can be read. Raises NotFoundError, UsageError where one is asked for that
     is none: what would stand for it may be of another run."""
-    if tag is not None:
-        find_tag(path, tag)
+    named = None if tag is None else find_tag(path, tag)
     with suppress(UcpError, OSError):
-        folder = find_tag(path, tag).folder
+        folder = (named or find_tag(path)).folder
         with suppress(UcpError, OSError, KeyError):
             said = manifest_of(folder).run
             return int(said[STEPS]), str(said.get(RUN, ""))

@@ -135,7 +135,7 @@ class _Message:
     def next(self, dtype: str, shape: Ints) -> torch.Tensor:
         """The values that come next."""
         size = math.prod(shape) * ITEMSIZE[dtype]
-        run = self.memory[self.at : self.at + size].cpu()
+        run = self.memory[self.at : self.at + size]
         is_aligned = self.at % ITEMSIZE[dtype] == 0
         self.at += size
         return (run if is_aligned else run.clone()).view(TORCH_DTYPES[dtype]).view(shape)
@@ -338,6 +338,8 @@ class Memories:
                 messages.append(dist.P2POp(dist.isend, packed, taker))
         for one in dist.batch_isend_irecv(messages) if messages else ():
             one.wait()
+        for message in came.values():
+            message.memory = message.memory.cpu()  # once: a window asks for many runs of it
         for taken in mine:
             with kept:
                 if kept.error is None:

@@ -56,6 +56,8 @@ class NoSizes:
 
 DeclaredTable = dict[str, Declared]
 Offsets = tuple[tuple[int, int, int], ...]  # along dims: (dim, which part, of how many)
+# by the id of a tensor, which is kept: while it lives no other one has that
+_Given = dict[int, tuple[Any, Offsets]]
 
 
 def derived_table(
@@ -208,7 +210,7 @@ def _entries(model: Any) -> Iterator[tuple[Any, Offsets | None]]:
 
     copies: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     asked = {"singleton_local_shards": True, "dp_cp_group": copies}
-    kept, said, given = agree.KeptBack(), None, dict[int, Offsets]()
+    kept, said, given = agree.KeptBack(), None, _Given()
     with kept, _offsets_kept(given):
         said = model.sharded_state_dict(metadata=asked)
     if kept.error is not None:
@@ -220,11 +222,12 @@ def _entries(model: Any) -> Iterator[tuple[Any, Offsets | None]]:
             id="layout-unknown",
         ) from kept.error
     for entry in _of_kind(said, (ShardedTensor, ShardedTensorFactory)):
-        yield entry, given.get(id(entry.data))
+        _, offsets = given.get(id(entry.data), (None, None))
+        yield entry, offsets
 
 
 @contextmanager
-def _offsets_kept(given: dict[int, Offsets]) -> Iterator[None]:
+def _offsets_kept(given: _Given) -> Iterator[None]:
     """Inside, a ShardedTensor keeps the offsets that it is made from; `given` has them by the
     tensor."""
     from megatron.core.dist_checkpointing import mapping
@@ -235,7 +238,7 @@ def _offsets_kept(given: dict[int, Offsets]) -> Iterator[None]:
     def made(kind: Any, key: str, data: Any, *offsets: Any, **more: Any) -> Any:
         out = stock.__func__(kind, key, data, *offsets, **more)
         setattr(out, _OFFSETS, offsets)
-        given[id(data)] = offsets
+        given[id(data)] = data, offsets
         return out
 
     tensor.from_rank_offsets = classmethod(made)
@@ -271,7 +274,7 @@ def _pieces(name: str, entry: Any, offsets: Offsets | None, shape: Ints) -> list
     if isinstance(entry, ShardedTensor):
         return [_piece(name, entry, offsets)]
     whole = torch.empty(shape, device="meta")
-    with _offsets_kept({}):
+    with _offsets_kept(_Given()):
         built = entry.build_fn(entry.key, whole, entry.replica_id, None)
     found = [_piece(name, one, offsets) for one in _of_kind(built, (ShardedTensor,))]
     memory = whole.untyped_storage()._cdata
