@@ -40,13 +40,13 @@ def main() -> int:
     tokens = torch.randint(VOCABULARY, (1, POSITIONS), device=engine.device)
     steps_per_second(engine, tokens)
     rate = steps_per_second(engine, tokens)
-    first, _ = saved(engine, folder, "background")
+    first, _, _ = saved(engine, folder, "background")
     print(f"{torch.cuda.get_device_name()}: {rate:.2f} steps a second; {own_bytes(engine):,} bytes")
     found: dict[str, list[float]] = {}
     for _ in range(REPETITIONS):
         for way in ("stock", "direct"):
             found.setdefault(way, []).append(saved(engine, folder, way)[1])
-        blocked, beside = saved(
+        blocked, _, beside = saved(
             engine, folder, "background", lambda: steps_per_second(engine, tokens)
         )
         copied = copy_seconds(own_bytes(engine))
@@ -74,9 +74,9 @@ def steps_per_second(engine: Any, tokens: torch.Tensor) -> float:
 
 def saved(
     engine: Any, folder: Path, way: str, meanwhile: Callable[[], float] = lambda: 0.0
-) -> tuple[float, float]:
-    """Seconds until the call returned, and what `meanwhile` gave; of a save that nothing goes on
-    beside, the seconds until the pointer named it."""
+) -> tuple[float, float, float]:
+    """Seconds until the call returned, seconds until the pointer named it, and what `meanwhile`
+    gave, in between."""
     engine.ucp.how = replace(engine.ucp.how, way=way)
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -84,7 +84,7 @@ def saved(
     blocked = time.perf_counter() - started
     found = meanwhile()
     ucp.wait(engine)
-    return blocked, found or time.perf_counter() - started
+    return blocked, time.perf_counter() - started, found
 
 
 def own_bytes(engine: Any) -> int:

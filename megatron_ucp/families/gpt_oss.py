@@ -227,7 +227,7 @@ def _windows(found: Config, layers: int) -> dict[str, Any]:
         raise UnsupportedError(
             "the config asks for attention of another kind",
             expected=f"{layers} times {WINDOWED} or {FULL}",
-            found=", ".join(map(str, kinds)),
+            found=", ".join(kinds),
             fix="train such a model with transformers under DeepSpeed, which needs no family",
         )
     if WINDOWED not in kinds:

@@ -122,8 +122,9 @@ class Membership:
         """As the arguments of a run, and a manifest beside its files, say it."""
         decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
         known: dict[str, Mapping[str, Any]] = {}
-        for _, member, group in recorded.stepped() if recorded is not None else ():
-            known[member.param] = recorded.groups[group].settings if recorded is not None else {}
+        if recorded is not None:
+            for _, member, group in recorded.stepped():
+                known[member.param] = recorded.groups[group].settings
         return cls(groups, file, bool(decays), rate(said, "decoupled_lr"), known)
 
     def number(self, spec: ParamSpec) -> int:
