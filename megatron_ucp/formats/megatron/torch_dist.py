@@ -42,6 +42,7 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.rounding import Run, same_run
 
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
+COMMON_KEY = "common_state/shard_0_1"  # since megatron-core 0.19 the object with the common tree
 BACKEND = "torch_dist"
 _HEAD = "output_layer.weight"
 _RANDOM = "rng_state/"
@@ -51,14 +52,20 @@ class TorchDistCheckpoint(MegatronFolder):
     """One opened folder. Parameters are read by their names, in the chunks that the index lists:
     the mesh of the run that saved it does not matter.
 
-    Raises a UcpError for anything that the index, `common.pt` and the sizes of files can show.
+    The common tree (arguments, groups, scheduler: all that is no tensor of the model) lies in
+    `common.pt`, or since megatron-core 0.19 as an object in one of the `.distcp` files. Where both
+    are there the file counts, as in megatron-core.
+
+    Raises a UcpError for anything that the index, the common tree and the sizes of files can show.
     Tensor bytes are not read.
     """
 
     def __init__(self, folder: Path, told: Told, index: Index, states: NamedStates) -> None:
         super().__init__(folder, told)
-        self.main_file = self.full_path(COMMON_FILE)
         self.index, self.states = index, states
+        is_file = (folder / COMMON_FILE).is_file() or COMMON_KEY not in index.objects
+        self._common_file = COMMON_FILE if is_file else None
+        self.main_file = self.full_path(self._common_file or index.objects[COMMON_KEY].file)
         self._chunks: list[dict[str, StoredBlock]] = []  # of each buffer of a chunk, by state
         self._guarded(self._read)
 
@@ -69,11 +76,11 @@ class TorchDistCheckpoint(MegatronFolder):
             self.groups = self._read_groups()
         self.manifest = self._build()
 
-    # ------------------------------------------------ common.pt
+    # ------------------------------------------------ the common tree
 
     @cached_property
     def main_tree(self) -> Mapping[str, Any]:
-        tree = self.file(COMMON_FILE).tree
+        tree = self.file(COMMON_FILE).tree if self._common_file else self.object(COMMON_KEY)
         if not isinstance(tree, dict):
             raise DamagedFileError(
                 "a state file holds no dictionary", file=self.main_file, found=type(tree).__name__
@@ -91,7 +98,7 @@ class TorchDistCheckpoint(MegatronFolder):
         is_open = type(spread) is not int or self.has_experts_cut_alone
         if tree and not is_open and chained != (spread > 1):
             raise ForeignFileError(
-                f"{COMMON_FILE} is of a run with another kind of expert parallelism",
+                "the common tree is of a run with another kind of expert parallelism",
                 file=self.main_file,
                 expected="two optimizers" if spread > 1 else "one optimizer",
                 found="two" if chained else "one",
@@ -165,7 +172,13 @@ class TorchDistCheckpoint(MegatronFolder):
 
     @property
     def file_names(self) -> list[str]:
-        return [COMMON_FILE, *self.index.file_names]
+        return [*filter(None, [self._common_file]), *self.index.file_names]
+
+    def place(self, name: str, ref: TensorRef) -> Where:
+        """As of any folder; a tensor of the common tree lies where that does."""
+        if self._common_file is None and self.full_path(name) == self.main_file:
+            return self.place_in(COMMON_KEY, ref)
+        return super().place(name, ref)
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file, and proves the masters of the weights in it."""
