@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.layout import Chunks, Layout, Replicate, Shard
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
@@ -151,7 +152,33 @@ class TorchDistCheckpoint(MegatronFolder):
             kind = "buffer"
         spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
         behind = self.states.weights.get(second_matrix(weight.name))
-        return self.on_mesh(spec, behind and behind.shape)
+        spec = self.on_mesh(spec, behind and behind.shape)
+        return replace(spec, on_mesh=spec.on_mesh or self._cut_as_stored(spec, weight.boxes))
+
+    def _cut_as_stored(self, spec: ParamSpec, boxes: Sequence[tuple[Ints, Ints]]) -> Layout | None:
+        """The layout of a parameter of which nobody says how tensor parallelism cuts it, by its
+        chunks: each is what one rank had. None where they are not even parts along one dim, and of
+        a run without tensor parallelism, whose chunks say nothing of other runs."""
+        (axis,) = DENSE_CUT if spec.expert is None else EXPERT_CUT
+        ranks = self.saved_on.size(axis)
+        if ranks == 1:
+            return None
+        if len(boxes) == 1:
+            return Replicate()
+        for dim, size in enumerate(spec.shape):
+            part = size // ranks
+            even = [
+                (
+                    tuple(number * part if at == dim else 0 for at in range(len(spec.shape))),
+                    tuple(
+                        (number + 1) * part if at == dim else n for at, n in enumerate(spec.shape)
+                    ),
+                )
+                for number in range(ranks)
+            ]
+            if sorted(boxes) == even:
+                return Shard(axis, dim)
+        return None
 
     def whole(self, spec: ParamSpec, held: HeldStates) -> tuple[ParamSpec, HeldStates]:
         """A parameter as chunks hold it whole, on no mesh."""
