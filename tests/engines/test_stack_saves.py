@@ -3,6 +3,7 @@ package into both engines."""
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -241,8 +242,13 @@ def clipped(folder: str, setup: Mcore, ckpt_format: str) -> dict[str, Any]:
         args = stack_jobs.arguments(engine)
         args.qk_clip = flag
         ucp.save(engine.handle, f"{folder}/{flag}", arguments=args, ckpt_format=ckpt_format)
+    config = engine.stack.bare[0].config
+    args = {name: value for name, value in vars(args).items() if name != "qk_clip"}
+    with mock.patch.object(config, "qk_clip", True):  # flags that don't say it, and none
+        given = args if ckpt_format == "torch" else None
+        ucp.save(engine.handle, f"{folder}/model", arguments=given, ckpt_format=ckpt_format)
     stack_jobs.train(engine, 1, first=2)
-    for flag in (False, True):
+    for flag in (False, "model", True):
         try:
             report = ucp.load(engine.handle, f"{folder}/{flag}")
             said[str(flag)] = [note for note in report.notes if "--qk-clip" in note]
@@ -263,8 +269,9 @@ def test_masters_count_where_qk_clip_scaled_weights_apart(
     for said in ranks.run(2, job, str(tmp_path), setup, ckpt_format):
         assert said["apart"] > 0, "there is something to tell"
         assert said["differs"] == []
-        (note,) = said["True"]
-        assert "taken from the masters" in note
+        for flag in ("True", "model"):
+            (note,) = said[flag]
+            assert "taken from the masters" in note
         assert "masters of parameters are not the weights" in said["False"]
     assert not ucp.verify(tmp_path / "True", deep=True).findings
     assert ucp.verify(tmp_path / "False", deep=True).findings
