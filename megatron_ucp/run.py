@@ -18,14 +18,12 @@ from megatron_ucp.errors import UnsupportedError, UsageError
 USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]
        python -m megatron_ucp.run -m module [its arguments]
        torchrun --nproc_per_node 6 -m megatron_ucp.run train.py ...
-       torchrun --nproc_per_node 8 -m megatron_ucp.run pretrain_gpt.py ...
 
 Runs a training script unchanged: its saves are atomic, and it loads what any mesh saved.
-DeepSpeed: every engine that deepspeed.initialize makes is attached. The section
-"universal_checkpoint" of its config may add options; {"enabled": false} there leaves an engine
-alone.
-Megatron-LM: its training program gets this package's load_checkpoint and save_checkpoint, which
-follow its flags."""
+Every engine that deepspeed.initialize makes is attached; the section "universal_checkpoint" of its
+config may add options, {"enabled": false} there leaves an engine alone. Megatron-LM's
+pretrain_gpt.py, and any program that calls `pretrain`, gets this load_checkpoint and
+save_checkpoint, which follow its flags."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 _TRAINING = "megatron.training.training"  # where Megatron-LM's `pretrain` lies, in every version
 _REPLACED = ("load_checkpoint", "save_checkpoint")  # names of that module, which it calls
