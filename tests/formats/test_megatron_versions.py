@@ -2,6 +2,7 @@
 common tree in the `.distcp` files, layers for multi-token prediction, latent attention, a hybrid
 model."""
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,14 +84,14 @@ def test_each_command_takes_it(case: str, tmp_path: Path) -> None:
     targets = {
         "torch_dist": ucp.Target(mesh=mesh),
         "universal": None,
-        "native": ucp.Target(mesh=ucp.Mesh(dp=3, zero=3), engine="zero"),
+        "native": ucp.Target(mesh=ucp.Mesh(dp=3, zero=3)),
     }
     for to, target in targets.items():
         if to == "native" and "moe" in case:
             continue  # experts of megatron-core at ZeRO-3 are no model of DeepSpeed's
         ucp.convert(source, tmp_path / to / TAG, to=to, target=target)
         found = ucp.diff(source, tmp_path / to / TAG)
-        assert found, (to, found)
+        assert found == [], (to, found)
     assert by_torch(source / TAG) is before and not unequal(source, weights_of(case))
 
 
@@ -127,32 +128,31 @@ def test_a_flipped_byte_of_any_record_is_found(case: str, tmp_path: Path) -> Non
     """In files of 0.16.1, and in those of 0.19 that have the common tree in them."""
     tag = copied(case, tmp_path / "saved")
     index = read_index(tag)
+    every = [(name, record) for name, record in records(tag, index) if record.size_bytes]
+    common = [one for one in every if one[1].name.startswith(COMMON_KEY)]
     flipped = 0
-    for name, record in records(tag, index):
+    for name, record in [*every[::9], *common]:
         at = record.offset_bytes + record.size_bytes // 2
-        if not record.size_bytes:
-            continue
         with open(tag / name, "r+b") as file:
             file.seek(at)
             (old,) = file.read(1)
             file.seek(at)
             file.write(bytes([old ^ 0x10]))
             file.flush()
-            try:
+            with contextlib.suppress(UcpError):
                 assert not ucp.verify(tag, deep=True), f"{name}: {record.name}"
-            except UcpError:
-                pass
             file.seek(at)
             file.write(bytes([old]))
         flipped += 1
-    assert flipped > 150 and ucp.verify(tag, deep=True)
-    assert (COMMON_KEY in index.objects) == (case not in IN_A_FILE and "v019" in case)
+    assert flipped > 30 and ucp.verify(tag, deep=True)
+    assert bool(common) == (COMMON_KEY in index.objects) == ("v019" in case)
 
 
 def test_states_of_two_layers_that_are_swapped_are_found(tmp_path: Path) -> None:
     """Latent attention's two matrices of a layer have places that sizes alone don't show."""
     tag = copied("v019_dpr_mla_tp2", tmp_path / "saved")
-    swapped_chunks(tag, "decoder.layers.self_attention.linear_kv_up_proj.weight")
+    key = "decoder.layers.self_attention.linear_kv_up_proj.weight"
+    swapped_chunks(tag, (key, (1, 0, 0)), (key, (2, 0, 0)))
     with open_checkpoint(tag) as checkpoint, pytest.raises(StateMismatchError, match="masters"):
         for name in checkpoint.file_names:
             checkpoint.check(name)
@@ -167,5 +167,5 @@ def test_a_file_in_front_counts_and_none_at_all_is_named(tmp_path: Path) -> None
         open_checkpoint(tag).__enter__()
     old = copied("td_full_tp2dp2", tmp_path / "old")
     (old / "common.pt").unlink()
-    with pytest.raises(NotFoundError, match="common.pt"):
+    with pytest.raises(NotFoundError, match=r"common\.pt"):
         open_checkpoint(old).__enter__()
