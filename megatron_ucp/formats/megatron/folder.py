@@ -176,7 +176,9 @@ class MegatronFolder(OpenedFolder):
 
     def membership(self) -> Membership:
         """Which parameter is in which group."""
-        return Membership.by_arguments(self.groups, self.arguments, self.main_file, self.recorded)
+        return Membership.by_arguments(
+            self.groups, self.arguments, self.main_file, self.recorded, self.told.like
+        )
 
     def group_numbers(self, specs: Iterable[ParamSpec]) -> dict[str, int]:
         """The group of each of some parameters, which the optimizer steps."""

@@ -17,8 +17,6 @@ from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.live_tensors import dtype_name, spec_of
 from megatron_ucp.engines.megatron.engine.inner import (
-    IDENTITY,
-    RATES,
     STRUCTURE,
     LiveBucket,
     OwnValue,
@@ -31,6 +29,7 @@ from megatron_ucp.engines.megatron.names import bare_model, canonical_names
 from megatron_ucp.engines.optimizer_groups import decay_of, group_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
+from megatron_ucp.formats.megatron.groups import IDENTIFIERS, SCHEDULED
 from megatron_ucp.formats.optimizers import name_in_table, taken_as
 
 MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-parameters
@@ -156,7 +155,7 @@ class OwnPlace:
 
     def _group(self, optimizer: Any, group: dict[str, Any]) -> ParamGroup:
         found = group_of(group, STRUCTURE, name_in_table(type(optimizer)), optimizer)
-        marks = {MARKS: {key: group[key] for key in (*IDENTITY, *RATES) if key in group}}
+        marks = {MARKS: {key: group[key] for key in (*IDENTIFIERS, *SCHEDULED) if key in group}}
         return replace(found, settings={**found.settings, **decay_of(optimizer)}, marks=marks)
 
     @property
