@@ -39,6 +39,7 @@ from megatron_ucp.formats.megatron.names import (
     extra_state_name,
     in_its_layer,
     keys_of,
+    read_key,
     stacked_extra_states,
 )
 from megatron_ucp.formats.megatron.writer import ModelKeys
@@ -221,6 +222,8 @@ def stored_keys(model: Any, names: Mapping[str, str]) -> ModelKeys:
     params: dict[str, tuple[Stacking, ...]] = {}
     with _without_values(model) as own:
         said, _ = _said_by(model, CONTENT)
+        for name, value in model.state_dict(keep_vars=True).items():
+            own.setdefault(id(value), [name])  # buffers, which have their own memory here too
         for entry in _tensors_of(said):
             name = _known(own.get(id(entry.data), ()), names)
             if name is not None and name not in params:
@@ -230,11 +233,12 @@ def stored_keys(model: Any, names: Mapping[str, str]) -> ModelKeys:
 
 
 def joined_keys(found: Sequence[ModelKeys], params: Mapping[str, ParamSpec]) -> ModelKeys:
-    """What all ranks ask for together. Buffers, of which no model says keys, have those of
-    megatron-core's modules. So have the extra states of modules that this model has not: another
-    implementation of the same layers asks for them, and who does not passes them over."""
+    """What all ranks ask for together. What no model says keys of has those of megatron-core's
+    modules. So have the extra states of modules that this model has not: another implementation of
+    the same layers asks for them, and who does not passes them over."""
     keys = {name: at for one in found for name, at in one.params.items()}
-    stacked = any(at.index for name, (at, *_) in keys.items() if in_its_layer(name) is not None)
+    layers = (at.key for name, (at, *_) in keys.items() if in_its_layer(name) is not None)
+    stacked = any("layer" in read_key(key).stacked for key in layers)
     every = {name: keys.get(name) or keys_of(spec, stacked) for name, spec in params.items()}
     asked = [key for one in found for key in one.extra_states]
     return ModelKeys(every, [*dict.fromkeys([*asked, *stacked_extra_states(params, stacked)])])
