@@ -21,7 +21,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron_ucp.errors import UnsupportedError, UsageError
 
-
 # Each of these versions has every defect of megatron-core below, unless its patch says otherwise.
 MEGATRON_CORE = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 

@@ -66,7 +66,7 @@ FRESH: dict[str, dict[str, Any]] = {
         "temp_contiguous_tensor": None,
         "empty_buffers": {},
     },
-    # auxiliary losses that the last job counted: up to 0.17 in the first, from 0.18 on in the second
+    # auxiliary losses that the last job counted: in the first up to 0.17, in the second from 0.18
     "megatron.core.transformer.moe.moe_utils": {"_MOE_LAYER_WISE_LOGGING_TRACKER": {}},
     "megatron.core.transformer.moe.moe_logging": {"_MOE_METRICS_TRACKER": None},
     "megatron.core.rerun_state_machine": {"_GLOBAL_RERUN_STATE_MACHINE": None},
