@@ -293,6 +293,11 @@ class MailboxGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "gloo"
 
+    def _get_backend(self, device: Any) -> "MailboxGroup":
+        """What serves a device. From 2.14 on torch asks it whether it merges a batch of messages;
+        neither gloo nor this does."""
+        return self
+
     @property
     def group_name(self) -> str:
         return self.options.group_name
