@@ -341,8 +341,8 @@ def auxiliary_losses(transformer: Any, micro_batches: int) -> dict[str, float]:
 
 
 def _counted_losses() -> dict[str, torch.Tensor]:
-    """The auxiliary losses that this rank's layers counted, [layers] each, by name: the tensors that
-    the layers add to."""
+    """The auxiliary losses that this rank's layers counted, [layers] each, by name: the tensors
+    that the layers add to."""
     from megatron.core.transformer.moe import moe_utils
 
     try:  # megatron-core from 0.18 on
