@@ -345,12 +345,12 @@ def _counted_losses() -> dict[str, torch.Tensor]:
     that the layers add to."""
     from megatron.core.transformer.moe import moe_utils
 
-    try:  # megatron-core from 0.18 on
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ModuleNotFoundError:
-        entries = moe_utils.get_moe_layer_wise_logging_tracker().items()
-        return {name: entry["values"] for name, entry in entries}
-    return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    module: Any = moe_utils
+    if hasattr(module, "get_moe_metrics_tracker"):  # megatron-core from 0.18 on
+        tracker = module.get_moe_metrics_tracker()
+        return {name: entry.values for name, entry in tracker.metrics.items()}
+    entries = module.get_moe_layer_wise_logging_tracker().items()
+    return {name: entry["values"] for name, entry in entries}
 
 
 @torch.no_grad()

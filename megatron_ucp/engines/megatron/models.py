@@ -403,7 +403,8 @@ def _sum_over_tensor_parallel(grad: torch.Tensor) -> torch.Tensor:
     total = (
         grad.float() if grad.dtype != torch.float32 else grad.clone()
     )  # rounded once, after the sum
-    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    dist.all_reduce(total, group=group)
     return total.to(grad.dtype)
 
 
