@@ -244,7 +244,8 @@ class Told:
     parameters and buffers have, with those; `classes` are those that the caller's own plain values
     have, by module and name (None: all that a file names may stand as names);
     `shapes`: of what the caller's first tensor-parallel rank has of each parameter, where its
-    optimizer sorted by them."""
+    optimizer sorted by them; `registered`: the templates of the parameters of a model of
+    megatron-core's in the order in which it registers them (see `megatron.registration`)."""
 
     order: Order | None = None
     specs: Mapping[str, ParamSpec] | None = None
@@ -256,6 +257,7 @@ class Told:
     shapes: Mapping[str, Ints] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     classes: frozenset[str] | None = frozenset()
+    registered: Sequence[str] = ()
 
 
 class Format(Protocol):

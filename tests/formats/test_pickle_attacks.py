@@ -8,7 +8,14 @@ import pytest
 
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
 from megatron_ucp.formats.pt import known as pickle_known
-from megatron_ucp.formats.pt.unpickler import Global, Stand, StorageRef, TensorRef, loads
+from megatron_ucp.formats.pt.unpickler import (
+    AllowedClasses,
+    Global,
+    Stand,
+    StorageRef,
+    TensorRef,
+    loads,
+)
 
 from .craft import call, dict_of, named, numbers, pickle_of, storage, tensor, text, tuple_of, watch
 
@@ -278,7 +285,11 @@ def test_no_class_or_function_can_be_changed(qualname: str, state: bytes) -> Non
     before = [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)]
     known = dict(pickle_known.KNOWN)
     with pytest.raises(DamagedFileError, match="sets attributes"):
-        loads(pickle_of(named(qualname) + state + BUILD), file="x", allow=frozenset({"a.Allowed"}))
+        loads(
+            pickle_of(named(qualname) + state + BUILD),
+            file="x",
+            allow=AllowedClasses(frozenset({"a.Allowed"})),
+        )
     assert (
         before == [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)]
         and known == pickle_known.KNOWN
@@ -311,7 +322,9 @@ def test_an_allowed_name_does_not_replace_a_known_one() -> None:
     with pytest.raises(DamagedFileError):
         loads(pickle_of(tensor(storage(), 99, numbers(1), numbers(1))), file="x", allow=allow)
     assert loads(
-        pickle_of(call("os.system", tuple_of(text("x")))), file="x", allow=frozenset({"os.system"})
+        pickle_of(call("os.system", tuple_of(text("x")))),
+        file="x",
+        allow=AllowedClasses(frozenset({"os.system"})),
     ) == Stand("os.system", ("x",))
 
 

@@ -21,7 +21,15 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core.values import DeviceName, DtypeName, NumpyScalar, Size, VersionName
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Global, Stand, StorageRef, TensorRef, loads
+from megatron_ucp.formats.pt.unpickler import (
+    ITEMSIZE,
+    AllowedClasses,
+    Global,
+    Stand,
+    StorageRef,
+    TensorRef,
+    loads,
+)
 
 from .craft import call, named, number, numbers, pickle_of, storage, tensor, text, tuple_of
 
@@ -413,7 +421,7 @@ def test_allowed_classes_become_inert() -> None:
 
 def test_state_that_is_no_dict_is_kept() -> None:
     body = named("a.B") + b")\x81" + numbers(1, 2, 3) + b"b"
-    assert loads(pickle_of(body), file="x", allow=frozenset({"a.B"})) == Stand(
+    assert loads(pickle_of(body), file="x", allow=AllowedClasses(frozenset({"a.B"}))) == Stand(
         "a.B", (), {"__state__": (1, 2, 3)}
     )
 
@@ -424,7 +432,7 @@ def test_registered_extensions_are_refused() -> None:
         data = pickle.dumps(Surprise, 2)
         assert pickle.loads(data) is Surprise  # negative control: Python's own follows the registry
         with pytest.raises(DamagedFileError, match="opcode 0x84"):
-            loads(data, file="x", allow=frozenset({f"{__name__}.Surprise"}))
+            loads(data, file="x", allow=AllowedClasses(frozenset({f"{__name__}.Surprise"})))
     finally:
         copyreg.remove_extension(__name__, "Surprise", 0x7ABCDE)
 

@@ -8,7 +8,7 @@ with the sizes and borders that the files show, and every master with the weight
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,14 @@ from megatron_ucp.formats.megatron.distcp import chunk_name
 from megatron_ucp.formats.megatron.extras import loss_scale_of
 from megatron_ucp.formats.megatron.flat import (
     BUFFER_STATES,
-    KNOWN_ORDERS,
     PlacedBuffer,
     RunLayout,
-    in_order,
-    names_of,
+    registered_names,
 )
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.index import Index, StoredTensor
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
+from megatron_ucp.formats.megatron.registration import orders_to_try
 from megatron_ucp.formats.megatron.stages import parts_of
 from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
 from megatron_ucp.formats.opened_folder import tensor_at
@@ -113,23 +112,44 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         specs = {name: self._spec(weight) for name, weight in self.states.weights.items()}
         trained = {name: spec for name, spec in specs.items() if spec.kind != "buffer"}
         on_mesh = {name: self.cut(spec) for name, spec in trained.items()}
-        placed = self._fitting(on_mesh)
         numbers = self.group_numbers(trained.values())
-        self._buckets = [(one, n) for one in placed for n in range(len(one.layout.buckets))]
-        buffers = [self._flat_buffer(one, number, numbers) for one, number in self._buckets]
         chunked: list[ParamSpec] = []
+        chunks: list[FlatBuffer] = []
         for name in specs.keys() - trained.keys():
             spec, held = self.whole(specs[name], HeldStates({VALUE: self.states.weights[name]}))
             chunked.append(spec)
-            buffers += self.chunk_buffers(name, held, None)
-        return Manifest(
+            chunks += self.chunk_buffers(name, held, None)
+        found = Manifest(
             Keeper.TORCH_DIST,
             self.saved_on,
             (*on_mesh.values(), *chunked),
-            tuple(buffers),
+            (),
             tuple(one.group for one in self.groups),
             run=self.described(),
         )
+        return self._proved(found, self._fitting(on_mesh), numbers, chunks)
+
+    def _proved(
+        self,
+        found: Manifest,
+        placements: Sequence[Sequence[PlacedBuffer]],
+        numbers: Mapping[str, int],
+        chunks: Sequence[FlatBuffer],
+    ) -> Manifest:
+        """With the buffers of the run. Sizes may leave several placements open, such as those of
+        two matrices of one size in two orders: then the first one counts whose masters are the
+        weights, or the very first, of which `check` says what differs."""
+        starts = [_starts(placed) for placed in placements]
+        differing = {
+            name for name, at in starts[0].items() if any(one[name] != at for one in starts)
+        }
+        for placed in (*placements, placements[0]):
+            self._buckets = [(one, n) for one in placed for n in range(len(one.layout.buckets))]
+            buffers = [self._flat_buffer(one, number, numbers) for one, number in self._buckets]
+            self.manifest = replace(found, buffers=(*buffers, *chunks))
+            if all(self._is_proved(self.states.weights[name]) for name in sorted(differing)):
+                break
+        return self.manifest
 
     def _refuse_experts_cut_alone(self) -> None:
         if self.has_experts_cut_alone:
@@ -149,14 +169,15 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         used = one.layout.buckets[number].used
         return self.flat_buffer(one, one.layout.starts(number), used, groups)
 
-    def _fitting(self, params: Mapping[str, ParamSpec]) -> list[PlacedBuffer]:
-        """The buffers of the run, with the order of registration that the buckets show. Raises
-        StateMismatchError where none of the known orders fits them."""
+    def _fitting(self, params: Mapping[str, ParamSpec]) -> list[list[PlacedBuffer]]:
+        """The buffers of the run, in each order of registration that fits the borders and sizes of
+        the buckets. Raises StateMismatchError where none does."""
         mesh, said = self.saved_on, self.arguments
         parts, why = parts_of(said, mesh, self.main_file), "a name without a place in any order"
-        for order in range(KNOWN_ORDERS):
+        fitting: list[list[PlacedBuffer]] = []
+        for order in orders_to_try(self.told.registered):
             names = {
-                (part, rank): in_order(names_of(part, rank, params, mesh), order)
+                (part, rank): registered_names(part, rank, params, mesh, order)
                 for part in parts
                 for rank in range(mesh.ep)
             }
@@ -164,9 +185,12 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                 continue
             layout = RunLayout(said, mesh, parts, params, lambda *at, names=names: names[at] or ())
             placed = list(layout.buffers())
-            if not (fault := self._fault(placed)):
-                return placed
-            why = fault
+            if fault := self._fault(placed):
+                why = fault
+            elif placed not in fitting:
+                fitting.append(placed)
+        if fitting:
+            return fitting
         raise StateMismatchError(
             "the buckets of the optimizer are not those of the run that the arguments describe",
             file=self.main_file,
@@ -272,6 +296,16 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                 for tensor in self._tensors[key].values():
                     out.update(_outside(tensor, used))
         return frozenset(out)
+
+
+def _starts(placed: Sequence[PlacedBuffer]) -> dict[str, list[tuple[int, ...]]]:
+    """Where each parameter begins, in every buffer that has it."""
+    out: dict[str, list[tuple[int, ...]]] = {}
+    for one in placed:
+        for param in one.layout.params:
+            at = (one.stage, one.chunk, one.expert_rank, one.number, param.start)
+            out.setdefault(param.name, []).append(at)
+    return out
 
 
 def _outside(tensor: StoredTensor, used: Mapping[int, int]) -> Iterator[str]:

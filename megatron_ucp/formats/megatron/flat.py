@@ -2,7 +2,6 @@
 arguments and the names and shapes of its parameters alone."""
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.buckets import GradBuffer, Registered, bucket_cap, grad_buffer
-from megatron_ucp.formats.megatron.names import is_expert, number_of_layer
+from megatron_ucp.formats.megatron.names import is_expert, is_prediction, number_of_layer
+from megatron_ucp.formats.megatron.registration import RegistrationOrder
 from megatron_ucp.formats.megatron.stages import PipelinePart
 
 # what the optimizer's files call its states
@@ -95,7 +95,9 @@ class RunLayout:
             part.stage,
             part.chunk,
         )
-        shared = not said.get("untie_embeddings_and_output_weights", True) and mesh.pp > 1
+        several = any(one.has_predictions and not one.has_embedding for one in self.parts)
+        tied = not said.get("untie_embeddings_and_output_weights", True)
+        shared = (tied or several) and mesh.pp > 1
         return grad_buffer(
             [Registered(name, self._elems(name), shared and name == EMBEDDING) for name in names],
             _sharing(ranks, size(said, "num_distributed_optimizer_instances")),
@@ -121,86 +123,40 @@ def _sharing(ranks: int, instances: int) -> int:
     return ranks // instances
 
 
-# ------------------------------------------------ the order in which a model registers them
+# ------------------------------------------------ which parameters a part registers, in which order
 
-_BEFORE = (EMBEDDING, "embedding.position_embeddings.weight")
-_BEHIND = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", HEAD)
-_NORM = ("input_layernorm.weight", "input_layernorm.bias")
-_PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
-_QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
-_REST = (
-    *("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"),
-    *("pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias"),
-    *("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"),
-    *("mlp.linear_fc2.weight", "mlp.linear_fc2.bias"),
-    "mlp.router.weight",
-    "mlp.experts",
-    "mlp.shared_experts.gate_weight",
-    *("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"),
-)
-# Transformer Engine's layers have the norm in front of them as their own first parameters.
-_LAYERS = ((*_NORM, *_PROJ, *_QKV, *_REST), (*_PROJ, *_NORM, *_QKV, *_REST))
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.\w+)")
-_MATRICES = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
+_EMBEDDINGS = (EMBEDDING, "embedding.position_embeddings.weight")
+_TIED_HEAD = f"{HEAD} (tied)"
 
 
-KNOWN_ORDERS = 4
-
-
-def in_order(names: Sequence[str], number: int) -> list[str] | None:
-    """The names of a part in one of the orders in which the modules of megatron-core may have
-    registered them: with its own layers or those of Transformer Engine, experts one by one or
-    matrix by matrix. None where a name has no place in it."""
-    layers, by_expert = _LAYERS[number // 2], number % 2 == 0
-    keys = {name: _place(name, layers, by_expert) for name in names}
+def registered_names(
+    part: PipelinePart,
+    rank: int,
+    params: Mapping[str, ParamSpec],
+    mesh: Mesh,
+    order: RegistrationOrder,
+) -> list[str] | None:
+    """The parameters of a part at an expert-parallel rank, as modules in this order register them.
+    None where one of them has no place in it."""
+    names = [name for name in params if _is_here(name, params[name], part, rank, mesh)]
+    keys = {name: order.key(name) for name in names}
+    if part.has_head and not part.has_embedding and HEAD not in params:
+        keys[_TIED_HEAD] = order.key(HEAD)
     if any(key is None for key in keys.values()):
         return None
     # a head that is tied to the embedding is registered under the head's name
-    return [_TIED.get(name, name) for name in sorted(names, key=lambda name: keys[name] or ())]
+    ordered = sorted(keys, key=lambda name: keys[name] or ())
+    return [EMBEDDING if name == _TIED_HEAD else name for name in ordered]
 
 
-_TIED_HEAD = "output_layer.weight (tied)"
-_TIED = {_TIED_HEAD: EMBEDDING}
-
-
-def names_of(
-    part: PipelinePart, rank: int, params: Mapping[str, ParamSpec], mesh: Mesh
-) -> list[str]:
-    """The parameters of a part at an expert-parallel rank, as `in_order` takes them."""
-    out: list[str] = []
-    for name, spec in params.items():
-        layer = number_of_layer(name)
-        if spec.expert is not None:
-            number, count = spec.expert
-            is_here = number // max(1, count // mesh.ep) == rank
-        else:
-            is_here = True
-        if layer is None:
-            is_here = part.has_embedding if name in _BEFORE else part.has_head
-        elif not part.first <= layer < part.last:
-            is_here = False
-        if is_here:
-            out.append(name)
-    if part.has_head and not part.has_embedding and HEAD not in params:
-        out.append(_TIED_HEAD)
-    return out
-
-
-def _place(name: str, layers: Sequence[str], by_expert: bool) -> tuple[int, ...] | None:
-    if name in _BEFORE:
-        return (0, _BEFORE.index(name))
-    if name in _BEHIND:
-        return (2, _BEHIND.index(name))
-    if name == _TIED_HEAD:
-        return (2, len(_BEHIND))
+def _is_here(name: str, spec: ParamSpec, part: PipelinePart, rank: int, mesh: Mesh) -> bool:
+    if spec.expert is not None:
+        number, count = spec.expert
+        if number // max(1, count // mesh.ep) != rank:
+            return False
+    if name in _EMBEDDINGS:
+        return part.has_embedding or part.has_predictions
+    if is_prediction(name):
+        return part.has_predictions
     layer = number_of_layer(name)
-    rest = re.sub(r"^decoder\.layers\.\d+\.", "", name)
-    expert = _EXPERT.fullmatch(rest)
-    if layer is None or (expert is None and rest not in layers):
-        return None
-    if expert is None:
-        return (1, layer, layers.index(rest))
-    if expert[2] not in _MATRICES:
-        return None
-    at = int(expert[1]), _MATRICES.index(expert[2])
-    return (1, layer, layers.index("mlp.experts"), *(at if by_expert else at[::-1]))
+    return part.has_head if layer is None else part.first <= layer < part.last

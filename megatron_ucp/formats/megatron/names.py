@@ -255,6 +255,11 @@ def number_of_layer(name: str) -> int | None:
     return int(found["layer"]) if found and found["list"] + "." == LAYERS_PREFIX else None
 
 
+def is_prediction(name: str) -> bool:
+    """Whether a parameter is part of the layers for multi-token prediction."""
+    return name.startswith(f"{_PREDICTS}.")
+
+
 def in_its_layer(name: str) -> tuple[str, int, str] | None:
     """A canonical name in parts: the list of layers that may be stacked, the number, the rest; None
     for what is in none."""

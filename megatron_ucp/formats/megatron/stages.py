@@ -14,13 +14,15 @@ from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.megatron.arguments import size
 
 _MOST_CHARS = 10_000  # of a layout that is written out
-_EMBEDDING, _HEAD, _LAYER = "E", "L", "t"
+_EMBEDDING, _HEAD, _LAYER, _PREDICTION = "E", "L", "t", "m"
+_STAGE_BORDER, _PREDICTIONS_BEHIND = "|", "/"  # in the layer pattern of a hybrid model
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePart:
     """One chunk of a pipeline rank: its stage, its number there, its layers [first, last), and
-    whether it has the embedding and the head."""
+    whether it has the embedding, the head, and the layers for multi-token prediction, which have a
+    copy of the embedding of their own."""
 
     stage: int
     chunk: int
@@ -28,6 +30,7 @@ class PipelinePart:
     last: int
     has_embedding: bool
     has_head: bool
+    has_predictions: bool = False
 
 
 def parts_of(arguments: Mapping[str, Any], mesh: Mesh, file: str) -> list[PipelinePart]:
@@ -37,28 +40,48 @@ def parts_of(arguments: Mapping[str, Any], mesh: Mesh, file: str) -> list[Pipeli
     if written is not None and mesh.pp > 1:
         contents = _written(written, mesh.pp * mesh.vpp, file)
     else:
-        sizes = _sizes(arguments, mesh.pp, mesh.vpp, file)
-        contents = [(n, at == 0, at == len(sizes) - 1) for at, n in enumerate(sizes)]
-    counts = [layers for layers, _, _ in contents]
+        sizes = _by_pattern(arguments, mesh.pp * mesh.vpp, file)
+        sizes = sizes or _sizes(arguments, mesh.pp, mesh.vpp, file)
+        predicts, end = bool(size(arguments, "mtp_num_layers", 0)), len(sizes) - 1
+        contents = [(n, at == 0, at == end, predicts and at == end) for at, n in enumerate(sizes)]
+    counts = [layers for layers, *_ in contents]
     if sum(counts) != size(arguments, "num_layers", 0):
         raise _unknown(file, f"{arguments.get('num_layers')} layers", counts)
     out: list[PipelinePart] = []
     first = 0
-    for at, (layers, has_embedding, has_head) in enumerate(contents):
+    for at, (layers, *what) in enumerate(contents):
         chunk, stage = divmod(at, mesh.pp)
         last = first + layers
-        out.append(PipelinePart(stage, chunk, first, last, has_embedding, has_head))
+        out.append(PipelinePart(stage, chunk, first, last, *what))
         first = last
     return out
 
 
-def _written(layout: object, count: int, file: str) -> list[tuple[int, bool, bool]]:
-    """The layers of each part, and whether it has the embedding and the head, where a layout says
-    them."""
+def _written(layout: object, count: int, file: str) -> list[tuple[int, bool, bool, bool]]:
+    """The layers of each part, and whether it has the embedding, the head and the predictions,
+    where a layout says them."""
     texts = _unrolled(layout, file)
-    if len(texts) != count or set("".join(texts)) - {_EMBEDDING, _HEAD, _LAYER}:
-        raise _unknown(file, f"{count} parts of E, t and L", layout)
-    return [(text.count(_LAYER), _EMBEDDING in text, _HEAD in text) for text in texts]
+    known = {_EMBEDDING, _HEAD, _LAYER, _PREDICTION}
+    if len(texts) != count or set("".join(texts)) - known:
+        raise _unknown(file, f"{count} parts of E, t, m and L", layout)
+    return [
+        (text.count(_LAYER), _EMBEDDING in text, _HEAD in text, _PREDICTION in text)
+        for text in texts
+    ]
+
+
+def _by_pattern(arguments: Mapping[str, Any], count: int, file: str) -> list[int]:
+    """The layers of each part, where the pattern of a hybrid model has borders of stages
+    ("M*-|M*-/M"); empty for any other model. Before 0.17 the pattern had another name."""
+    pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
+    if not isinstance(pattern, str):
+        return []
+    parts = pattern.split(_PREDICTIONS_BEHIND)[0].split(_STAGE_BORDER)
+    if len(parts) == 1:
+        return []
+    if len(parts) != count:
+        raise _unknown(file, f"{count} parts", pattern)
+    return [len(part) for part in parts]
 
 
 def _sizes(arguments: Mapping[str, Any], stages: int, chunks: int, file: str) -> list[int]:

@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.layout import Chunks, Layout, Replicate, Shard
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
@@ -42,6 +43,7 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.rounding import Run, same_run
 
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
+COMMON_KEY = "common_state/shard_0_1"  # since megatron-core 0.19 the object with the common tree
 BACKEND = "torch_dist"
 _HEAD = "output_layer.weight"
 _RANDOM = "rng_state/"
@@ -51,14 +53,20 @@ class TorchDistCheckpoint(MegatronFolder):
     """One opened folder. Parameters are read by their names, in the chunks that the index lists:
     the mesh of the run that saved it does not matter.
 
-    Raises a UcpError for anything that the index, `common.pt` and the sizes of files can show.
+    The common tree (arguments, groups, scheduler: all that is no tensor of the model) lies in
+    `common.pt`, or since megatron-core 0.19 as an object in one of the `.distcp` files. Where both
+    are there the file counts, as in megatron-core.
+
+    Raises a UcpError for anything that the index, the common tree and the sizes of files can show.
     Tensor bytes are not read.
     """
 
     def __init__(self, folder: Path, told: Told, index: Index, states: NamedStates) -> None:
         super().__init__(folder, told)
-        self.main_file = self.full_path(COMMON_FILE)
         self.index, self.states = index, states
+        is_file = (folder / COMMON_FILE).is_file() or COMMON_KEY not in index.objects
+        self._common_file = COMMON_FILE if is_file else None
+        self.main_file = self.full_path(self._common_file or index.objects[COMMON_KEY].file)
         self._chunks: list[dict[str, StoredBlock]] = []  # of each buffer of a chunk, by state
         self._guarded(self._read)
 
@@ -69,11 +77,11 @@ class TorchDistCheckpoint(MegatronFolder):
             self.groups = self._read_groups()
         self.manifest = self._build()
 
-    # ------------------------------------------------ common.pt
+    # ------------------------------------------------ the common tree
 
     @cached_property
     def main_tree(self) -> Mapping[str, Any]:
-        tree = self.file(COMMON_FILE).tree
+        tree = self.file(COMMON_FILE).tree if self._common_file else self.object(COMMON_KEY)
         if not isinstance(tree, dict):
             raise DamagedFileError(
                 "a state file holds no dictionary", file=self.main_file, found=type(tree).__name__
@@ -91,7 +99,7 @@ class TorchDistCheckpoint(MegatronFolder):
         is_open = type(spread) is not int or self.has_experts_cut_alone
         if tree and not is_open and chained != (spread > 1):
             raise ForeignFileError(
-                f"{COMMON_FILE} is of a run with another kind of expert parallelism",
+                "the common tree is of a run with another kind of expert parallelism",
                 file=self.main_file,
                 expected="two optimizers" if spread > 1 else "one optimizer",
                 found="two" if chained else "one",
@@ -144,7 +152,33 @@ class TorchDistCheckpoint(MegatronFolder):
             kind = "buffer"
         spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
         behind = self.states.weights.get(second_matrix(weight.name))
-        return self.on_mesh(spec, behind and behind.shape)
+        spec = self.on_mesh(spec, behind and behind.shape)
+        return replace(spec, on_mesh=spec.on_mesh or self._cut_as_stored(spec, weight.boxes))
+
+    def _cut_as_stored(self, spec: ParamSpec, boxes: Sequence[tuple[Ints, Ints]]) -> Layout | None:
+        """The layout of a parameter of which nobody says how tensor parallelism cuts it, by its
+        chunks: each is what one rank had. None where they are not even parts along one dim, and of
+        a run without tensor parallelism, whose chunks say nothing of other runs."""
+        (axis,) = DENSE_CUT if spec.expert is None else EXPERT_CUT
+        ranks = self.saved_on.size(axis)
+        if ranks == 1:
+            return None
+        if len(boxes) == 1:
+            return Replicate()
+        for dim, size in enumerate(spec.shape):
+            part = size // ranks
+            even = [
+                (
+                    tuple(number * part if at == dim else 0 for at in range(len(spec.shape))),
+                    tuple(
+                        (number + 1) * part if at == dim else n for at, n in enumerate(spec.shape)
+                    ),
+                )
+                for number in range(ranks)
+            ]
+            if sorted(boxes) == even:
+                return Shard(axis, dim)
+        return None
 
     def whole(self, spec: ParamSpec, held: HeldStates) -> tuple[ParamSpec, HeldStates]:
         """A parameter as chunks hold it whole, on no mesh."""
@@ -165,7 +199,13 @@ class TorchDistCheckpoint(MegatronFolder):
 
     @property
     def file_names(self) -> list[str]:
-        return [COMMON_FILE, *self.index.file_names]
+        return [*filter(None, [self._common_file]), *self.index.file_names]
+
+    def place(self, name: str, ref: TensorRef) -> Where:
+        """As of any folder; a tensor of the common tree lies where that does."""
+        if self._common_file is None and self.full_path(name) == self.main_file:
+            return self.place_in(COMMON_KEY, ref)
+        return super().place(name, ref)
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file, and proves the masters of the weights in it."""

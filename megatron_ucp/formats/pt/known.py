@@ -180,7 +180,8 @@ def _zero_stage(machine: Machine, name: str, args: tuple[object, ...]) -> object
 def _enum_member(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """`getattr(class, "member")`: how Python 3.11 pickles the members of an Enum. No attribute is
     looked up."""
-    if len(args) != 2 or not isinstance(args[0], Global) or not isinstance(args[1], str):
+    good = len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str)
+    if not good or not args[1].isidentifier() or args[1].startswith("__"):
         machine.fail("an enum member is malformed", found=args)
     kind, member = args[0].qualname, args[1]
     if KNOWN.get(kind, stand) is _zero_stage:

@@ -17,6 +17,32 @@ _MAX_KEY_DEPTH, _MAX_KEY_ITEMS = 8, 1000
 
 
 @dataclass(frozen=True)
+class AllowedClasses:
+    """Classes that a pickle may name besides those of every `.pt` file: each object of them becomes
+    an inert `Stand`, and none is imported.
+
+    `names` are whole names ("package.module.Class"). Below the package `enums_below` every class
+    whose name is a class's may be an enum: a pickle may hold its members, by value
+    (`Class("full")`, `Class(3)`) or by name (`getattr(Class, "full")`), and nothing else of it. So
+    an enum that a library adds makes no file unreadable.
+    """
+
+    names: frozenset[str] = frozenset()
+    enums_below: str = ""
+
+    def may_be_enum(self, module: str, name: str) -> bool:
+        """Whether a name may be an enum's: a function's begins with a small letter, an attribute's
+        has a dot."""
+        is_below = module.startswith(f"{self.enums_below}.")
+        return bool(self.enums_below) and is_below and _CLASS_NAME.fullmatch(name) is not None
+
+
+_CLASS_NAME = re.compile(r"_?[A-Z]\w*", re.ASCII)
+_NUMBERS = (bool, int, float)
+_WORD = re.compile(r"[\w.+:-]{1,64}", re.ASCII)  # a text that an enum has as a value
+
+
+@dataclass(frozen=True)
 class Tables:
     """What a machine knows: opcodes (`opcodes`), the functions and classes that may be named with
     what calling one makes, what BUILD means for some, and the dtypes of storages (`known`)."""
@@ -36,10 +62,11 @@ class Machine:
         data: bytes,
         file: str,
         tables: "Tables",
-        allow: frozenset[str],
+        allow: AllowedClasses,
         strangers: Strangers | None = None,
     ) -> None:
         self.tables, self.strangers = tables, strangers
+        self.enums: set[str] = set()  # named in this pickle, and known by their package alone
         self.data, self.file, self.allow, self.pos = data, file, allow, 0
         self.stack: list[object] = []
         self.below: list[list[object]] = []  # the stacks under the open marks
@@ -139,17 +166,21 @@ class Machine:
                 self.globals[qualname] = DtypeName(qualname)
             else:
                 if self._is_strange(qualname):
-                    if self.strangers is None or not self.strangers.take(qualname):
+                    if self.allow.may_be_enum(module, name):
+                        self.enums.add(qualname)
+                    elif self.strangers is None or not self.strangers.take(qualname):
                         raise not_listed(qualname, self.file)
                 self.globals[qualname] = Global(qualname)
         self.stack.append(self.globals[qualname])
 
     def _is_strange(self, qualname: str) -> bool:
-        return qualname not in self.tables.known and qualname not in self.allow
+        return qualname not in self.tables.known and qualname not in self.allow.names
 
     def call(self, func: object, args: object) -> object:
         if not isinstance(func, Global) or not isinstance(args, tuple):
             self.fail("the pickle calls what is no function", found=func)
+        if func.qualname in self.enums:
+            return self._enum_member(func.qualname, args)
         if self._is_strange(func.qualname):
             return self._member(func.qualname, args)
         if func.qualname not in self.tables.known:  # allowed, and known to nobody here
@@ -158,6 +189,17 @@ class Machine:
         if build is None:
             self.fail(f"the pickle makes an object of {func.qualname}, which torch does not write")
         return build(self, func.qualname, args)
+
+    def _enum_member(self, qualname: str, args: tuple[object, ...]) -> Stand:
+        """The member of an enum that has a value. Raises UnsafePickleError for a call with
+        anything that is no number, word, or tuple of such: that is another class."""
+        values = args[0] if len(args) == 1 and type(args[0]) is tuple else args
+        plain = [
+            type(one) in _NUMBERS or type(one) is str and _WORD.fullmatch(one) for one in values
+        ]
+        if len(args) != 1 or not all(plain):
+            raise not_listed(qualname, self.file)
+        return Stand(qualname, args)
 
     def _member(self, qualname: str, args: tuple[object, ...]) -> Stand:
         """A call of a name that somebody vouches for, as what it is: nothing is called. It may be
@@ -170,6 +212,8 @@ class Machine:
 
     def new(self, kind: object, args: object) -> object:
         """An object without a call of its class's `__init__`."""
+        if isinstance(kind, Global) and kind.qualname in self.enums:
+            raise not_listed(kind.qualname, self.file)
         if not isinstance(kind, Global) or not self._is_strange(kind.qualname):
             return self.call(kind, args)
         if not isinstance(args, tuple):
@@ -184,6 +228,7 @@ class Machine:
             return
         if not isinstance(target, Stand):
             self.fail(f"the pickle sets attributes of a {type(target).__name__}")
+        self._refuse_state_of_enum(target)
         special = self.tables.states.get(target.qualname)
         if special is not None:
             special(self, target, state)
@@ -197,6 +242,12 @@ class Machine:
                 if not isinstance(name, str):
                     self.fail("an attribute's name is no string", found=name)
                 target.state[name] = value
+
+    def _refuse_state_of_enum(self, target: object) -> None:
+        """Raises UnsafePickleError where a member of an enum gets attributes or content: then it is
+        an object of another class."""
+        if isinstance(target, Stand) and target.qualname in self.enums:
+            raise not_listed(target.qualname, self.file)
 
     def persistent_load(self) -> None:
         pid = self.stack.pop()
@@ -232,6 +283,7 @@ class Machine:
 
     def append(self, items: list[object]) -> None:
         target = self.stack[-1]
+        self._refuse_state_of_enum(target)
         if isinstance(target, Stand):
             target = target.state.setdefault("__elements__", [])
         if not isinstance(target, list | deque):
@@ -240,6 +292,7 @@ class Machine:
 
     def set_items(self, flat: list[object]) -> None:
         target = self.stack[-1]
+        self._refuse_state_of_enum(target)
         if isinstance(target, Stand):
             target = target.state.setdefault("__items__", {})
         # Counter.update would count the pairs; it is pickled with its dict and gets no items

@@ -28,6 +28,8 @@ from megatron_ucp.formats.pt.strangers import Strangers, refuse_outside
 from megatron_ucp.formats.pt.unpickler import (
     ITEMSIZE,
     MAX_PICKLE_BYTES,
+    NOTHING_MORE,
+    AllowedClasses,
     StorageRef,
     TensorRef,
     loads,
@@ -53,10 +55,10 @@ class PtFile(OpenFile):
         self,
         path: str | os.PathLike[str],
         *,
-        allow: frozenset[str] = frozenset(),
+        allow: AllowedClasses = NOTHING_MORE,
         strangers: Strangers | None = None,
     ) -> None:
-        """`allow`: further globals that the pickle may name, `strangers` where others may stand as
+        """`allow`: further classes that the pickle may name, `strangers` where others may stand as
         names; see `unpickler.loads`."""
         super().__init__(path)
         self.strangers = strangers
@@ -65,7 +67,7 @@ class PtFile(OpenFile):
             self._read_directory(allow)
             on_failure.pop_all()
 
-    def _read_directory(self, allow: frozenset[str]) -> None:
+    def _read_directory(self, allow: AllowedClasses) -> None:
         self._allow = allow
         start, directory = find_directory(self.size_bytes, self._bytes_at, self.path)
         self.directory_sha256 = hashlib.sha256(directory).hexdigest()
@@ -81,7 +83,7 @@ class PtFile(OpenFile):
         then."""
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, allow: frozenset[str] = frozenset()) -> Self:
+    def open(cls, path: str | os.PathLike[str], *, allow: AllowedClasses = NOTHING_MORE) -> Self:
         """Same as the constructor."""
         return cls(path, allow=allow)
 
@@ -210,7 +212,7 @@ class PtArchive(PtFile):
     Places of its records count from there. It is open as long as that file is."""
 
     def __init__(
-        self, file: OpenFile, start: int, size_bytes: int, allow: frozenset[str] = frozenset()
+        self, file: OpenFile, start: int, size_bytes: int, allow: AllowedClasses = NOTHING_MORE
     ) -> None:
         self.path, self.size_bytes = file.path, size_bytes
         self._inside, self._start = file, start

@@ -24,7 +24,7 @@ from megatron_ucp.core.values import (
 )
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.pt.known import KNOWN, STATES, STORAGE_DTYPES
-from megatron_ucp.formats.pt.machine import Machine, Tables
+from megatron_ucp.formats.pt.machine import AllowedClasses, Machine, Tables
 from megatron_ucp.formats.pt.opcodes import HANDLERS
 from megatron_ucp.formats.pt.strangers import Strangers
 from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
@@ -33,6 +33,8 @@ __all__ = [
     "ITEMSIZE",
     "MAX_OPERATIONS",
     "MAX_PICKLE_BYTES",
+    "NOTHING_MORE",
+    "AllowedClasses",
     "Global",
     "Stand",
     "StorageRef",
@@ -50,6 +52,8 @@ _MAX_WRITTEN_OUT = (
     2**23
 )  # values that shared ones may add up to where each is counted as often as it can be reached
 _TABLES = Tables(HANDLERS, KNOWN, STATES, STORAGE_DTYPES)
+
+NOTHING_MORE = AllowedClasses()
 
 _CAUGHT = (
     EOFError,
@@ -69,14 +73,14 @@ def loads(
     data: bytes,
     *,
     file: str,
-    allow: frozenset[str] = frozenset(),
+    allow: AllowedClasses = NOTHING_MORE,
     strangers: Strangers | None = None,
 ) -> object:
     """The value in the pickle `data` of `file`, with a `TensorRef` for each tensor and a `Stand`
     for each known object.
 
-    `allow` names further globals ("package.module.Class") whose objects become `Stand`s; their code
-    is not run either. With `strangers` others may stand as names, see there. Raises
+    `allow` has further classes whose objects become `Stand`s; their code is not run either. With
+    `strangers` others may stand as names, see there. Raises
     UnsafePickleError for any other global, DamagedFileError for a malformed pickle or an impossible
     tensor, and UnsupportedError for tensors and arrays whose bytes alone do not say their values.
     """

@@ -104,7 +104,8 @@ def flags_of_program(
 def _is_known(value: Any) -> bool:
     """Whether readers know the class of an enum's member; dtypes are known."""
     if isinstance(value, Enum):
-        return f"{type(value).__module__}.{type(value).__qualname__}" in OF_VALUES
+        module, name = type(value).__module__, type(value).__qualname__
+        return f"{module}.{name}" in OF_VALUES.names or OF_VALUES.may_be_enum(module, name)
     return isinstance(value, torch.dtype)
 
 

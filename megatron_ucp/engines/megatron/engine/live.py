@@ -32,6 +32,7 @@ from megatron_ucp.engines.places import LivePlaces, told_by
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint, Told
+from megatron_ucp.formats.megatron.registration import order_of
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import How
 
@@ -70,10 +71,14 @@ class LiveMegatron(LivePlaces):
         family = stack.model.family.name
         held = (joined.params, joined.buffers, joined.groups)
         self.manifest = Manifest(Keeper.MEGATRON, own.mesh, *held, family=family)
+        self._registered = order_of(
+            [spec.name for spec in stage.params if spec.kind != "buffer"] for stage in stages
+        )
         check_replicas(self.manifest, _on_several_stages(bare_model(stack.chunks[0])))
 
     def told(self) -> Told:
-        return told_by(self.stack.model, self.manifest)
+        told = told_by(self.stack.model, self.manifest)
+        return replace(told, registered=self._registered)
 
     # ------------------------------------------------ places
 
