@@ -24,6 +24,7 @@ from megatron_ucp.formats.megatron.writer import (
     PlannedChunk,
     TorchDistPlan,
     Wish,
+    declared_keys,
     finish_files,
     plan_torch_dist,
 )
@@ -94,7 +95,9 @@ def write(folder: Path, alike: bool, cuts: int, files: int, pieces: int) -> Torc
         for name, spec in params.items()
         for state in (WEIGHT, "fp32", "exp_avg")
     ]
-    plan = plan_torch_dist(params, wishes, files, {"rng_state/shard_0.0_1.1": {"a": 1}})
+    plan = plan_torch_dist(
+        params, wishes, declared_keys(params), files, {"rng_state/shard_0.0_1.1": {"a": 1}}
+    )
     folder.mkdir()
     for name, size in plan.sizes.items():
         with open(folder / name, "wb") as file:
@@ -122,7 +125,7 @@ def test_what_several_writers_wrote(
     for (name, state), chunks in by_state.items():
         want = values(name, state, params[name].shape, chunks[0].wish.dtype)
         stored = found[chunks[0].key]
-        have = stored[chunks[0].index] if chunks[0].index else stored
+        have = stored[chunks[0].at.index] if chunks[0].at.index else stored
         assert torch.equal(have, want), (name, state)
     index = read_index(tmp_path / "x")
     for name in index.file_names:
@@ -159,9 +162,12 @@ def test_a_chunk_whose_bytes_changed_is_found(tmp_path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 3), st.integers(1, 4))
 def test_no_two_archives_share_bytes(cuts: int, files: int) -> None:
-    shape, params = (ROWS, 12), {"output_layer.weight": ParamSpec("", (ROWS, 12), "float32")}
+    shape, params = (
+        (ROWS, 12),
+        {"output_layer.weight": ParamSpec("output_layer.weight", (ROWS, 12), "float32")},
+    )
     wishes = [Wish("output_layer.weight", s, "float32", boxes(shape, cuts)) for s in ("fp32", "x")]
-    plan = plan_torch_dist(params, wishes, files)
+    plan = plan_torch_dist(params, wishes, declared_keys(params), files)
     for name, size in plan.sizes.items():
         spans = [(c.offset_bytes, c.archive.size_bytes) for c in plan.chunks if c.file == name]
         at = 0

@@ -318,7 +318,7 @@ def test_state_of_an_ordered_dict_does_not_shadow_its_methods() -> None:
 
 
 def test_an_allowed_name_does_not_replace_a_known_one() -> None:
-    allow = frozenset({"torch._utils._rebuild_tensor_v2", "builtins.getattr"})
+    allow = AllowedClasses(frozenset({"torch._utils._rebuild_tensor_v2", "builtins.getattr"}))
     with pytest.raises(DamagedFileError):
         loads(pickle_of(tensor(storage(), 99, numbers(1), numbers(1))), file="x", allow=allow)
     assert loads(

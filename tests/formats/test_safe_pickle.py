@@ -406,7 +406,9 @@ def test_unknown_classes_are_refused_by_name_with_the_file() -> None:
 
 
 def test_allowed_classes_become_inert() -> None:
-    allow = frozenset({f"{__name__}.{kind.__name__}" for kind in (Surprise, Words, Counts)})
+    allow = AllowedClasses(
+        frozenset({f"{__name__}.{kind.__name__}" for kind in (Surprise, Words, Counts)})
+    )
     surprise = Surprise()
     surprise.__dict__["x"] = 1
     words, counts = Words(["a", "b"]), Counts(a=1)

@@ -28,10 +28,20 @@ from megatron_ucp.core.layout import (
     layout_to_json,
     same_layout,
 )
+from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Coords, Place
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Declared, Family, Model
 from megatron_ucp.families.measure import TRUE_VOCAB
+from megatron_ucp.formats.megatron.common_file import CONTENT
+from megatron_ucp.formats.megatron.names import (
+    Stacking,
+    extra_state_name,
+    in_its_layer,
+    keys_of,
+    stacked_extra_states,
+)
+from megatron_ucp.formats.megatron.writer import ModelKeys
 from megatron_ucp.reshard import agree
 
 SOURCE = "the model's own sharded_state_dict()"
@@ -201,18 +211,79 @@ def _shadow(param: Any) -> torch.nn.Parameter:
     return shadow
 
 
+def stored_keys(model: Any, names: Mapping[str, str]) -> ModelKeys:
+    """The keys under which this rank's `model` asks for its parameters and for the extra states of
+    its modules, when it loads what a save of this package wrote. `names` are as for
+    `derived_table`. Raises UnsupportedError for a parameter of which it asks for parts that are no
+    rows."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    params: dict[str, tuple[Stacking, ...]] = {}
+    with _without_values(model) as own:
+        said, _ = _said_by(model, CONTENT)
+        for entry in _tensors_of(said):
+            name = _known(own.get(id(entry.data), ()), names)
+            if name is not None and name not in params:
+                params[name] = tuple(_stackings(name, entry))
+    objects = [one.unique_key for one in _of_kind(said, (ShardedObject,))]
+    return ModelKeys(params, [key for key in objects if extra_state_name(key) is not None])
+
+
+def joined_keys(found: Sequence[ModelKeys], params: Mapping[str, ParamSpec]) -> ModelKeys:
+    """What all ranks ask for together. Buffers, of which no model says keys, have those of
+    megatron-core's modules. So have the extra states of modules that this model has not: another
+    implementation of the same layers asks for them, and who does not passes them over."""
+    keys = {name: at for one in found for name, at in one.params.items()}
+    stacked = any(at.index for name, (at, *_) in keys.items() if in_its_layer(name) is not None)
+    every = {name: keys.get(name) or keys_of(spec, stacked) for name, spec in params.items()}
+    asked = [key for one in found for key in one.extra_states]
+    return ModelKeys(every, [*dict.fromkeys([*asked, *stacked_extra_states(params, stacked)])])
+
+
+def _stackings(name: str, entry: Any) -> Iterator[Stacking]:
+    """The keys of one parameter, in the order of its rows."""
+    pieces = _stored_pieces(name, entry, tuple(entry.data.shape))
+    first = 0
+    by_key: dict[str, Any] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.data.storage_offset()):
+        by_key.setdefault(piece.key, piece)
+    for key, piece in by_key.items():
+        lead = piece.prepend_axis_num
+        index = tuple(piece.global_offset[:lead])
+        if len(by_key) == 1:
+            yield Stacking(key, index)
+            return
+        rows, *others = piece.global_shape[lead:]
+        if tuple(others) != tuple(piece.local_shape[1:]):
+            raise _not_a_layout(name, f"{key} holds no rows")
+        yield Stacking(key, index, first, first + rows)
+        first += rows
+
+
 def _entries(model: Any) -> Iterator[tuple[Any, Offsets | None]]:
     """What the model says of every tensor, with the offsets that it gave for all of it. Layers and
-    experts have keys of their own. Raises UnsupportedError where it can't say it: its modules are
-    anybody's code."""
-    from megatron.core import parallel_state
+    experts have keys of their own."""
+    said, given = _said_by(model, {"singleton_local_shards": True})
+    for entry in _tensors_of(said):
+        _, offsets = given.get(id(entry.data), (None, None))
+        yield entry, offsets
+
+
+def _tensors_of(said: Any) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+    return _of_kind(said, (ShardedTensor, ShardedTensorFactory))
+
+
+def _said_by(model: Any, content: Mapping[str, Any]) -> tuple[Any, "_Given"]:
+    """The model's `sharded_state_dict()` for files with such content, and the offsets that it gave.
+    Raises UnsupportedError where it can't say it: its modules are anybody's code."""
+    from megatron.core import parallel_state
+
     copies: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    asked = {"singleton_local_shards": True, "dp_cp_group": copies}
     kept, said, given = agree.KeptBack(), None, _Given()
     with kept, _offsets_kept(given):
-        said = model.sharded_state_dict(metadata=asked)
+        said = model.sharded_state_dict(metadata={**content, "dp_cp_group": copies})
     if kept.error is not None:
         raise UnsupportedError(
             "the model can't say how its parameters are cut",
@@ -221,9 +292,7 @@ def _entries(model: Any) -> Iterator[tuple[Any, Offsets | None]]:
             fix="mend that method of its modules: megatron-core's own saves call it too",
             id="layout-unknown",
         ) from kept.error
-    for entry in _of_kind(said, (ShardedTensor, ShardedTensorFactory)):
-        _, offsets = given.get(id(entry.data), (None, None))
-        yield entry, offsets
+    return said, given
 
 
 @contextmanager
@@ -269,16 +338,22 @@ class _Piece:
 
 def _pieces(name: str, entry: Any, offsets: Offsets | None, shape: Ints) -> list[_Piece]:
     """One for each ShardedTensor that an entry stands for; `offsets` are those of all of it."""
+    return [_piece(name, one, offsets) for one in _stored_pieces(name, entry, shape)]
+
+
+def _stored_pieces(name: str, entry: Any, shape: Ints) -> list[Any]:
+    """The ShardedTensors that an entry stands for: itself, or those that a factory divides a
+    parameter of this shape into, as views of one memory without values."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     if isinstance(entry, ShardedTensor):
-        return [_piece(name, entry, offsets)]
+        return [entry]
     whole = torch.empty(shape, device="meta")
     with _offsets_kept(_Given()):
         built = entry.build_fn(entry.key, whole, entry.replica_id, None)
-    found = [_piece(name, one, offsets) for one in _of_kind(built, (ShardedTensor,))]
+    found = [*_of_kind(built, (ShardedTensor,))]
     memory = whole.untyped_storage()._cdata
-    if any(one.view.untyped_storage()._cdata != memory for one in found):
+    if any(one.data.untyped_storage()._cdata != memory for one in found):
         raise _not_a_layout(name, "a copy of its elements in another order")
     return found
 

@@ -11,6 +11,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 POSITIONS = "embedding.position_embeddings.weight"
 HEAD = "output_layer.weight"
 _LAYER = re.compile(r"((?:\w+\.)*layers)\.\d+")  # the name of a module in a list of layers
+_RENAMED_LAYER = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)")
 # of TEGroupedMLP: a parameter for each expert of the rank
 _GROUPED = re.compile(r"(.+\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 
@@ -47,7 +48,8 @@ def canonical_names(model: Any) -> dict[str, str]:
                 break
         if name == HEAD and getattr(value, "shared_embedding", False):
             whole = EMBEDDING
-        out[name] = whole
+        # since 0.17 the inner layer of multi-token prediction has another name than its key
+        out[name] = _RENAMED_LAYER.sub(r"\1transformer_layer.", whole)
     return out
 
 

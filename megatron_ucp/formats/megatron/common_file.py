@@ -22,12 +22,13 @@ from megatron_ucp.formats.plain_values import MEGATRON
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.values import number_in
 
-_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+# what `content_metadata` says of the keys, and a model is asked for them with
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 _SHARDING = "fully_reshardable"
 _DISTRIBUTED_CONTENT = {
     "distrib_optim_sharding_type": _SHARDING,
     "distrib_optim_fully_reshardable_mem_efficient": False,
-    **_CONTENT,
+    **CONTENT,
 }
 # what torch's AdamW reads of a group; a load replaces the running one's group by the saved one
 _TORCH_DEFAULTS = {
@@ -64,7 +65,7 @@ class CommonFile:
         """The file, with the bytes of its tensors. Raises StateMismatchError for parameters of one
         group of Megatron that have different hyper-parameters or steps."""
         out = Output(COMMON_FILE)
-        content = _DISTRIBUTED_CONTENT if self.kind is Kind.DISTRIBUTED else _CONTENT
+        content = _DISTRIBUTED_CONTENT if self.kind is Kind.DISTRIBUTED else CONTENT
         arguments = self._arguments()
         iteration = self.extras.counters.get("global_steps", 0)
         out.tree = {

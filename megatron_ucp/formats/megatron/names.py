@@ -6,19 +6,21 @@ experts are stacked likewise. Sources: `sharded_state_dict` of megatron-core 0.1
 block, layers, MLP and experts.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
+from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 
 LAYERS_PREFIX = "decoder.layers."
 # Lists of layers. Those for multi-token prediction are never stacked, and have a layer of the
-# decoder's kind in each of theirs.
+# decoder's kind in each of theirs; of a hybrid model a list of layers of its own.
 _LISTS = r"(?P<list>(?P<of>decoder|encoder|mtp)\.layers)"
-_INNER = r"(?P<inner>(?:transformer_layer|mtp_model_layer)\.)?"
+_INNER = r"(?P<inner>(?:transformer_layer|mtp_model_layer(?:\.layers\.\d+)?)\.)?"
 STACKED_EXPERTS = "mlp.experts.experts."
 LOCAL_EXPERTS = "mlp.experts.local_experts."
 ROUTER = "mlp.router.weight"
@@ -30,8 +32,21 @@ _RENAMED = {
 }
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(?P<number>\d+)\.)?(?P<rest>linear_fc[12]\..+)")
 _LAYER = re.compile(rf"{_LISTS}\.(?:(?P<number>\d+)\.)?{_INNER}(?P<rest>.+)")
-# Gate and up of a gated MLP, where each has a key of its own (singleton_local_shards).
-_HALVES = {"_w": 0, "_v": 1}
+# Parameters whose rows lie under several keys: what these end with, in the order of the rows. Gate
+# and up of a gated MLP do so with `singleton_local_shards` alone.
+_PARTS = (
+    ("_w", "_v"),
+    (".z", ".x", ".B", ".C", ".dt"),  # a Mamba mixer's input projection
+    (".x", ".B", ".C"),  # its convolution
+    (".query", ".key", ".value", ".z", ".beta", ".alpha"),  # a gated delta net's input projection
+    (".query", ".key", ".value", ".z", ".f", ".b", ".w"),
+    (".query", ".key", ".value"),  # its convolution
+)
+_IN_PARTS = re.compile(
+    r"(?P<matrix>.*linear_fc1\.(?:weight|bias))(?P<gate>_w|_v)"
+    r"|(?P<module>.*\.(?:in_proj\.weight|conv1d[._](?:weight|bias)))(?P<part>\.[a-zA-Z]+)"
+)
+_CUT_IN_PARTS = re.compile(r".*\.(in_proj\.weight|conv1d[._](weight|bias))")
 
 # The dim that tensor parallelism cuts of a parameter, None: it is whole on every rank.
 _CUT_DIMS: dict[str, int | None] = {
@@ -68,14 +83,14 @@ _NORM = re.compile(r"(.+\.)?(\w*layernorm|\w*_norm)\.(weight|bias)")
 class Key:
     """What a key says. `before` and `after` surround the number of the layer in the canonical name
     (`after` is "" where there is none). `layer` and `expert` are numbers that the key itself says;
-    `stacked` has for each leading dim of the tensor what its index is the number of. `half`: the
-    tensor is the gate (0) or the up (1) of a gated MLP, None: all of it."""
+    `stacked` has for each leading dim of the tensor what its index is the number of. `part`: what
+    the key of one of several parts of the parameter ends with; "" where it has the whole."""
 
     name: str
     layer: int | None = None
     expert: int | None = None
     stacked: tuple[str, ...] = ()
-    half: int | None = None
+    part: str = ""
 
     def canonical(self, index: Ints) -> tuple[str, int | None]:
         """The name of the parameter at an index along the stacked dims, and its expert's number."""
@@ -92,15 +107,14 @@ def read_key(key: str) -> Key:
     number, rest = layer["number"], layer["rest"]
     expert = _EXPERT.fullmatch(rest)
     stacked = () if number else ("layer",)
-    half: int | None = None
     before = f"{layer['list']}.{{layer}}.{layer['inner'] or ''}"
     if expert is None:
-        rest, half = _half(rest)
-        return Key(before + _escaped(_unfused(rest)), _number(number), None, stacked, half)
-    matrix, half = _half(expert["rest"])
+        rest, part = _without_part(rest)
+        return Key(before + _escaped(_unfused(rest)), _number(number), None, stacked, part)
+    matrix, part = _without_part(expert["rest"])
     name = f"{before}{LOCAL_EXPERTS}{{expert}}.{_escaped(matrix)}"
     stacked = stacked if expert["number"] else (*stacked, "expert")
-    return Key(name, _number(number), _number(expert["number"]), stacked, half)
+    return Key(name, _number(number), _number(expert["number"]), stacked, part)
 
 
 def _unfused(rest: str) -> str:
@@ -117,11 +131,18 @@ def with_unfused_norms(name: str) -> str:
     return name[: found.start("rest")] + _unfused(found["rest"]) if found else name
 
 
-def _half(rest: str) -> tuple[str, int | None]:
-    for ending, half in _HALVES.items():
-        if re.fullmatch(rf".*linear_fc1\.(weight|bias){ending}", rest):
-            return rest.removesuffix(ending), half
-    return rest, None
+def _without_part(rest: str) -> tuple[str, str]:
+    """The rest of a key in a layer, and which part of the parameter it has ("": the whole)."""
+    found = _IN_PARTS.fullmatch(rest)
+    if found is None:
+        return rest, ""
+    return found["matrix"] or found["module"], found["gate"] or found["part"]
+
+
+def in_order_of_rows(parts: Iterable[str]) -> list[str] | None:
+    """The parts of a parameter in the order of its rows; None where they are no whole one."""
+    found = {*parts}
+    return next(([*known] for known in (("",), *_PARTS) if {*known} == found), None)
 
 
 def _number(text: str | None) -> int | None:
@@ -208,10 +229,14 @@ def stacked_extra_states(names: Iterable[str], stacked: bool) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """The key that a parameter is written under, and its index along the stacked dims."""
+    """The key that a parameter is written under, and its index along the stacked dims. Of a
+    parameter that lies under several keys, this one has the rows [first, last); all where `last`
+    is None."""
 
     key: str
     index: Ints
+    first: int = 0
+    last: int | None = None
 
 
 _CANONICAL = re.compile(
@@ -241,12 +266,42 @@ def key_of(name: str, stacked: bool) -> Stacking:
     return Stacking(before + rest, index)
 
 
+def keys_of(spec: ParamSpec, stacked: bool) -> tuple[Stacking, ...]:
+    """As `key_of`, of a parameter whose rows may lie under several keys: the layout has the rows of
+    each part then."""
+    at = key_of(spec.name, stacked)
+    layout = spec.on_mesh or spec.layout
+    if not isinstance(layout, ShardNC) or _CUT_IN_PARTS.fullmatch(spec.name) is None:
+        return (at,)
+    kind = ".query" if ".self_attention." in spec.name else ".x"  # a delta net, or Mamba
+    endings = [known for known in _PARTS if len(known) == len(layout.parts) and kind in known]
+    if len(endings) != 1:
+        return (at,)
+    ends = [*itertools.accumulate(layout.parts)]
+    return tuple(
+        Stacking(f"{at.key}{ending}", at.index, end - rows, end)
+        for ending, rows, end in zip(endings[0], layout.parts, ends, strict=True)
+    )
+
+
+def is_cut_in_parts(name: str) -> bool:
+    """Whether tensor parallelism cuts each part of a parameter for itself, by its canonical
+    name."""
+    return _CUT_IN_PARTS.fullmatch(name) is not None
+
+
 def key_before_experts(key: str) -> str | None:
     """The key of the norm of a layer with experts in models of Transformer Engine, which fuses none
     with experts, by the key that models of megatron-core's own layers give it; None for any other
     key."""
     before, found, kind = key.rpartition(_FUSED_WITH_MLP)
     return f"{before}{_RENAMED[_FUSED_WITH_MLP]}{kind}" if found else None
+
+
+def key_behind_experts(key: str) -> str | None:
+    """The inverse of `key_before_experts`."""
+    before, found, kind = key.rpartition(f".{_RENAMED[_FUSED_WITH_MLP]}")
+    return f"{before}.{_FUSED_WITH_MLP}{kind}" if found else None
 
 
 def number_of_layer(name: str) -> int | None:

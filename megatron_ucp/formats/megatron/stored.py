@@ -9,7 +9,13 @@ from megatron_ucp.core.box import Ints, flat_index
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.megatron.index import Chunk, StoredTensor
-from megatron_ucp.formats.megatron.names import LOCAL_EXPERTS, ROUTER, Key, read_key
+from megatron_ucp.formats.megatron.names import (
+    LOCAL_EXPERTS,
+    ROUTER,
+    Key,
+    in_order_of_rows,
+    read_key,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +32,15 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredParam:
-    """One state of one parameter: its blocks, sorted by where they begin, are the whole of it."""
+    """One state of one parameter: its blocks, sorted by where they begin, are the whole of it.
+    `rows` are those of each part, where its rows lie under several keys."""
 
     name: str
     shape: Ints
     dtype: str
     expert: tuple[int, int] | None
     blocks: tuple[StoredBlock, ...]
+    rows: Ints = ()
 
     @property
     def boxes(self) -> tuple[tuple[Ints, Ints], ...]:
@@ -41,7 +49,7 @@ class StoredParam:
 
 def stored_params(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, StoredParam]:
     """Every parameter that lies in tensors, by canonical name; the tensors are by the keys of the
-    model. Raises DamagedFileError where two keys are one parameter's, or a half of one or an expert
+    model. Raises DamagedFileError where two keys are one parameter's, or a part of one or an expert
     is missing."""
     found = grouped(
         (part.name, part)
@@ -54,11 +62,11 @@ def stored_params(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, S
 
 @dataclass(frozen=True)
 class _Part:
-    """What one tensor holds of a parameter: all of it, or a half."""
+    """What one tensor holds of a parameter: all of it, or a part (see `Key`)."""
 
     name: str
     expert: int | None
-    half: int | None
+    part: str
     shape: Ints
     dtype: str
     blocks: list[StoredBlock]
@@ -70,7 +78,7 @@ def _parts(key: Key, tensor: StoredTensor) -> Iterable[_Part]:
     parts: dict[Ints, _Part] = {}
     for index in itertools.product(*map(range, tensor.shape[:lead])):
         name, expert = key.canonical(index)
-        parts[index] = _Part(name, expert, key.half, shape, tensor.dtype, [])
+        parts[index] = _Part(name, expert, key.part, shape, tensor.dtype, [])
     for chunk in tensor.chunks:
         inner = math.prod(chunk.shape[lead:])
         spans = [range(a, b) for a, b in zip(chunk.start[:lead], chunk.stop[:lead], strict=True)]
@@ -83,31 +91,35 @@ def _parts(key: Key, tensor: StoredTensor) -> Iterable[_Part]:
 
 
 def _joined(name: str, parts: list[_Part], counts: Mapping[str, int], file: str) -> StoredParam:
-    """The parameter of one part, or of its gate and its up."""
-    first, *others = sorted(parts, key=lambda part: part.half or 0)
-    halves = [part.half for part in (first, *others)]
-    alike = all((other.shape, other.dtype) == (first.shape, first.dtype) for other in others)
-    if halves not in ([None], [0, 1]) or not alike:
+    """The parameter of one part, or of several, one below the other."""
+    order = in_order_of_rows(part.part for part in parts)
+    first = parts[0]
+    kinds = {(part.dtype, part.shape[1:] if part.part else part.shape) for part in parts}
+    if order is None or len(order) != len(parts) or len(kinds) > 1:
         raise DamagedFileError(
             "the keys of a parameter do not fit together",
             file=file,
             parameter=name,
-            expected="one key, or one for the gate and one for the up",
+            expected="one key, or one for each part of it, such as the gate and the up",
             found=", ".join(part.blocks[0].tensor.key for part in parts if part.blocks),
         )
-    shape, blocks = first.shape, list(first.blocks)
-    for other in others:
-        shape = (2 * first.shape[0], *first.shape[1:])
-        blocks += [_below(block, first.shape[0]) for block in other.blocks]
     expert = None
     if first.expert is not None:
         expert = first.expert, counts[_layer_of_expert(name, first.expert)]
+    if len(parts) == 1:
+        blocks = sorted(first.blocks, key=lambda block: block.start)
+        return StoredParam(name, first.shape, first.dtype, expert, tuple(blocks))
+    blocks, rows = list[StoredBlock](), list[int]()
+    for part in sorted(parts, key=lambda part: order.index(part.part)):
+        blocks += [_below(block, sum(rows)) for block in part.blocks]
+        rows.append(part.shape[0])
     blocks.sort(key=lambda block: block.start)
-    return StoredParam(name, shape, first.dtype, expert, tuple(blocks))
+    shape = (sum(rows), *first.shape[1:])
+    return StoredParam(name, shape, first.dtype, expert, tuple(blocks), tuple(rows))
 
 
 def _below(block: StoredBlock, rows: int) -> StoredBlock:
-    """A block of the up, which lies below the gate."""
+    """A block of a part that has so many rows of others above it."""
     start, stop = ((at[0] + rows, *at[1:]) for at in (block.start, block.stop))
     return StoredBlock(start, stop, block.tensor, block.chunk, block.offset_elems)
 

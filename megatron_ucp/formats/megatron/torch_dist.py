@@ -7,11 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.layout import Chunks, Layout, Replicate, Shard
+from megatron_ucp.core.layout import Chunks, Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.plan import Slot
@@ -33,6 +32,7 @@ from megatron_ucp.formats.megatron.names import (
     BUFFERS,
     CORE_ATTENTION,
     extra_state_name,
+    is_cut_in_parts,
     second_matrix,
 )
 from megatron_ucp.formats.megatron.proof import boxes_of, is_same
@@ -153,14 +153,17 @@ class TorchDistCheckpoint(MegatronFolder):
         spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
         behind = self.states.weights.get(second_matrix(weight.name))
         spec = self.on_mesh(spec, behind and behind.shape)
-        return replace(spec, on_mesh=spec.on_mesh or self._cut_as_stored(spec, weight.boxes))
+        return replace(spec, on_mesh=spec.on_mesh or self._cut_as_stored(spec, weight))
 
-    def _cut_as_stored(self, spec: ParamSpec, boxes: Sequence[tuple[Ints, Ints]]) -> Layout | None:
-        """The layout of a parameter of which nobody says how tensor parallelism cuts it, by its
-        chunks: each is what one rank had. None where they are not even parts along one dim, and of
-        a run without tensor parallelism, whose chunks say nothing of other runs."""
+    def _cut_as_stored(self, spec: ParamSpec, weight: StoredParam) -> Layout | None:
+        """The layout of a parameter of which nobody says how tensor parallelism cuts it. Parts with
+        keys of their own are cut each for itself. Of any other one each chunk is what one rank had:
+        None where they are not even parts along one dim, and of a run without tensor parallelism,
+        whose chunks say nothing of other runs."""
         (axis,) = DENSE_CUT if spec.expert is None else EXPERT_CUT
-        ranks = self.saved_on.size(axis)
+        ranks, boxes = self.saved_on.size(axis), weight.boxes
+        if weight.rows and is_cut_in_parts(spec.name):
+            return ShardNC(axis, 0, weight.rows)
         if ranks == 1:
             return None
         if len(boxes) == 1:

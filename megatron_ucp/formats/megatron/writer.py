@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -31,7 +31,8 @@ from megatron_ucp.formats.megatron.names import (
     Stacking,
     in_its_layer,
     key_before_experts,
-    key_of,
+    key_behind_experts,
+    keys_of,
     number_of_layer,
     stacked_extra_states,
 )
@@ -64,12 +65,13 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """The box [start, stop) of a state of a parameter: archive number `offset_bytes` of a file."""
+    """The box [start, stop) of a state of a parameter, which `at` says the key of (of a state that
+    is `key`): the archive at `offset_bytes` of a file."""
 
     wish: Wish
     number: int
     key: str
-    index: Ints
+    at: Stacking
     file: str
     offset_bytes: int
     archive: ArchiveLayout
@@ -86,12 +88,15 @@ class PlannedChunk:
     @property
     def tensor_start(self) -> Ints:
         """Where it begins in the stored tensor, stacked dims first."""
-        return (*self.index, *self.box[0])
+        start, _ = self.box
+        if self.at.last is None:
+            return (*self.at.index, *start)
+        return (*self.at.index, start[0] - self.at.first, *start[1:])
 
     @property
     def shape(self) -> Ints:
         """As it is stored, stacked dims first."""
-        return _stored_shape(self.index, self.box)
+        return _stored_shape(self.at.index, self.box)
 
     def around(self, crcs: Crcs) -> Iterator[Blob]:
         """What stands around its elements in the file."""
@@ -138,30 +143,62 @@ def _around(chunks: Sequence[PlannedChunk], crcs: Crcs) -> Iterator[Blob]:
         yield from chunk.around(crcs)
 
 
+@dataclass(frozen=True)
+class ModelKeys:
+    """What a model asks for when it loads: the keys of each parameter, and those of the extra
+    states of its modules, which hold nothing."""
+
+    params: Mapping[str, tuple[Stacking, ...]]
+    extra_states: Sequence[str]
+
+    def cut(self, name: str, box: tuple[Ints, Ints]) -> list[tuple[Ints, Ints]]:
+        """A box of a parameter in pieces that lie under one key each. Those of a contiguous box
+        follow each other in its memory."""
+        start, stop = box
+        out: list[tuple[Ints, Ints]] = []
+        for at in self.params[name]:
+            if at.last is None:
+                return [box]
+            first, last = max(at.first, start[0]), min(at.last, stop[0])
+            if first < last:
+                out.append(((first, *start[1:]), (last, *stop[1:])))
+        return out
+
+
+def declared_keys(params: Mapping[str, ParamSpec], apart: bool = False) -> ModelKeys:
+    """The keys of a model of megatron-core's GPT modules with these parameters. `apart`: each layer
+    has keys of its own, which a run asks for to which a list says what its layers hold, whatever it
+    says."""
+    stacked = layers_are_alike(params) and not apart
+    keys = {name: keys_of(spec, stacked) for name, spec in params.items()}
+    return ModelKeys(keys, [*stacked_extra_states(params, stacked)])
+
+
 def plan_torch_dist(
     params: Mapping[str, ParamSpec],
     wishes: Sequence[Wish],
+    keys: ModelKeys,
     files: int = 1,
     objects: Mapping[str, Any] | None = None,
     kind: Kind = Kind.DISTRIBUTED,
-    apart: bool = False,
 ) -> TorchDistPlan:
     """The plan for states of parameters, spread over so many files. `params` are all of the model,
-    by canonical name; `objects` are what else is stored by key, such as random states; `kind` is
-    the optimizer that they are for. `apart`: each layer has keys of its own, which a run asks for
-    to which a list says what its layers hold, whatever it says."""
-    stacked = layers_are_alike(params) and not apart
+    by canonical name; no box of a wish lies under two `keys` (see `ModelKeys.cut`). `objects` are
+    what else is stored by key, such as random states; `kind` is the optimizer that they are for."""
     room = _Room(files)
-    saved = extra_states(params, stacked)
+    saved = dict.fromkeys(keys.extra_states, _saved([None]))
     saved |= {key: _saved([value]) for key, value in (objects or {}).items()}
     places = {key: room.object(data) for key, data in saved.items()}
     shapes: dict[str, Ints] = {}
     placed: list[PlannedChunk] = []
-    for wish, at in _stacked(wishes, params, stacked):
-        key = _stored_key(wish, at.key, kind)
-        whole = (*(n + 1 for n in at.index), *params[wish.param].shape)
-        shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
-        placed += _placed(wish, key, at.index, room)
+    mixtures = {number_of_layer(name) for name in params if name.endswith(ROUTER)}
+    for wish in wishes:
+        for at in _keys_to_write(wish, keys, mixtures):
+            key, whole = _stored_key(wish, at.key, kind), params[wish.param].shape
+            rows = whole[:1] if at.last is None else (at.last - at.first,)
+            whole = (*(n + 1 for n in at.index), *rows, *whole[1:])
+            shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
+            placed += _placed(wish, key, at, room)
     return TorchDistPlan(tuple(placed), shapes, places, room.sizes)
 
 
@@ -172,27 +209,27 @@ def _stored_key(wish: Wish, key: str, kind: Kind) -> str:
     return f"optimizer.state.{kind.value if wish.state == MASTER else wish.state}.{key}"
 
 
-def _placed(wish: Wish, key: str, index: Ints, room: "_Room") -> Iterator[PlannedChunk]:
-    """The chunks of a state, each in a file with room."""
+def _placed(wish: Wish, key: str, at: Stacking, room: "_Room") -> Iterator[PlannedChunk]:
+    """The chunks of a state under one key, each in a file with room."""
     for number, box in enumerate(wish.boxes):
-        archive = tensor_archive(wish.dtype, _stored_shape(index, box))
+        if at.last is not None and not at.first <= box[0][0] < at.last:
+            continue
+        archive = tensor_archive(wish.dtype, _stored_shape(at.index, box))
         owner = wish.owners[number] if wish.owners else None
         file, offset = room.take(archive.size_bytes, owner)
-        yield PlannedChunk(wish, number, key, index, file, offset, archive)
+        yield PlannedChunk(wish, number, key, at, file, offset, archive)
 
 
-def _stacked(
-    wishes: Sequence[Wish], params: Mapping[str, ParamSpec], stacked: bool
-) -> Iterator[tuple[Wish, Stacking]]:
-    """Each wish with its place; the norm of a layer with experts twice, as a model of Transformer
-    Engine has another key for it (a load passes over keys that it does not ask for)."""
-    mixtures = {number_of_layer(name) for name in params if name.endswith(ROUTER)}
-    for wish in wishes:
-        at = key_of(wish.param, stacked)
-        yield wish, at
-        other = key_before_experts(at.key)
-        if other is not None and number_of_layer(wish.param) in mixtures:
-            yield wish, Stacking(other, at.index)
+def _keys_to_write(
+    wish: Wish, keys: ModelKeys, mixtures: Collection[int | None]
+) -> Iterator[Stacking]:
+    """The keys of a wish; of the norm of a layer with experts both: that of megatron-core's own
+    modules and that of Transformer Engine's (a load passes over keys that it does not ask for)."""
+    for at in keys.params[wish.param]:
+        yield at
+        if number_of_layer(wish.param) in mixtures:
+            others = key_before_experts(at.key), key_behind_experts(at.key)
+            yield from (Stacking(other, at.index) for other in others if other is not None)
 
 
 class _Room:
@@ -236,13 +273,6 @@ def layers_are_alike(params: Mapping[str, ParamSpec]) -> bool:
         if sorted(layers) != list(range(len(layers))) or any(one != kinds[0] for one in kinds):
             return False
     return True
-
-
-def extra_states(params: Iterable[str], stacked: bool) -> dict[str, bytes]:
-    """The archives of the layers' extra states, by key: each holds nothing, and Megatron asks for
-    it."""
-    empty = _saved([None])
-    return {key: empty for key in stacked_extra_states(params, stacked)}
 
 
 def _saved(value: Any) -> bytes:

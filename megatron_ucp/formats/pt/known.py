@@ -180,8 +180,7 @@ def _zero_stage(machine: Machine, name: str, args: tuple[object, ...]) -> object
 def _enum_member(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """`getattr(class, "member")`: how Python 3.11 pickles the members of an Enum. No attribute is
     looked up."""
-    good = len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str)
-    if not good or not args[1].isidentifier() or args[1].startswith("__"):
+    if len(args) != 2 or not isinstance(args[0], Global) or not isinstance(args[1], str):
         machine.fail("an enum member is malformed", found=args)
     kind, member = args[0].qualname, args[1]
     if KNOWN.get(kind, stand) is _zero_stage:
@@ -193,7 +192,8 @@ def _enum_member(machine: Machine, name: str, args: tuple[object, ...]) -> objec
             "max_stage": 3,
         }
         return stages[member]
-    if KNOWN.get(kind, stand) is not stand:
+    is_name = member.isidentifier() and not member.startswith("__")
+    if KNOWN.get(kind, stand) is not stand or not is_name:
         raise UnsafePickleError(
             f"the pickle asks for an attribute of {kind}", file=machine.file, found=member
         )

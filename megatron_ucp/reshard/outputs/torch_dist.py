@@ -1,11 +1,13 @@
 """A folder that Megatron loads on any mesh, and that is to be written."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks
@@ -22,8 +24,10 @@ from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, CLIENT_KEYS
 from megatron_ucp.formats.megatron.writer import (
     ADAM_STATES,
     WEIGHT,
+    ModelKeys,
     PlannedChunk,
     Wish,
+    declared_keys,
     entries_of,
     finish_files,
     plan_torch_dist,
@@ -65,13 +69,14 @@ class _TorchDist:
 
     def __init__(self, origin: Origin, wanted: Wanted) -> None:
         self.source, self.mesh, extras = origin.source, wanted.target.mesh, origin.extras
-        params = {name: _chunked(spec) for name, spec in wanted.params.items()}
-        self.states, self.weights = _states(params, wanted.source), _weights(params)
-        self._numbers = [_numbers(manifest) for manifest in (self.states, self.weights)]
         said = extras.client_state.get(ARGUMENTS_KEY)
         apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
+        keys = declared_keys(wanted.params, apart)
+        params = {name: _chunked(spec, keys) for name, spec in wanted.params.items()}
+        self.states, self.weights = _states(params, wanted.source), _weights(params)
+        self._numbers = [_numbers(manifest) for manifest in (self.states, self.weights)]
         wishes = list(_wishes(params, self.states))
-        self.plan = plan_torch_dist(wanted.params, wishes, _FILES, apart=apart)
+        self.plan = plan_torch_dist(wanted.params, wishes, keys, _FILES)
         self.common = CommonFile(self.states, extras, self.mesh, wanted.file)
         self._beside = self.common.output()
 
@@ -87,7 +92,8 @@ class _TorchDist:
         wish = chunk.wish
         part = _WEIGHTS if wish.state == WEIGHT else _STATES
         number, state = self._numbers[part][wish.param]
-        return part, Slot(number, (), 0, state if part == _WEIGHTS else wish.state)
+        slot_state = state if part == _WEIGHTS else wish.state
+        return part, Slot(number + chunk.number, (), 0, slot_state)
 
     def _publish(self, folder: Path, aside: Path) -> None:
         """Where an element lies is said by the files' own index; the manifest says the rest."""
@@ -109,11 +115,11 @@ def _wants(target: Manifest) -> tuple[Want, ...]:
 
 
 def _numbers(target: Manifest) -> dict[str, tuple[int, str]]:
-    """The buffer of each parameter, and its first state."""
-    return {
-        buffer.members[0].param: (number, buffer.states[0][0])
-        for number, buffer in enumerate(target.buffers)
-    }
+    """The first buffer of each parameter, and its first state."""
+    out: dict[str, tuple[int, str]] = {}
+    for number, buffer in enumerate(target.buffers):
+        out.setdefault(buffer.members[0].param, (number, buffer.states[0][0]))
+    return out
 
 
 def _left_out(extras: Extras) -> list[str]:
@@ -149,7 +155,9 @@ def _states(params: Mapping[str, ParamSpec], source: Manifest) -> Manifest:
             found, number = source.states_of(spec.name), source.group_number(spec.name)
             held = tuple((state, found[state]) for state in ADAM_STATES)
             scalars = source.scalars_of(spec.name)
-            buffers.append(alone(spec.name, spec.elems, held, number, scalars, axes=(), chunk=0))
+            for chunk, elems in enumerate(_chunk_elems(spec)):
+                one = alone(spec.name, elems, held, number, scalars, axes=(), chunk=chunk)
+                buffers.append(one)
     listed = tuple(params.values())
     return Manifest(
         Keeper.TORCH_DIST,
@@ -168,13 +176,26 @@ def _weights(params: Mapping[str, ParamSpec]) -> Manifest:
     buffers: list[FlatBuffer] = []
     for spec in params.values():
         states = ((MASTER if spec.kind == "trainable" else VALUE, spec.dtype),)
-        buffers.append(alone(spec.name, spec.elems, states, axes=(), chunk=0))
+        for chunk, elems in enumerate(_chunk_elems(spec)):
+            buffers.append(alone(spec.name, elems, states, axes=(), chunk=chunk))
     return Manifest(Keeper.WEIGHTS, Mesh(), tuple(params.values()), tuple(buffers))
 
 
-def _chunked(spec: ParamSpec) -> ParamSpec:
-    whole = ((0,) * len(spec.shape), spec.shape)
-    return replace(spec, layout=Chunks(((whole,),)), on_mesh=spec.layout, order=None)
+def _chunked(spec: ParamSpec, keys: ModelKeys) -> ParamSpec:
+    """A parameter in one chunk for each of its keys."""
+    boxes = keys.cut(spec.name, ((0,) * len(spec.shape), spec.shape))
+    layout = Chunks(tuple((box,) for box in boxes))
+    return replace(spec, layout=layout, on_mesh=spec.layout, order=None)
+
+
+def _boxes(spec: ParamSpec) -> tuple[tuple[Ints, Ints], ...]:
+    """The chunks of a parameter: start and stop of each."""
+    return tuple(box for (box,) in cast(Chunks, spec.layout).held)
+
+
+def _chunk_elems(spec: ParamSpec) -> Iterator[int]:
+    for start, stop in _boxes(spec):
+        yield math.prod(b - a for a, b in zip(start, stop, strict=True))
 
 
 def _check_states(source: Manifest, file: str) -> None:
@@ -214,7 +235,7 @@ def _check_states(source: Manifest, file: str) -> None:
 
 def _wishes(params: Mapping[str, ParamSpec], states: Manifest) -> Iterator[Wish]:
     for name, spec in params.items():
-        boxes = ((((0,) * len(spec.shape)), spec.shape),)
+        boxes = _boxes(spec)
         yield Wish(name, WEIGHT, spec.dtype, boxes)
         if spec.kind == "trainable":
             for state, dtype in states.states_of(name).items():

@@ -7,19 +7,24 @@ from typing import Any
 import torch
 
 from megatron_ucp import say
+from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.engines.megatron.derived import (
     DeclaredTable,
     derived_table,
+    joined_keys,
     model_by_itself,
     require_agreement,
     said_together,
+    stored_keys,
 )
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
 from megatron_ucp.errors import LayoutError, UsageError
 from megatron_ucp.families import families, model_of_module
 from megatron_ucp.families.base import Declared, Family, Model
 from megatron_ucp.families.measure import measured
+from megatron_ucp.formats.megatron.writer import ModelKeys
+from megatron_ucp.reshard import agree
 
 
 def table_of(chunks: Sequence[Any], mesh: Mesh) -> DeclaredTable:
@@ -35,6 +40,15 @@ def table_of(chunks: Sequence[Any], mesh: Mesh) -> DeclaredTable:
         return {name: declared for table in tables for name, declared in table.items()}
 
     return said_together(own, at, rank == mesh.rank_of(at, 0))
+
+
+def keys_of_chunks(chunks: Sequence[Any], params: Mapping[str, ParamSpec]) -> ModelKeys:
+    """The keys under which the chunks of all ranks ask for what a save holds. Collective. Raises
+    UnsupportedError on every rank."""
+    with agree.together() as told:
+        models = [bare_model(chunk) for chunk in chunks]
+        told.value = [stored_keys(one, canonical_names(one)) for one in models]
+    return joined_keys([keys for own in told.values for keys in own], params)
 
 
 def model_of(

@@ -21,11 +21,12 @@ from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.live_tensors import flat_view
 from megatron_ucp.engines.megatron.engine.present import PresentStates
-from megatron_ucp.engines.megatron.engine.runs import runs_of
+from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.formats.file_layout import FileLayout
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
+    ModelKeys,
     PlannedChunk,
     TorchDistPlan,
     Wish,
@@ -69,13 +70,18 @@ class SavedWeights:
 
 
 class StackOutput:
-    """The files of a save. `kind` is the optimizer's; `apart`: each layer has keys of its own."""
+    """The files of a save. `kind` is the optimizer's; `keys` are those of the model."""
 
-    def __init__(self, states: Manifest, kind: Kind, apart: bool) -> None:
+    def __init__(self, states: Manifest, kind: Kind, keys: ModelKeys) -> None:
         self.states, self._kind = states, kind
-        self._runs = {spec.name: runs_of(states, spec.name) for spec in states.params}
+        self._runs = {
+            spec.name: [
+                part for run in runs_of(states, spec.name) for part in _cut(run, spec, keys)
+            ]
+            for spec in states.params
+        }
         params, wishes = states.by_name, list(self._wishes())
-        self.plan: TorchDistPlan = plan_torch_dist(params, wishes, kind=kind, apart=apart)
+        self.plan: TorchDistPlan = plan_torch_dist(params, wishes, keys, kind=kind)
         self._slots: dict[tuple[int, str], list[int]] = {}  # buffers of (part, parameter)
         self.parts = self._part(_STATES), self._part(_WEIGHTS)
 
@@ -155,3 +161,12 @@ class StackOutput:
         wish = chunk.wish
         part, state = (_WEIGHTS, VALUE) if wish.state == WEIGHT else (_STATES, wish.state)
         return part, Slot(self._slots[part, wish.param][chunk.number], (), 0, state)
+
+
+def _cut(run: OwnedBox, spec: ParamSpec, keys: ModelKeys) -> Iterator[OwnedBox]:
+    """What a rank has of a parameter, in boxes that lie under one key each."""
+    local = run.local
+    for start, stop in keys.cut(spec.name, (run.start, run.stop)):
+        part = replace(run, start=start, stop=stop, local=local)
+        local += part.elems
+        yield part

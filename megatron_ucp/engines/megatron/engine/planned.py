@@ -4,13 +4,12 @@ background has to do nothing but copy while training stands still."""
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_ucp.engines.megatron.engine.family import keys_of_chunks
 from megatron_ucp.engines.megatron.engine.inner import kind_of
 from megatron_ucp.engines.megatron.engine.output import SavedWeights, StackOutput
 from megatron_ucp.engines.megatron.engine.present import PresentStates
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
-from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.saves import SaveSink
-from megatron_ucp.families.architecture import FREQUENCY
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.memories import Memories
 from megatron_ucp.reshard.transfer import Moved, Proved, TransferRun, moved
@@ -22,11 +21,8 @@ def structure_of(stack: MegatronStack, present: PresentStates) -> tuple[Any, ...
     """Everything that the plan of a save depends on: equal where the plan is. Values, steps and
     hyper-parameters are no part of it; of the ranks all that matters is in the mesh."""
     bare = present.live.manifest  # whose members have no steps yet
-    config = bare_model(stack.chunks[0]).config
-    apart = isinstance(getattr(config, FREQUENCY, 1), list)
-    apart = apart or bool(getattr(config, "heterogeneous_block_specs", False))
     held = (bare.mesh, bare.params, bare.buffers, present.states)
-    return (kind_of(stack.optimizer), apart, *held, agree.world())
+    return (kind_of(stack.optimizer), *held, agree.world())
 
 
 class UnsteppedMemories(Memories):
@@ -45,9 +41,12 @@ class PlannedSave:
     """The files of a save on paper, what they are made of, and the proof. Making one is
     collective."""
 
-    def __init__(self, structure: tuple[Any, ...], present: PresentStates, file: str) -> None:
+    def __init__(
+        self, stack: MegatronStack, structure: tuple[Any, ...], present: PresentStates, file: str
+    ) -> None:
         self.structure = structure
-        self.output = StackOutput(present.manifest, *structure[:2])
+        keys = keys_of_chunks(stack.chunks, present.manifest.by_name)
+        self.output = StackOutput(present.manifest, kind_of(stack.optimizer), keys)
         self._weights = SavedWeights(present)
         self._source = UnsteppedMemories(file, present, self._weights)
         self._parts: Sequence[Proved] = ()
@@ -78,5 +77,5 @@ def planned(
     """The plan of a save, which every rank has (`known`), or makes. Collective."""
     if not known:
         stack.__dict__.pop(_KEPT, None)
-        stack.__dict__[_KEPT] = PlannedSave(structure, present, file)
+        stack.__dict__[_KEPT] = PlannedSave(stack, structure, present, file)
     return stack.__dict__[_KEPT]
