@@ -22,7 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from megatron_ucp.errors import UnsupportedError, UsageError
 
 # Each of these versions has every defect of megatron-core below, unless its patch says otherwise.
-MEGATRON_CORE = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+# The sources that are tagged core_v0.19.0 call themselves 0.19.1.
+MEGATRON_CORE = ("0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.19.2")
 
 # Distribution -> the module that says its version.
 MODULES = {"deepspeed": "deepspeed", "megatron-core": "megatron.core"}
