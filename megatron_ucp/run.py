@@ -1,25 +1,32 @@
-"""`python -m megatron_ucp.run script.py ...`: the script as it is, with every engine that it makes
-attached. `megatron-ucp run` is the same."""
+"""`python -m megatron_ucp.run script.py ...`: the script as it is, with every engine of DeepSpeed's
+that it makes attached, and Megatron-LM's load and save replaced. `megatron-ucp run` is the same."""
 
 import os
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.cli.output import UNUSABLE
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import UnsupportedError, UsageError
 
 USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]
        python -m megatron_ucp.run -m module [its arguments]
        torchrun --nproc_per_node 6 -m megatron_ucp.run train.py ...
 
-Runs a training script unchanged. Every engine that deepspeed.initialize makes is attached: its
-saves are atomic, and it loads what any mesh saved. The section "universal_checkpoint" of the
-DeepSpeed config may add options; {"enabled": false} there leaves an engine alone."""
+Runs a training script unchanged: its saves are atomic, and it loads what any mesh saved.
+Every engine that deepspeed.initialize makes is attached; the section "universal_checkpoint" of its
+config may add options, {"enabled": false} there leaves an engine alone. Megatron-LM's
+pretrain_gpt.py, and any program that calls `pretrain`, gets this load_checkpoint and
+save_checkpoint, which follow its flags."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
+_TRAINING = "megatron.training.training"  # where Megatron-LM's `pretrain` lies, in every version
+_REPLACED = ("load_checkpoint", "save_checkpoint")  # names of that module, which it calls
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,15 +50,80 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(program: list[str], is_module: bool) -> None:
-    """Installs, and runs the script or module. What it raises is its own."""
-    from megatron_ucp.engines.attach import install
-
-    install(enabled=True)
+    """Runs the script or module, with what it imports of DeepSpeed and Megatron-LM taken over.
+    Neither has to be installed. What the script raises is its own."""
+    hooks = _AfterImport({"deepspeed": _attach_engines, _TRAINING: _replace_checkpointing})
     sys.argv = program
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(program[0], run_name="__main__")
+    if not hooks.called:
+        say.note(
+            f"{program[0]} imported neither DeepSpeed nor Megatron-LM's training program: nothing "
+            "was attached"
+        )
+
+
+class _AfterImport:
+    """Calls a function with a module as soon as the module's own code has run, so that whoever
+    imports names from it gets those that the function left there. At once for a module that is
+    imported already. A finder of `sys.meta_path`."""
+
+    def __init__(self, functions: Mapping[str, Callable[[Any], None]]) -> None:
+        self._functions, self.called = functions, False
+        sys.meta_path.insert(0, self)
+        for name in functions:
+            if (module := sys.modules.get(name)) is not None:
+                self._call(module)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """As the other finders say, with a loader that calls the function."""
+        if name not in self._functions:
+            return None
+        others: list[Any] = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec: ModuleSpec | None = next((one for one in specs if one is not None), None)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._call(module)
+
+            loader.exec_module = exec_module  # a loader is made for each spec
+        return spec
+
+    def _call(self, module: Any) -> None:
+        self.called = True
+        self._functions[module.__name__](module)
+
+
+def _attach_engines(_deepspeed: Any) -> None:
+    """Every engine that `deepspeed.initialize` makes from now on is attached."""
+    from megatron_ucp.engines.attach import install
+
+    install(enabled=True)
+
+
+def _replace_checkpointing(training: Any) -> None:
+    """Puts this package's load and save under the names by which Megatron-LM's program calls its
+    own. Raises UnsupportedError where it has no such names: its own save must not run unnoticed."""
+    from megatron_ucp import megatron_lm
+
+    if missing := [name for name in _REPLACED if not hasattr(training, name)]:
+        raise UnsupportedError(
+            f"{_TRAINING} has no {', '.join(missing)}",
+            file=getattr(training, "__file__", None),
+            expected=f"a version of Megatron-LM whose program calls {' and '.join(_REPLACED)}",
+            found="none of these names" if len(missing) == 2 else "one of these names",
+            fix="start the program without the runner, and call megatron_ucp.megatron_lm's "
+            "functions where it loads and saves",
+        )
+    for name in _REPLACED:
+        setattr(training, name, getattr(megatron_lm, name))
+    say.line(f"Megatron-LM's {' and '.join(_REPLACED)} are this package's")
 
 
 def _behind_the_script(words: list[str]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Runs a training script unchanged, with every DeepSpeed engine attached: its saves are atomic, and
-it loads what any mesh saved. The same as `python -m megatron_ucp.run`."""
+"""Runs a training script of DeepSpeed or Megatron-LM unchanged: its saves are atomic, and it loads
+what any mesh saved. The same as `python -m megatron_ucp.run`."""
 
 import argparse
 from typing import Any

@@ -1,21 +1,20 @@
-"""What the package says about versions that it was not checked with."""
+"""What the package says about versions of an engine that it was not tested with."""
 
-import warnings
-from importlib.metadata import PackageNotFoundError, version
+from megatron_ucp import say
+from megatron_ucp.reshard.doctor import CHECKED, imported_version, is_tested
 
-from megatron_ucp.reshard.doctor import CHECKED
+_said: set[str] = set()  # packages, in this process
 
 
 def check_versions() -> None:
-    """Warns once per version that was not checked; formats are told by their keys, live attributes
-    are read as checked."""
+    """Says, once a process, of each engine that is imported in a version outside of `CHECKED`.
+    Nothing is refused for it: files are told by their keys, live objects by what they have."""
     for package, checked in CHECKED.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
+        found = imported_version(package)
+        if found is None or package in _said or is_tested(package, found):
             continue
-        if found not in checked:
-            warnings.warn(
-                f"megatron_ucp was checked with {package} {', '.join(checked)}, found {found}",
-                stacklevel=3,
-            )
+        _said.add(package)
+        say.note(
+            f"{package} {found} is no version that was tested ({', '.join(checked)}): what is not "
+            "known of its files and objects is an error"
+        )

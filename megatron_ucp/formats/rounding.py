@@ -20,24 +20,29 @@ class Run:
     offset_elems: int
 
 
-def is_rounded(masters: "torch.Tensor", weights: "torch.Tensor") -> bool:
+def is_rounded(masters: "torch.Tensor", weights: "torch.Tensor", near: bool = False) -> bool:
     """Whether masters, rounded to the dtype of the weights, are these, bit for bit. Both are
-    one-dimensional and contiguous.
+    one-dimensional and contiguous. `near`: up to two units in the last place, for weights that were
+    rounded once more than their masters.
 
     Bits and not values are compared: zeros have signs, and what is no number is no less damaged.
     Eight bytes at a time, as torch compares single bytes three times slower than it rounds.
     """
     import torch  # inspecting a checkpoint must not need it
 
+    if near and len(masters) == len(weights):
+        unit = torch.finfo(weights.dtype)
+        most: dict[str, float] = {"rtol": 2 * unit.eps, "atol": 2 * unit.eps * unit.smallest_normal}
+        return torch.allclose(masters, weights.to(masters.dtype), **most, equal_nan=True)
     ours, theirs = (one.view(torch.uint8) for one in (masters.to(weights.dtype), weights))
     wide = len(theirs) // 8 * 8 if len(ours) == len(theirs) else 0
     heads = (one[:wide].view(torch.int64) for one in (ours, theirs))
     return torch.equal(*heads) and torch.equal(ours[wide:], theirs[wide:])
 
 
-def same_run(master: Run, weight: Run, elems: int) -> bool:
-    """Whether a run of masters, rounded, is a run of weights. Raises DamagedFileError for
-    files that end early."""
+def same_run(master: Run, weight: Run, elems: int, near: bool = False) -> bool:
+    """Whether a run of masters, rounded, is a run of weights, or `near` it (see `is_rounded`).
+    Raises DamagedFileError for files that end early."""
     import torch  # inspecting a checkpoint must not need it
 
     most = min(elems, _WINDOW_ELEMS)
@@ -46,7 +51,7 @@ def same_run(master: Run, weight: Run, elems: int) -> bool:
         count = min(_WINDOW_ELEMS, elems - low)
         read_run(master, low, masters[:count])
         read_run(weight, low, weights[:count])
-        if not is_rounded(masters[:count], weights[:count]):
+        if not is_rounded(masters[:count], weights[:count], near):
             return False
     return True
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -13,9 +14,14 @@ from megatron_ucp import say
 from megatron_ucp.reshard.arguments import parsed_config
 from megatron_ucp.reshard.ds_section import SECTION, options_of
 
-# What the tests run against; of the first two another version is warned of.
-CHECKED = {"deepspeed": ("0.19.8",), "megatron-core": ("0.16.1",)}
-TESTED = {**CHECKED, "torch": ("2.13.0",), "transformers": ("5",)}
+# What the tests run against; an engine of another version than one of the first two is said once.
+# The sources that are tagged core_v0.19.0 call themselves 0.19.1.
+CHECKED = {
+    "deepspeed": ("0.19.8",),
+    "megatron-core": ("0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.19.2"),
+}
+TESTED = {**CHECKED, "torch": ("2.13.0", "2.14.1"), "transformers": ("5",)}
+_MODULES = {"megatron-core": "megatron.core"}  # named otherwise than the distribution
 _NEEDED = ("torch", "numpy", "safetensors", "isal")
 _FOR = {
     "deepspeed": "to train with DeepSpeed",
@@ -59,21 +65,35 @@ def doctor(ds_config: Mapping[str, Any] | str | Path | None = None) -> Diagnosis
     return Diagnosis((*rows, *([] if config is None else [_config(config)])))
 
 
+def imported_version(package: str) -> str | None:
+    """The version that the imported module of a package says, None where it is not imported. A
+    checkout that stands before an installed package is another version than the installed one."""
+    said = getattr(sys.modules.get(_MODULES.get(package, package)), "__version__", None)
+    return said if isinstance(said, str) else None
+
+
+def is_tested(package: str, found: str) -> bool:
+    """Whether a version is one of the `TESTED`; any is, where none is named. What stands behind a
+    plus does not count: megatron-core puts the git hash of the current folder there
+    (`0.19.2+446de22`), torch its build (`2.13.0+cpu`)."""
+    plain, tested = found.split("+")[0], TESTED.get(package, ())
+    return not tested or any(plain == one or plain.startswith(f"{one}.") for one in tested)
+
+
 def _libraries() -> Iterator[MachinePart]:
     yield MachinePart("python", platform.python_version(), "3.11 to 3.13 are tested")
     for name in (*_NEEDED, *_FOR):
-        tested = ", ".join(TESTED.get(name, ()))
         try:
-            found = version(name)
+            found = imported_version(name) or version(name)
         except PackageNotFoundError:
             needed = name in _NEEDED
             yield MachinePart(
                 name, "none", "needed" if needed else f"only {_FOR[name]}", not needed
             )
             continue
-        same = not tested or found.split("+")[0].startswith(tested)
-        says = f"tested with {tested}" if tested else ""
-        yield MachinePart(name, found, says if same else f"{says}; another version may differ")
+        says = f"tested with {', '.join(TESTED[name])}" if name in TESTED else ""
+        other = "" if is_tested(name, found) else "; another version may differ"
+        yield MachinePart(name, found, f"{says}{other}")
 
 
 def _compiler() -> MachinePart:

@@ -20,6 +20,12 @@ from tests.ranks import allow_fp16_on_cpu
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
 SAMPLES = 10_000  # of the schedule's decay
+# The groups differ in what the schedule moves between, and in nothing that the next step uses.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "rates": {"min_lr": 2e-3},
+    "decay": {"start_wd": 0.05, "end_wd": 0.05},
+    "other": {"min_lr": 2e-3, "start_wd": 0.02, "end_wd": 0.02},
+}
 CONTENT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -66,6 +72,7 @@ class Mcore:
     rotary_base: float = 10000
     adam: str = "torch"  # or a stand-in of `fused_adam`
     grouped: bool = False  # the experts of a rank are one module
+    overrides: str = ""  # groups of some matrices have other rates: "rates", "decay"; see OVERRIDES
 
     @property
     def experts(self) -> Any:
@@ -157,7 +164,7 @@ def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tu
         overlap_param_gather=setup.gather,
     )
     fused_adam.use(setup.adam)
-    optimizer = get_megatron_optimizer(config, stack.chunks)
+    optimizer = get_megatron_optimizer(config, stack.chunks, overrides_of(config, setup.overrides))
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -173,6 +180,18 @@ def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tu
         use_checkpoint_opt_param_scheduler=use_checkpoint,
     )
     return optimizer, scheduler
+
+
+def overrides_of(config: Any, name: str) -> Any:
+    """Those of Megatron-LM, and others for the second matrix of each MLP."""
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey
+    from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+    if not name:
+        return None
+    own = ParamKey(name="*.linear_fc2.weight")
+    return {**get_standard_config_overrides(config), own: ParamGroupOverride(**OVERRIDES[name])}
 
 
 def close(engine: Engine) -> None:

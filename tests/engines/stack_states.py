@@ -120,7 +120,10 @@ def held(engine: Any) -> list[tuple[Any, int, int, torch.Tensor, dict, dict]]:
     return out
 
 
-HYPER = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "amsgrad")
+HYPER = (
+    *("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "start_wd", "end_wd"),
+    *("optimizer", "amsgrad"),
+)
 
 
 def canonical(engine: Any, settled: bool = True) -> dict[str, Any]:

@@ -173,6 +173,143 @@ def test_refusals(ranks: RankPool, tmp_checkpoints: Any) -> None:
             assert text in found[name], (name, found[name])
 
 
+# what is set on a live stack, by the object that has it: what is raised names it
+SETTINGS: dict[str, tuple[str, Any]] = {
+    "use_precision_aware_optimizer": ("optimizer", True),
+    "optimizer_cuda_graph": ("optimizer", True),
+    "use_layer_wise_distributed_optimizer": ("optimizer", True),
+    "use_custom_fsdp": ("buffers", True),
+    "fp8_param_gather": ("buffers", True),
+    "fp4_param_gather": ("buffers", True),
+    "num_distributed_optimizer_instances": ("buffers", 2),
+    "fp8": ("model", "hybrid"),
+    "fp4": ("model", "e2m1"),
+    "moe_single_grouped_weight": ("model", True),
+    "moe_single_grouped_bias": ("model", True),
+    "moe_mlp_glu_interleave_size": ("model", 32),
+    "moe_shared_expert_glu_interleave_size": ("model", 32),
+    "gtp_weight_remat_size": ("model", 2),
+    "expert_gtp_weight_remat_size": ("model", 2),
+}
+OFF = {"gtp_weight_remat_size": 1, "fp8": None, "moe_mlp_glu_interleave_size": None}
+
+
+def refused_settings() -> dict[str, str]:
+    """What attach raises under each; under none, and under what means off, nothing."""
+    import megatron_ucp as ucp
+
+    engine = make(Mcore(layers=2))
+    chunks, optimizer = engine.stack.chunks, engine.optimizer
+    owners = {
+        "optimizer": optimizer.chained_optimizers[0].config,
+        "buffers": chunks[0].ddp_config,
+        "model": engine.stack.bare[0].config,
+    }
+    found: dict[str, str] = {}
+    attempt = attempting(found)
+    for name, (owner, value) in SETTINGS.items():
+        with mock.patch.object(owners[owner], name, value, create=True):
+            attempt(name, lambda: ucp.attach_megatron(chunks, optimizer))
+        if name in OFF:
+            with mock.patch.object(owners[owner], name, OFF[name], create=True):
+                ucp.attach_megatron(chunks, optimizer)
+    close(engine)
+    return found
+
+
+def test_settings_under_which_numbers_lie_elsewhere_are_refused_by_name(ranks: RankPool) -> None:
+    says = {
+        "use_layer_wise_distributed_optimizer": "LayerWiseDistributedOptimizer is not supported",
+        "num_distributed_optimizer_instances": "several instances",
+        "gtp_weight_remat_size": "generalized tensor parallelism",
+        "expert_gtp_weight_remat_size": "generalized tensor parallelism",
+    }
+    for found in ranks.run(2, "tests.engines.test_stack_layout:refused_settings"):
+        for name in SETTINGS:
+            assert found[name].startswith(f"UnsupportedError: {says.get(name, name)}"), found[name]
+            assert name in found[name] and "what to do" in found[name], found[name]
+
+
+def like(name: str, **has: Any) -> Any:
+    """An object of a class of this name."""
+    return type(name, (SimpleNamespace,), {})(**has)
+
+
+def refused_classes() -> dict[str, str]:
+    """Stand-ins of classes that this version of megatron-core has not, or a CPU can't run. What is
+    wrong on one rank alone is raised on all."""
+    import megatron_ucp as ucp
+
+    engine = make(Mcore(layers=2))
+    chunks, optimizer = engine.stack.chunks, engine.optimizer
+    found: dict[str, str] = {}
+    attempt = attempting(found)
+
+    def attach(model: Any = chunks, stepper: Any = optimizer) -> Any:
+        return lambda: ucp.attach_megatron(model, stepper)
+
+    refused_optimizers(optimizer, attempt, attach)
+    refused_models(chunks[0], engine.stack.bare[0], attempt, attach)
+    attempt("nothing", attach())
+    close(engine)
+    return found
+
+
+def refused_models(chunk: Any, bare: Any, attempt: Any, attach: Any) -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    wrapped = {"module": bare, "ddp_config": chunk.ddp_config, "parameters": bare.parameters}
+    attempt("fsdp2", attach([like("TorchFullyShardedDataParallel", **wrapped)]))
+    tensors = {**wrapped, "parameters": lambda: [like("DTensor")]}
+    attempt("dtensor", attach([like("FSDPModule", **tensors)]))
+    several = like("MultiModuleProcessGroupCollection")
+    with mock.patch.object(bare, "pg_collection", several):
+        attempt("several modules", attach())
+    attempt("mimo", attach([like("MimoModel")]))
+    with mock.patch.object(parallel_state, "model_parallel_is_initialized", lambda: False):
+        attempt("no groups", attach())
+    with mock.patch.object(chunk, "tp_group", dist.group.WORLD):
+        attempt("own groups", attach())
+
+
+def refused_optimizers(optimizer: Any, attempt: Any, attach: Any) -> None:
+    import torch.distributed as dist
+
+    (inner,) = optimizer.chained_optimizers
+    layers = like("LayerWiseDistributedOptimizer", chained_optimizers=[inner])
+    attempt("layer-wise", attach(stepper=layers))
+    both = SimpleNamespace(chained_optimizers=[inner, layers])
+    attempt("layer-wise in a chain", attach(stepper=both))
+    attempt("one rank", attach(stepper=optimizer if dist.get_rank() else layers))
+    for name in ("TensorParallelMuon", "SOAP", "Lion"):
+        with mock.patch.object(inner, "optimizer", like(name)):
+            attempt(name, attach())
+
+
+def test_classes_that_keep_numbers_elsewhere_are_refused_by_name(ranks: RankPool) -> None:
+    says = {
+        "fsdp2": "torch's FSDP2 is not supported",
+        "dtensor": "torch's FSDP2 is not supported",
+        "layer-wise": "LayerWiseDistributedOptimizer is not supported",
+        "layer-wise in a chain": "LayerWiseDistributedOptimizer is not supported",
+        "one rank": "LayerWiseDistributedOptimizer is not supported",
+        "TensorParallelMuon": "optimizers that step whole matrices are not supported",
+        "SOAP": "optimizers that step whole matrices are not supported",
+        "Lion": "the states of this optimizer are not known",
+        "several modules": "a model of several modules, each on a mesh of its own",
+        "mimo": "a model of several modules, each on a mesh of its own",
+        "no groups": "megatron-core's own process groups are not there",
+        "own groups": "the model was built on process groups of the program's own",
+    }
+    for found in ranks.run(2, "tests.engines.test_stack_layout:refused_classes"):
+        for name, text in says.items():
+            assert found[name].startswith(f"UnsupportedError: {text}"), (name, found[name])
+            assert "what to do" in found[name]
+            assert ("register_optimizer" in found[name]) == (name == "Lion"), "a way that ends"
+        assert found["nothing"] == "nothing"
+
+
 def steps_apart() -> str:
     """Loading parameters that were stepped a different number of times."""
     from megatron_ucp.core.flat import alone

@@ -3,14 +3,19 @@ package into both engines."""
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp.errors import UcpError
+from megatron_ucp.formats.rounding import is_rounded
+from tests.engines import stack_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
+from tests.engines.stack_states import canonical, compare
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
 from tests.formats.megatron_files import by_torch, split
@@ -204,3 +209,79 @@ def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) 
     assert refused.startswith("error: ") and "expert_bias" in refused
     (noted,) = ranks.run(1, job, setup, str(tmp_path), allow={"per_rank"})
     assert "expert_bias" in noted and not noted.startswith("error")
+
+
+def clip(engine: Any) -> int:
+    """Scales queries and keys as `--qk-clip` does behind a step: the weight and its master apart.
+    How many weights on this rank are no longer their rounded masters."""
+    from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, pieces_of
+
+    pieces = [piece for one in inner_optimizers(engine.optimizer) for piece in pieces_of(one)]
+    apart = 0
+    for bare in engine.stack.bare:
+        for name, param in bare.named_parameters():
+            for piece in (one for one in pieces if one.param is param and "linear_qkv.w" in name):
+                piece.master.data.mul_(0.731)
+            if "linear_qkv.w" in name:
+                param.data.mul_(0.731)
+            for piece in (one for one in pieces if one.param is param):
+                own = param.data.view(-1)[piece.first : piece.last]
+                apart += int((piece.master.view(-1).to(own.dtype) != own).sum())
+    return apart
+
+
+def clipped(folder: str, setup: Mcore, ckpt_format: str) -> dict[str, Any]:
+    """A save behind a step that clipped, with and without the flag that says so."""
+    engine = stack_jobs.make(setup)
+    stack_jobs.train(engine, 2)
+    said: dict[str, Any] = {"apart": clip(engine)}
+    want = {**canonical(engine), "counters": None}
+    for name in want["weights"]:  # a step begins from its masters, as after any load
+        want["weights"][name] = want["full"][name, "fp32"].to(torch.bfloat16)
+    for flag in (True, False):
+        args = stack_jobs.arguments(engine)
+        args.qk_clip = flag
+        ucp.save(engine.handle, f"{folder}/{flag}", arguments=args, ckpt_format=ckpt_format)
+    config = engine.stack.bare[0].config
+    args = {name: value for name, value in vars(args).items() if name != "qk_clip"}
+    with mock.patch.object(config, "qk_clip", True):  # flags that don't say it, and none
+        given = args if ckpt_format == "torch" else None
+        ucp.save(engine.handle, f"{folder}/model", arguments=given, ckpt_format=ckpt_format)
+    stack_jobs.train(engine, 1, first=2)
+    for flag in (False, "model", True):
+        try:
+            report = ucp.load(engine.handle, f"{folder}/{flag}")
+            said[str(flag)] = [note for note in report.notes if "--qk-clip" in note]
+        except UcpError as error:
+            said[str(flag)] = str(error)
+    said["differs"] = compare(want, {**canonical(engine), "counters": None})
+    stack_jobs.close(engine)
+    return said
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+def test_masters_count_where_qk_clip_scaled_weights_apart(
+    ranks: RankPool, tmp_path: Path, ckpt_format: str, distributed: bool
+) -> None:
+    setup = Mcore(layers=2, dtype="bf16", distributed=distributed)
+    job = "tests.engines.test_stack_saves:clipped"
+    for said in ranks.run(2, job, str(tmp_path), setup, ckpt_format):
+        assert said["apart"] > 0, "there is something to tell"
+        assert said["differs"] == []
+        for flag in ("True", "model"):
+            (note,) = said[flag]
+            assert "taken from the masters" in note
+        assert "masters of parameters are not the weights" in said["False"]
+    assert not ucp.verify(tmp_path / "True", deep=True).findings
+    assert ucp.verify(tmp_path / "False", deep=True).findings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_near_is_two_units_in_the_last_place(dtype: torch.dtype) -> None:
+    """What was rounded once more is near; another element, and a sign, are not."""
+    drawn = torch.randn(50_000, generator=torch.Generator().manual_seed(3)) * 0.02
+    masters, weights = drawn * 0.731, (drawn.to(dtype) * 0.731).to(dtype)
+    assert not is_rounded(masters, weights) and is_rounded(masters, weights, near=True)
+    for wrong in (weights.roll(1), -weights, weights[:-1], weights * 1.02):
+        assert not is_rounded(masters, wrong.to(dtype), near=True)

@@ -24,6 +24,15 @@ LEGACY = "legacy_tp2pp2"
 NAMED = ("td_full_tp2dp2", "td_full_moe_ep2", "plain_bf16_tp2")
 # what the masters are called in files -> here
 STATES = {"param": "fp32", "fp32_param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+# of later versions of Megatron-LM: folder -> what it was saved on
+LATER = {
+    "v018_dpr_pp2dp2_bf16": "tp=1,pp=2,dp=2,zero=0",
+    "v019_dpr_tp2dp2": "tp=2,pp=1,dp=2,zero=0",
+    "v019_full_moe_ep2": "tp=1,pp=1,ep=2,dp=4,zero=0",
+    "v019_dpr_mtp_tp2": "tp=2,pp=1,dp=1,zero=0",
+    "v019_dpr_mla_tp2": "tp=2,pp=1,dp=1,zero=0",
+    "v019_dpr_hybrid_tp2": "tp=2,pp=1,dp=1,zero=0",
+}
 NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -57,6 +66,10 @@ def split(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, torch
     for key, tensor in tensors.items():
         found = re.fullmatch(r"optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)", key)
         state, rest = (STATES[found[1]], found[2]) if found else ("weight", key)
+        alone = re.fullmatch(r"((?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?)(.+)", rest)
+        if alone:  # a layer that has keys of its own
+            yield alone[1] + NORMS.get(alone[2], alone[2]), state, tensor
+            continue
         if not rest.startswith("decoder.layers."):
             yield rest, state, tensor
             continue

@@ -1,6 +1,7 @@
 """The file `common.pt` of a distributed checkpoint of Megatron-LM: everything that is no tensor of
 a model or an optimizer, as Megatron-LM's own load asks for it."""
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.megatron.arguments import written_arguments
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER
-from megatron_ucp.formats.megatron.groups import is_not_decayed
+from megatron_ucp.formats.megatron.groups import SCHEDULED, is_not_decayed
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.schedule import OF_WSD, is_schedule
 from megatron_ucp.formats.megatron.torch_dist import COMMON_FILE
@@ -30,6 +31,8 @@ _DISTRIBUTED_CONTENT = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     **CONTENT,
 }
+# what a group says only where a run overrides it for some parameters
+_OVERRIDES = ("start_wd", "end_wd", "optimizer")
 # what torch's AdamW reads of a group; a load replaces the running one's group by the saved one
 _TORCH_DEFAULTS = {
     "betas": (0.9, 0.999),
@@ -124,12 +127,13 @@ class CommonFile:
     def _groups(self, chained: bool) -> list[list[dict[str, Any]]]:
         """The groups of what is no expert's and, apart, of experts, each in Megatron's order: what
         has no settings of its own first."""
-        first: dict[tuple[bool, float, float], tuple[str, dict[str, Any]]] = {}
+        first: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
         for spec in self.manifest.params:
             if spec.kind == "trainable":
                 expert = chained and spec.expert is not None
                 own = self._group(spec, expert)
-                identity = (expert, -own["wd_mult"], own["max_lr"])
+                between = [own.get(key, -math.inf) for key in SCHEDULED]
+                identity = (expert, -own["wd_mult"], *between, own.get("optimizer", ""))
                 name, known = first.setdefault(identity, (spec.name, own))
                 self._check_alike((name, known), (spec.name, own))
         found = [(key, group) for key, (_, group) in sorted(first.items())]
@@ -152,7 +156,8 @@ class CommonFile:
                 found="; ".join(
                     f"{key}: {one[1].get(key)} and {other[1].get(key)}" for key in keys
                 ),
-                fix="Megatron tells groups apart by weight decay, own rates and experts alone",
+                fix="Megatron tells groups apart by weight decay, rates, overrides and experts "
+                "alone",
             )
 
     def _group(self, spec: ParamSpec, expert: bool) -> dict[str, Any]:
@@ -177,6 +182,7 @@ class CommonFile:
             "is_decoupled_lr": bool(kept.get("is_decoupled_lr", False)),
             "max_lr": kept.get("max_lr", scheduler.get("max_lr", rate)),
             "min_lr": kept.get("min_lr", scheduler.get("min_lr", 0.0)),
+            **{key: kept[key] for key in _OVERRIDES if key in kept},
             **_TORCH_DEFAULTS,
             **settings,
             # Transformer Engine's and Apex' kernels take no float

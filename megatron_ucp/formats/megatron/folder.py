@@ -114,7 +114,13 @@ class MegatronFolder(OpenedFolder):
         """What a reader should know of how the checkpoint was understood."""
         if self.manifest.keeper == Keeper.WEIGHTS:
             return [*self.led_here, "weights alone: no states of an optimizer"]
-        return [*self.led_here]
+        lower = (one.name for one in self.manifest.params if one.dtype != "float32")
+        return [*self.led_here, *([CLIPPED] if any(map(self.is_clipped, lower)) else [])]
+
+    def is_clipped(self, name: str) -> bool:
+        """Whether a weight may differ from its rounded master in the last place: `--qk-clip` scales
+        the matrices of queries and keys after a step, the weight and its master apart."""
+        return bool(self.arguments.get("qk_clip")) and name.endswith(_OF_QUERIES_AND_KEYS)
 
     def _counters(self) -> dict[str, int]:
         """Iterations, samples and skipped iterations."""
@@ -170,7 +176,9 @@ class MegatronFolder(OpenedFolder):
 
     def membership(self) -> Membership:
         """Which parameter is in which group."""
-        return Membership.by_arguments(self.groups, self.arguments, self.main_file, self.recorded)
+        return Membership.by_arguments(
+            self.groups, self.arguments, self.main_file, self.recorded, self.told.like
+        )
 
     def group_numbers(self, specs: Iterable[ParamSpec]) -> dict[str, int]:
         """The group of each of some parameters, which the optimizer steps."""
@@ -316,6 +324,17 @@ _MODEL = (
         "activation_func",
         "true_vocab_size",
     ),  # of folders that were converted to Megatron's
+)
+
+
+# of attention, and of multi-latent attention with and without low-rank queries
+_OF_QUERIES_AND_KEYS = tuple(
+    f".{module}.weight"
+    for module in ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+)
+CLIPPED = (
+    "--qk-clip scales weights of queries and keys and their masters apart: the weights are taken "
+    "from the masters, which differ from the stored ones in the last place at most"
 )
 
 

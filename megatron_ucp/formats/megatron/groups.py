@@ -1,7 +1,10 @@
 """The parameter groups of Megatron's optimizers: hyper-parameters, step, and which parameter is in
 which group, which the files don't list.
 
-Source: `_get_param_groups` and `get_standard_config_overrides` of megatron-core 0.16.1.
+Source: `_get_param_groups` and `get_standard_config_overrides` of megatron-core 0.16.1 to 0.19.2,
+and `param_group_identifier_keys`, by which it knows the group of a running optimizer that a saved
+one is for. Until 0.18 those were the first four of `IDENTIFIERS`, so that groups which differ in
+their rates alone overwrote each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +20,12 @@ from megatron_ucp.formats.plain_values import MEGATRON, Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.pt.values import number_in
 
-# by these Megatron finds the group of a running optimizer that a saved one is for
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-MEGATRON_KEYS = (*IDENTIFIERS, "max_lr", "min_lr", "default_config")
+# How a group came to be, and which optimizer steps it.
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer")
+# Between these the schedule moves its learning rate and its weight decay. The latter two are there
+# where a run overrides them for some parameters (from 0.19 on).
+SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
+MEGATRON_KEYS = (*IDENTIFIERS, *SCHEDULED, "default_config")
 _EMBEDDING_OR_OUTPUT = (
     "embedding.word_embeddings.weight",
     "output_layer.weight",
@@ -102,14 +108,16 @@ def _class_name(settings: Mapping[str, Any]) -> str:
 class Membership:
     """Finds the group of a parameter. `decays_qk_norms`: norms of queries and keys are decayed like
     matrices; `decoupled_lr` is the rate of embedding and head, where they have their own. `file` is
-    for messages. `recorded` has the hyper-parameters of each parameter, where a manifest says them:
-    a program may have made its groups by other rules than Megatron-LM's."""
+    for messages. `recorded` has the group of each parameter, where a manifest says it: a program
+    may have made its groups by other rules than Megatron-LM's. `live` says it of the caller's
+    engine, which is asked where nothing else tells groups apart, as megatron-core itself does."""
 
     groups: Sequence[SavedGroup]
     file: str
     decays_qk_norms: bool = False
     decoupled_lr: float | None = None
-    recorded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    recorded: Mapping[str, ParamGroup] = field(default_factory=dict[str, ParamGroup])
+    live: Mapping[str, ParamGroup] = field(default_factory=dict[str, ParamGroup])
 
     @classmethod
     def by_arguments(
@@ -118,14 +126,13 @@ class Membership:
         said: Mapping[str, Any],
         file: str,
         recorded: Manifest | None = None,
+        live: Manifest | None = None,
     ) -> "Membership":
-        """As the arguments of a run, and a manifest beside its files, say it."""
+        """As the arguments of a run, a manifest beside its files, and the caller's engine say
+        it."""
         decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
-        known: dict[str, Mapping[str, Any]] = {}
-        if recorded is not None:
-            for _, member, group in recorded.stepped():
-                known[member.param] = recorded.groups[group].settings
-        return cls(groups, file, bool(decays), rate(said, "decoupled_lr"), known)
+        known, own = _groups_of(recorded), _groups_of(live)
+        return cls(groups, file, bool(decays), rate(said, "decoupled_lr"), known, own)
 
     def number(self, spec: ParamSpec) -> int:
         """The number of a parameter's group. Raises StateMismatchError where several could be it
@@ -146,6 +153,9 @@ class Membership:
             left = others or left
         free = is_not_decayed(spec, self.decays_qk_norms)
         left = self._narrowed(left, "wd_mult", 0.0 if free else 1.0)
+        for keys in (IDENTIFIERS, SCHEDULED):
+            if len({repr(_values(self.groups[n])) for n in left}) > 1:
+                left = self._as_live(left, spec.name, keys)
         alike = {repr(_values(self.groups[n])) for n in left}
         if len(alike) != 1:
             raise StateMismatchError(
@@ -154,20 +164,38 @@ class Membership:
                 parameter=spec.name,
                 expected="one group for its kind",
                 found=f"{len(left)} of {len(self.groups)} groups",
-                fix="load the weights alone (Python: load_optimizer_states=False)",
+                fix="load it into an engine whose groups have the same overrides, or load the "
+                "weights alone (Python: load_optimizer_states=False)",
             )
         return left
 
     def _as_recorded(self, left: list[int], name: str) -> list[int]:
         """The groups with the hyper-parameters that a manifest says; all, where it says none, or
         none that is there."""
-        known = self.recorded.get(name, {})
+        known = self.recorded.get(name)
+        if known is None:
+            return left
+        marks = known.marks.get(MEGATRON) or {}
 
-        def fits(settings: Mapping[str, Any]) -> bool:
-            both = known.keys() & settings.keys()
-            return all(_plain(known[key]) == _plain(settings[key]) for key in both)
+        def fits(one: SavedGroup) -> bool:
+            return _agree(known.settings, one.group.settings) and _agree(marks, one.own)
 
-        return [n for n in left if fits(self.groups[n].group.settings)] or left
+        return [n for n in left if fits(self.groups[n])] or left
+
+    def _as_live(self, left: list[int], name: str, keys: Sequence[str]) -> list[int]:
+        """The groups that have what the engine's group of a parameter has under these keys; all,
+        where the engine has not a group like each of them: then it says nothing of the others."""
+
+        def values(own: Mapping[str, Any]) -> list[Any]:
+            return [own.get(key) for key in keys]
+
+        live = {
+            param: values(group.marks.get(MEGATRON) or {}) for param, group in self.live.items()
+        }
+        have, saved = [*live.values()], {n: values(self.groups[n].own) for n in left}
+        if name not in live or any(one not in have for one in saved.values()):
+            return left
+        return [n for n in left if saved[n] == live[name]] or left
 
     def _narrowed(self, left: list[int], key: str, value: object) -> list[int]:
         """The groups with a value; all, where no group has it (one without overrides)."""
@@ -186,6 +214,18 @@ def is_not_decayed(spec: ParamSpec, decays_qk_norms: bool = False) -> bool:
 
 
 EXPERT_MARK = "is_expert_parallel"
+
+
+def _groups_of(manifest: Manifest | None) -> dict[str, ParamGroup]:
+    """The group of each parameter that an optimizer steps."""
+    if manifest is None:
+        return {}
+    return {member.param: manifest.groups[group] for _, member, group in manifest.stepped()}
+
+
+def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two groups have the same under the keys that both have."""
+    return all(_plain(one[key]) == _plain(other[key]) for key in one.keys() & other.keys())
 
 
 def _plain(value: Any) -> Any:

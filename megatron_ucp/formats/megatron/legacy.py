@@ -353,7 +353,8 @@ class LegacyCheckpoint(RankFolders):
         out: list[str] = []
         for member in self.manifest.buffers[number].members:
             weight = self._weight(rank, held, member.param, member.size)
-            if not same_run(Run(master, member.start), Run(weight, 0), member.size):
+            near = self.is_clipped(member.param)
+            if not same_run(Run(master, member.start), Run(weight, 0), member.size, near):
                 out.append(member.param)
         return out
 
@@ -364,7 +365,8 @@ class LegacyCheckpoint(RankFolders):
             for param, ref in self._local(part, rank.tp, rank.expert):
                 if (own := kept.get(param)) is not None:
                     master, weight = (Run(self.place(name, one), 0) for one in (own[MASTER], ref))
-                    out += [] if same_run(master, weight, ref.numel) else [param]
+                    near = self.is_clipped(param)
+                    out += [] if same_run(master, weight, ref.numel, near) else [param]
         return out
 
     def where(self, slot: Slot) -> Where:

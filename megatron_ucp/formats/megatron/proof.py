@@ -32,13 +32,13 @@ def boxes_of(manifest: Manifest, name: str, state: str) -> Iterator[tuple[Bounds
                     yield box, Slot(b, cut, 0, state), at
 
 
-def is_same(masters: Runs, weights: Runs, shape: Ints) -> bool:
-    """Whether the masters of a parameter, rounded, are its weights. Raises DamagedFileError for
-    files that end early."""
+def is_same(masters: Runs, weights: Runs, shape: Ints, near: bool = False) -> bool:
+    """Whether the masters of a parameter, rounded, are its weights, or `near` them (see
+    `is_rounded`). Raises DamagedFileError for files that end early."""
     if masters.keys() == weights.keys():
-        return all(same_run(masters[box], weights[box], _elems(box)) for box in masters)
+        return all(same_run(masters[box], weights[box], _elems(box), near) for box in masters)
     one, other = _assembled(masters, shape), _assembled(weights, shape)
-    return is_rounded(one, other)
+    return is_rounded(one, other, near)
 
 
 def _elems(box: Bounds) -> int:

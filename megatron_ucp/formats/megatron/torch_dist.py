@@ -257,7 +257,9 @@ class TorchDistCheckpoint(MegatronFolder):
             box: Run(self._where(block), 0)
             for box, block in zip(weight.boxes, weight.blocks, strict=True)
         }
-        return masters == weights or is_same(masters, weights, weight.shape)
+        return masters == weights or is_same(
+            masters, weights, weight.shape, self.is_clipped(weight.name)
+        )
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError."""

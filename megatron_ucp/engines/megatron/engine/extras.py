@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.engines.built import Values
 from megatron_ucp.engines.common_extras import CommonExtras
-from megatron_ucp.engines.megatron.engine.inner import RATES
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.extras import OPERATIONS
+from megatron_ucp.formats.megatron.groups import SCHEDULED
 from megatron_ucp.reshard.engine import How
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ def _keeps_own(scheduler: Any) -> bool:
 def _set_rates(
     number: int, group: dict[str, Any], saved: Mapping[str, Any], notes: list[str]
 ) -> None:
-    """The rates between which the schedule moves a group."""
-    for key in RATES:
+    """The values between which the schedule moves a group."""
+    for key in SCHEDULED:
         if key in saved and group.get(key) != saved[key]:
             notes.append(f"group {number}: {key} {group.get(key)} became {saved[key]}")
             group[key] = saved[key]

@@ -30,6 +30,12 @@ def plain_flags(arguments: Mapping[str, Any] | Any) -> dict[str, Any]:
     return out
 
 
+def flags_of_model(stack: MegatronStack) -> dict[str, bool]:
+    """The flag by which a reader knows that weights and masters were scaled apart, where the model
+    says it: of a save that is given no flags."""
+    return {"qk_clip": True} if getattr(bare_model(stack.chunks[0]).config, "qk_clip", None) else {}
+
+
 def _said(arguments: Mapping[str, Any] | Any) -> Mapping[Any, Any]:
     return vars(arguments) if hasattr(arguments, "__dict__") else dict(arguments or {})
 
@@ -57,6 +63,7 @@ _OF_MODEL = {
     "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
     "swiglu": "gated_linear_unit",
     "add_bias_linear": "add_bias_linear",
+    "qk_clip": "qk_clip",
     "bf16": "bf16",
     "fp16": "fp16",
 }

@@ -14,15 +14,13 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.engines.live_tensors import dtype_name, flat_view
 from megatron_ucp.engines.optimizer_groups import scalar_state
 from megatron_ucp.errors import PlanError, UnsupportedError
+from megatron_ucp.formats.megatron.groups import MEGATRON_KEYS
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.optimizers import kept_by, name_in_table
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 
-# Keys of a parameter group that are none of its optimizer's: by the first four megatron-core knows
-# a group again, the rates are those between which the schedule moves
-IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-RATES = ("max_lr", "min_lr")
-STRUCTURE = frozenset({"params", "step", "default_config", *IDENTITY, *RATES})
+# Keys of a parameter group that are none of its optimizer's.
+STRUCTURE = frozenset({"params", "step", *MEGATRON_KEYS})
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ _VARIANTS = {
     "store_param_remainders": "of masters the trailing bits alone are kept",
     "use_decoupled_grad": "gradients have another dtype than masters",
 }
+# in names of optimizers whose step takes whole matrices: Megatron-LM gives each rank some of them
+_WHOLE_MATRICES = ("muon", "orthogonalized", "shampoo", "soap")
 _DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _FP32 = "torch.float32"
 
@@ -23,6 +25,15 @@ def refuse_unknown(optimizer: Any) -> None:
     """Raises UnsupportedError for an optimizer whose states are not known, or that keeps them in a
     form that can't be carried bit by bit."""
     name, full = name_in_table(type(optimizer)), full_name(type(optimizer))
+    bases = " ".join(base.__name__.lower() for base in type(optimizer).__mro__)
+    if not in_table(name) and any(word in bases for word in _WHOLE_MATRICES):
+        raise UnsupportedError(
+            "optimizers that step whole matrices are not supported in megatron-core's stack",
+            expected="Adam of torch, Transformer Engine or Apex",
+            found=full,
+            fix="train with --optimizer adam, or save and load with Megatron-LM's own functions on "
+            "the same mesh",
+        )
     if not in_table(name):
         raise UnsupportedError(
             "the states of this optimizer are not known",

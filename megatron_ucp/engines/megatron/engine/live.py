@@ -16,8 +16,6 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.live_tensors import flat_view
 from megatron_ucp.engines.megatron.engine.extras import MegatronExtras
 from megatron_ucp.engines.megatron.engine.inner import (
-    IDENTITY,
-    RATES,
     STRUCTURE,
     LiveBucket,
     OwnValue,
@@ -32,6 +30,7 @@ from megatron_ucp.engines.places import LivePlaces, told_by
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint, Told
+from megatron_ucp.formats.megatron.groups import IDENTIFIERS, SCHEDULED
 from megatron_ucp.formats.megatron.registration import order_of
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import How
@@ -249,4 +248,4 @@ def _on_several_stages(model: Any) -> list[str]:
 def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:
     """Which of megatron-core's groups it is, whatever the stage."""
     own = group.marks[MARKS]
-    return tuple((key, own.get(key)) for key in (*IDENTITY, *RATES))
+    return tuple((key, own.get(key)) for key in (*IDENTIFIERS, *SCHEDULED))

@@ -4,6 +4,7 @@ live buffers."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.live_tensors import dtype_name, spec_of
 from megatron_ucp.engines.megatron.engine.inner import (
-    IDENTITY,
-    RATES,
     STRUCTURE,
     LiveBucket,
     OwnValue,
@@ -30,6 +29,7 @@ from megatron_ucp.engines.megatron.names import bare_model, canonical_names
 from megatron_ucp.engines.optimizer_groups import decay_of, group_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
+from megatron_ucp.formats.megatron.groups import IDENTIFIERS, SCHEDULED
 from megatron_ucp.formats.optimizers import name_in_table, taken_as
 
 MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-parameters
@@ -37,9 +37,17 @@ MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-pa
 
 def mesh_of(chunks: Sequence[Any]) -> Mesh:
     """The mesh that megatron-core's process groups make. Raises UnsupportedError for groups that no
-    mesh has."""
+    mesh has, and for a model on other groups than those of `parallel_state`."""
     from megatron.core import parallel_state as groups
 
+    if not groups.model_parallel_is_initialized():
+        raise UnsupportedError(
+            "megatron-core's own process groups are not there, from which the mesh is read",
+            expected="parallel_state.initialize_model_parallel before the model is built",
+            found="groups of the program's own, or none",
+            fix="call initialize_model_parallel with the sizes of your groups, and build the model "
+            "on those (ProcessGroupCollection.use_mpu_process_groups())",
+        )
     bare = bare_model(chunks[0])
     mesh = Mesh(
         tp=groups.get_tensor_model_parallel_world_size(),
@@ -58,6 +66,14 @@ def mesh_of(chunks: Sequence[Any]) -> Mesh:
         pairs.append(("experts", copies, mesh.expert_data_group(rank)))
     data: Any = groups.get_data_parallel_group(with_context_parallel=True)
     pairs.append(("parameters", data, mesh.partition_group(rank)))
+    _refuse_own_groups(
+        chunks,
+        {
+            "tp_group": groups.get_tensor_model_parallel_group(),
+            "pp_group": groups.get_pipeline_model_parallel_group(),
+            "dp_cp_group": data,
+        },
+    )
     for what, group, want in pairs:
         found = torch.distributed.get_process_group_ranks(group)
         if found != list(want):
@@ -68,6 +84,22 @@ def mesh_of(chunks: Sequence[Any]) -> Mesh:
                 fix="make the groups in megatron-core's default order, tp-cp-ep-dp-pp",
             )
     return mesh
+
+
+def _refuse_own_groups(chunks: Sequence[Any], known: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for chunks that were built on other groups than those of
+    `parallel_state`."""
+    ranks_of = torch.distributed.get_process_group_ranks
+    for chunk, (name, group) in product(chunks, known.items()):
+        own = getattr(chunk, name, None)
+        if own is not None and ranks_of(own) != ranks_of(group):
+            raise UnsupportedError(
+                "the model was built on process groups of the program's own",
+                expected=f"{name}: ranks {ranks_of(group)}, as in parallel_state",
+                found=f"ranks {ranks_of(own)}",
+                fix="build the model on megatron-core's own groups, tp-cp-ep-dp-pp "
+                "(ProcessGroupCollection.use_mpu_process_groups())",
+            )
 
 
 class OwnPlace:
@@ -123,7 +155,7 @@ class OwnPlace:
 
     def _group(self, optimizer: Any, group: dict[str, Any]) -> ParamGroup:
         found = group_of(group, STRUCTURE, name_in_table(type(optimizer)), optimizer)
-        marks = {MARKS: {key: group[key] for key in (*IDENTITY, *RATES) if key in group}}
+        marks = {MARKS: {key: group[key] for key in (*IDENTIFIERS, *SCHEDULED) if key in group}}
         return replace(found, settings={**found.settings, **decay_of(optimizer)}, marks=marks)
 
     @property

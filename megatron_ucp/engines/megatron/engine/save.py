@@ -35,7 +35,7 @@ from megatron_ucp.engines.megatron.engine.asked import (
     described_to_save,
 )
 from megatron_ucp.engines.megatron.engine.besides import extras_of, values_of
-from megatron_ucp.engines.megatron.engine.flags import plain_flags
+from megatron_ucp.engines.megatron.engine.flags import flags_of_model, plain_flags
 from megatron_ucp.engines.megatron.engine.inner import kind_of
 from megatron_ucp.engines.megatron.engine.legacy_save import save_legacy
 from megatron_ucp.engines.megatron.engine.output import StackOutput
@@ -302,7 +302,7 @@ class _Job:
         """What stands in `common.pt`."""
         stack = self.stack
         client = {
-            ARGUMENTS_KEY: plain_flags(arguments),
+            ARGUMENTS_KEY: {**flags_of_model(stack), **plain_flags(arguments)},
             OPERATIONS: stack.floating_point_operations,
         }
         extras = extras_of(self.live, client)
