@@ -2,10 +2,13 @@ from setuptools import find_packages, setup
 
 # The base install leaves the user's torch, DeepSpeed and Megatron-Core as they are: it asks for no
 # version of theirs but torch 2.6. The extras are what the tests run against, for whoever starts
-# from nothing. DeepSpeed and Megatron-Core change their file formats without notice: each is exact.
-TORCH = "torch==2.13.0"
-DEEPSPEED = [TORCH, "deepspeed==0.19.8"]
-MEGATRON = [TORCH, "megatron-core==0.16.1"]
+# from nothing: the newest tested versions that the interpreter can have. Megatron-Core wants Python
+# 3.12 from 0.17 on. DeepSpeed and Megatron-Core change their file formats without notice: each is
+# exact.
+OLD, NEW = 'python_version < "3.12"', 'python_version >= "3.12"'
+TORCH = [f"torch==2.13.0; {OLD}", f"torch==2.14.1; {NEW}"]
+DEEPSPEED = [*TORCH, "deepspeed==0.19.8"]
+MEGATRON = [*TORCH, f"megatron-core==0.16.1; {OLD}", f"megatron-core==0.19.2; {NEW}"]
 HUGGING_FACE = ["transformers>=5,<6"]
 # ruff, pyright and zensical exactly: a new release must not fail a commit that did not change
 DEV = [

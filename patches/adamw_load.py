@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 
 def change() -> None:
@@ -57,7 +57,7 @@ def _with_fresh_states(optimizer: Any) -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     upstream="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer: sharded_state_dict, "
     "load_state_dict, _set_main_param_and_optimizer_states",
     why="without Transformer Engine and Apex it asserts that there are states before the first "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 # where the stack asks for device="cuda" in so many words
 MODULES = (
@@ -50,7 +50,7 @@ def change() -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     only_without_gpu=True,
     upstream='megatron.core.optimizer, schedules, dist_checkpointing: every device="cuda"',
     why="loss scale, found_inf, token counts and the norm of the gradients are made on "

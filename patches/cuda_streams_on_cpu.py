@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 
 class NoStream:
@@ -34,7 +34,7 @@ def change() -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     only_without_gpu=True,
     upstream="megatron.core: torch.cuda.Stream, stream, synchronize, Tensor.cuda, record_stream",
     why="interleaved schedules, bucketed gradients and dist_checkpointing wait for CUDA streams "

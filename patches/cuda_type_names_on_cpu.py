@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 ASKING = "megatron.core.optimizer"
 
@@ -27,7 +27,7 @@ def change() -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     only_without_gpu=True,
     upstream="megatron.core.optimizer: param.type() == 'torch.cuda.FloatTensor' and the like",
     why="DistributedOptimizer and Float16OptimizerWithFloat16Params raise TypeError for a "

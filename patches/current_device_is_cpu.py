@@ -3,7 +3,7 @@ device everywhere."""
 
 import torch
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 
 def change() -> None:
@@ -13,7 +13,7 @@ def change() -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     only_without_gpu=True,
     upstream="megatron.core: every device=torch.cuda.current_device()",
     why="attention scores, rotary tables, gathered activations and sequence-parallel buffers are "

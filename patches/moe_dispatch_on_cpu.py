@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 COUNTS = ("input_splits", "output_splits", "output_splits_tp")
 
@@ -29,7 +29,7 @@ def change() -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     only_without_gpu=True,
     upstream="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
     why="it makes a CUDA stream to copy the numbers of tokens from the GPU, which raises without "

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 
 def change() -> None:
@@ -51,7 +51,7 @@ def unwrap(holder: Any) -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     only_without_gpu=True,
     upstream="megatron.core.jit.jit_fuser",
     why="the first call of each of some forty small functions starts a C++ compiler, about 20 s "

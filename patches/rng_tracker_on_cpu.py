@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 
 def change() -> None:
@@ -51,7 +51,7 @@ def change() -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     only_without_gpu=True,
     upstream="megatron.core.tensor_parallel.random: CudaRNGStatesTracker.add and fork, "
     "_get_cuda_rng_state, _set_cuda_rng_state",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import Patch
+from . import MEGATRON_CORE, Patch
 
 
 def change() -> None:
@@ -36,7 +36,7 @@ def change() -> None:
 
 PATCH = Patch(
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=MEGATRON_CORE,
     only_without_gpu=True,
     upstream="megatron.core.tensor_parallel.mappings._gather_along_first_dim",
     why="with the sizes of the parts it calls all_gather with tensors of different shapes, which "

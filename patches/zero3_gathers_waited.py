@@ -52,10 +52,11 @@ def change() -> None:
 PATCH = Patch(
     package="deepspeed",
     versions=tuple(f"0.19.{number}" for number in range(8)),
+    mended=("0.19.8",),
     only_without_gpu=True,
     upstream="deepspeed.runtime.zero.partition_parameters.Init._allgather_params_coalesced",
     why="it waits for the last of its gathers; with gloo the others may still be on their way, and "
     "whole weights are read that are not there yet",
-    until="DeepSpeed 0.19.8, which waits for all of them",
+    until="DeepSpeed before 0.19.8 is no longer supported: it waits for all of them",
     change=change,
 )

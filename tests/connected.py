@@ -19,7 +19,9 @@ def gloo_with_one_loop() -> type:
     device = stock.create_default_device()
 
     class OneLoop(stock):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        # `_` is what newer versions of torch say besides: `enable_reconfigure` from 2.14 on, which
+        # is False unless a program asks for groups whose members change
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options = stock._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)

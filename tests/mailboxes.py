@@ -282,7 +282,8 @@ class MailboxGroup(dist.ProcessGroup):
 
     mailboxes: Mailboxes  # of the job that runs
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    # `_`: see `connected.gloo_with_one_loop`
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.options = SimpleNamespace(global_ranks_in_group=[], group_name="")
         self.me, self.members = rank, range(size)
@@ -291,6 +292,11 @@ class MailboxGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "gloo"
+
+    def _get_backend(self, device: Any) -> "MailboxGroup":
+        """What serves a device. From 2.14 on torch asks it whether it merges a batch of messages;
+        neither gloo nor this does."""
+        return self
 
     @property
     def group_name(self) -> str:

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Make .cache/older/VERSION: the packages of .venv with an older DeepSpeed in front of its own. Idempotent.
+# With PYTHON it is .cache/pythonVERSION/older/VERSION (tests/venv.sh).
 #
 #   bash tests/older_env.sh 0.19.0
 #
 # pip's own settings apply (PIP_INDEX_URL, PIP_FIND_LINKS, ...).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tests/venv.sh
 
-version=$1 folder=$PWD/.cache/older/$1
-shared=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+version=$1 folder=$PWD/$CACHE/older/$1
+shared=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 if [ -e "$folder/.whole" ]; then exit 0; fi
-echo "older: installing DeepSpeed $version into .cache/older/$version (half a minute)"
+echo "older: installing DeepSpeed $version into $CACHE/older/$version (half a minute)"
 rm -rf "$folder"
-.venv/bin/python -m venv --without-pip "$folder"
+"$VENV/bin/python" -m venv --without-pip "$folder"
 own=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$shared" >"$own/shared.pth"
 ln -s "$PWD/patches" "$own/megatron_ucp_patches" # an editable installation is not seen through a path

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Lint, type check and test. Needs nothing but a Python (3.11 to 3.13) and a C++ compiler: makes .venv by itself.
+# PYTHON=python3.12 before one of the lines below takes that Python, in an environment of its own (tests/venv.sh).
 #
 #   bash tests/run.sh             the default tests
 #   bash tests/run.sh quick       only those that start no processes (under a minute)
 #   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many; then `older`
-#   bash tests/run.sh older       the core of the tests on ranks, with an older DeepSpeed (.cache/older)
+#   bash tests/run.sh older       the core of the tests on ranks, with an older DeepSpeed
 #   bash tests/run.sh -k plan -x  further arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tests/venv.sh
 
 OLDER=0.19.4 # what README names
 quick= all= older=
@@ -20,9 +22,9 @@ esac
 
 bash tests/setup_env.sh
 unset PYTHONDONTWRITEBYTECODE # with it every process that a test starts compiles the package again
-export PATH="$PWD/.venv/bin:$PATH" # DeepSpeed looks for ninja there
+export PATH="$PWD/$VENV/bin:$PATH" # DeepSpeed looks for ninja there
 export LAW_SHARE="${LAW_SHARE:-0.15}" # of the random cases of each law (tests/core/strategies.py)
-export TORCH_EXTENSIONS_DIR="$PWD/.cache/torch_extensions" OMP_NUM_THREADS=1
+export TORCH_EXTENSIONS_DIR="$PWD/$CACHE/torch_extensions" OMP_NUM_THREADS=1
 if ! { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }; then export DS_ACCELERATOR=cpu; fi
 
 build_ops() { # Before the tests, whose ranks have little time each and would all build them at once.
@@ -45,13 +47,13 @@ build_shm_op()
 on_cpu = get_accelerator().device_name() == "cpu"  # elsewhere DeepSpeed asks for another compiler
 for builder in ("FusedAdamBuilder", "CPUAdamBuilder") if on_cpu else ():
     get_accelerator().create_op_builder(builder).load()
-' >.cache/build_ops.log 2>&1 ||
-        { cat .cache/build_ops.log >&2; echo "run: the ops could not be built; is there a C++ compiler (g++)?" >&2; exit 1; }
+' >"$CACHE/build_ops.log" 2>&1 ||
+        { cat "$CACHE/build_ops.log" >&2; echo "run: the ops could not be built; is there a C++ compiler (g++)?" >&2; exit 1; }
 }
 
 if [ -n "$older" ]; then
     bash tests/older_env.sh "$OLDER"
-    export PATH="$PWD/.cache/older/$OLDER/bin:$PATH" TORCH_EXTENSIONS_DIR="$PWD/.cache/older/$OLDER/ops"
+    export PATH="$PWD/$CACHE/older/$OLDER/bin:$PATH" TORCH_EXTENSIONS_DIR="$PWD/$CACHE/older/$OLDER/ops"
     build_ops
     # parameter_alignment came later; random kills take minutes and say nothing of a version; its own
     # hpZ can't divide a parameter that is smaller than the number of ranks
@@ -81,9 +83,9 @@ docs_site() {
 # What is no test runs beside the tests. Its output comes when both are done.
 beside() {
     if [ -n "$quick" ]; then # all types take a minute alone: the default run checks them
-        check pyright --warnings megatron_ucp/core megatron_ucp/families
+        check pyright --warnings --pythonpath "$VENV/bin/python" megatron_ucp/core megatron_ucp/families
     else
-        check pyright --warnings
+        check pyright --warnings --pythonpath "$VENV/bin/python"
         check bash tests/wheel.sh
     fi
     check docs_site

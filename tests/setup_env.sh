@@ -3,11 +3,13 @@
 #
 #   bash tests/setup_env.sh
 #
-# PYTHON        the Python to use, 3.11 to 3.13 (found by itself otherwise)
+# PYTHON        the Python to use, 3.11 to 3.13. Found by itself otherwise. Where it is named, the environment is not .venv
+#               but .cache/pythonVERSION/venv (tests/venv.sh)
 # TORCH_SPEC    another torch requirement, for a machine where the one below can't be had
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) apply.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tests/venv.sh
 
 fail() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
@@ -25,44 +27,43 @@ find_python() { # 3.11 is what continuous integration runs
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
-PLAIN_TORCH='torch==2.13.0'
-TORCH=$PLAIN_TORCH
-# On Linux x86_64 the plain version is a CUDA build of several GB. The local version label makes a resolver fail instead.
-if ! has_gpu && [ "$(uname -sm)" = "Linux x86_64" ]; then TORCH="$PLAIN_TORCH+cpu"; fi
-TORCH="${TORCH_SPEC:-$TORCH}"
+if [ -x "$VENV/bin/python" ]; then python=$VENV/bin/python; else python=$(find_python); fi
 
-stamp=.venv/.megatron_ucp_stamp
-wanted=$(cat setup.py pyproject.toml tests/setup_env.sh <(printf '%s' "$TORCH") | sha256sum | cut -d' ' -f1)
+# The newest tested versions that this Python can have, as in setup.py: megatron-core wants Python 3.12 from 0.17 on.
+if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+    TORCH='torch==2.14.1' MEGATRON='megatron-core==0.19.2'
+else
+    TORCH='torch==2.13.0' MEGATRON='megatron-core==0.16.1'
+fi
+
+stamp=$VENV/.megatron_ucp_stamp
+wanted=$(cat setup.py pyproject.toml tests/setup_env.sh <(printf '%s' "${TORCH_SPEC:-$TORCH}") | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then exit 0; fi
 
-if [ ! -x .venv/bin/python ]; then
-    python=$(find_python)
-    echo "setup: making .venv with $python"
-    "$python" -m venv .venv || fail "could not make .venv (on Debian: apt install python3-venv, or python3.11-venv for 3.11)"
+if [ ! -x "$VENV/bin/python" ]; then
+    echo "setup: making $VENV with $python"
+    "$python" -m venv "$VENV" || fail "could not make $VENV (on Debian: apt install python3-venv, or python3.11-venv for 3.11)"
 fi
-echo "setup: installing $TORCH, DeepSpeed, Megatron-Core, Transformers and the development tools (minutes, the first time)"
-said=$(mktemp)
-trap 'rm -f "$said"' EXIT
-install() { # in one call: a second one could replace torch by what another package prefers
-    local code=0
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-        "$1" deepspeed==0.19.8 megatron-core==0.16.1 'transformers>=5,<6' 'isal>=1.9' 'numpy>=1.26' 'safetensors>=0.4' \
-        'shtab>=1.6' 'tqdm>=4.60' 'setuptools>=68' wheel ninja 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' ruff==0.17.5 pyright==1.1.414 \
-        'pre-commit>=4' 'matplotlib>=3.8' 'accelerate>=1' 'psutil>=5.9' 'tensorboard>=2.16' \
-        'bitsandbytes>=0.50' 'lightning>=2.6' zensical==0.0.73 'peft>=0.18' 'schedulefree>=1.4' 'torch-optimi>=0.3' 2>"$said" || code=$?
-    cat "$said" >&2
-    return "$code"
-}
-not_on_the_index() { grep -qF "No matching distribution found for $1" "$said"; }
+pip_install() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
-if ! install "$TORCH"; then
-    if [ "$TORCH" = "$PLAIN_TORCH+cpu" ] && not_on_the_index "$TORCH"; then
-        echo "setup: PyTorch's CPU build ($TORCH) is not on the package index: taking the plain one, several GB more"
-        install "$PLAIN_TORCH" || fail "pip could not install the packages (see above)."
+# On Linux x86_64 the plain version is a CUDA build of several GB. The CPU build is a version of its own, and not on every
+# index: pip is asked for it alone first, because it words its failure in many ways when it resolves everything at once.
+if [ -n "${TORCH_SPEC:-}" ]; then
+    TORCH=$TORCH_SPEC
+elif ! has_gpu && [ "$(uname -sm)" = "Linux x86_64" ]; then
+    if pip_install --dry-run --no-deps "$TORCH+cpu" >/dev/null 2>&1; then
+        TORCH=$TORCH+cpu
     else
-        fail "pip could not install the packages (see above). TORCH_SPEC names another torch requirement."
+        echo "setup: pip does not find PyTorch's CPU build ($TORCH+cpu): taking the plain one, several GB more"
     fi
 fi
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+echo "setup: installing $TORCH, DeepSpeed, Megatron-Core, Transformers and the development tools (minutes, the first time)"
+# in one call: a second one could replace torch by what another package prefers
+pip_install "$TORCH" deepspeed==0.19.8 "$MEGATRON" 'transformers>=5,<6' 'isal>=1.9' 'numpy>=1.26' 'safetensors>=0.4' \
+    'shtab>=1.6' 'tqdm>=4.60' 'setuptools>=68' wheel ninja 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' ruff==0.17.5 pyright==1.1.414 \
+    'pre-commit>=4' 'matplotlib>=3.8' 'accelerate>=1' 'psutil>=5.9' 'tensorboard>=2.16' \
+    'bitsandbytes>=0.50' 'lightning>=2.6' zensical==0.0.73 'peft>=0.18' 'schedulefree>=1.4' 'torch-optimi>=0.3' ||
+    fail "pip could not install the packages (see above). TORCH_SPEC names another torch requirement."
+pip_install --no-deps --no-build-isolation -e .
 printf '%s\n' "$wanted" >"$stamp"
 echo "setup: done"

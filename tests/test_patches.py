@@ -8,8 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_ucp_patches as patches
@@ -25,14 +26,61 @@ def test_every_patch_says_what_it_is() -> None:
         patch = patches.find(name)
         assert patch.package in ("deepspeed", "megatron-core") and patch.versions
         assert all(len(text) > 20 for text in (patch.upstream, patch.why, patch.until)), name
+        assert not set(patch.versions) & set(patch.mended), name
 
 
-def test_an_unknown_patch_and_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def deepspeed_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets the version that an imported DeepSpeed says. Nothing is applied in this process yet."""
+    monkeypatch.setattr(patches, "_applied", set())
+
+    def say(version: str) -> None:
+        monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
+
+    return say
+
+
+def test_an_unknown_patch_and_an_unknown_version(deepspeed_says: Callable[[str], None]) -> None:
     with pytest.raises(UsageError, match="no such patch"):
         patches.apply("nothing")
-    monkeypatch.setattr(patches, "version", lambda package: "99.0")
+    deepspeed_says("99.0")
     with pytest.raises(UnsupportedError, match=r"does not know this version"):
         patches.apply("round_robin_links")
+
+
+def test_a_patch_does_nothing_and_says_so_where_upstream_has_mended_the_defect(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    deepspeed_says: Callable[[str], None],
+) -> None:
+    monkeypatch.setattr(patches, "has_gpu", lambda: False)
+    deepspeed_says("0.19.8")
+    with caplog.at_level("INFO", logger=patches.__name__):
+        assert not patches.apply("zero3_gathers_waited")
+    assert "deepspeed 0.19.8 has no such defect" in caplog.text
+    assert not patches._applied
+
+
+def test_the_imported_module_says_the_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "megatron.core"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__="0.17.1+446de22"))
+    assert patches.version_of("megatron-core") == "0.17.1"
+    monkeypatch.delitem(sys.modules, name)
+    assert patches.version_of("megatron-core") == version("megatron-core")
+    assert name not in sys.modules  # its distribution was asked
+
+    def no_distribution(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    # A checkout that is on the path and was never installed: the module is imported.
+    monkeypatch.setattr(patches, "version", no_distribution)
+    (tmp_path / "a_checkout.py").write_text('__version__ = "0.18.2+446de22"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(patches, "MODULES", {"it": "a_checkout", "nothing": "a_checkout_of_no"})
+    assert patches.version_of("it") == "0.18.2"
+    assert patches.version_of("nothing") == "none"
 
 
 def wrong_reads(patched: bool) -> list[str]:
@@ -116,9 +164,9 @@ def stale_after_a_gather(patched: bool) -> list[str]:
 
 @pytest.mark.ranks
 def test_zero3_gathers_waited(ranks: RankPool) -> None:
-    known = patches.find("zero3_gathers_waited").versions
+    patch = patches.find("zero3_gathers_waited")
     job = "tests.test_patches:stale_after_a_gather"
-    if version("deepspeed") not in known:  # upstream waits now
+    if patches.version_of(patch.package) in patch.mended:
         assert ranks.run(2, job, False) == [[], []]
         return
     assert all(stale for stale in ranks.run(2, job, False))
@@ -222,8 +270,9 @@ def orthogonal() -> Any:
         return original_muon.zeropower_via_newtonschulz5(torch.eye(2), 1)
 
 
-def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
-    """For each patch that one rank needs: what a call does without it, and then with it."""
+def megatron_without_a_gpu(folder: str) -> dict[str, list[str | bool]]:
+    """For each patch that one rank needs: what a call does without it, and then with it; False for
+    a patch that does nothing here."""
     from unittest import mock
 
     import torch
@@ -294,7 +343,11 @@ def test_megatron_without_a_gpu(tmp_path: Path) -> None:
     meant = {name for name in patches.names() if patches.find(name).only_without_gpu}
     assert set(found) == meant - APART | {"moe_router_gemm", "adamw_load"}
     for name, (without, with_it) in found.items():
-        assert without != "right" and with_it == "right", (name, without, with_it)
+        patch = patches.find(name)
+        if patches.version_of(patch.package) in patch.mended:
+            assert without == "right" and with_it is False, (name, without, with_it)
+        else:
+            assert without != "right" and with_it == "right", (name, without, with_it)
 
 
 @pytest.mark.ranks

@@ -1,25 +1,29 @@
 """The set-up script on machines that are not like ours: programs of the same names stand in for
 Python and pip."""
 
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
+from packaging.requirements import Requirement
 
 from tests.ranks import ROOT
 
-# What is asked of a Python: its version (3.$MINOR), a .venv, and pip. It writes down every call of
-# pip, and fails where a requirement matches $MISSING, as pip does.
+# What is asked of a Python: its version (3.$MINOR), an environment, and pip. It writes down every
+# call of pip, and fails where a requirement matches $MISSING, in the words $SAYS.
 PYTHON = """#!/bin/bash
 case "$1 $2" in
     "-c "*) exec {python} -c "import sys; sys.version_info = (3, $MINOR, 1); ${{2#import sys; }}" ;;
-    "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip")
         echo "${{*:4}}" >>pip_calls
         for requirement in "$@"; do
             if [ "$requirement" = "$MISSING" ]; then
-                echo "ERROR: No matching distribution found for $MISSING" >&2
+                echo "ERROR: $SAYS" >&2
                 exit 1
             fi
         done
@@ -34,7 +38,7 @@ def checkout(tmp_path: Path) -> Path:
     """What the script reads of a checkout, and a folder of stand-ins in front of the PATH."""
     folder = tmp_path / "checkout"
     (folder / "tests").mkdir(parents=True)
-    for name in ("setup.py", "pyproject.toml", "tests/setup_env.sh"):
+    for name in ("setup.py", "pyproject.toml", "tests/setup_env.sh", "tests/venv.sh"):
         shutil.copy(ROOT / name, folder / name)
     stand_in(folder, "nvidia-smi", "#!/bin/bash\nexit 1\n")
     stand_in(folder, "uname", "#!/bin/bash\necho Linux x86_64\n")
@@ -71,7 +75,9 @@ def installs(checkout: Path) -> list[list[str]]:
     """The requirements of each call of pip that installs packages, the checkout's own apart."""
     calls = [line.split() for line in (checkout / "pip_calls").read_text().splitlines()]
     return [
-        [word for word in call if not word.startswith("--")] for call in calls if "-e" not in call
+        [word for word in call if not word.startswith("--")]
+        for call in calls
+        if not {"-e", "--dry-run"} & set(call)
     ]
 
 
@@ -104,41 +110,103 @@ def test_another_python_is_refused_with_the_versions_that_fit(checkout: Path, mi
         assert "Python 3.11, 3.12 or 3.13 is needed" in done.stderr
 
 
-def test_a_named_python_is_taken(checkout: Path) -> None:
+def test_a_named_python_has_an_environment_of_its_own(checkout: Path) -> None:
     pythons(checkout, python3_11=11, python3_13=13)
-    done = set_up(checkout, PYTHON="python3.13")
-    assert f"making .venv with {checkout / 'programs' / 'python3.13'}\n" in done.stdout
+    made = {"": ".venv", "python3.13": ".cache/python3.13/venv"}
+    for name, folder in made.items():
+        done = set_up(checkout, **({"PYTHON": name} if name else {}))
+        taken = checkout / "programs" / (name or "python3.11")
+        assert f"making {folder} with {taken}\n" in done.stdout
+    for folder in made.values():  # neither has taken the other's place
+        assert (checkout / folder / ".megatron_ucp_stamp").exists()
+    assert set_up(checkout).stdout == set_up(checkout, PYTHON="python3.13").stdout == ""
 
 
-def test_the_cpu_build_of_torch_is_taken_where_it_is(checkout: Path) -> None:
-    pythons(checkout, python3_11=11)
+@pytest.mark.parametrize(
+    ("python", "folders"),
+    [("", ".venv .cache\n"), ("python3.12", ".cache/python3.12/venv .cache/python3.12\n")],
+)
+def test_what_is_compiled_lies_apart_for_each_named_python(
+    checkout: Path, python: str, folders: str
+) -> None:
+    pythons(checkout, python3_12=12)
+    done = subprocess.run(
+        ["bash", "-eu", "-c", 'source "$1"; echo "$VENV $CACHE"', "-", ROOT / "tests" / "venv.sh"],
+        env={"PATH": f"{checkout / 'programs'}:/usr/bin:/bin", "PYTHON": python},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == folders, done.stderr
+
+
+VERSIONS = {
+    11: ("torch==2.13.0", "megatron-core==0.16.1"),
+    12: ("torch==2.14.1", "megatron-core==0.19.2"),
+    13: ("torch==2.14.1", "megatron-core==0.19.2"),
+}
+
+
+@pytest.mark.parametrize("minor", VERSIONS)
+def test_the_newest_tested_versions_that_the_python_can_have_are_installed(
+    checkout: Path, minor: int
+) -> None:
+    pythons(checkout, python3=minor)
     done = set_up(checkout)
-    assert done.returncode == 0 and "not on the package index" not in done.stdout
+    assert done.returncode == 0 and "does not find" not in done.stdout, done.stderr
     (only,) = installs(checkout)
-    assert "torch==2.13.0+cpu" in only
+    torch, megatron = VERSIONS[minor]
+    named = [word for word in only if word.startswith(("torch==", "megatron-core=="))]
+    assert named == [f"{torch}+cpu", megatron]  # the CPU build of torch, where it is
     assert set_up(checkout).stdout == ""  # up to date: nothing is done
 
 
-def test_without_the_cpu_build_the_plain_one_is_taken_in_one_call(checkout: Path) -> None:
+@pytest.mark.parametrize("minor", VERSIONS)
+def test_the_extras_ask_for_what_the_tests_run_against(
+    monkeypatch: pytest.MonkeyPatch, minor: int
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    asked = {
+        str(requirement.name) + str(requirement.specifier)
+        for requirement in map(Requirement, given["extras_require"]["megatron"])
+        if not requirement.marker or requirement.marker.evaluate({"python_version": f"3.{minor}"})
+    }
+    assert asked == set(VERSIONS[minor])
+
+
+# As pip words it; the second one where a constraints file names torch.
+NOT_THERE = ("No matching distribution found for torch==2.13.0+cpu", "ResolutionImpossible: ...")
+
+
+@pytest.mark.parametrize("says", NOT_THERE)
+def test_without_the_cpu_build_the_plain_one_is_taken(checkout: Path, says: str) -> None:
     pythons(checkout, python3_11=11)
-    done = set_up(checkout, MISSING="torch==2.13.0+cpu")
+    done = set_up(checkout, MISSING="torch==2.13.0+cpu", SAYS=says)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if "not on the package index" in line]
+    (line,) = [line for line in done.stdout.splitlines() if "does not find" in line]
     assert "torch==2.13.0+cpu" in line
-    first, second = installs(checkout)
-    swapped = [word.replace("torch==2.13.0+cpu", "torch==2.13.0") for word in first]
-    assert second == swapped and second != first and len(second) > 10
+    (only,) = installs(checkout)
+    assert "torch==2.13.0" in only and "torch==2.13.0+cpu" not in only and len(only) > 10
 
 
-def test_another_failure_of_pip_is_not_taken_for_a_missing_cpu_build(checkout: Path) -> None:
+def test_another_failure_of_pip_ends_the_set_up_with_pips_words(checkout: Path) -> None:
     pythons(checkout, python3_11=11)
     for environment in (
         {"BROKEN": "1"},
-        {"MISSING": "ninja"},
-        {"TORCH_SPEC": "torch==9", "MISSING": "torch==9"},
+        {"MISSING": "ninja", "SAYS": "no ninja"},
+        {"TORCH_SPEC": "torch==9", "MISSING": "torch==9", "SAYS": "no torch"},
     ):
         done = set_up(checkout, **environment)
-        assert done.returncode == 2 and "ERROR: " in done.stderr
-        assert len(installs(checkout)) == 1 and "not on the package index" not in done.stdout
+        assert done.returncode == 2 and "ERROR: no " in done.stderr
+        assert len(installs(checkout)) == 1
         assert not (checkout / ".venv" / ".megatron_ucp_stamp").exists()
         (checkout / "pip_calls").unlink()
+
+
+def test_a_torch_that_somebody_names_is_taken_as_it_is(checkout: Path) -> None:
+    pythons(checkout, python3_12=12)
+    assert set_up(checkout, TORCH_SPEC="torch==9").returncode == 0
+    (only,) = installs(checkout)
+    assert [word for word in only if word.startswith("torch==")] == ["torch==9"]

@@ -6,6 +6,7 @@
 # Takes about half a minute once pip has torch in its cache; pip's own settings and those of tests/setup_env.sh apply.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tests/venv.sh
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -14,10 +15,10 @@ pip() { "$1" -m pip --quiet --disable-pip-version-check "${@:2}"; }
 # From a copy: a folder `build` of another day would get into the wheel, and this one into the checkout.
 mkdir "$folder/source"
 cp -r megatron_ucp patches setup.py pyproject.toml README.md LICENSE "$folder/source"
-pip .venv/bin/python wheel --no-deps --wheel-dir "$folder" "$folder/source"
-.venv/bin/python -m venv "$folder/clean"
+pip "$VENV/bin/python" wheel --no-deps --wheel-dir "$folder" "$folder/source"
+"$VENV/bin/python" -m venv "$folder/clean"
 python="$folder/clean/bin/python" tool="$folder/clean/bin/megatron-ucp"
-torch=$(.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))')
+torch=$("$VENV/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))')
 pip "$python" install "$torch" "$folder"/*.whl
 cd "$folder" # not the checkout: what is imported is what was installed
 

@@ -458,13 +458,14 @@ def refused(setup: AnyModel, plant: str) -> str:
 
 def unmarked(setup: AnyModel, folder: str) -> dict[str, Any]:
     """Loads into a model whose experts have no attributes that are true: Transformer Engine leaves
-    some out. Or what attaching says."""
+    some out. Or what attaching says; and whether megatron-core knows its experts as such."""
     engine = make_any(setup, attach=False)
     parts = engine.stack.chunks, engine.optimizer, engine.scheduler
+    out: dict[str, Any] = {"error": "", "marked": True}
     for name, param in engine.stack.bare[0].named_parameters():
         if ".local_experts." in name:
             param.tensor_model_parallel, param.partition_dim, param.partition_stride = False, 1, 7
-    out: dict[str, Any] = {"error": ""}
+            out["marked"] &= not param.allreduce
     try:
         handle = ucp.attach_megatron(*parts)
         ucp.load(handle, folder)

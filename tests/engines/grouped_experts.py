@@ -6,6 +6,7 @@ Names, shapes and attributes are those of `TEColumnParallelGroupedLinear` and
 """
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -81,11 +82,15 @@ def layer_specs(transformer: Any) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     specs: Any = LOCAL(transformer)
+    grouped: Any = MLPSubmodules(linear_fc1=Grouped, linear_fc2=GroupedRow)  # type: ignore[arg-type]
     for layer in specs.layer_specs:
-        mlp = layer.submodules.mlp.submodules
-        if hasattr(mlp, "experts"):
-            grouped: Any = MLPSubmodules(linear_fc1=Grouped, linear_fc2=GroupedRow)  # type: ignore[arg-type]
-            mlp.experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
+        mlp = layer.submodules.mlp
+        # what makes a module: a ModuleSpec, or in newer versions of megatron-core a function
+        parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+        if isinstance(getattr(parts, "experts", None), partial):
+            parts.experts = partial(TEGroupedMLP, submodules=grouped)
+        elif hasattr(parts, "experts"):
+            parts.experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
     return specs
 
 

@@ -1,5 +1,6 @@
 """megatron-core's hybrid model on a CPU: layers of attention, MLP, experts or Mamba."""
 
+import sys
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -29,7 +30,9 @@ def hybrid(
     )
 
     fused: Any = get_bias_dropout_add
-    with on_cpu(), kernels_on_cpu(), mock.patch.object(mamba_block, "TENorm", WrappedTorchNorm):
+    # in 0.19 the stack lies in another module, and this one only names it
+    stack = sys.modules[mamba_block.MambaStack.__module__]
+    with on_cpu(), kernels_on_cpu(), mock.patch.object(stack, "TENorm", WrappedTorchNorm):
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
             qk_layernorm=config.qk_layernorm,

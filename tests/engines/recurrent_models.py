@@ -106,8 +106,10 @@ def kernels_on_cpu() -> Iterator[None]:
     }
     for name, value in mixer.items():
         setattr(mamba_mixer, name, value)
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = lambda values: F.normalize(values, dim=-1, eps=1e-6)
+    # from 0.19 on a package, whose module `common` asks for these
+    delta_nets: Any = getattr(gated_delta_net, "common", gated_delta_net)
+    delta_nets.HAVE_FLA = True
+    delta_nets.l2norm = lambda values: F.normalize(values, dim=-1, eps=1e-6)
     with mock.patch.object(torch.cuda, "current_device", lambda: "cpu"):
         yield
 

@@ -4,6 +4,7 @@ are cut is what their own `sharded_state_dict` says."""
 from pathlib import Path
 from typing import Any
 
+import megatron_ucp_patches as patches
 import pytest
 
 import megatron_ucp as ucp
@@ -160,12 +161,18 @@ def test_a_planted_fault_is_named_on_every_rank(
 
 def test_attributes_of_experts_decide_nothing(ranks: RankPool, sources: dict[str, Any]) -> None:
     """What the model says of its layouts does. Where megatron-core itself goes by an attribute that
-    lies, and puts experts among what all ranks share, that is refused."""
+    lies, and puts experts among what all ranks share, that is refused. Up to 0.18 it does so where
+    ranks cut attention and no expert."""
     kind = "leading dense layers"
     folder, _ = sources[kind]
     for found in ranks.run(WORLD, JOBS + "unmarked", on(kind, (4, 1, 2, 2), seed=3), folder):
-        assert found == {"error": "", "others": []}
+        assert found == {"error": "", "marked": True, "others": []}
+    lies = patches.version_of("megatron-core").startswith(("0.16.", "0.17.", "0.18."))
     for found in ranks.run(WORLD, JOBS + "unmarked", on(kind, (2, 1, 1, 1), seed=3), folder):
+        if not lies:
+            assert found == {"error": "", "marked": True, "others": []}
+            continue
+        assert not found["marked"]
         assert found["error"].startswith("a buffer mixes experts with parameters that other ranks")
         assert "param.allreduce" in found["error"]
 

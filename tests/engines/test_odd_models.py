@@ -16,12 +16,15 @@ STAGES = {0: (0, 3), 1: (1,), 3: (3, 1)}
 
 
 def require_right(found: dict[str, Any], count: int) -> None:
-    """Every load got all of it, and had something to get."""
+    """Every load got all of it, and had something to get. Losses are then the same; another stage
+    adds in another order, which may change their last bit (under torch 2.14 it does)."""
     assert len(found) == count
     for key, load in found.items():
         assert not load["error"], (key, load["error"])
         assert load["before"] > 10, key  # the comparison sees another model
-        assert load["after"] == [] and load["loss"] == 0, (key, load)
+        source, _, target = key.partition(" to ")
+        allowed = 0.0 if not target or source.endswith(target) else 1e-6
+        assert load["after"] == [] and load["loss"] <= allowed, (key, load)
 
 
 @pytest.mark.parametrize("net", ["ExtraState", "Turned", "Alias", "Brackets"])

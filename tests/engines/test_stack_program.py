@@ -3,6 +3,7 @@ Its program is not there: a module in its name gives the flags."""
 
 import argparse
 import enum
+import inspect
 import signal
 import sys
 import types
@@ -63,7 +64,17 @@ def give(args: argparse.Namespace) -> None:
     stub.get_args, stub.print_rank_0 = (lambda: args), (lambda text: None)
     sys.modules[stub.__name__] = stub
     batches.destroy_num_microbatches_calculator()
-    batches.init_num_microbatches_calculator(dist.get_rank(), [2, 2, 4], BATCH, 1, 2)
+    init = batches.init_num_microbatches_calculator
+    sizes: dict[str, Any] = {"step_batch_size_schedule": f"0:2 4:{BATCH}"}
+    if not sizes.keys() & inspect.signature(init).parameters:  # before 0.18
+        sizes = {"rampup_batch_size": [2, 2, 4]}
+    init(
+        rank=dist.get_rank(),
+        global_batch_size=BATCH,
+        micro_batch_size=1,
+        data_parallel_size=2,
+        **{"rampup_batch_size": None, **sizes},
+    )
 
 
 def micro_batches() -> int:

@@ -35,6 +35,17 @@ def run(argv: list[str]) -> dict[str, Any]:
     }
 
 
+def run_without_fp16(argv: list[str]) -> dict[str, Any]:
+    """As `run`, on a device that has no kernels for fp16."""
+    from unittest import mock
+
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    with mock.patch.object(kind, "is_fp16_supported", lambda self: False):
+        return run(argv)
+
+
 def run_with_sigterm(argv: list[str], rank: int, iteration: int) -> dict[str, Any]:
     """As `run`; one rank gets a SIGTERM while that iteration runs."""
     from pretrain import training

@@ -1,7 +1,6 @@
 """The training program on real ranks: trains, saves, resumes on other meshes, refuses."""
 
 import json
-import os
 import re
 
 import pytest
@@ -125,9 +124,9 @@ def test_tp_that_does_not_divide_the_vocabulary(ranks: RankPool, llama: Source) 
         )
 
 
-@pytest.mark.skipif(os.environ.get("DS_ACCELERATOR") != "cpu", reason="there may be a GPU")
-def test_fp16_without_a_gpu_is_refused(ranks: RankPool, llama: Source) -> None:
-    result = ranks.run(1, JOB, llama.argv(mesh(1, 1), "--fp16"))[0]
+def test_fp16_is_refused_on_a_device_without_it(ranks: RankPool, llama: Source) -> None:
+    job = "tests.pretrain.jobs:run_without_fp16"
+    result = ranks.run(1, job, llama.argv(mesh(1, 1), "--fp16"))[0]
     assert result["error"] == "UsageError" and "--fp16" in result["text"]
 
 

@@ -198,9 +198,10 @@ def run_batch(
     for one in found:  # on the last stage only
         total += one["loss"].double() / len(batch)
     ranks = parallel_state.get_data_parallel_world_size()
-    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    stage: Any = parallel_state.get_pipeline_model_parallel_group()
-    torch.distributed.all_reduce(total, group=stage)
+    copies: Any = parallel_state.get_data_parallel_group()
+    torch.distributed.all_reduce(total, group=copies)
+    stages: Any = parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.all_reduce(total, group=stages)
     return float(total) / ranks
 
 

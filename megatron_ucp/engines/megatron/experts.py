@@ -317,9 +317,8 @@ def auxiliary_losses(transformer: Any, micro_batches: int) -> dict[str, float]:
     since the last call, without their coefficients. Collective: every rank of the world calls it.
     """
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe import moe_utils
 
-    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    counted = _counted_losses()
     wanted = {
         "load_balancing_loss": bool(transformer.moe_aux_loss_coeff),
         "z_loss": bool(transformer.moe_z_loss_coeff),
@@ -329,15 +328,29 @@ def auxiliary_losses(transformer: Any, micro_batches: int) -> dict[str, float]:
     out: dict[str, float] = {}
     for name in (name for name, has in wanted.items() if has):
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-        if name in tracker:  # not on a stage without experts
-            total += tracker[name]["values"].double().sum()
+        if name in counted:  # not on a stage without experts
+            total += counted[name].double().sum()
         dist.all_reduce(total)
         # of the balancing loss a tensor-parallel rank has the part of its tokens, of the other one
         # the mean over them
         means = parallel_state.get_data_parallel_world_size() * (tp if name == "z_loss" else 1)
         out[name] = float(total) / (layers * micro_batches * means)
-    moe_utils.clear_aux_losses_tracker()
+    for losses in counted.values():
+        losses.zero_()
     return out
+
+
+def _counted_losses() -> dict[str, torch.Tensor]:
+    """The auxiliary losses that this rank's layers counted, [layers] each, by name: the tensors
+    that the layers add to."""
+    from megatron.core.transformer.moe import moe_utils
+
+    module: Any = moe_utils
+    if hasattr(module, "get_moe_metrics_tracker"):  # megatron-core from 0.18 on
+        tracker = module.get_moe_metrics_tracker()
+        return {name: entry.values for name, entry in tracker.metrics.items()}
+    entries = module.get_moe_layer_wise_logging_tracker().items()
+    return {name: entry["values"] for name, entry in entries}
 
 
 @torch.no_grad()

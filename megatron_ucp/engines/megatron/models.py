@@ -346,9 +346,8 @@ def layer_specs(transformer: "TransformerConfig") -> "TransformerBlockSubmodules
 
     layers = []
     for number in range(transformer.num_layers):
-        has_experts = transformer.num_moe_experts and not number % transformer.moe_layer_freq  # type: ignore[operator]
         layer = get_gpt_layer_local_spec(
-            num_experts=transformer.num_moe_experts if has_experts else None,
+            num_experts=transformer.num_moe_experts if has_experts(transformer, number) else None,
             normalization=transformer.normalization,
             qk_layernorm=transformer.qk_layernorm,
         )
@@ -358,6 +357,12 @@ def layer_specs(transformer: "TransformerConfig") -> "TransformerBlockSubmodules
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TaggedNorm  # type: ignore[union-attr]
         layers.append(layer)
     return TransformerBlockSubmodules(layers, layer_norm=TaggedNorm)  # type: ignore[arg-type]
+
+
+def has_experts(transformer: "TransformerConfig", number: int) -> bool:
+    """Whether a transformer layer, counted from 0, has experts."""
+    every: Any = transformer.moe_layer_freq
+    return bool(transformer.num_moe_experts) and number % every == 0
 
 
 @torch.no_grad()
@@ -398,7 +403,8 @@ def _sum_over_tensor_parallel(grad: torch.Tensor) -> torch.Tensor:
     total = (
         grad.float() if grad.dtype != torch.float32 else grad.clone()
     )  # rounded once, after the sum
-    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    dist.all_reduce(total, group=group)
     return total.to(grad.dtype)
 
 

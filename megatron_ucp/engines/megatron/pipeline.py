@@ -349,6 +349,7 @@ def _staged_model() -> Any:
                 loss_fn=_loss_of(transformer),
                 partition_method=method,
             )
+            _check_experts(self.parts, transformer)
             self.config = transformer
             # what is no part of the module is asked for what it computes
             self.__dict__.update(_as_gpt_model(config))
@@ -360,7 +361,6 @@ def _staged_model() -> Any:
             else:
                 _check_types(method, self._layer_specs)
                 super()._partition_layers(method)
-            _check_experts(self.parts, self._layer_specs)
 
         def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
             # DeepSpeed takes activations for the same on all tensor-parallel ranks, and by default
@@ -404,19 +404,15 @@ def _check_types(method: str, specs: "Sequence[LayerSpec]") -> None:
         )
 
 
-def _check_experts(parts: Sequence[int], specs: "Sequence[LayerSpec]") -> None:
+def _check_experts(parts: Sequence[int], transformer: "TransformerConfig") -> None:
     """Raises UnsupportedError where DeepSpeed has groups for experts, and a stage no layer with
-    any."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    def has_experts(spec: Any) -> bool:
-        submodules = spec.module_kwargs.get("submodules")
-        return submodules is not None and submodules.mlp.module is MoELayer
-
-    if not any(map(has_experts, specs)) or not experts_are_apart():
+    any. The transformer layers are those at the positions 1 to L of the pipeline."""
+    layers = range(transformer.num_layers)
+    with_experts = {number + 1 for number in layers if models.has_experts(transformer, number)}
+    if not with_experts or not experts_are_apart():
         return
     for stage, (first, last) in enumerate(itertools.pairwise(parts)):
-        if not any(map(has_experts, specs[first:last])):
+        if with_experts.isdisjoint(range(first, last)):
             raise UnsupportedError(
                 "a stage of the pipeline has no layer with experts: DeepSpeed saves such a stage "
                 "in another way than the others, and waits for them",
