@@ -72,6 +72,8 @@ def test_the_module_computes_with_what_was_filled(
     own matrices: in whole numbers, so that both are exact."""
     from megatron.core.transformer.moe import experts
 
+    if not hasattr(experts, "GroupedMLP"):
+        pytest.skip("this megatron-core has no GroupedMLP any more: its files alone are read")
     monkeypatch.setattr(experts.gg, "ops", SimpleNamespace(gmm=gmm), raising=False)
     module = filled(tmp_path)
     counts = torch.tensor([2, 1, 3, 2])
