@@ -498,3 +498,16 @@ def compared(folder: str, again: str) -> tuple[int, list[str]]:
 
     count = len(dist_checkpointing.load_plain_tensors(folder))
     return count, differing(Path(folder), Path(again))
+
+
+def asked_for(folder: str) -> tuple[int, int, list[str], list[str]]:
+    """What stock's files of a moment hold, and so its load asks for, that ours of the same moment
+    have not; tensors that both have and that differ. With the number of tensors and of objects."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    stock, (ours,) = Path(folder) / "stock", [*Path(folder).glob("iter_*")]
+    held = [FileSystemReader(one).read_metadata().state_dict_metadata for one in (stock, ours)]
+    missing = sorted(key for key in held[0] if key not in held[1])
+    tensors = {key for key, entry in held[0].items() if hasattr(entry, "size")}
+    unequal = [key for key in differing(stock, ours) if key in tensors and key not in missing]
+    return len(tensors), len(held[0]) - len(tensors), missing, unequal

@@ -13,9 +13,9 @@ from tests.engines.any_models import SETTINGS, AnyModel
 from tests.ranks import RankPool
 
 # 0.16.1 writes other slices of a padded bucket: of the embedding's copy on the last stage
+STOCK_STATES = ("param", "exp_avg", "exp_avg_sq")
 STOCK_LOSES = {
-    f"optimizer.state.{state}.embedding.word_embeddings.weight"
-    for state in ("param", "exp_avg", "exp_avg_sq")
+    f"optimizer.state.{state}.embedding.word_embeddings.weight" for state in STOCK_STATES
 }
 JOBS = "tests.engines.any_models:"
 WORLD, STEPS = 4, 3
@@ -82,6 +82,21 @@ def test_another_mesh_has_the_same_bits_and_losses(
     assert set(unequal) <= (STOCK_LOSES if kind == "predicting mixture" and mesh[1] > 1 else set())
     same = steps_alike(kind)
     assert found[0]["losses"][:same] == pytest.approx(losses[:same], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_stock_finds_every_key_that_it_asks_for_in_our_files(
+    ranks: RankPool, sources: dict[str, Any], kind: str
+) -> None:
+    folder, _ = sources[kind]
+    tensors, objects, missing, unequal = ranks.run(1, JOBS + "asked_for", folder)[0]
+    # what a program keeps of itself, which no model asks for
+    missing = [key for key in missing if not key.startswith(("common_state/", "rng_state/"))]
+    # T5 asks for two parameters under two keys each, of which we write one
+    twice = {"output_layer.weight", "position_embeddings.weight"} if kind == "t5" else set()
+    states = {f"optimizer.state.{one}.{key}" for key in twice for one in STOCK_STATES}
+    assert {*missing} == twice | states and tensors > 20 and objects and unequal == []
+    assert tensors > 20 and objects and unequal == []
 
 
 @pytest.mark.parametrize("kind", ["mamba", "gated delta net"])

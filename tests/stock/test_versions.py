@@ -126,8 +126,8 @@ LATER: list[Case] = [
     ("context-mixture", 4, f"{DISTRIBUTED} {MOE} {experts(4)}"),
     ("context-mixture", 4, f"{DISTRIBUTED} {MOE} {experts(2)}"),
 ]
-# Latent attention of stock's local layers computes something else at another tp: stock's own load of
-# the same state has other losses, too.
+# Latent attention of stock's local layers computes something else at another tp: stock's own load
+# of the same state has other losses, too.
 COMPUTED_OTHERWISE = {"latent-rows"}
 # our save of a resumed run, by stock on the same mesh
 BY_STOCK: list[Case] = [RESUMED[0], RESUMED[2], RESUMED[4]]
