@@ -208,10 +208,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
         UnsupportedError,
         "Megatron-core writes by default",
     ),
-    "precision-aware": (
-        lambda tag: changed_arguments(tag, use_precision_aware_optimizer=True),
+    "offloaded": (
+        lambda tag: changed_arguments(tag, optimizer_cpu_offload=True),
         UnsupportedError,
-        "precision-aware",
+        "offloaded to the CPU",
     ),
     "a group that could be another": (
         groups(third_group),

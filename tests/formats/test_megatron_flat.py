@@ -155,12 +155,6 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], type[UcpError], str]] = {
         StateMismatchError,
         "not those of",
     ),
-    "precision-aware": (
-        FLAT[0],
-        flat_argument(use_precision_aware_optimizer=True),
-        UnsupportedError,
-        "precision-aware",
-    ),
     "offloaded": (
         FLAT[0],
         flat_argument(optimizer_cpu_offload=True),

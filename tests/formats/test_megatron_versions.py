@@ -6,19 +6,36 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.errors import NotFoundError, StateMismatchError, UcpError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    NotFoundError,
+    StateMismatchError,
+    UcpError,
+    UnsupportedError,
+)
 from megatron_ucp.formats.base import Record
 from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.index import Index, read_index
 from megatron_ucp.formats.megatron.torch_dist import COMMON_KEY
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.one_parameter import read_state
-from tests.formats.megatron_files import GOLDEN, LATER, TAG, by_torch, copied, split, swapped_chunks
+from tests.formats.megatron_files import (
+    GOLDEN,
+    LATER,
+    TAG,
+    by_torch,
+    changed_arguments,
+    changed_index,
+    copied,
+    split,
+    swapped_chunks,
+)
 
 pytestmark = pytest.mark.long
 
@@ -169,3 +186,40 @@ def test_a_file_in_front_counts_and_none_at_all_is_named(tmp_path: Path) -> None
     (old / "common.pt").unlink()
     with pytest.raises(NotFoundError, match=r"common\.pt"):
         open_checkpoint(old).__enter__()
+
+
+# ------------------------------------------------ precision-aware optimizers
+
+
+@pytest.mark.parametrize("case", ["td_full_moe_ep2", "td_dpr_dp2_bf16"])
+def test_files_of_a_precision_aware_optimizer_are_read(case: str, tmp_path: Path) -> None:
+    """Megatron-LM writes its masters and moments in fp32, whatever it keeps them in."""
+    tag = copied(case, tmp_path / "saved")
+    changed_arguments(tag, use_precision_aware_optimizer=True, exp_avg_dtype="torch.bfloat16")
+    assert ucp.verify(tag, deep=True) and ucp.diff(tag, GOLDEN / case) == []
+
+
+def test_what_they_do_not_hold_is_named(tmp_path: Path) -> None:
+    tag = copied("plain_bf16_tp2", tmp_path / "saved")
+    changed_arguments(tag, use_precision_aware_optimizer=True)
+
+    def without_masters(metadata: Any) -> None:
+        masters = "optimizer.state.fp32_param."
+        for key in [key for key in metadata.state_dict_metadata if key.startswith(masters)]:
+            del metadata.state_dict_metadata[key]
+        for index in [one for one in metadata.storage_data if one.fqn.startswith(masters)]:
+            del metadata.storage_data[index]
+
+    changed_index(tag, without_masters)
+    with pytest.raises(DamagedFileError, match="lost its fp32 masters"):
+        open_checkpoint(tag).__enter__()
+
+    def in_blocks(metadata: Any) -> None:
+        for key, entry in metadata.state_dict_metadata.items():
+            if key.startswith("optimizer.state.exp_avg."):
+                entry.properties.dtype = torch.uint8
+
+    whole = copied("td_full_tp2dp2", tmp_path / "blocks")
+    changed_index(whole, in_blocks)
+    with pytest.raises(UnsupportedError, match="scaled by blocks"):
+        open_checkpoint(whole).__enter__()

@@ -136,10 +136,12 @@ class Target:
             )
         if self.mesh.cp * self.mesh.vpp > 1:
             raise UsageError(
-                "this axis is not converted",
+                "DeepSpeed has no context parallelism and no virtual stages: it could not train on "
+                "this mesh",
                 expected="tp, pp, dp, sp, ep, etp and zero",
                 found=self.mesh,
-                fix="leave cp and vpp out: an engine loads the files on such a mesh as they are",
+                fix="leave cp and vpp out. A run of Megatron-LM with them loads files of every mesh "
+                "as they are",
             )
 
     @classmethod

@@ -281,9 +281,9 @@ def _as_recorded(spec: ParamSpec, kept: ParamSpec | None) -> ParamSpec:
     return replace(spec, extent=kept.extent, on_mesh=on_mesh)
 
 
-# options that change what the optimizer's files hold
+# Options under which the optimizer's files hold no fp32 masters. Those of a precision-aware one do:
+# Megatron-LM writes its states unscaled, whatever it keeps them in.
 WITHOUT_MASTERS = {
-    "use_precision_aware_optimizer": "the precision-aware optimizer",
     "optimizer_cpu_offload": "an optimizer that is offloaded to the CPU",
     "fp8_param_gather": "weights in fp8, of which no copy is stored that masters could show",
     "use_megatron_fsdp": "Megatron-FSDP",

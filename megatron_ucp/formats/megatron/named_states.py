@@ -64,6 +64,15 @@ class NamedStates:
                 found=f"weights in {weight.dtype}",
             )
         for state, param in by_state.items():
+            if param.dtype not in _FLOATS:
+                raise UnsupportedError(
+                    f"the state {state} is no number for each element: it is scaled by blocks",
+                    file=self.file,
+                    parameter=name,
+                    expected=", ".join(_FLOATS),
+                    found=param.dtype,
+                    fix="save it again without --exp-avg-dtype and --exp-avg-sq-dtype",
+                )
             if param.shape != weight.shape:
                 raise DamagedFileError(
                     f"the state {state} has another shape than its parameter",
