@@ -18,7 +18,7 @@ from megatron_ucp.engines.megatron import derived, models
 from megatron_ucp.engines.megatron.chunks import Stack, Stages
 from megatron_ucp.reshard import renumbered
 from tests.engines.encoder_models import bert, forward_of, losses_of, t5
-from tests.engines.hybrid_models import PATTERNS, hybrid, on_cpu
+from tests.engines.hybrid_models import PATTERNS, hybrid, on_cpu, with_latent_attention
 from tests.engines.planted_layouts import PLANTS
 from tests.engines.recurrent_models import delta_net, kernels_on_cpu
 from tests.engines.stack_jobs import (
@@ -230,8 +230,7 @@ def _model(setup: AnyModel, config: Any, number: int | None) -> Any:
     with on_cpu(), kernels_on_cpu():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=number)
         if config.multi_latent_attention:
-            for layer in spec.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = LatentAttention
+            with_latent_attention(spec)
         if setup.kind == "gated delta net":
             _with_delta_nets(spec)
         predicts = None
@@ -261,19 +260,6 @@ def _with_delta_nets(spec: Any) -> None:
     for layer in spec.layer_specs[::2]:
         layer.submodules = copy.copy(layer.submodules)
         layer.submodules.self_attention = delta_net(*parts)
-
-
-class LatentAttention(torch.nn.Module):
-    """In the place of Transformer Engine's: keys and values of different widths."""
-
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query: Any, key: Any, value: Any, mask: Any, *_: Any, **__: Any) -> Any:
-        heads = [one.permute(1, 2, 0, 3) for one in (query, key, value)]
-        out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def _own_module() -> Any:

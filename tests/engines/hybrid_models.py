@@ -1,9 +1,13 @@
-"""megatron-core's hybrid model on a CPU: layers of attention, MLP, experts or Mamba."""
+"""megatron-core's hybrid model on a CPU: layers of attention, MLP, experts or Mamba; and its latent
+attention."""
 
 import sys
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+
+import torch
+import torch.nn.functional as F
 
 from megatron_ucp.engines.megatron import models
 from tests.engines.recurrent_models import kernels_on_cpu, mamba_layer
@@ -83,3 +87,22 @@ def on_cpu() -> Any:
             setattr(latent, name, type(name, (), {}))
     with mock.patch.object(norms.WrappedTorchNorm, "__new__", models.TaggedNorm.__new__):
         yield
+
+
+def with_latent_attention(spec: Any) -> None:
+    """Puts what runs on a CPU into the layers' latent attention."""
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = LatentAttention
+
+
+class LatentAttention(torch.nn.Module):
+    """In the place of Transformer Engine's: keys and values of different widths."""
+
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, mask: Any, *_: Any, **__: Any) -> Any:
+        heads = [one.permute(1, 2, 0, 3) for one in (query, key, value)]
+        out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -5,6 +5,7 @@ Those are compared in fp32: both sides compute routers in fp32 whatever the mode
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,28 @@ EQUAL = 1e-4
 TOKENS = torch.randint(VOCAB, (3, SEQUENCE), generator=torch.Generator().manual_seed(3))
 
 
+def is_built(kind: str) -> bool:
+    """Whether this megatron-core builds such a model without Transformer Engine. 0.19 wants a fused
+    norm of that for queries without latents, where keys and values have a norm."""
+    whole = KINDS[kind]["q_lora_rank"] is None
+    return not whole or find_spec("megatron.core.transformer.mla_qk_norm_config") is None
+
+
+class Computed(dict[str, Any]):
+    """By kind or fault. A test of a kind that is not built is skipped."""
+
+    def __missing__(self, kind: str) -> Any:
+        assert not is_built(kind)
+        pytest.skip(f"this megatron-core builds {kind} with Transformer Engine only")
+
+
 @pytest.fixture(scope="module")
 def computed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of each kind the folder, and what both sides compute; of a fault what transformers does."""
     folder = tmp_path_factory.mktemp("deepseek")
-    found: dict[str, Any] = {}
+    found = Computed()
     requests: dict[str, Path] = {}
-    for kind in KINDS:
+    for kind in filter(is_built, KINDS):
         (ours,) = ranks.run(1, JOBS + "save", AnyModel(kind=kind), str(folder / kind), TOKENS)
         ucp.export_hf(folder / kind, folder / f"{kind} hf", verify=True)
         found[kind] = {"folder": folder, "ours": ours}
@@ -132,7 +148,7 @@ def test_in_on_another_mesh_and_out_again(
 def test_what_is_loaded_computes_the_same(
     ranks: RankPool, computed: dict[str, Any], tmp_path: Path
 ) -> None:
-    for kind in KINDS:
+    for kind in filter(is_built, KINDS):
         args = AnyModel(kind=kind, seed=3), str(computed[kind]["folder"] / f"{kind} hf")
         (found,) = ranks.run(1, JOBS + "load", *args, str(tmp_path / kind), TOKENS)
         assert torch.equal(found, computed[kind]["ours"])
