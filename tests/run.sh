@@ -11,7 +11,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tests/venv.sh
 
-OLDER=0.19.4 # what README names
+OLDER=0.19.4 # of DeepSpeed, what README names
+NEWEST=0.19.2 # of megatron-core, as tests/stock says
 quick= all= older=
 case "${1:-}" in
     older) older=1 marks="not slow and not gpu"; shift ;;
@@ -96,7 +97,11 @@ set -m # a process group of its own, which can be stopped as a whole
 beside >"$log" 2>&1 &
 set +m
 trap 'kill -- -$! 2>/dev/null || true; rm -f "$log"' EXIT
-if [ -z "$quick" ]; then build_ops; fi
+if [ -z "$quick" ]; then
+    build_ops
+    # of the newest megatron-core, whose stock programs tests/stock runs: a Python from 3.12 on has it in its environment
+    if ! python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then bash tests/megatron_env.sh "$NEWEST"; fi
+fi
 # Ranks mostly wait for each other: two files of tests at a time, each with ranks of its own.
 check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
     -m "$marks${quick:+ and not ranks}" -rs --durations=10 "$@"

@@ -12,7 +12,7 @@ from megatron_ucp.families.architecture import (
     every_of,
     odd_settings,
 )
-from megatron_ucp.families.base import Builder, Family
+from megatron_ucp.families.base import Builder, Family, Model
 
 _TOKENIZERS_WITH_END = ("NullTokenizer",)  # whose vocabulary has an end mark more than asked for
 
@@ -34,6 +34,9 @@ def with_model(manifest: Manifest) -> Manifest:
         architecture = _architecture(arguments)
     except (KeyError, TypeError, ValueError):  # arguments that are missing or of other types
         return manifest
+    table = Model(family, sizes).table
+    if any(spec.kind != "buffer" and spec.name not in table for spec in manifest.params):
+        return manifest  # a model with more than that: latent attention, multi-token prediction
     run = {key: value for key, value in manifest.run.items() if key != ARGUMENTS}
     run[RECORDED] = {"sizes": asdict(sizes), "architecture": asdict(architecture)}
     return replace(manifest, family=family.name, run=run)
