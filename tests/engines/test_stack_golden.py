@@ -3,6 +3,7 @@ the next three losses are those of the run that went on."""
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import megatron_ucp as ucp
 from tests.engines.stack_jobs import Mcore
-from tests.formats.megatron_files import GOLDEN
+from tests.formats.megatron_files import GOLDEN, GOLDEN_LATER, LATER
 from tests.ranks import RankPool
 
 SEQUENCE, VOCAB, SAMPLES = 16, 64, 4
@@ -21,6 +22,10 @@ CASES: dict[str, tuple[str, int, Mcore]] = {
     "flat": ("td_dpr_pp2vpp2", 4, Mcore(tp=2, overlap=True, gather=True, bucket=5000)),
     "mixture": ("td_full_moe_ep2", 4, Mcore(ep=4, **MOE)),
     "bf16": ("td_dpr_dp2_bf16", 4, Mcore(tp=2, dtype="bf16")),
+    # of later versions, whichever this environment has
+    "0.18 in bf16": ("v018_dpr_pp2dp2_bf16", 4, Mcore(tp=2, dtype="bf16")),
+    "0.19": ("v019_dpr_tp2dp2", 4, Mcore(pp=2)),
+    "0.19 mixture": ("v019_full_moe_ep2", 4, Mcore(pp=2, ep=2, **MOE)),
 }
 
 
@@ -90,9 +95,15 @@ def rows(iteration: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return out
 
 
+def folder_of(case: str) -> Path:
+    return (GOLDEN_LATER if case in LATER else GOLDEN) / case
+
+
 def expected(case: str) -> list[float]:
-    text = GOLDEN / case / "next_losses.txt"
-    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", text.read_text())]
+    text = folder_of(case) / "next_losses.txt"
+    return [
+        float(found) for found in re.findall(r"(?:loss |^)(\d+\.\d{7})", text.read_text(), re.M)
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,7 +112,7 @@ def test_stock_files_go_on(ranks: RankPool, case: str) -> None:
     job = "tests.engines.test_stack_golden:next_losses"
     want = expected(name)
     assert len(want) == 3
-    for losses, iteration, samples in ranks.run(world, job, setup, str(GOLDEN / name)):
+    for losses, iteration, samples in ranks.run(world, job, setup, str(folder_of(name))):
         assert (iteration, samples) == (3, 12)
         allowed = 5e-3 if setup.dtype == "bf16" else 1e-5
         assert losses == pytest.approx(want, rel=0, abs=allowed)

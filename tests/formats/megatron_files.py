@@ -19,6 +19,7 @@ from megatron_ucp.formats.pt.values import StorageRef, storages_of
 from megatron_ucp.formats.pt.writer import write_pt
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron"
+GOLDEN_LATER = GOLDEN.parent / "megatron_later"
 TAG = "iter_0000003"
 LEGACY = "legacy_tp2pp2"
 NAMED = ("td_full_tp2dp2", "td_full_moe_ep2", "plain_bf16_tp2")
@@ -41,7 +42,7 @@ NORMS = {
 
 def copied(case: str, folder: Path) -> Path:
     """A golden checkpoint that a test may change; returns its tag folder."""
-    shutil.copytree(GOLDEN / case, folder)
+    shutil.copytree((GOLDEN_LATER if case in LATER else GOLDEN) / case, folder)
     return folder / TAG
 
 

@@ -27,6 +27,7 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.one_parameter import read_state
 from tests.formats.megatron_files import (
     GOLDEN,
+    GOLDEN_LATER,
     LATER,
     TAG,
     by_torch,
@@ -44,7 +45,7 @@ EXPORTED = {"v018_dpr_pp2dp2_bf16": 39, "v019_dpr_tp2dp2": 39, "v019_full_moe_ep
 
 
 def weights_of(case: str) -> dict[str, torch.Tensor]:
-    found = {k: v for k, v in by_torch(GOLDEN / case / TAG).items() if "optimizer" not in k}
+    found = {k: v for k, v in by_torch(GOLDEN_LATER / case / TAG).items() if "optimizer" not in k}
     return {name: values for name, _, values in split(found)}
 
 
@@ -63,7 +64,7 @@ def unequal(folder: Path, weights: dict[str, torch.Tensor]) -> list[str]:
 @pytest.mark.parametrize("case", LATER)
 def test_every_master_is_the_stored_weight(case: str) -> None:
     weights = weights_of(case)
-    assert len(weights) > 20 and unequal(GOLDEN / case, weights) == []
+    assert len(weights) > 20 and unequal(GOLDEN_LATER / case, weights) == []
     one, other = (
         name
         for name in weights
@@ -72,18 +73,20 @@ def test_every_master_is_the_stored_weight(case: str) -> None:
         and name.startswith(("decoder.layers.0.", "decoder.layers.2."))
     )
     weights[one], weights[other] = weights[other], weights[one]
-    assert unequal(GOLDEN / case, weights) == [one, other], "the comparison sees two that changed"
+    assert unequal(GOLDEN_LATER / case, weights) == [one, other], (
+        "the comparison sees two that changed"
+    )
 
 
 @pytest.mark.parametrize("case", LATER)
 def test_what_is_no_tensor_is_read_where_it_lies(case: str) -> None:
-    with open_checkpoint(GOLDEN / case) as checkpoint:
+    with open_checkpoint(GOLDEN_LATER / case) as checkpoint:
         extras, names = checkpoint.extras, checkpoint.file_names
         assert str(checkpoint.manifest.written_on) == LATER[case]
     assert (
         ("common.pt" in names)
         == (case in IN_A_FILE)
-        == (GOLDEN / case / TAG / "common.pt").is_file()
+        == (GOLDEN_LATER / case / TAG / "common.pt").is_file()
     )
     assert extras.counters == {"global_steps": 3, "global_samples": 12, "skipped_steps": 0}
     assert extras.scheduler is not None and extras.scheduler["num_steps"] == 12
@@ -93,7 +96,7 @@ def test_what_is_no_tensor_is_read_where_it_lies(case: str) -> None:
 
 @pytest.mark.parametrize("case", LATER)
 def test_each_command_takes_it(case: str, tmp_path: Path) -> None:
-    source = GOLDEN / case
+    source = GOLDEN_LATER / case
     assert "step         3" in str(ucp.inspect(source))
     assert ucp.verify(source, deep=True) and ucp.plan(source, "dp=3,zero=3")
     before = by_torch(source / TAG)
@@ -114,14 +117,14 @@ def test_each_command_takes_it(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", EXPORTED)
 def test_it_becomes_a_hugging_face_model(case: str, tmp_path: Path) -> None:
-    found = ucp.export_hf(GOLDEN / case, tmp_path / "hf", dtype="float32", verify=True)
+    found = ucp.export_hf(GOLDEN_LATER / case, tmp_path / "hf", dtype="float32", verify=True)
     assert found.tensors == EXPORTED[case]
 
 
 @pytest.mark.parametrize("case", [case for case in LATER if case not in EXPORTED])
 def test_no_other_model_is_exported_in_its_place(case: str, tmp_path: Path) -> None:
     with pytest.raises(UcpError):
-        ucp.export_hf(GOLDEN / case, tmp_path / "hf", dtype="float32")
+        ucp.export_hf(GOLDEN_LATER / case, tmp_path / "hf", dtype="float32")
     assert not (tmp_path / "hf").exists()
 
 

@@ -11,7 +11,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 POSITIONS = "embedding.position_embeddings.weight"
 HEAD = "output_layer.weight"
 _LAYER = re.compile(r"((?:\w+\.)*layers)\.\d+")  # the name of a module in a list of layers
-_RENAMED_LAYER = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)")
+_INNER_LAYER = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.)")
+_CONVOLUTION = re.compile(r"(.+\.mixer\.conv1d)_(weight|bias)")
 # of TEGroupedMLP: a parameter for each expert of the rank
 _GROUPED = re.compile(r"(.+\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 
@@ -48,9 +49,15 @@ def canonical_names(model: Any) -> dict[str, str]:
                 break
         if name == HEAD and getattr(value, "shared_embedding", False):
             whole = EMBEDDING
-        # since 0.17 the inner layer of multi-token prediction has another name than its key
-        out[name] = _RENAMED_LAYER.sub(r"\1transformer_layer.", whole)
+        out[name] = _as_in_files(whole)
     return out
+
+
+def _as_in_files(name: str) -> str:
+    """A name as it was before an attribute of megatron-core's was renamed: its key in files stays.
+    Since 0.17 that is the inner layer of multi-token prediction, since 0.19 Mamba's convolution."""
+    name = _INNER_LAYER.sub(r"\1transformer_layer.", name)
+    return _CONVOLUTION.sub(r"\1.\2", name)
 
 
 def _layers(model: Any) -> dict[str, str]:

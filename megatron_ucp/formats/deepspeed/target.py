@@ -140,8 +140,8 @@ class Target:
                 "this mesh",
                 expected="tp, pp, dp, sp, ep, etp and zero",
                 found=self.mesh,
-                fix="leave cp and vpp out. A run of Megatron-LM with them loads files of every mesh "
-                "as they are",
+                fix="leave cp and vpp out. A run of Megatron-LM with them loads files of every "
+                "mesh as they are",
             )
 
     @classmethod

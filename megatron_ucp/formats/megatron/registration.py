@@ -108,11 +108,18 @@ _MLP = (
     "mlp.shared_experts.gate_weight",
     *_with_biases("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
 )
-# A Mamba layer of a hybrid model: the mixer's own parameters, then those of its modules.
-_MAMBA = (
-    *("mixer.conv1d_weight", "mixer.conv1d_bias", "mixer.dt_bias", "mixer.A_log", "mixer.D"),
+# A Mamba layer of a hybrid model: the mixer's own parameters, then those of its modules. Its
+# convolution was a module until 0.18.
+_OWN = ("mixer.dt_bias", "mixer.A_log", "mixer.D")
+_CONVOLUTION = tuple(_with_biases("mixer.conv1d"))
+_PROJECTION = (
     *("mixer.in_proj.layer_norm_weight", "mixer.in_proj.layer_norm_bias"),
-    *_with_biases("mixer.in_proj", "mixer.conv1d", "mixer.norm", "mixer.out_proj", "norm"),
+    *_with_biases("mixer.in_proj"),
+)
+_BEHIND = tuple(_with_biases("mixer.norm", "mixer.out_proj", "norm"))
+_MAMBAS = (
+    (*_OWN, *_PROJECTION, *_CONVOLUTION, *_BEHIND),
+    (*_CONVOLUTION, *_OWN, *_PROJECTION, *_BEHIND),
 )
 # Transformer Engine's layers have the norm in front of a matrix as the matrix's own parameter.
 _ATTENTIONS = (
@@ -122,8 +129,8 @@ _ATTENTIONS = (
 )
 
 
-def _model(attention: Sequence[str]) -> tuple[str, ...]:
-    layer = (*attention, *_MLP, *_MAMBA)
+def _model(attention: Sequence[str], mamba: Sequence[str]) -> tuple[str, ...]:
+    layer = (*attention, *_MLP, *mamba)
     predicts = "mtp.layers.#"
     return (
         *("embedding.word_embeddings.weight", "embedding.position_embeddings.weight"),
@@ -137,7 +144,7 @@ def _model(attention: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-_MODELS = tuple(map(_model, _ATTENTIONS))
+_MODELS = tuple(_model(attention, mamba) for mamba in _MAMBAS for attention in _ATTENTIONS)
 
 
 def orders_to_try(live: Sequence[str]) -> Iterator[RegistrationOrder]:
