@@ -175,7 +175,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         mesh, said = self.saved_on, self.arguments
         parts, why = parts_of(said, mesh, self.main_file), "a name without a place in any order"
         fitting: list[list[PlacedBuffer]] = []
-        for order in orders_to_try(self.told.registered):
+        for order in orders_to_try(self.told.registered, params):
             names = {
                 (part, rank): registered_names(part, rank, params, mesh, order)
                 for part in parts

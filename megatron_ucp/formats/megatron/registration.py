@@ -12,6 +12,7 @@ A live model says its own order (`order_of`). Where there is none, the orders of
 modules are tried, which stand here: attributes in the order of `__init__` (0.16.1 to 0.19.2).
 """
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ def order_of(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
     return tuple(merged)
 
 
+@functools.lru_cache(100_000)
 def _template(name: str) -> str:
     return _NUMBER.sub("#", name)
 
@@ -147,11 +149,19 @@ def _model(attention: Sequence[str], mamba: Sequence[str]) -> tuple[str, ...]:
 _MODELS = tuple(_model(attention, mamba) for mamba in _MAMBAS for attention in _ATTENTIONS)
 
 
-def orders_to_try(live: Sequence[str]) -> Iterator[RegistrationOrder]:
-    """The order of the caller's `live` model, where it has one; then those of megatron-core's
-    modules. Experts may follow each other one by one, or matrix by matrix. A live model whose head
-    is tied to its embedding has no name for it; the head is the last that is registered."""
+def orders_to_try(live: Sequence[str], names: Iterable[str]) -> Iterator[RegistrationOrder]:
+    """Each order that a model with these parameters could have, once: that of the caller's `live`
+    model, where there is one, then those of megatron-core's modules. Experts may follow each other
+    one by one, or matrix by matrix. A live model whose head is tied to its embedding has no name
+    for it; the head is the last that is registered."""
+    present = {*map(_template, names)}
     own = [(*(one for one in live if one != _HEAD), _HEAD)] if live else []
+    seen: set[tuple[str, ...]] = set()
     for templates in (*own, *_MODELS):
-        for by_expert in (True, False):
-            yield RegistrationOrder(templates, by_expert)
+        found = tuple(one for one in templates if one in present or one == _HEAD)
+        if found in seen or not present <= {*found}:
+            continue
+        seen.add(found)
+        yield RegistrationOrder(found)
+        if any(_EXPERTS in one for one in found):
+            yield RegistrationOrder(found, by_expert=False)

@@ -153,7 +153,9 @@ class TorchDistCheckpoint(MegatronFolder):
         spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
         behind = self.states.weights.get(second_matrix(weight.name))
         spec = self.on_mesh(spec, behind and behind.shape)
-        return replace(spec, on_mesh=spec.on_mesh or self._cut_as_stored(spec, weight))
+        if spec.on_mesh is None:
+            spec = replace(spec, on_mesh=self._cut_as_stored(spec, weight))
+        return spec
 
     def _cut_as_stored(self, spec: ParamSpec, weight: StoredParam) -> Layout | None:
         """The layout of a parameter of which nobody says how tensor parallelism cuts it. Parts with

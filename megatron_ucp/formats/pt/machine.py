@@ -246,7 +246,7 @@ class Machine:
     def _refuse_state_of_enum(self, target: object) -> None:
         """Raises UnsafePickleError where a member of an enum gets attributes or content: then it is
         an object of another class."""
-        if isinstance(target, Stand) and target.qualname in self.enums:
+        if self.enums and isinstance(target, Stand) and target.qualname in self.enums:
             raise not_listed(target.qualname, self.file)
 
     def persistent_load(self) -> None:
