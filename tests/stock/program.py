@@ -53,6 +53,7 @@ class Job:
     iterations: int = 3
     more: int = 0  # iterations after the save
     ours: bool = False
+    other: str = ""  # a folder of another kind of model, which this package loads into this one
     without: tuple[str, ...] = ()
     want: str = ""
     limit_s: float = 120
@@ -210,6 +211,8 @@ def run(job: Job, rank: int, store: str) -> None:
         training.load_checkpoint = megatron_lm.load_checkpoint
         training.save_checkpoint = megatron_lm.save_checkpoint
     program = _built(args, container)
+    if job.other:
+        _load_of_another_model(program, job.other)
     result: dict[str, Any] = {"iteration": args.iteration, "samples": args.consumed_train_samples}
     if job.want:
         result |= _compared(program, job.want)
@@ -306,6 +309,21 @@ def _built(args: Any, container: Any) -> Any:
         scheduler=scheduler,
         handle=counts,
         setup=SimpleNamespace(distributed=args.use_distributed_optimizer),
+    )
+
+
+def _load_of_another_model(program: Any, folder: str) -> None:
+    """A GPTModel's checkpoint into a hybrid model, or back: refused unless it is asked for."""
+    import megatron_ucp as ucp
+
+    stack = ucp.attach_megatron(program.stack.chunks, program.optimizer, program.scheduler)
+    with contextlib.suppress(ucp.UcpError):
+        ucp.load(stack, folder)
+        raise SystemExit("it was loaded without being asked for")
+    ucp.load(stack, folder, allow={"hybrid"})
+    program.args.iteration, program.args.consumed_train_samples = (
+        stack.iteration,
+        stack.consumed_samples,
     )
 
 

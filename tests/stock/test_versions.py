@@ -8,7 +8,7 @@ that knows nothing of this package.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +48,7 @@ LATENT = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 8"
 )
 HYBRID = "--spec tests.stock.hybrid_layers local_stack --hybrid-layer-pattern"
-TIED = "--attention-dropout 0.1 --hidden-dropout 0.1"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 
 def experts(ranks: int) -> str:
@@ -79,7 +79,8 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "uneven": (f"{DISTRIBUTED} {PP2} --decoder-last-pipeline-num-layers 1", ()),
     "layout": (f"{DISTRIBUTED} {PP2} --pipeline-model-parallel-layout Et|tttL", ()),
     "overlap": (f"{DISTRIBUTED} {TP2} --overlap-grad-reduce --overlap-param-gather", ()),
-    "dropout": (f"{DISTRIBUTED} {TP2} {TIED}", ()),
+    "dropout": (f"{DISTRIBUTED} {TP2} {DROPOUT}", ()),
+    "context-dropout": (f"{DISTRIBUTED} {CP2} {DROPOUT}", ()),
     "context-mixture": (f"{DISTRIBUTED} {CP2} {MOE} {experts(2)}", ()),
 }
 # (source, ranks, flags of another mesh): what of the model has to be said again is the source's
@@ -118,11 +119,12 @@ LATER: list[Case] = [
     ("uneven", 4, f"{DISTRIBUTED} {TP2}"),
     ("layout", 4, f"{DISTRIBUTED} {TP2}"),
     ("overlap", 4, f"{DISTRIBUTED} {PP2} --overlap-grad-reduce"),
-    ("dropout", 4, f"{DISTRIBUTED} {TP2} {TIED}"),  # the same mesh: its random states too
+    ("dropout", 4, f"{DISTRIBUTED} {TP2} {DROPOUT}"),  # the same mesh: its random states too
     ("context", 4, f"{DISTRIBUTED} {CP2}"),
     ("context", 4, f"{DISTRIBUTED} {PP2}"),
     ("context", 4, f"{DISTRIBUTED} {PP2} {CP2}"),
     ("context", 1, DISTRIBUTED),
+    ("context-dropout", 4, f"{DISTRIBUTED} {CP2} {DROPOUT}"),
     ("context-mixture", 4, f"{DISTRIBUTED} {MOE} {experts(4)}"),
     ("context-mixture", 4, f"{DISTRIBUTED} {MOE} {experts(2)}"),
 ]
@@ -211,7 +213,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
     found.close()
 
 
-def slow(cases: list[Case]) -> list[Any]:
+def slow(cases: Sequence[Any]) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
@@ -250,6 +252,23 @@ def test_stock_goes_on_from_our_save(stock: Stock, case: Case) -> None:
     differences = [one for one in found["differences"] if not one.startswith("counters")]
     assert differences == [] and any("fp32" in one for one in found["planted"])
     assert largest(found["losses"], ours["after"]) <= ALLOWED
+
+
+ACROSS = {
+    "into a hybrid model": ("default", f"{HYBRID} *-*-|*-*- {PP2}", ("--num-layers",)),
+    "out of one": ("hybrid", PP2, ()),
+    "experts too": ("mixture", f"{HYBRID} *E*E*E*E {MOE} {experts(4)}", ("--num-layers",)),
+}
+
+
+@pytest.mark.parametrize("case", ["into a hybrid model", *slow(["out of one", "experts too"])])
+def test_a_model_of_the_other_kind_goes_on(stock: Stock, case: str) -> None:
+    """From stock's default form, with the optimizer, which stock itself refuses."""
+    source, flags, without = ACROSS[case]
+    want = stock.saved(source)
+    other = str(stock.folder / source)
+    found = stock.run(flags=f"{DISTRIBUTED} {flags}", without=without, other=other)
+    assert largest(found["losses"], want["after"]) <= ALLOWED
 
 
 def test_commands_take_a_folder_of_context_parallelism(stock: Stock, tmp_path: Path) -> None:
