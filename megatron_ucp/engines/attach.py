@@ -57,7 +57,7 @@ from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.deepspeed.keys import PATTERNS
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import plain_path
+from megatron_ucp.reshard.arguments import absolute_path, plain_path
 from megatron_ucp.reshard.ds_section import SECTION, options_of
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
@@ -280,7 +280,7 @@ class _DeepSpeedHandle(Handle):
         if (other := skipped(engine, engine.global_steps)) is not None:
             return other
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        given = (Path(plain_path(save_dir)), tag, client_state or {}, save_latest)
+        given = (absolute_path(save_dir), tag, client_state or {}, save_latest)
         asked = Asked(
             engine, self.model, self.how, self.stock_save, *given, exclude_frozen_parameters
         )

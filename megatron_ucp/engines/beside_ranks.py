@@ -107,7 +107,8 @@ class BesideRanks:
         """Keeps what this rank does now for those that wait for it."""
         self.doing = what
         if self._store is not None:
-            self._store.set(f"{self._turn} of {self.rank}", what)
+            with suppress(RuntimeError):  # it goes with rank 0, which `gather` then says
+                self._store.set(f"{self._turn} of {self.rank}", what)
 
     def _missing(self) -> list[str]:
         """What the ranks do that did not come to this turn."""

@@ -24,6 +24,12 @@ def plain_path(path: Any) -> str:
     )
 
 
+def absolute_path(path: Any) -> Path:
+    """The path of a folder as it is meant at the call, wherever the program goes before it is used.
+    Raises UsageError for what is no path."""
+    return Path(os.path.abspath(plain_path(path)))
+
+
 def check_allow(allow: Any, known: Collection[str]) -> None:
     """Raises UsageError for allowances that an operation does not know."""
     listed = ", ".join(sorted(known))
