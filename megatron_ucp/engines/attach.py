@@ -285,12 +285,11 @@ class _DeepSpeedHandle(Handle):
             engine, self.model, self.how, self.stock_save, *given, exclude_frozen_parameters
         )
         report = save(asked)
-        return report if report.is_under_way else ended(engine, report)
+        return report if report.is_under_way or report.error else ended(engine, report)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """In the place of the engine's own."""
-        self.save(*args, **kwargs)
-        return True
+        """In the place of the engine's own: whether there is a save, or will be."""
+        return not self.save(*args, **kwargs).error
 
     def load_checkpoint(
         self,

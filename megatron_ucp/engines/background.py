@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats.claims import PublishRight
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import check_saves
 
 _KEPT = "_ucp_background"  # of an engine: what works beside its training, by what it does
 _SAVES = "saves"
+_LONGER_S = 1.0  # than its deadline a save is waited for: the ranks name the one that is late
 
 
 @dataclass(frozen=True)
@@ -50,30 +52,7 @@ class BesideTraining:
     keep_snapshot: bool = True
 
     def __post_init__(self) -> None:
-        _require_one_of("busy", self.busy, ("wait", "skip"))
-        _require_one_of("on_error", self.on_error, ("raise", "warn"))
-        for name in ("deadline", "snapshot_bytes"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise UsageError(
-                    f"{name} is a number",
-                    expected="at least 0",
-                    found=repr(value),
-                    fix=f"give a number, or leave {name} out",
-                )
-
-
-def _require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:
-    if value not in words:
-        raise UsageError(
-            f"{name} is none of its words",
-            parameter=name,
-            expected=" or ".join(words),
-            found=repr(value),
-            fix=f"give {name} as one of these",
-        )
+        check_saves(self)
 
 
 BESIDE = tuple(one.name for one in fields(BesideTraining))
@@ -160,7 +139,7 @@ class SaveTurn:
         """Until it is done, or a little longer than the ranks wait for each other, so that the
         error names one."""
         left = self.left_s()
-        writer.join(None if left is None else left + 1.0)
+        writer.join(None if left is None else left + _LONGER_S)
         if writer.is_alive():
             self.give_up("did not finish before its deadline", f"done within {self.deadline:g} s")
             return
@@ -289,6 +268,24 @@ def skipped(engine: Any, steps: int) -> SaveReport | None:
     return None
 
 
+_WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
+
+
+def begun_or_warned(
+    background: Background | None, where: Path, steps: int, begin: Callable[[], SaveReport]
+) -> SaveReport:
+    """What begins a save; where the disk refuses that, and the save was to warn, a note and a
+    report that says why. Raises as `begin`."""
+    try:
+        return begin()
+    except SaveError as error:
+        is_raised = background is None or background.how.on_error == "raise"
+        if is_raised or error.id not in _WARNED:
+            raise
+        say.note(f"a save failed, and training goes on: {error}")
+        return replace(under_way(where, "", steps, 0.0), is_under_way=False, error=str(error))
+
+
 def wait_together(engine: Any) -> None:
     """As `wait`, on all ranks: what failed on one is raised on each. Collective."""
     for background in _all_of(engine).values():
@@ -307,13 +304,21 @@ def wait(engine: Any) -> None:
         Nothing: what was saved is in `report`.
 
     Raises:
-        SaveError: Where the save failed; older tags are as they were.
+        SaveError: Where the save failed; the message says what counts.
         RankError: Where a rank is gone.
+        UsageError: For what is no engine.
 
     Example:
         >>> engine.save_checkpoint("checkpoints")
         >>> ucp.wait(engine)
     """
+    if not hasattr(engine, "ucp") and not hasattr(engine, "global_steps"):
+        raise UsageError(
+            "this is no engine",
+            expected="an engine of DeepSpeed, or what ucp.attach_megatron returned",
+            found=repr(engine)[:200],
+            fix="give the engine whose save is waited for",
+        )
     for background in _all_of(engine).values():
         background.wait()
 

@@ -41,7 +41,7 @@ from megatron_ucp.formats.memory_folder import (
     refuse_room,
 )
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import plain_path
+from megatron_ucp.reshard.arguments import check_saves, plain_path
 from megatron_ucp.reshard.fingerprint import Sums, diverged, sums_of_rank, table_of
 from megatron_ucp.reshard.held_layout import CopiedLayout, copied
 from megatron_ucp.reshard.memory_sink import HeldMemory
@@ -72,13 +72,7 @@ class InMemory:
     client_state: Callable[[], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        least = {"every": 1, "copies": 0}
-        for name, low in least.items():
-            value: object = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                _refuse(name, f"a whole number of at least {low}", value)
-        if self.keep != MEMORY:
-            _refuse("keep", repr(MEMORY), self.keep)
+        check_saves(self)
         if self.client_state is not None and not callable(self.client_state):
             _refuse("client_state", "a function without arguments", self.client_state)
         if self.folder is not None:

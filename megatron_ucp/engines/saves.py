@@ -33,7 +33,7 @@ from megatron_ucp.formats.pointers import (
     saved_at,
 )
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import check_switch
+from megatron_ucp.reshard.arguments import check_saves
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import Sums
 from megatron_ucp.reshard.folder_sink import FolderOutput
@@ -58,19 +58,9 @@ class Saving:
     way: str = STOCK
 
     def __post_init__(self) -> None:
-        check_switch("durable", self.durable)
-        check_switch("rng", self.rng)
+        check_saves(self)
         if self.way not in WAYS:
             refuse_way(self.way, WAYS)
-        keep: object = self.keep_latest
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise UsageError(
-                "keep_latest is a number of tags",
-                expected="at least 1",
-                found=self.keep_latest,
-                fix="give a number of at least 1, or leave keep_latest (--keep-latest) out "
-                "to keep all tags",
-            )
 
     def syncs(self, folder: Path, tag: str) -> Syncs:
         """What brings one save to disk, with its right to publish."""
@@ -122,7 +112,7 @@ class SaveReport:
     `stock_seconds` in DeepSpeed's own call, on this rank; `notes` say which older tags went, and
     what no load gets from the files. `blocked_seconds` are those in which training stood still, and
     `bytes_by_rank` what each rank wrote. `is_under_way`: the save goes on in the background, and
-    nothing counts yet."""
+    nothing counts yet. `error`: why nothing was saved, of a save that was to warn."""
 
     path: str
     mesh: str
@@ -136,8 +126,11 @@ class SaveReport:
     blocked_seconds: float = 0.0
     bytes_by_rank: tuple[int, ...] = ()
     is_under_way: bool = False
+    error: str = ""
 
     def __str__(self) -> str:
+        if self.error:
+            return f"step {self.global_steps:,} ({self.path}) was not saved: {self.error}"
         if self.is_under_way:
             return f"saving step {self.global_steps:,} ({self.path}) in the background"
         where = "on disk on every rank" if self.durable else "not synced to disk, as asked"

@@ -49,16 +49,13 @@ class PublishRight:
         self.done: list[str] = []  # what counts by now
         self.is_lost = False
         self.hangs = ""  # the change that is being made
-        self._said = ""
         self._changes = threading.Lock()
 
     @contextmanager
     def changing(self, what: str, done: str = "", is_late: bool = False) -> Iterator[None]:
         """One change; `done` is true once it is made. Behind `until` only what `is_late` is still
         done: clearing up. Raises SaveError where the right is lost."""
-        if what != self._said:
-            self._said = what
-            self.says(what)
+        self.says(what)
         with self._changes:
             if self.is_lost or not (is_late or self._is_in_time()):
                 raise SaveError(

@@ -24,7 +24,7 @@ from megatron_ucp.core.manifest import (
     TAG,
     Manifest,
 )
-from megatron_ucp.engines.background import Background, background_of
+from megatron_ucp.engines.background import Background, background_of, begun_or_warned
 from megatron_ucp.engines.deepspeed.besides import Besides, besides, said_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
@@ -93,8 +93,9 @@ class Asked:
 def save(asked: Asked) -> SaveReport:
     """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
     RankError on the others."""
-    where = asked.folder / asked.tag
-    return saved_as_taken(where, asked.background, partial(_taken, asked))
+    where, background = asked.folder / asked.tag, asked.background
+    begin = partial(saved_as_taken, where, background, partial(_taken, asked))
+    return begun_or_warned(background, where, asked.engine.global_steps, begin)
 
 
 def _taken(asked: Asked, left: ExitStack) -> TakenFiles:

@@ -24,6 +24,7 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.background import (
     SaveTurn,
+    begun_or_warned,
     skipped,
 )
 from megatron_ucp.engines.loader import ResumableLoader
@@ -128,12 +129,18 @@ def save_as(asked: AskedOfStack) -> SaveReport:
     stack, background = asked.stack, asked.background
     if (other := skipped(stack, stack.iteration)) is not None:
         return other
-    if asked.ckpt_format == TORCH:
-        report = save_legacy(asked)
-        return report if background is not None else ended(stack, report)
+    begin = partial(save_legacy if asked.ckpt_format == TORCH else _begun, asked)
+    where = asked.folder / asked.tag
+    report = begun_or_warned(background, where, stack.iteration, begin)
+    return report if background is not None else ended(stack, report)
+
+
+def _begun(asked: AskedOfStack) -> SaveReport:
+    """Saves, or begins to."""
+    stack, background = asked.stack, asked.background
     tag, values = _taken(asked)
     if background is None:
-        return ended(stack, _settled(tag, values, None))
+        return _settled(tag, values, None)
     begun = under_way(tag.path, str(stack.mesh), tag.steps, tag.seconds)
     rest = partial(_in_background, tag, values, begun.blocked_seconds)
     background.start(begun.path, rest, tag.sync.right)
