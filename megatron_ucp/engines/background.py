@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.beside_ranks import BesideRanks
-from megatron_ucp.engines.saves import SaveReport, under_way
+from megatron_ucp.engines.saves import SAVED, SaveReport, under_way
 from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats.claims import PublishRight
@@ -272,10 +272,11 @@ _WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may 
 
 
 def begun_or_warned(
-    background: Background | None, where: Path, steps: int, begin: Callable[[], SaveReport]
+    engine: Any, where: Path, steps: int, begin: Callable[[], SaveReport]
 ) -> SaveReport:
-    """What begins a save; where the disk refuses that, and the save was to warn, a note and a
-    report that says why. Raises as `begin`."""
+    """What begins a save of an engine; where the disk refuses that, and the save was to warn, a
+    note and a report that says why. Raises as `begin`."""
+    background = background_of(engine)
     try:
         return begin()
     except SaveError as error:
@@ -283,7 +284,9 @@ def begun_or_warned(
         if is_raised or error.id not in _WARNED:
             raise
         say.note(f"a save failed, and training goes on: {error}")
-        return replace(under_way(where, "", steps, 0.0), is_under_way=False, error=str(error))
+        begun = under_way(where, "", steps, 0.0)
+        engine.__dict__[SAVED] = replace(begun, is_under_way=False, error=str(error))
+        return engine.__dict__[SAVED]
 
 
 def wait_together(engine: Any) -> None:

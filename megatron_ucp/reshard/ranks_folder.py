@@ -135,6 +135,7 @@ class RanksFolderSink(OutputFolder):
         """What waits, then what stands around the pieces of this rank's files, whose CRC-32s are
         known by then. Raises OSError."""
         for one in self._waiting:
+            self.sync.right.says(f"writes {self.aside / one.place.file.name}")
             self._write(one)
         self._waiting.clear()
         for file in self.output.files:

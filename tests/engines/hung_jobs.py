@@ -16,6 +16,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.engines import background as beside
 from megatron_ucp.formats.durable import manifest_of
+from tests.engines import stack_jobs
 
 DEADLINE_S = 1.0
 TRIES = 5  # on a busy machine the deadline may come before the call
@@ -96,9 +97,9 @@ class Run:
             self.pointer, self.handle = folder / "latest", self.engine
         else:
             from tests.engines.stack_background_jobs import attached
-            from tests.engines.stack_jobs import Mcore, make
 
-            self.engine = attached(make(Mcore(layers=2, style="constant")), save="background")
+            made = stack_jobs.make(stack_jobs.Mcore(layers=2, style="constant"))
+            self.engine = attached(made, save="background")
             self.pointer = folder / "latest_checkpointed_iteration.txt"
             self.handle = self.engine.handle
         found = beside.background_of(self.handle)
@@ -117,9 +118,7 @@ class Run:
 
             train(self.engine, 1, first=self.step)
         else:
-            from tests.engines.stack_jobs import train as train_stack
-
-            train_stack(self.engine, 1, first=self.step)
+            stack_jobs.train(self.engine, 1, first=self.step)
         try:
             if self.kind == "deepspeed":
                 self.engine.save_checkpoint(self.folder, tag=f"step{self.step}")
@@ -221,49 +220,73 @@ def hung(kind: str, folder: str, keep: int | None, call: str, when: str) -> dict
     return {"faults": run.end(), "untrue": untrue, "positions": positions, "said": said}
 
 
-def lives(kind: str, folder: str, seed: int, saves: int, count: int) -> dict[str, Any]:
-    """Lives in one folder, whose saves hang at random calls, wake at random moments, and whose
-    clock jumps."""
-    dice, disk = Random(seed), Disk()
-    faults: list[str] = []
-    shift, hangs, clock = 0.0, 0, time.time
-    keep = dice.choice([None, 1, 2])
-    with disk.patched(), mock.patch.object(time, "time", lambda: clock() + shift):
-        run = Run(kind, Path(folder), keep)
-        for number_ in range(count * saves):
-            if number_ and not number_ % saves:  # a new engine, which goes on from the newest tag
-                disk.wake()
-                faults += run.end(is_last=False)
-                before = run.confirmed, run.step, run._highest
-                run = again(run, Path(folder), keep)
-                run.confirmed, run.step, run._highest = before
-            shift = dice.choice([0.0, -3600.0, 50.0, -5.0])
-            if disk.awake.is_set() or not disk.reached:
-                if dice.random() < 0.5:
-                    when = dice.choice(["before", "after"])
-                    disk.arm(dice.choice(Disk.CALLS), dice.randrange(10), when)
-            error = run.save(DEADLINE_S if disk.at else None)
-            hangs += bool(disk.reached and not disk.awake.is_set())
-            faults += run.untrue(error) if error else []
-            if error and not disk.reached and "deadline" not in error and "agree" not in error:
-                faults.append(error)
-            if dice.random() < 0.5:
-                disk.wake()
-                disk.reached = []
-            run.look()
-        disk.wake()
+class Lives:
+    """Engines one after the other in one folder, whose saves hang at random calls and wake at
+    random moments, and whose clock jumps."""
+
+    def __init__(self, kind: str, folder: Path, seed: int) -> None:
+        self.dice, self.disk, self.folder = Random(seed), Disk(), folder
+        self.keep = self.dice.choice([None, 1, 2])
+        self.run, self.faults, self.hangs = Run(kind, folder, self.keep), list[str](), 0
+        self._shift, self._clock = 0.0, time.time
+
+    def clock(self) -> float:
+        return self._clock() + self._shift
+
+    def another(self) -> None:
+        """A new engine, which goes on from the newest tag."""
+        before = self.run
+        self.disk.wake()
+        self.faults += before.end(is_last=False)
+        if before.kind == "deepspeed":
+            before.engine.destroy()
+        else:
+            stack_jobs.close(before.engine)
+        self.run = Run(before.kind, self.folder, self.keep)
+        ucp.load(self.run.handle, self.folder)
+        self.run.confirmed, self.run.step = before.confirmed, before.step
+        self.run._highest = before._highest
+
+    def save(self) -> None:
+        dice, disk = self.dice, self.disk
+        self._shift = dice.choice([0.0, -3600.0, 50.0, -5.0])
+        if not disk.reached and dice.random() < 0.5:
+            when = dice.choice(["before", "after"])
+            disk.arm(dice.choice(Disk.CALLS), dice.randrange(10), when)
+        error = self.run.save(DEADLINE_S if disk.at else None)
+        if error:
+            self.hangs += bool(disk.reached)
+            self.faults += self.run.untrue(error)
+        if error and not disk.reached and "deadline" not in error and "agree" not in error:
+            self.faults.append(error)
+        if dice.random() < 0.5:
+            disk.wake()
+            disk.reached = []
+        self.run.look()
+
+    def end(self) -> list[str]:
+        self.disk.wake()
+        run = self.run
         assert run.save(None) == ""
-        faults += [] if run.named() == run.step else ["the last save is not named"]
-        faults += run.end()
         there = [run.path(one) for one in run.confirmed if run.path(one).exists()]
         stamps = [manifest_of(path).saved_at or 0.0 for path in there]
-        faults += [] if stamps == sorted(stamps) else [f"the stamps are in no order: {stamps}"]
-    return {"faults": faults, "hangs": hangs, "confirmed": len(run.confirmed)}
+        self.faults += [] if stamps == sorted(stamps) else [f"stamps in no order: {stamps}"]
+        self.faults += [] if run.named() == run.step else ["the last save is not named"]
+        return self.faults + run.end()
 
 
-def again(run: Run, folder: Path, keep: int | None) -> Run:
-    if run.kind == "deepspeed":
-        run.engine.destroy()
-    new = Run(run.kind, folder, keep)
-    ucp.load(new.handle, folder)
-    return new
+def lives(kind: str, folder: str, seed: int, saves: int, count: int) -> dict[str, Any]:
+    """So many lives of so many saves each."""
+    all_of_them = Lives(kind, Path(folder), seed)
+    with (
+        all_of_them.disk.patched(),
+        mock.patch.object(time, "time", all_of_them.clock),
+    ):
+        for life in range(count):
+            if life:
+                all_of_them.another()
+            for _ in range(saves):
+                all_of_them.save()
+        faults = all_of_them.end()
+    confirmed = len(all_of_them.run.confirmed)
+    return {"faults": faults, "hangs": all_of_them.hangs, "confirmed": confirmed}

@@ -93,9 +93,9 @@ class Asked:
 def save(asked: Asked) -> SaveReport:
     """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
     RankError on the others."""
-    where, background = asked.folder / asked.tag, asked.background
-    begin = partial(saved_as_taken, where, background, partial(_taken, asked))
-    return begun_or_warned(background, where, asked.engine.global_steps, begin)
+    where, engine = asked.folder / asked.tag, asked.engine
+    begin = partial(saved_as_taken, where, asked.background, partial(_taken, asked))
+    return begun_or_warned(engine, where, engine.global_steps, begin)
 
 
 def _taken(asked: Asked, left: ExitStack) -> TakenFiles:

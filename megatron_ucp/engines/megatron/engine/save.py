@@ -131,7 +131,7 @@ def save_as(asked: AskedOfStack) -> SaveReport:
         return other
     begin = partial(save_legacy if asked.ckpt_format == TORCH else _begun, asked)
     where = asked.folder / asked.tag
-    report = begun_or_warned(background, where, stack.iteration, begin)
+    report = begun_or_warned(stack, where, stack.iteration, begin)
     return report if background is not None else ended(stack, report)
 
 
