@@ -57,7 +57,7 @@ from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.deepspeed.keys import PATTERNS
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import plain_path
+from megatron_ucp.reshard.arguments import absolute_path, plain_path
 from megatron_ucp.reshard.ds_section import SECTION, options_of
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
@@ -280,17 +280,16 @@ class _DeepSpeedHandle(Handle):
         if (other := skipped(engine, engine.global_steps)) is not None:
             return other
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        given = (Path(plain_path(save_dir)), tag, client_state or {}, save_latest)
+        given = (absolute_path(save_dir), tag, client_state or {}, save_latest)
         asked = Asked(
             engine, self.model, self.how, self.stock_save, *given, exclude_frozen_parameters
         )
         report = save(asked)
-        return report if report.is_under_way else ended(engine, report)
+        return report if report.is_under_way or report.error else ended(engine, report)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """In the place of the engine's own."""
-        self.save(*args, **kwargs)
-        return True
+        """In the place of the engine's own: whether there is a save, or will be."""
+        return not self.save(*args, **kwargs).error
 
     def load_checkpoint(
         self,

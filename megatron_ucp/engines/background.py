@@ -6,25 +6,28 @@ import ctypes
 import os
 import platform
 import signal
+import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.beside_ranks import BesideRanks
-from megatron_ucp.engines.saves import SaveReport, under_way
+from megatron_ucp.engines.saves import SAVED, SaveReport, under_way
 from megatron_ucp.engines.snapshot import SnapshotMemory
-from megatron_ucp.errors import SaveError, UcpError, UsageError
+from megatron_ucp.errors import RankError, SaveError, UcpError, UsageError
+from megatron_ucp.formats.claims import PublishRight
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import check_saves
 
 _KEPT = "_ucp_background"  # of an engine: what works beside its training, by what it does
 _SAVES = "saves"
-_ALL: "weakref.WeakSet[Background]" = weakref.WeakSet()
+_LONGER_S = 1.0  # than its deadline a save is waited for: the ranks name the one that is late
 
 
 @dataclass(frozen=True)
@@ -49,30 +52,7 @@ class BesideTraining:
     keep_snapshot: bool = True
 
     def __post_init__(self) -> None:
-        _require_one_of("busy", self.busy, ("wait", "skip"))
-        _require_one_of("on_error", self.on_error, ("raise", "warn"))
-        for name in ("deadline", "snapshot_bytes"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise UsageError(
-                    f"{name} is a number",
-                    expected="at least 0",
-                    found=repr(value),
-                    fix=f"give a number, or leave {name} out",
-                )
-
-
-def _require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:
-    if value not in words:
-        raise UsageError(
-            f"{name} is none of its words",
-            parameter=name,
-            expected=" or ".join(words),
-            found=repr(value),
-            fix=f"give {name} as one of these",
-        )
+        check_saves(self)
 
 
 BESIDE = tuple(one.name for one in fields(BesideTraining))
@@ -93,24 +73,42 @@ def beside_training(is_asked: bool, options: Mapping[str, Any]) -> BesideTrainin
 
 
 class SaveTurn:
-    """One save that goes on: its ranks, its deadline, and what became of it. A save that was given
-    up keeps its own, so that nothing of it meets the next one, whenever its thread comes back."""
+    """One save that goes on: its ranks, its deadline, its right to publish, and what became of it.
+    A save that was given up keeps its own, so that nothing of it meets the next one, whenever its
+    thread comes back.
 
-    def __init__(self, what: str, ranks: BesideRanks, deadline: float | None) -> None:
-        self.what, self.ranks, self.deadline = what, ranks, deadline
-        self.began = time.monotonic()
-        self.given_up = threading.Event()
+    Two threads: the writer, which may hang in the operating system for ever, and the keeper, which
+    waits for it until the deadline and takes its right away then. The interpreter joins the keeper,
+    as it does all threads that are no daemons, before anything of it is taken down: so the end of
+    the program waits for the save, and no longer than its deadline.
+    """
+
+    def __init__(
+        self, what: str, ranks: BesideRanks, deadline: float | None, right: PublishRight
+    ) -> None:
+        self.what, self.ranks, self.deadline, self.right = what, ranks, deadline, right
+        self.began, self.pid = time.monotonic(), os.getpid()
         self.error: Exception | None = None
-        self.thread: threading.Thread | None = None
+        self.is_given_up = False
+        self._found = agree.KeptBack()
+        self._keeper: threading.Thread | None = None
+        right.says = ranks.says
+        if deadline is not None:
+            right.until = self.began + deadline
 
     @property
     def rank(self) -> int:
         """This one."""
         return self.ranks.rank
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it goes on, on this rank."""
+        return self._keeper is not None and self._keeper.is_alive()
+
     def left_s(self) -> float | None:
         """Seconds until the deadline. Raises SaveError where it was given up."""
-        if self.given_up.is_set():
+        if self.right.is_lost:
             raise SaveError("the save was given up", found=self.what)
         if self.deadline is None:
             return None
@@ -120,30 +118,53 @@ class SaveTurn:
         """As `BesideRanks.gather`, until the deadline. Raises RankError, SaveError."""
         return self.ranks.gather(value, self.left_s())
 
-    def join(self) -> None:
-        """Waits until it is done, or given up: a little longer than the ranks wait for each other,
-        so that the error names one."""
-        if self.thread is None:
-            return
-        left = None
-        if self.deadline is not None:
-            left = self.deadline + 1.0 - (time.monotonic() - self.began)
-        self.thread.join(None if left is None else max(0.0, left))
-        if self.thread.is_alive():
-            self._give_up()
+    def begin(self, work: Callable[[], object], ended: Callable[[], object]) -> None:
+        """Does the work in a thread of its own; `ended` is called when nothing more comes of it."""
 
-    def _give_up(self) -> None:
-        """The thread hangs in the operating system: it may never come back, and what it holds is
-        left to it."""
-        self.given_up.set()
+        def write() -> None:
+            at_lowest_priority()
+            with self._found:
+                work()
+
+        def keep() -> None:
+            self._wait_for(writer)
+            ended()
+
+        writer = threading.Thread(target=write, name="ucp-save", daemon=True)
+        self._keeper = threading.Thread(target=keep, name="ucp-save-keeper", daemon=False)
+        writer.start()  # before the keeper: a program that ends starts no threads any more
+        self._keeper.start()
+
+    def _wait_for(self, writer: threading.Thread) -> None:
+        """Until it is done, or a little longer than the ranks wait for each other, so that the
+        error names one."""
+        left = self.left_s()
+        writer.join(None if left is None else left + _LONGER_S)
+        if writer.is_alive():
+            self.give_up("did not finish before its deadline", f"done within {self.deadline:g} s")
+            return
+        self.error = self._found.error
+        if isinstance(self.error, RankError) and self.right.done:
+            self.error.problem += f"; here {self.right.outcome}"
+
+    def give_up(self, why: str, expected: str | None = None) -> None:
+        """Takes the right to publish from the thread, which may never come back; what else it holds
+        is left to it."""
+        self.right.take()
+        self.is_given_up = True
         self.error = SaveError(
-            "a save in the background did not finish before its deadline, and was given up",
+            f"a save in the background {why}, and was given up: {self.right.outcome}",
             file=self.what,
-            expected=f"done within {self.deadline:g} s",
-            found=f"this rank {self.ranks.doing}",
-            fix="look at the disk; older tags are as they were",
+            expected=expected,
+            found=f"this rank: {self.ranks.doing}",
+            fix="look at the disk; what the pointers of the folder name is whole",
             id="",
         )
+
+    def join(self) -> None:
+        """Waits until it is done, or given up."""
+        if self._keeper is not None and self.pid == os.getpid():  # no thread outlives a fork
+            self._keeper.join()
 
 
 class Background:
@@ -154,28 +175,24 @@ class Background:
         self.snapshot = SnapshotMemory(how.snapshot_bytes)
         self._ranks: BesideRanks | None = None
         self._turn: SaveTurn | None = None
-        _ALL.add(self)
         _wait_at_end()
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way on this rank."""
-        thread = None if self._turn is None else self._turn.thread
-        return thread is not None and thread.is_alive()
+        return self._turn is not None and self._turn.is_under_way
 
     @property
     def what(self) -> str:
         """What is saved now."""
         return "" if self._turn is None else self._turn.what
 
-    def ready(self) -> Callable[[str], None]:
-        """Connections and memory for the next save; returns what is told of the file at work.
-        Collective; nothing is under way."""
+    def ready(self) -> None:
+        """Connections and memory for the next save. Collective; nothing is under way."""
         # a rank that failed has let its connections go, and then all of them are made anew
         if not all(agree.gather(self._ranks is not None)):
             self._ranks = BesideRanks()
         self.snapshot.begin()
-        return self._connected.says
 
     @property
     def _connected(self) -> BesideRanks:
@@ -183,25 +200,26 @@ class Background:
             raise SaveError("the ranks are not connected", id="")
         return self._ranks
 
-    def start(self, what: str, work: Callable[[SaveTurn], object]) -> None:
-        """Does the work of a save in a thread of its own."""
-        turn = SaveTurn(what, self._connected, self.how.deadline)
-        turn.thread = threading.Thread(target=self._run, args=(turn, work), daemon=True)
+    def start(
+        self, what: str, work: Callable[[SaveTurn], object], right: PublishRight | None = None
+    ) -> None:
+        """Does the work of a save in a thread of its own, which has the save's `right`."""
+        turn = SaveTurn(what, self._connected, self.how.deadline, right or PublishRight())
         self._turn = turn
-        turn.thread.start()
+        _UNASKED.add(turn)
+        turn.begin(partial(work, turn), partial(self._ended, turn))
 
-    def _run(self, turn: SaveTurn, work: Callable[[SaveTurn], object]) -> None:
-        at_lowest_priority()
-        kept = agree.KeptBack()
-        with kept:
-            work(turn)
-        if turn.given_up.is_set():
-            return  # the program has gone on without it
-        turn.error = kept.error  # raised where the program next asks
-        if kept.error is not None and self.how.on_error == "warn":
-            say.note(f"a save in the background failed, and training goes on: {kept.error}")
-        if not self.how.keep_snapshot:
+    def _ended(self, turn: SaveTurn) -> None:
+        """Nothing more comes of a save, whose error is raised where the program next asks."""
+        if turn.error is None or not self._raises(turn.error):
+            _UNASKED.discard(turn)
+        if turn.error is not None and self.how.on_error == "warn":
+            say.note(f"a save in the background failed, and training goes on: {turn.error}")
+        if not self.how.keep_snapshot and not turn.is_given_up:
             self.snapshot.release()
+
+    def _raises(self, error: Exception) -> bool:
+        return self.how.on_error == "raise" or not isinstance(error, UcpError)
 
     def wait(self) -> None:
         """Returns when nothing is under way. Raises the error of the save that failed, once, unless
@@ -211,15 +229,14 @@ class Background:
             return
         turn.join()
         self._turn = None  # only now: an interrupt leaves it to the next call
+        _UNASKED.discard(turn)
         if turn.error is None:
             return
         # those who failed may not be at the same message any more
         self._ranks = None
-        if turn.given_up.is_set():
+        if turn.is_given_up:  # its thread may still read that memory
             self.snapshot = SnapshotMemory(self.how.snapshot_bytes)
-            if self.how.on_error == "warn":
-                say.note(str(turn.error))
-        if self.how.on_error == "raise" or not isinstance(turn.error, UcpError):
+        if self._raises(turn.error):
             raise turn.error
 
 
@@ -251,6 +268,27 @@ def skipped(engine: Any, steps: int) -> SaveReport | None:
     return None
 
 
+_WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
+
+
+def begun_or_warned(
+    engine: Any, where: Path, steps: int, begin: Callable[[], SaveReport]
+) -> SaveReport:
+    """What begins a save of an engine; where the disk refuses that, and the save was to warn, a
+    note and a report that says why. Raises as `begin`."""
+    background = background_of(engine)
+    try:
+        return begin()
+    except SaveError as error:
+        is_raised = background is None or background.how.on_error == "raise"
+        if is_raised or error.id not in _WARNED:
+            raise
+        say.note(f"a save failed, and training goes on: {error}")
+        begun = under_way(where, "", steps, 0.0)
+        engine.__dict__[SAVED] = replace(begun, is_under_way=False, error=str(error))
+        return engine.__dict__[SAVED]
+
+
 def wait_together(engine: Any) -> None:
     """As `wait`, on all ranks: what failed on one is raised on each. Collective."""
     for background in _all_of(engine).values():
@@ -269,26 +307,28 @@ def wait(engine: Any) -> None:
         Nothing: what was saved is in `report`.
 
     Raises:
-        SaveError: Where the save failed; older tags are as they were.
+        SaveError: Where the save failed; the message says what counts.
         RankError: Where a rank is gone.
+        UsageError: For what is no engine.
 
     Example:
         >>> engine.save_checkpoint("checkpoints")
         >>> ucp.wait(engine)
     """
+    if not hasattr(engine, "ucp") and not hasattr(engine, "global_steps"):
+        raise UsageError(
+            "this is no engine",
+            expected="an engine of DeepSpeed, or what ucp.attach_megatron returned",
+            found=repr(engine)[:200],
+            fix="give the engine whose save is waited for",
+        )
     for background in _all_of(engine).values():
         background.wait()
 
 
-def _wait_for_all() -> None:
-    for one in list(_ALL):
-        kept = agree.KeptBack()
-        with kept:
-            one.wait()
-        if kept.error is not None:  # the program ends: nobody else will hear of it
-            say.note(f"the last save failed: {kept.error}")
+# ------------------------------------------------ the end of the program
 
-
+_UNASKED: set[SaveTurn] = set()  # saves that go on, or whose error nobody has heard of
 _waits = False
 
 
@@ -298,16 +338,71 @@ def _wait_at_end() -> None:
     if _waits:
         return
     _waits = True
-    atexit.register(_wait_for_all)
+    atexit.register(_at_end)
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminated)
 
 
+def _at_end() -> None:
+    if _lost_at_end():
+        _end_with(1)
+
+
 def _terminated(number: int, _frame: object) -> None:
-    _wait_for_all()
+    _lost_at_end()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
+
+
+def _lost_at_end() -> bool:
+    """Waits for all saves; whether one is lost that nobody has heard of. Its error is shown as one
+    that nobody caught: there is no next call that could raise it."""
+    is_lost = False
+    for turn in [one for one in _UNASKED if one.pid == os.getpid()]:
+        try:
+            turn.join()
+        except KeyboardInterrupt:  # the user's, who does not want to wait
+            turn.give_up("was interrupted at the end of the program")
+        if turn in _UNASKED and turn.error is not None:
+            _UNASKED.discard(turn)
+            is_lost = True
+            sys.excepthook(type(turn.error), turn.error, turn.error.__traceback__)
+    return is_lost
+
+
+def _end_with(code: int) -> None:
+    """This process ends with an exit code, whichever the interpreter has chosen by now. Nothing of
+    Python's changes that at its end; so the C library does, behind all that Python still does."""
+    library = ctypes.CDLL(None)
+    pointer = partial(ctypes.cast, typ=ctypes.c_void_p)
+    # the last one comes first: what C has buffered is written, and then it ends
+    library.__cxa_atexit(pointer(library._exit), ctypes.c_void_p(code), None)
+    library.__cxa_atexit(pointer(library.fflush), None, None)
+
+
+class Alongside(threading.Thread):
+    """Work that another thread does meanwhile; `is_lowest`: when nobody else works. It needs no
+    pool of `concurrent.futures`: these take no work from the moment when the main thread ends."""
+
+    def __init__(self, work: Callable[[], Any], is_lowest: bool = False) -> None:
+        super().__init__(name="ucp-alongside", daemon=True)
+        self._work, self._is_lowest, self._kept = work, is_lowest, agree.KeptBack()
+        self._value: Any = None
+        self.start()
+
+    def run(self) -> None:
+        """In the thread."""
+        if self._is_lowest:
+            at_lowest_priority()
+        with self._kept:
+            self._value = self._work()
+
+    def result(self) -> Any:
+        """What the work returned, once it has. Raises what it raised."""
+        self.join()
+        self._kept.raise_kept()
+        return self._value
 
 
 def at_lowest_priority() -> None:

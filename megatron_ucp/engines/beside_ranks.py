@@ -43,6 +43,7 @@ class BesideRanks:
         self._store: TCPStore | None = None
         self._turn = 0
         self.doing = "has not begun"
+        self._said = ("", "")
         if self.world > 1:
             self._connect()
 
@@ -105,9 +106,13 @@ class BesideRanks:
 
     def says(self, what: str) -> None:
         """Keeps what this rank does now for those that wait for it."""
-        self.doing = what
+        key = f"{self._turn} of {self.rank}"
+        if (key, what) == self._said:
+            return
+        self.doing, self._said = what, (key, what)
         if self._store is not None:
-            self._store.set(f"{self._turn} of {self.rank}", what)
+            with suppress(RuntimeError):  # it goes with rank 0, which `gather` then says
+                self._store.set(key, what)
 
     def _missing(self) -> list[str]:
         """What the ranks do that did not come to this turn."""

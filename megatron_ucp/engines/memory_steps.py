@@ -27,7 +27,7 @@ from megatron_ucp.engines.background import (
     keep_background,
 )
 from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.engines.saves import as_save_error
+from megatron_ucp.engines.saves import as_save_error, stamp
 from megatron_ucp.engines.taking import DataPlace, LentRun, Taking
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats import in_memory
@@ -41,7 +41,7 @@ from megatron_ucp.formats.memory_folder import (
     refuse_room,
 )
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import plain_path
+from megatron_ucp.reshard.arguments import check_saves, plain_path
 from megatron_ucp.reshard.fingerprint import Sums, diverged, sums_of_rank, table_of
 from megatron_ucp.reshard.held_layout import CopiedLayout, copied
 from megatron_ucp.reshard.memory_sink import HeldMemory
@@ -72,13 +72,7 @@ class InMemory:
     client_state: Callable[[], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        least = {"every": 1, "copies": 0}
-        for name, low in least.items():
-            value: object = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                _refuse(name, f"a whole number of at least {low}", value)
-        if self.keep != MEMORY:
-            _refuse("keep", repr(MEMORY), self.keep)
+        check_saves(self)
         if self.client_state is not None and not callable(self.client_state):
             _refuse("client_state", "a function without arguments", self.client_state)
         if self.folder is not None:
@@ -176,6 +170,8 @@ class MemorySteps:
         or from elsewhere. Where that is the run's own folder (`is_own`), what else is left in
         memory goes; else when the next step counts. Collective."""
         self._seen, self._place = steps, None
+        if loaded is not None:
+            stamp(loaded.kept_at)  # what is kept from now on is newer, whatever the clock says
         if self.path is None:
             return
         with as_save_error(), agree.together():
@@ -299,16 +295,17 @@ class MemorySteps:
             turn.ranks.exchange(*life.messages(step.memory))
             block.value = sums_of_rank(life.view(step.memory))
         share, run = step.share(), step.text(block.values)
-        with as_save_error(), agree.together(turn):
+        with as_save_error(), agree.together(turn), turn.right.changing("says what is kept"):
             life.folder.write_aside(share, run)
-        with as_save_error(), agree.together(turn):
+        with as_save_error(), agree.together(turn), turn.right.changing("counts in memory"):
             life.folder.count(share, run)
         life.last = step.turn
         seconds = time.perf_counter() - started
         self.report = KeptReport(step.steps, blocked, seconds, life.size_bytes)
         with as_save_error(), agree.together(turn):
             if life.is_first_here:
-                life.folder.forget_dead()
+                with turn.right.changing("forgets what dead processes kept"):
+                    life.folder.forget_dead()
 
 
 _NO_FOLDER = (
@@ -450,7 +447,7 @@ class _Step:
             for slot, at, size in life.places
         )
         where = life.id, self.turn, life.rank, self.id, self.steps
-        return KeptShare(*where, time.time(), life.parts_in_all, self.run_id, slots)
+        return KeptShare(*where, stamp(), life.parts_in_all, self.run_id, slots)
 
     def text(self, sums: Sequence[Sums]) -> str | None:
         """What is said of the run, where this rank says it for its machine."""

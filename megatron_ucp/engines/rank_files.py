@@ -11,22 +11,21 @@ import os
 import socket
 import threading
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
+from megatron_ucp.engines.background import Alongside
 from megatron_ucp.engines.live_archive import LiveArchive, live_archive
 from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.formats.durable import OutFile, Syncs
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.folder_sink import FileRun, begin_sync, in_threads
+from megatron_ucp.reshard.folder_sink import begin_sync
 
 CHUNK_BYTES = 8 * 2**20  # that are summed and written at a time
 _LEAST_SHARED_BYTES = 2**20  # smaller records are not worth a word between ranks
@@ -81,12 +80,11 @@ class Replicas:
 @dataclass
 class RankFiles:
     """The files of one save on this rank. `snapshot` holds what is written later; without one,
-    everything is written as it comes. `says` is told which file is at work."""
+    everything is written as it comes."""
 
     replicas: Replicas
     sync: Syncs
     snapshot: SnapshotMemory | None = None
-    says: Callable[[str], None] = lambda what: None
     archives: list[LiveArchive] = field(default_factory=list[LiveArchive])
     waiting: list[RecordRange] = field(default_factory=list[RecordRange])
     written: list[WrittenRange] = field(default_factory=list[WrittenRange])
@@ -184,8 +182,9 @@ class RankFiles:
     def write(self) -> None:
         """Writes what waits, in this thread. Raises OSError."""
         for one in self.waiting:
-            self.says(f"writes {one.path}")
-            self.written += [_written(chunk) for chunk in _chunks(one)]
+            for chunk in _chunks(one):
+                with self.sync.right.changing(f"writes {one.path}"):
+                    self.written.append(_written(chunk))
             if self.sync.durable:
                 begin_sync(one.path, one.place, len(one.memory))
         self.waiting.clear()
@@ -193,7 +192,6 @@ class RankFiles:
     def to_disk(self) -> None:
         """Brings what this rank wrote to disk. Raises OSError."""
         for path in sorted({one.path for one in self.written}):
-            self.says(f"syncs {path}")
             self.sync(path)
 
     def finish(self, others: Iterable[WrittenRange]) -> list[Path]:
@@ -206,7 +204,10 @@ class RankFiles:
             crcs = {key: 0 for key in archive.layout.places}
             for one in sorted(ranges[archive.path], key=lambda one: one.low):
                 crcs[one.key] = crc32_combine(crcs[one.key], one.crc, one.size)
-            with OutFile(archive.path) as out:
+            with (
+                self.sync.right.changing(f"writes {archive.path}"),
+                OutFile(archive.path) as out,
+            ):
                 for at, data in archive.layout.around(crcs):
                     out.write(data, at)
             self.sync(archive.path)
@@ -248,14 +249,25 @@ def _written_by_threads(
 ) -> list[WrittenRange]:
     """Writes ranges, several at a time; the disk begins meanwhile."""
     found: list[WrittenRange] = []
+    chunks = deque(chunk for one in ranges for chunk in _chunks(one))
 
-    def job(chunk: RecordRange) -> FileRun:
-        found.append(_written(chunk))
-        return chunk.path, chunk.place, len(chunk.memory)
+    def work() -> None:
+        torch.set_num_threads(1)
+        while not stopped.is_set():
+            try:
+                chunk = chunks.popleft()
+            except IndexError:
+                return
+            found.append(_written(chunk))
+            begin_sync(chunk.path, chunk.place, len(chunk.memory))
 
-    jobs = [partial(job, chunk) for one in ranges for chunk in _chunks(one)]
-    with ThreadPoolExecutor(_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        in_threads(pool, jobs, stopped)
+    threads = [Alongside(work) for _ in range(min(_threads(), len(chunks)))]
+    try:
+        for thread in threads:
+            thread.result()
+    finally:
+        if any(thread.is_alive() for thread in threads):  # after a failure, and after Ctrl-C
+            stopped.set()
     return found
 
 

@@ -104,8 +104,21 @@ def _listed(kept: MemorySteps, nodes: Sequence[str], found: Looked) -> list[Kept
             )
         for share in shares:
             steps.setdefault(share.id, {}).setdefault(name, []).append(share)
-    every = [KeptStep(name, shares) for name, shares in steps.items()]
-    return sorted(every, key=lambda one: (one.first.kept_at, one.id), reverse=True)
+    return _newest_first([KeptStep(name, shares) for name, shares in steps.items()])
+
+
+def _newest_first(steps: Sequence[KeptStep]) -> list[KeptStep]:
+    """Steps in the order in which they were kept. Those of one life by their numbers, which only
+    grow in it: a load of an older one forgets the others. Lives by the newest stamp of each."""
+    newest: dict[str, float] = {}
+    for one in steps:
+        newest[one.first.life] = max(newest.get(one.first.life, 0.0), one.first.kept_at)
+
+    def order(one: KeptStep) -> tuple[float, str, int, float, str]:
+        first = one.first
+        return newest[first.life], first.life, first.steps, first.kept_at, one.id
+
+    return sorted(steps, key=order, reverse=True)
 
 
 def _on_machine(kept: MemorySteps) -> tuple[list[KeptShare], int, bool]:

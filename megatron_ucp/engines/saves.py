@@ -1,12 +1,15 @@
 """What saves of every engine share: how they are made, and their end. Files get their names, older
 tags go, and what failed is a SaveError."""
 
+import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -14,13 +17,23 @@ import torch
 
 from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UcpError, UsageError
-from megatron_ucp.formats import durable
-from megatron_ucp.formats.pointers import LATEST, pointers_to, read_pointer
+from megatron_ucp.formats import claims, durable
+from megatron_ucp.formats.claims import PublishRight
+from megatron_ucp.formats.durable import Syncs, aside_of
+from megatron_ucp.formats.pointers import (
+    LATEST,
+    names_a_later_save,
+    newest_named,
+    pointers_to,
+    read_pointer,
+    saved_at,
+)
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import check_switch
+from megatron_ucp.reshard.arguments import check_saves
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import Sums
 from megatron_ucp.reshard.folder_sink import FolderOutput
@@ -45,19 +58,13 @@ class Saving:
     way: str = STOCK
 
     def __post_init__(self) -> None:
-        check_switch("durable", self.durable)
-        check_switch("rng", self.rng)
+        check_saves(self)
         if self.way not in WAYS:
             refuse_way(self.way, WAYS)
-        keep: object = self.keep_latest
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise UsageError(
-                "keep_latest is a number of tags",
-                expected="at least 1",
-                found=self.keep_latest,
-                fix="give a number of at least 1, or leave keep_latest (--keep-latest) out "
-                "to keep all tags",
-            )
+
+    def syncs(self, folder: Path, tag: str) -> Syncs:
+        """What brings one save to disk, with its right to publish."""
+        return Syncs(self.durable, right=PublishRight(aside_of(folder, tag)))
 
     def asked(self, **more: Any) -> dict[str, Any]:
         """What all ranks must have been asked for alike."""
@@ -73,6 +80,13 @@ def refuse_way(found: object, ways: Sequence[str]) -> NoReturn:
         found=repr(found),
         fix="give one of these, or leave save out",
     )
+
+
+def require_left(sync: durable.Syncs) -> None:
+    """Raises SaveError where an earlier save into the folder of this one was given up on this rank,
+    and may still write there."""
+    if sync.right.aside is not None:
+        claims.require_left(sync.right.aside)
 
 
 def require_unstepped(before: Mapping[str, float], now: Mapping[str, float]) -> None:
@@ -98,7 +112,7 @@ class SaveReport:
     `stock_seconds` in DeepSpeed's own call, on this rank; `notes` say which older tags went, and
     what no load gets from the files. `blocked_seconds` are those in which training stood still, and
     `bytes_by_rank` what each rank wrote. `is_under_way`: the save goes on in the background, and
-    nothing counts yet."""
+    nothing counts yet. `error`: why nothing was saved, of a save that was to warn."""
 
     path: str
     mesh: str
@@ -112,8 +126,11 @@ class SaveReport:
     blocked_seconds: float = 0.0
     bytes_by_rank: tuple[int, ...] = ()
     is_under_way: bool = False
+    error: str = ""
 
     def __str__(self) -> str:
+        if self.error:
+            return f"step {self.global_steps:,} ({self.path}) was not saved: {self.error}"
         if self.is_under_way:
             return f"saving step {self.global_steps:,} ({self.path}) in the background"
         where = "on disk on every rank" if self.durable else "not synced to disk, as asked"
@@ -174,19 +191,21 @@ def go_on_with(engine: Any, run_id: str) -> None:
 
 
 def publish(
-    aside: Path, folder: Path, text: str, pointer: str | None, sync: durable.Syncs
+    aside: Path, folder: Path, manifest: Manifest, pointer: str | None, sync: durable.Syncs
 ) -> list[str]:
-    """Gives the files their names: the folder gets its manifest, of that `text`, then the tag's
-    name; then the pointers to the newest tag are replaced: all that the folder has, and the
-    program's own `pointer` (None: no pointer moves). Returns lines about those that can't name the
-    tag. Raises SaveError, which says what is there, where that stopped half-way; OSError where
-    nothing has a name yet."""
-    tag, name, wanted = durable.tag_of(aside), pointer or LATEST, ""
+    """Gives the files their names: the folder gets its manifest, then the tag's name; then the
+    pointers to the newest tag are replaced: all that the folder has, and the program's own
+    `pointer` (None: no pointer moves), unless they name a later save. Returns lines about those
+    that can't name the tag, or don't. Raises SaveError, which says what is there, where that
+    stopped half-way, or where the save was given up; OSError where nothing has a name yet."""
+    tag, name, wanted, text = durable.tag_of(aside), pointer or LATEST, "", to_json(manifest)
     try:
         durable.commit(aside, text, sync)
         moving, notes = pointers_to(folder, tag, pointer) if pointer is not None else ({}, [])
         for name, wanted in moving.items():
-            durable.replace_text(folder / name, wanted, sync)
+            later = partial(names_a_later_save, folder / name, manifest)
+            if not durable.move_pointer(folder / name, wanted, sync, unless=later):
+                notes.append(f"`{name}` names a later save of this run, and stays as it is")
         return notes
     except OSError as error:
         written = folder / tag / FILE_NAME
@@ -262,7 +281,7 @@ class SaveSink(RanksFolderSink):
 
     @contextmanager
     def _life(self) -> Iterator[None]:
-        with durable.begin(self.folder.parent, self._tag):
+        with durable.begin(self.folder.parent, self._tag, self.sync.right):
             yield
 
 
@@ -286,20 +305,68 @@ def as_rank_error(folder: Path, tag: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        found = str(error).strip().partition("\n")[0]
+        if not _is_of_ranks(error):
+            raise SaveError(
+                "the save did not finish, and nothing of it counts: this rank failed",
+                file=folder / tag,
+                found=f"{type(error).__name__}: {found}",
+                fix="mend what is named here and save again; older tags are as they were",
+                id="",
+            ) from error
         raise RankError(
             "the save did not finish, and nothing of it counts: a rank died, or its collectives "
             "failed",
             file=folder / tag,
-            found=str(error).strip().partition("\n")[0],
+            found=found,
             fix="look at the other ranks' output; resume from the tag that `latest` names",
         ) from error
 
 
+def _is_of_ranks(error: RuntimeError) -> bool:
+    """Whether a collective raised this, and no other code. torch has no class for it: gloo's errors
+    are plain ones, which name it or come out of torch.distributed."""
+    text = str(error)
+    if isinstance(error, torch.distributed.DistError) or "gloo" in text or "NCCL" in text:
+        return True
+    trace, home = error.__traceback__, torch.distributed.distributed_c10d.__name__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == home:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+_STAMPS = threading.Lock()
+_last_stamp = 0.0
+_TICK_S = 1e-6  # between two stamps; a number of seconds since the epoch can tell them apart
+
+
+def stamp(*seen: float | None) -> float:
+    """When something is saved, in seconds since the epoch: later than all that this process stamped
+    before, and than the stamps that were `seen`. So it orders saves, and steps in memory, whatever
+    happens to the clock."""
+    global _last_stamp
+    with _STAMPS:
+        earlier = [one for one in (_last_stamp, *seen) if one is not None and math.isfinite(one)]
+        _last_stamp = max(time.time(), max(earlier) + _TICK_S)
+        return _last_stamp
+
+
+def _stamp_in(folder: Path) -> float | None:
+    """The stamp of the tag that a folder names now."""
+    with suppress(UcpError, OSError):  # what is wrong with a pointer is said when it moves
+        named = newest_named(folder)
+        return None if named is None else saved_at(folder / named.tag)
+    return None
+
+
 def completed(
-    manifest: Manifest, entries: Iterable[FileEntry], said: Mapping[str, Any]
+    manifest: Manifest, entries: Iterable[FileEntry], said: Mapping[str, Any], folder: Path
 ) -> Manifest:
-    """The manifest beside the files of a save: these, and what else is `said` of the save."""
-    run = {**manifest.run, **said, "saved_at": time.time()}
+    """The manifest beside the files of a save in a folder: these, and what else is `said` of the
+    save."""
+    run = {**manifest.run, **said, "saved_at": stamp(_stamp_in(folder))}
     files = tuple(sorted(entries, key=lambda entry: entry.name))
     return replace(manifest, files=files, save_id=uuid.uuid4().hex, run=run)
 
@@ -309,14 +376,14 @@ def position_of(loader: ResumableLoader | None) -> dict[str, Any]:
     return {} if loader is None else {"data": loader.state_dict()}
 
 
-def prune(folder: Path, keep: int | None, engine: Any) -> list[str]:
-    """Lines about older tags of an engine's run, of those that stay each once. The save is done by
-    now: what can't be removed is said, and no error."""
+def prune(folder: Path, keep: int | None, engine: Any, sync: durable.Syncs) -> list[str]:
+    """Lines about older tags of an engine's run, of those that stay each once. The save, of which
+    `sync` is, is done by now: what can't be removed is said, and no error."""
     if keep is None:
         return []
     run = run_of(engine)
     try:
-        lines = durable.prune(folder, keep, run.id)
+        lines = durable.prune(folder, keep, run.id, sync.right)
     except (OSError, UcpError) as error:
         return [f"older tags could not be removed: {error}"]
     new = [line for line in lines if line not in run.said]

@@ -3,7 +3,6 @@ brought to disk; then the files get their names. At once, or beside training."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.manifest import FINGERPRINT, FileEntry, Manifest
-from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines import random_states
-from megatron_ucp.engines.background import Background, SaveTurn
+from megatron_ucp.engines.background import Alongside, Background, SaveTurn
 from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.rank_files import RankFiles, Replicas, WrittenRange
 from megatron_ucp.engines.saves import (
@@ -80,18 +78,25 @@ def saved_as_taken(
     raises RankError on the others."""
     with as_rank_error(where.parent, where.name), ExitStack() as left:
         taken = take(left)
+        # beside the writing: summing and fsync both let go of the interpreter
+        sums = Alongside(
+            partial(sums_of_memory, taken.whole, taken.held), is_lowest=background is not None
+        )
         if background is None:
-            return _settled(taken, None, None)
+            return _settled(taken, sums, None, None)
         held, steps = left.pop_all(), taken.said[random_states.STEPS]
         begun = under_way(where, str(taken.manifest.mesh), steps, taken.seconds)
-        background.start(begun.path, partial(_in_background, taken, held, begun))
+        rest = partial(_in_background, taken, sums, held, begun)
+        background.start(begun.path, rest, taken.sync.right)
         return begun
 
 
-def _in_background(taken: TakenFiles, held: ExitStack, begun: SaveReport, turn: SaveTurn) -> None:
+def _in_background(
+    taken: TakenFiles, sums: Alongside, held: ExitStack, begun: SaveReport, turn: SaveTurn
+) -> None:
     """The rest of a save, in a thread of its own."""
     with held, as_rank_error(taken.folder, taken.tag):
-        ended(taken.engine, _settled(taken, turn, begun.blocked_seconds))
+        ended(taken.engine, _settled(taken, sums, turn, begun.blocked_seconds))
 
 
 def files_of_rank(
@@ -100,8 +105,8 @@ def files_of_rank(
     """The files of a save of this rank. Collective."""
     if background is None:
         return RankFiles(replicas, sync)
-    says = background.ready()
-    return RankFiles(replicas, sync, background.snapshot, says)
+    background.ready()
+    return RankFiles(replicas, sync, background.snapshot)
 
 
 def write_beside(aside: Path, own: LiveValues, apart: PerRank, how: Saving) -> list[Path]:
@@ -112,15 +117,13 @@ def write_beside(aside: Path, own: LiveValues, apart: PerRank, how: Saving) -> l
 
 
 def _settled(
-    taken: TakenFiles, ranks: SaveTurn | None, blocked_seconds: float | None
+    taken: TakenFiles, summing: Alongside, ranks: SaveTurn | None, blocked_seconds: float | None
 ) -> SaveReport:
     """Writes what waits, and brings it to disk; then files get their names. Collective, among
     `ranks`."""
     sync = taken.sync
-    with as_save_error(), agree.together(ranks) as block, ThreadPoolExecutor(1) as beside:
-        # while the disk works: summing and fsync both let go of the interpreter
-        sums = beside.submit(sums_of_memory, taken.whole, taken.held)
-        block.value = (*_written(taken), sums.result())
+    with as_save_error(), agree.together(ranks) as block:
+        block.value = (*_written(taken), summing.result())
     ranges, bytes_by_rank, sums = zip(*block.values, strict=True)
     with as_save_error(), agree.together(ranks) as block:
         block.value = _entries(taken, flat(ranges))
@@ -159,7 +162,7 @@ def _recorded(
     table, apart = table_of(taken.whole, sums)
     kept = {name: states for name, states in table.items() if name in taken.manifest.by_name}
     said = {**taken.said, FINGERPRINT: kept}
-    return completed(taken.manifest, entries, said), diverged(apart)
+    return completed(taken.manifest, entries, said, taken.folder), diverged(apart)
 
 
 def _written(taken: TakenFiles) -> tuple[list[WrittenRange], int]:
@@ -187,10 +190,8 @@ def _named(taken: TakenFiles, manifest: Manifest, ranks: SaveTurn | None) -> lis
     rank = agree.world()[0] if ranks is None else ranks.rank
     with as_save_error(), agree.together(ranks) as block:
         if rank == 0:
-            if ranks is not None:
-                ranks.left_s()
-            text, pointer = to_json(manifest), taken.pointer
-            block.value = publish(taken.aside, taken.folder, text, pointer, taken.sync)
+            pointer, sync = taken.pointer, taken.sync
+            block.value = publish(taken.aside, taken.folder, manifest, pointer, sync)
             keep = taken.how.keep_latest if pointer is not None else None
-            block.value += prune(taken.folder, keep, taken.engine) + taken.named()
+            block.value += prune(taken.folder, keep, taken.engine, sync) + taken.named()
     return block.value or []

@@ -3,6 +3,9 @@
 The file is locked (`flock`), which the kernel ends with the process, on a network file system too.
 Where a file system has no locks, what the file says decides: a process of this machine that is
 gone, or one of another machine that touched nothing for an hour, holds nothing.
+
+Inside of a process each save has a `PublishRight`. A save that was given up loses it, and with it
+what it holds here.
 """
 
 import contextlib
@@ -11,8 +14,10 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,20 +33,126 @@ _ABANDONED_S = 3600.0
 _ENDED = ("Z", "X")  # states of a process that nobody has asked for yet
 
 
-class Claim:
-    """A name that is this process's alone, until it lets go."""
+class PublishRight:
+    """The right of one save to change what others see: to name its folder, to move pointers, to
+    remove older tags, and to release its locks.
 
-    def __init__(self, path: Path, handle: int, doing: str) -> None:
+    Each such change is made inside of `changing`, one at a time. Whoever gives the save up calls
+    `take`: from then on no change begins. One that is inside of the operating system at that
+    moment can't be called back; `hangs` says which it is, and `done` what the save has changed.
+    """
+
+    def __init__(self, aside: Path | None = None) -> None:
+        self.aside = aside  # the folder that the save writes into
+        self.until: float | None = None  # time.monotonic() after which nothing is published
+        self.says: Callable[[str], None] = lambda what: None  # is told what happens now
+        self.done: list[str] = []  # what counts by now
+        self.is_lost = False
+        self.hangs = ""  # the change that is being made
+        self._changes = threading.Lock()
+
+    @contextmanager
+    def changing(self, what: str, done: str = "", is_late: bool = False) -> Iterator[None]:
+        """One change; `done` is true once it is made. Behind `until` only what `is_late` is still
+        done: clearing up. Raises SaveError where the right is lost."""
+        self.says(what)
+        with self._changes:
+            if self.is_lost or not (is_late or self._is_in_time()):
+                raise SaveError(
+                    "the save was given up at its deadline, and changes nothing more",
+                    file=self.aside,
+                    found=what,
+                    fix="look at the disk",
+                    id="",
+                )
+            self.hangs = what
+            try:
+                yield
+            finally:
+                self.hangs = ""
+            if done:
+                self.done.append(done)
+
+    def _is_in_time(self) -> bool:
+        return self.until is None or time.monotonic() < self.until
+
+    def take(self) -> None:
+        """Takes the right away. A change that is being made gets a moment to end."""
+        self.is_lost = True
+        _GIVEN_UP.add(self)
+        if self._changes.acquire(timeout=_ONE_CHANGE_S):
+            self._changes.release()
+
+    @property
+    def outcome(self) -> str:
+        """What the save has changed, and what it may still change."""
+        what = "; ".join(self.done) or "nothing of it counts, and older tags are as they were"
+        return f"{what}; it hangs, and this may still come: {self.hangs}" if self.hangs else what
+
+
+_ONE_CHANGE_S = 0.2
+_GIVEN_UP: "weakref.WeakSet[PublishRight]" = weakref.WeakSet()
+_OWN: "dict[Path, Claim]" = {}  # those of this process, by the path of their file
+
+
+def require_left(aside: Path) -> None:
+    """Raises SaveError where a save of this process that was given up may still change a folder
+    that it writes into: it hangs in the operating system, and can't be stopped."""
+    for right in [*_GIVEN_UP]:
+        if right.aside == aside and right.hangs:
+            raise SaveError(
+                "a save into this folder was given up, and may still write into it",
+                file=aside,
+                expected="one at a time",
+                found=f"it hangs: {right.hangs}",
+                fix="give another tag until the disk answers again",
+                id="folder-in-use",
+            )
+
+
+class Claim:
+    """A name that is this process's alone, until it lets go. `is_small`: of a file that each one
+    makes anew, so that a save that hangs stands in nobody's way."""
+
+    def __init__(
+        self, path: Path, handle: int, doing: str, right: PublishRight, is_small: bool
+    ) -> None:
         self._path, self._handle = path, handle
+        self._right, self._is_small = right, is_small
         os.ftruncate(handle, 0)
         os.write(handle, json.dumps({"doing": doing, **this_process()}).encode())
+        _OWN[path] = self
 
     def release(self) -> None:
-        """Lets go; the file goes first, so that nobody takes one that is on its way out."""
-        with contextlib.suppress(OSError):
+        """Lets go; the file goes first, so that nobody takes one that is on its way out. Of a save
+        that was given up the file stays: the name may be another save's by now."""
+        what = f"releases {self._path}"
+        with (
+            contextlib.suppress(SaveError, OSError),
+            self._right.changing(what, is_late=True),
+        ):
             if _is_at(self._handle, self._path):
                 self._path.unlink()
-        os.close(self._handle)
+        self._drop()
+
+    @property
+    def hangs(self) -> str:
+        """What its save may still change."""
+        return self._right.hangs if self._right.is_lost else ""
+
+    def taken_over(self) -> bool:
+        """Whether the next one may have the name: the save was given up. Then it has let go."""
+        is_free = self._right.is_lost and (self._is_small or not self._right.hangs)
+        if is_free:
+            self._drop()
+        return is_free
+
+    def _drop(self) -> None:
+        handle, self._handle = self._handle, -1
+        if _OWN.get(self._path) is self:
+            del _OWN[self._path]
+        if handle >= 0:
+            os.close(handle)
 
 
 def lock_of(aside: Path) -> Path:
@@ -60,24 +171,24 @@ def claims_in(folder: Path) -> set[Path]:
 
 
 @contextmanager
-def writing(aside: Path) -> Iterator[None]:
-    """Inside, nobody else writes or clears away what lies under the name. Raises SaveError, which
-    says who does; OSError."""
-    with _released(_claimed_soon(aside, _WRITES)):
+def writing(aside: Path, right: PublishRight | None = None) -> Iterator[None]:
+    """Inside, nobody else writes or clears away what lies under the name, as long as the save has
+    its right. Raises SaveError, which says who does; OSError."""
+    with _released(_claimed_soon(aside, _WRITES, right)):
         yield
 
 
 @contextmanager
-def in_turn(aside: Path) -> Iterator[None]:
+def in_turn(aside: Path, right: PublishRight | None = None) -> Iterator[None]:
     """As `writing`, of something small: waits for others. Raises SaveError, OSError."""
-    with _released(_claimed_soon(aside, _WRITES, patient=True)):
+    with _released(_claimed_soon(aside, _WRITES, right, patient=True)):
         yield
 
 
 @contextmanager
-def removing(aside: Path) -> Iterator[bool]:
+def removing(aside: Path, right: PublishRight | None = None) -> Iterator[bool]:
     """As `writing`, of what shall go. False inside where somebody writes it. Raises OSError."""
-    claim = _claim(aside, _REMOVES)
+    claim = _claim(aside, _REMOVES, right or PublishRight())
     if claim is None:
         yield False
         return
@@ -93,10 +204,12 @@ def _released(claim: Claim) -> Iterator[None]:
         claim.release()
 
 
-def _claimed_soon(aside: Path, doing: str, patient: bool = False) -> Claim:
+def _claimed_soon(
+    aside: Path, doing: str, right: PublishRight | None, patient: bool = False
+) -> Claim:
     """A claim, behind one that clears away, or behind all of them."""
-    until = time.monotonic() + _PATIENCE_S
-    while (claim := _claim(aside, doing)) is None:
+    until, right = time.monotonic() + _PATIENCE_S, right or PublishRight()
+    while (claim := _claim(aside, doing, right, patient)) is None:
         holder = _holder(lock_of(aside))
         if time.monotonic() > until or (holder.get("doing") == _WRITES and not patient):
             raise _refusal(aside, holder)
@@ -105,20 +218,24 @@ def _claimed_soon(aside: Path, doing: str, patient: bool = False) -> Claim:
 
 
 def _refusal(aside: Path, holder: dict[str, Any]) -> SaveError:
+    own = _OWN.get(lock_of(aside))
+    since = holder.get("since", "a moment ago")
+    found = f"process {holder.get('pid', '?')} on {holder.get('host', 'a machine unknown')}"
+    if own is not None:
+        found = "a save of this very process" + (f", which hangs: {own.hangs}" * bool(own.hangs))
     return SaveError(
-        "another process is writing this folder",
+        f"{'another process' if own is None else 'another save'} is writing this folder",
         file=aside,
         expected="one at a time",
-        found=f"process {holder.get('pid', '?')} on {holder.get('host', 'a machine unknown')}, "
-        f"since {holder.get('since', 'a moment ago')}",
+        found=f"{found}, since {since}",
         fix=f"give another name, or wait for it; where that process is gone, remove "
         f"{lock_of(aside).name}",
         id="folder-in-use",
     )
 
 
-def _claim(aside: Path, doing: str) -> Claim | None:
-    """A claim; None where another process has it."""
+def _claim(aside: Path, doing: str, right: PublishRight, is_small: bool = False) -> Claim | None:
+    """A claim; None where another process has it, or another save of this one."""
     path = lock_of(aside)
     while True:
         opened = _opened(path)
@@ -127,7 +244,7 @@ def _claim(aside: Path, doing: str) -> Claim | None:
         handle, is_new = opened
         locked = _lock(handle)
         if locked is None and not is_new:  # no locks here: what the file says decides
-            is_dead = _is_dead(aside)
+            is_dead = _is_taken_over(path) or _is_dead(aside)
             if is_dead and _is_at(handle, path):
                 path.unlink(missing_ok=True)
             os.close(handle)
@@ -135,11 +252,18 @@ def _claim(aside: Path, doing: str) -> Claim | None:
                 return None
         elif locked is False:
             os.close(handle)
-            return None
+            if not _is_taken_over(path):
+                return None
         elif _is_at(handle, path):
-            return Claim(path, handle, doing)
+            return Claim(path, handle, doing, right, is_small)
         else:  # its holder took it away while it was opened
             os.close(handle)
+
+
+def _is_taken_over(path: Path) -> bool:
+    """Whether a save of this process that was given up has let go of a claim by now."""
+    own = _OWN.get(path)
+    return own is not None and own.taken_over()
 
 
 def _opened(path: Path) -> tuple[int, bool] | None:

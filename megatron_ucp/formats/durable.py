@@ -14,19 +14,27 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, RUN, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import from_json
-from megatron_ucp.errors import UcpError, UsageError, some_of
-from megatron_ucp.formats.claims import claims_in, in_turn, removing, writing
+from megatron_ucp.errors import SaveError, UcpError, UsageError, some_of
+from megatron_ucp.formats.claims import (
+    PublishRight,
+    claims_in,
+    in_turn,
+    lock_of,
+    removing,
+    writing,
+)
 from megatron_ucp.formats.pointers import newest_named
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.tags import SAVING, is_unfinished
+from megatron_ucp.formats.tags import SAVING, is_unfinished, require_no_pointer
 
 _OURS = re.compile(
     r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
@@ -50,16 +58,17 @@ def tag_of(aside: Path) -> str:
 
 
 @contextmanager
-def begin(save_dir: Path, tag: str) -> Iterator[Path]:
-    """The folder that a save of the tag goes into, this process's alone. Behind the block it is
-    gone, unless `commit` gave it the tag's name; what killed saves left went before.
+def begin(save_dir: Path, tag: str, right: PublishRight | None = None) -> Iterator[Path]:
+    """The folder that a save of the tag goes into, that save's alone as long as it has its `right`.
+    Behind the block it is gone, unless `commit` gave it the tag's name; what killed saves left went
+    before.
 
     Raises UsageError for a tag that is no plain name, SaveError where another process saves it,
     OSError.
     """
     _require_free_for_a_tag(save_dir, tag)
     save_dir.mkdir(parents=True, exist_ok=True)
-    with held(aside_of(save_dir, tag)) as aside:
+    with held(aside_of(save_dir, tag), right) as aside:
         _sweep(claims_in(save_dir) - {aside})
         yield aside
 
@@ -73,6 +82,7 @@ def _sweep(unfinished: set[Path]) -> None:
 
 
 def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
+    require_no_pointer(save_dir / tag)
     if not tag or "/" in tag or tag.startswith("."):
         raise UsageError(
             "a tag is the plain name of a folder",
@@ -93,10 +103,11 @@ def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
 
 
 @contextmanager
-def held(aside: Path) -> Iterator[Path]:
-    """A new folder under the name of an unfinished one, this process's alone; gone behind the
-    block. Raises SaveError where another process writes it, OSError."""
-    with writing(aside):
+def held(aside: Path, right: PublishRight | None = None) -> Iterator[Path]:
+    """A new folder under the name of an unfinished one, this save's alone as long as it has its
+    `right`; gone behind the block. Raises SaveError where another one writes it, OSError."""
+    right = right or PublishRight()
+    with writing(aside, right):
         clear(aside)  # of a process that was killed
         # claims of those that were killed when all had its name; the folders of others are a run's
         _sweep({left for left in claims_in(aside.parent) - {aside} if not os.path.lexists(left)})
@@ -104,7 +115,7 @@ def held(aside: Path) -> Iterator[Path]:
         try:
             yield aside
         finally:
-            with suppress(OSError):
+            with suppress(OSError, SaveError), right.changing(f"clears {aside}", is_late=True):
                 clear(aside)
 
 
@@ -132,20 +143,25 @@ def entry_of(path: Path, name: str | None = None) -> FileEntry:
 
 @dataclass
 class Syncs:
-    """Brings files and folders to disk (`fsync`), or does nothing where a save need not be durable;
-    adds the time up."""
+    """Brings files and folders of one save to disk (`fsync`), or does nothing where it need not be
+    durable; adds the time up. `right` is the save's, without which it publishes nothing."""
 
     durable: bool = True
     seconds: float = 0.0
+    right: PublishRight = field(default_factory=PublishRight, repr=False, compare=False)
 
     def __call__(self, path: Path) -> None:
         """Returns when a file or a folder is on disk. Raises OSError."""
         if not self.durable:
             return
+        self.right.says(f"syncs {path}")
         started = time.perf_counter()
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
         finally:
             os.close(handle)
             self.seconds += time.perf_counter() - started
@@ -194,18 +210,46 @@ class OutFile:
             raise
 
 
+def move_pointer(
+    path: Path, text: str, sync: Syncs, unless: Callable[[], bool] = lambda: False
+) -> bool:
+    """Lets a pointer name another tag; returns whether it does: not where `unless`, asked while
+    nobody else moves it, says so. Raises OSError, SaveError."""
+    with in_turn(aside_of(path.parent, path.name), sync.right):
+        if unless():
+            return False
+        _replace_text(path, text, sync, f"`{path.name}` names {text}")
+        return True
+
+
 def replace_text(path: Path, text: str, sync: Syncs) -> None:
     """Writes a small file whole or not at all; several processes that do so take turns. Raises
     OSError, SaveError."""
-    temporary = aside_of(path.parent, path.name)
-    with in_turn(temporary):
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            sync(temporary)
+    with in_turn(aside_of(path.parent, path.name), sync.right):
+        _replace_text(path, text, sync)
+
+
+def _replace_text(path: Path, text: str, sync: Syncs, done: str = "") -> None:
+    turn = aside_of(path.parent, path.name)
+    # Of one save alone: its rename fails where a later save removed it, however long it hung.
+    temporary = turn.with_name(f"{turn.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with sync.right.changing(f"clears what others left of {path}", is_late=True):
+            _clear_others(turn)
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        with sync.right.changing(f"replaces {path}", done):
             os.replace(temporary, path)
-            sync(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _clear_others(turn: Path) -> None:
+    """Removes what saves left that were killed or given up while they replaced a small file."""
+    for name in os.listdir(turn.parent):
+        if name.startswith(f"{turn.name}.") and name != lock_of(turn).name:
+            (turn.parent / name).unlink(missing_ok=True)
 
 
 def commit(aside: Path, manifest: str, sync: Syncs) -> Path:
@@ -218,7 +262,8 @@ def commit(aside: Path, manifest: str, sync: Syncs) -> Path:
     replace_text(aside / FILE_NAME, manifest, sync)
     folder = aside.with_name(tag_of(aside))
     if folder.is_dir():
-        _keep_others(folder, aside)
+        with sync.right.changing(f"links what users put into {folder}"):
+            _keep_others(folder, aside)
     return give_name(aside, sync)
 
 
@@ -226,12 +271,14 @@ def give_name(aside: Path, sync: Syncs) -> Path:
     """Gives a folder that is whole and on disk its name, in one step also where another folder or
     a link has it, which goes; returns it. Raises OSError."""
     folder = aside.with_name(tag_of(aside))
-    if os.path.lexists(folder):
-        _exchange(aside, folder)
-    else:
-        os.rename(aside, folder)
+    with sync.right.changing(f"names {folder}", f"{folder.name} is there and whole"):
+        if os.path.lexists(folder):
+            _exchange(aside, folder)
+        else:
+            os.rename(aside, folder)
     sync(folder.parent)
-    clear(aside)
+    with sync.right.changing(f"removes what {folder} replaced", is_late=True):
+        clear(aside)
     return folder
 
 
@@ -275,10 +322,13 @@ def _exchange(new: Path, old: Path) -> None:
 # ------------------------------------------------ removing
 
 
-def prune(save_dir: Path, keep: int, run: str | None = None) -> list[str]:
+def prune(
+    save_dir: Path, keep: int, run: str | None = None, right: PublishRight | None = None
+) -> list[str]:
     """Removes all but the `keep` newest whole tags that a run's saves wrote and the pointer to the
     newest one (`latest`, or Megatron's) has named; returns lines that say what went, what stayed.
-    `run` is the id of that run (None: that of the tag which the pointer names).
+    `run` is the id of that run (None: that of the tag which the pointer names); `right` is that of
+    the save that asks for it.
 
     Never touched: the tag that the pointer names, a copy or a link of a user's, one of another run,
     one that is not whole by its own manifest, one that was saved without moving the pointer, one
@@ -305,14 +355,15 @@ def prune(save_dir: Path, keep: int, run: str | None = None) -> list[str]:
         else:
             mine.append((folder.name == named, manifest.saved_at or 0.0, folder.name))
     older = [tag for is_named, _, tag in sorted(mine, reverse=True)[keep:] if not is_named]
-    lines = [_remove(save_dir / tag, run) for tag in older]
+    right = right or PublishRight()
+    lines = [_remove(save_dir / tag, run, right) for tag in older]
     return lines + [f"kept {some_of(tags)}: {reason}" for reason, tags in kept.items()]
 
 
-def retire(folder: Path, run: str) -> str:
+def retire(folder: Path, run: str, right: PublishRight | None = None) -> str:
     """Removes one tag of a run; returns a line that says so, or that it stayed. As `prune`, it
     leaves what is not whole or not that run's, and what somebody reads."""
-    return _remove(folder, run)
+    return _remove(folder, run, right or PublishRight())
 
 
 def _manifest_or_none(folder: Path) -> Manifest | None:
@@ -349,24 +400,25 @@ def _first_damaged(folder: Path, files: Sequence[FileEntry]) -> str:
     return ""
 
 
-def _remove(folder: Path, run: str) -> str:
+def _remove(folder: Path, run: str, right: PublishRight) -> str:
     """Removes a tag where nobody reads or saves it, and it still is what it was."""
     aside = aside_of(folder.parent, folder.name)
-    with removing(aside) as nobody_writes:
+    with removing(aside, right) as nobody_writes:
         if not nobody_writes:
             return f"kept {folder.name}: it is being saved"
         if reason := _not_ours(folder, _manifest_or_none(folder), run):
             return f"kept {folder.name}: {reason}"
-        clear(aside)
-        with open(folder / FILE_NAME, "rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return f"kept {folder.name}: it is being read"
-            except OSError:  # a file system without locks: nobody can say that it reads
-                pass
-            os.rename(folder, aside)
-        clear(aside)
+        with right.changing(f"removes {folder}"):
+            clear(aside)
+            with open(folder / FILE_NAME, "rb") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return f"kept {folder.name}: it is being read"
+                except OSError:  # a file system without locks: nobody can say that it reads
+                    pass
+                os.rename(folder, aside)
+            clear(aside)
     return f"removed {folder.name}"
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.manifest import FILE_NAME, RUN, Manifest
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import NotFoundError, UcpError
 
@@ -69,6 +69,26 @@ def pointers_to(folder: Path, tag: str, own: str) -> tuple[dict[str, str], list[
                 "is followed"
             )
     return {**moving, own: _text_for(own, tag) or tag}, notes
+
+
+def names_a_later_save(pointer: Path, manifest: Manifest) -> bool:
+    """Whether a pointer names a save of the same run that was made later than that of a manifest.
+    Then it does not move: that of a process that hung would lead back.
+
+    Later is who has the later `saved_at`. That is an order and no clock: a save gets a stamp behind
+    all that its process gave, and behind that of the tag which the folder names (engines/saves,
+    `stamp`). Steps don't decide: a run that went back to an older tag goes on from there. Saves of
+    other runs are not compared: the last one is named.
+    """
+    tag = _tag_or_none(pointer) if pointer.is_file() else None
+    if tag is None:
+        return False
+    path = pointer.with_name(tag) / FILE_NAME
+    with suppress(OSError, UcpError):
+        named = from_json(path.read_bytes(), str(path))
+        is_same_run = named.run.get(RUN) == manifest.run.get(RUN) is not None
+        return is_same_run and (named.saved_at or 0.0) > (manifest.saved_at or 0.0)
+    return False
 
 
 def read_pointer(path: Path) -> str:

@@ -10,6 +10,7 @@ from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats.pointers import LATEST, MEGATRON_LATEST, newest_named, read_pointer
 
 LATEST_UNIVERSAL = "latest_universal"  # of converted folders: counts where nothing else does
+POINTERS = (LATEST, MEGATRON_LATEST, LATEST_UNIVERSAL)
 SAVING = ".saving"  # how the name of a folder ends that is not finished
 _LEGACY_FOLDER = re.compile(r"mp_rank_\d\d(_\d\d\d){0,2}")
 AS_SAFETENSORS = "save the model again: save_pretrained of transformers writes safetensors"
@@ -76,6 +77,20 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
     )
 
 
+def require_no_pointer(folder: Path) -> None:
+    """Raises UsageError for a tag, or a converted folder, with the name of a pointer: that is a
+    file beside the tags, and both can't be there."""
+    if folder.name in POINTERS:
+        raise UsageError(
+            f"`{folder.name}` is the name of a pointer, and no tag can have it",
+            file=folder,
+            expected="another name, such as global_step100",
+            found=folder.name,
+            fix=f"give another name: what is saved is found by the file `{folder.name}` then",
+            id="no-such-tag",
+        )
+
+
 def require_folder(path: Any) -> Path:
     """A path that is a folder. Raises UsageError for what is no path, NotFoundError for one where
     there is no folder."""
@@ -140,10 +155,9 @@ def nothing_there(path: str | Path) -> bool:
     path = Path(path)
     if not path.exists():
         return True
-    pointers = (LATEST, MEGATRON_LATEST, LATEST_UNIVERSAL)
     return (
         path.is_dir()
-        and not any((path / name).exists() for name in pointers)
+        and not any((path / name).exists() for name in POINTERS)
         and not has_state_files(path)
         and not any(p.is_dir() and has_state_files(p) for p in path.iterdir())
         and not any(path.glob("*.safetensors"))  # of a Hugging Face folder

@@ -1,8 +1,10 @@
 """Arguments that several functions take, checked before anything else happens."""
 
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,12 @@ def plain_path(path: Any) -> str:
         found=repr(path)[:200],
         fix="give a path as text, such as runs/llama",
     )
+
+
+def absolute_path(path: Any) -> Path:
+    """The path of a folder as it is meant at the call, wherever the program goes before it is used.
+    Raises UsageError for what is no path."""
+    return Path(os.path.abspath(plain_path(path)))
 
 
 def check_allow(allow: Any, known: Collection[str]) -> None:
@@ -52,6 +60,95 @@ def check_switch(name: str, value: object) -> None:
             found=repr(value)[:200],
             fix=f"give {name}=True or {name}=False",
         )
+
+
+# ------------------------------------------------ options of saves and steps in memory
+
+
+@dataclass(frozen=True)
+class NumberOption:
+    """A number of `units`: `least` or more (`is_above`: more than that), `most` at most; None where
+    it may be left out."""
+
+    units: str
+    least: int
+    most: int | None = None
+    is_whole: bool = True
+    is_above: bool = False
+    is_optional: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        if (value is None and self.is_optional) or self._fits(value):
+            return
+        low = f"more than {self.least}" if self.is_above else f"at least {self.least}"
+        left_out = f", or leave {name} out" if self.is_optional else ""
+        raise UsageError(
+            f"{name} is a {'whole ' if self.is_whole else ''}number of {self.units}",
+            parameter=name,
+            expected=low if self.most is None else f"{low}, at most {self.most:,}",
+            found=repr(value)[:200],
+            fix=f"give such a number{left_out}",
+        )
+
+    def _fits(self, value: object) -> bool:
+        kinds = (int,) if self.is_whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            return False
+        is_low = value <= self.least if self.is_above else value < self.least
+        return not is_low and (self.most is None or value <= self.most)
+
+
+@dataclass(frozen=True)
+class WordOption:
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        if value not in self.words:
+            raise UsageError(
+                f"{name} is none of its words",
+                parameter=name,
+                expected=" or ".join(self.words),
+                found=repr(value)[:200],
+                fix=f"give {name} as one of these",
+            )
+
+
+class SwitchOption:
+    """True or False."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        check_switch(name, value)
+
+
+_YEAR_S = 366 * 24 * 3600  # the operating system waits no longer at once
+OPTIONS_OF_SAVES: dict[str, NumberOption | WordOption | SwitchOption] = {
+    "durable": SwitchOption(),
+    "rng": SwitchOption(),
+    "keep_latest": NumberOption("tags", 1, is_optional=True),
+    "busy": WordOption(("wait", "skip")),
+    "deadline": NumberOption(
+        "seconds", 0, _YEAR_S, is_whole=False, is_above=True, is_optional=True
+    ),
+    "on_error": WordOption(("raise", "warn")),
+    "snapshot_bytes": NumberOption("bytes", 0, is_optional=True),
+    "keep_snapshot": SwitchOption(),
+    "keep": WordOption(("memory",)),
+    "every": NumberOption("steps", 1),
+    "copies": NumberOption("machines", 0),
+}
+
+
+def check_saves(options: object) -> None:
+    """Checks every field of a dataclass that is one of the `OPTIONS_OF_SAVES`. Raises
+    UsageError."""
+    for name, row in OPTIONS_OF_SAVES.items():
+        if hasattr(options, name):
+            row.check(name, getattr(options, name))
 
 
 def one_target(mesh: Any, target: Any, **more: Any) -> Target | None:

@@ -21,6 +21,7 @@ from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.durable import OutFile
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
 from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.tags import require_no_pointer
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.file_source import (
     THREADS,
@@ -365,7 +366,8 @@ def sync_all(folder: Path) -> None:
 
 def require_plain(folder: Path, may_replace: Callable[[], object] | None = None) -> None:
     """Raises UsageError for an output that exists, unless `may_replace` says that it may be
-    replaced, or that has no plain name."""
+    replaced, or that has no plain name, or a pointer's."""
+    require_no_pointer(folder.absolute())
     if may_replace is None or not may_replace():
         require_free(folder)
     if folder.absolute().name.startswith(".") or not folder.name:

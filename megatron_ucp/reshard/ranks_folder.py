@@ -3,8 +3,8 @@
 With a snapshot it takes windows into that while the source lasts, and writes them in the end: then
 another thread may do that, and the source may change meanwhile."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -66,8 +66,8 @@ class _Sum:
 
 class RanksFolderSink(OutputFolder):
     """Rank 0 makes the folder and names it. A file without an owner is written by all, each piece
-    by the rank that can best. `sync` brings files to disk; `snapshot` holds what is written later,
-    and `says` is told then which file is at work."""
+    by the rank that can best. `sync` brings files to disk; `snapshot` holds what is written
+    later."""
 
     what_to_do = "free space or mend permissions on every rank, then try again"
 
@@ -77,12 +77,11 @@ class RanksFolderSink(OutputFolder):
         output: FolderOutput,
         sync: durable.Syncs | None = None,
         snapshot: Snapshot | None = None,
-        says: Callable[[str], None] = lambda what: None,
     ) -> None:
         super().__init__(folder, output)
         self.rank, self.world = agree.world()
         self.sync = sync or durable.Syncs()
-        self._snapshot, self._says = snapshot, says
+        self._snapshot = snapshot
         self._waiting: list[PieceRun] = []
         self._given: torch.Tensor | None = None  # of the snapshot, for the window that comes next
         self._sums: dict[tuple[str, int], list[_Sum]] = {}  # by file, and place of the piece
@@ -125,9 +124,9 @@ class RanksFolderSink(OutputFolder):
         """Each rank brings what it wrote to disk: other machines can't do it for it."""
         with self._as_save_error():
             self._write_all()
-            beside = self.output.each(self.aside, self.rank)
+            with self.sync.right.changing(f"writes what rank {self.rank} has of its own"):
+                beside = self.output.each(self.aside, self.rank)
             for path in [*(self.aside / name for name in sorted(self._files)), *beside]:
-                self._says(f"syncs {path}")
                 self.sync(path)
         if self.rank == 0:
             super().finish()
@@ -135,11 +134,8 @@ class RanksFolderSink(OutputFolder):
     def _write_all(self) -> None:
         """What waits, then what stands around the pieces of this rank's files, whose CRC-32s are
         known by then. Raises OSError."""
-        said = ""
         for one in self._waiting:
-            if said != one.place.file.name:
-                said = one.place.file.name
-                self._says(f"writes {self.aside / said}")
+            self.sync.right.says(f"writes {self.aside / one.place.file.name}")
             self._write(one)
         self._waiting.clear()
         for file in self.output.files:
@@ -148,7 +144,8 @@ class RanksFolderSink(OutputFolder):
                     one.place: self._sums.get((file.name, one.place), ()) for one in file.pieces
                 }
                 crcs = {place: _joined(found) for place, found in sums.items()}
-                write_around(self._file(file.name), file, crcs)
+                with self._writing(file.name) as out:
+                    write_around(out, file, crcs)
 
     def _bring_to_disk(self) -> None:
         held = {self.aside / file.name for file in self.output.files}  # by those who wrote them
@@ -197,7 +194,8 @@ class RanksFolderSink(OutputFolder):
 
     def _write(self, one: PieceRun) -> None:
         data, file, piece = bytes_of(one.memory), one.place.file, one.place.piece
-        self._file(file.name).write(data, one.at)
+        with self._writing(file.name) as out:
+            out.write(data, one.at)
         if file.owner is not None:
             sums = self._sums.setdefault((file.name, piece.place), [])
             sums.append(_Sum(one.at, len(data), crc32(data)))
@@ -205,10 +203,13 @@ class RanksFolderSink(OutputFolder):
         if is_whole and self.sync.durable and piece.size_bytes >= _BEGIN_SYNC_BYTES:
             begin_sync(self.aside / file.name, piece.place, piece.size_bytes)
 
-    def _file(self, name: str) -> OutFile:
-        if name not in self._files:
-            self._files[name] = OutFile(self.aside / name)
-        return self._files[name]
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[OutFile]:
+        """A file, as long as the save has its right."""
+        with self.sync.right.changing(f"writes {self.aside / name}"):
+            if name not in self._files:
+                self._files[name] = OutFile(self.aside / name)
+            yield self._files[name]
 
 
 def _joined(sums: Iterable[_Sum]) -> int:

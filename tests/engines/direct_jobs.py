@@ -13,7 +13,7 @@ from unittest import mock
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import rank_files
+from megatron_ucp.engines import rank_files, taken_files
 from megatron_ucp.engines.background import background_of
 from megatron_ucp.engines.deepspeed import save as saving
 from megatron_ucp.engines.saves import WAYS
@@ -325,3 +325,77 @@ def _back_late(write: Callable[..., Any]) -> Callable[..., Any]:
         return write(one)
 
     return written
+
+
+def named_as_pointers(setup: Setup, folder: str, way: str) -> tuple[list[str], list[str]]:
+    """What saves into tags with the names of pointers say, and what lies there after them."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save=way)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    ucp.wait(engine)
+    said = []
+    for tag in ("latest", "latest_checkpointed_iteration.txt", "latest_universal"):
+        try:
+            engine.save_checkpoint(folder, tag=tag)
+            ucp.wait(engine)
+        except ucp.UcpError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    engine.destroy()
+    return said, in_folder(Path(folder))
+
+
+def moved_away(setup: Setup, folder: str, way: str) -> tuple[list[str], list[str]]:
+    """A save into a relative path, by a program that goes elsewhere; what lies here, and there."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save=way)
+    train(engine, 1)
+    os.chdir(folder)
+    if not dist.get_rank():
+        Path("away", "here").mkdir(parents=True)  # where the path leads later
+    dist.barrier()
+    settled = taken_files._written
+    taken_files._written = _slowly(settled)
+    engine.save_checkpoint("here")
+    os.chdir("away")
+    ucp.wait(engine)
+    taken_files._written = settled
+    engine.destroy()
+    dist.barrier()
+    return in_folder(Path(folder, "here")), in_folder(Path(folder, "away"))
+
+
+def in_folder(folder: Path) -> list[str]:
+    """All but the scripts that DeepSpeed puts beside the tags."""
+    return sorted(one.name for one in folder.iterdir() if one.suffix != ".py")
+
+
+def refused_in_the_call(setup: Setup, folder: str, on_error: str) -> dict[str, Any]:
+    """A good save, one whose random states find no room before the call returns, a good one."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="background", on_error=on_error)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    train(engine, 1, first=1)
+    ucp.wait(engine)
+    out: dict[str, Any] = {"said": "", "returned": None}
+    write = taken_files.write_beside
+
+    def full(aside: Path, *_: Any) -> Any:
+        raise OSError(28, "No space left on device", str(aside))
+
+    saving.write_beside = full if dist.get_rank() == 1 else write
+    try:
+        out["returned"] = engine.save_checkpoint(folder)
+    except ucp.UcpError as error:
+        out["said"] = f"{type(error).__name__}: {error}"
+    saving.write_beside = write
+    out["report"] = ucp.report(engine).save.error
+    train(engine, 1, first=2)
+    engine.save_checkpoint(folder)
+    ucp.wait(engine)
+    dist.barrier()
+    out["left"] = [name for name in listing(folder) if not name.startswith(".")]
+    engine.destroy()
+    return out

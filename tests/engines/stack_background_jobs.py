@@ -320,7 +320,7 @@ def busy(setup: Mcore, folder: str) -> dict[str, Any]:
         engine, background = in_background(setup, busy=word)
         train(engine, 1)
         start = background.start
-        background.start = lambda what, work, start=start: start(  # type: ignore
+        background.start = lambda what, work, _right, start=start: start(  # type: ignore
             what, lambda turn: (time.sleep(1.0), work(turn))
         )
         ucp.save(engine.handle, f"{folder}/{word}")

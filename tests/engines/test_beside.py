@@ -38,7 +38,8 @@ def test_two_jobs_save_into_one_folder_at_once(tmp_path: Path) -> None:
 def test_megatrons_save_beside_another_saver(ranks: RankPool, tmp_path: Path) -> None:
     job = "tests.engines.shared_jobs:megatron_beside"
     for found in ranks.run(2, job, Mcore(layers=2), str(tmp_path)):
-        assert "another process is writing this folder" in found["error"]
+        assert "another save is writing this folder" in found["error"]
+        assert "a save of this very process" in found["error"]
         assert found["held"] == [".iter_0000001.saving"], "the other one's files are gone"
         assert found["left"] == ["iter_0000002", "iter_0000003"]
         assert found["pointers"] == ["iter_0000003", "3"], "every pointer moves"

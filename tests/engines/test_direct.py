@@ -9,7 +9,8 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.background import BesideTraining, beside_training
-from megatron_ucp.engines.saves import WAYS
+from megatron_ucp.engines.memory_steps import InMemory
+from megatron_ucp.engines.saves import WAYS, Saving
 from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import UsageError
 from tests.engines.autoep_jobs import Auto as AutoEP
@@ -227,12 +228,91 @@ def test_a_snapshot_says_where_there_is_no_room() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"busy": "later"}, {"on_error": "ignore"}, {"deadline": -1}, {"snapshot_bytes": True}],
+    [
+        *({"busy": word} for word in ("later", None, 1)),
+        {"on_error": "ignore"},
+        *({"deadline": n} for n in (-1, 0, 0.0, True, float("nan"), float("inf"), "60", 1e12)),
+        *({"snapshot_bytes": n} for n in (True, -1, 3.7, "1G", float("nan"))),
+        *({"keep_snapshot": word} for word in ("yes", "no", 1, None)),
+    ],
     ids=str,
 )
 def test_options_are_checked(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
+    (name,) = options
+    with pytest.raises(UsageError) as refused:
         BesideTraining(**options)
+    assert name in str(refused.value) and "expected" in str(refused.value)
+
+
+def test_options_that_are_right_are_taken() -> None:
+    BesideTraining("skip", 0.5, "warn", 0, False)
+    BesideTraining(deadline=None, snapshot_bytes=None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"every": n} for n in (0, -1, 1.5, True, None, "2")),
+        *({"copies": n} for n in (-1, 0.5, True, None)),
+        {"keep": "disk"},
+    ],
+    ids=str,
+)
+def test_options_of_steps_in_memory_are_checked(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(UsageError, match=name):
+        InMemory(**{"keep": "memory", "every": 1, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"keep_latest": n} for n in (0, -1, 1.5, True, "2")),
+        *({name: word} for name in ("durable", "rng") for word in ("yes", 1, None)),
+    ],
+    ids=str,
+)
+def test_options_of_all_saves_are_checked(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(UsageError, match=name):
+        Saving(**options)
+
+
+@pytest.mark.parametrize("what", [None, "x", 3, {}, Path("a")])
+def test_only_an_engine_can_be_waited_for(what: object) -> None:
+    with pytest.raises(UsageError, match="no engine"):
+        ucp.wait(what)
+
+
+@pytest.mark.parametrize("way", ["stock", "direct", "background"])
+def test_a_tag_with_the_name_of_a_pointer_is_refused_at_once(
+    ranks: RankPool, tmp_path: Path, way: str
+) -> None:
+    for said, left in ranks.run(2, JOBS + "named_as_pointers", Setup(1), str(tmp_path), way):
+        assert len(said) == 3
+        assert all("UsageError" in one and "the name of a pointer" in one for one in said), said
+        assert left == ["global_step1", "latest"]
+
+
+@pytest.mark.parametrize("way", ["direct", "background"])
+def test_a_relative_path_means_what_it_meant_at_the_call(
+    ranks: RankPool, tmp_path: Path, way: str
+) -> None:
+    for here, away in ranks.run(2, JOBS + "moved_away", Setup(1), str(tmp_path), way):
+        assert here == ["global_step1", "latest"] and away == ["here"]
+    assert not ucp.verify(tmp_path / "here").findings
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_what_fails_inside_the_call_warns_too(
+    ranks: RankPool, tmp_path: Path, on_error: str
+) -> None:
+    for found in ranks.run(2, JOBS + "refused_in_the_call", Setup(1), str(tmp_path), on_error):
+        assert found["left"] == ["global_step1", "global_step3"], found
+        if on_error == "raise":
+            assert "SaveError" in found["said"] and found["returned"] is None
+        else:
+            assert found["returned"] is False and "No space left" in found["report"]
 
 
 def test_options_of_the_background_are_refused_for_other_saves() -> None:

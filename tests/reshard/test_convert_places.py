@@ -138,6 +138,13 @@ def test_relative_paths(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         ucp.convert("source/step7", "dangling", target=target())
 
 
+@pytest.mark.parametrize("name", ["latest", "latest_universal"])
+def test_an_output_with_the_name_of_a_pointer(source: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="name of a pointer"):
+        ucp.convert(source, tmp_path / name, target=target())
+    assert not (tmp_path / name).exists()
+
+
 def test_two_conversions_into_one_folder(model: paper.Model, source: Path, tmp_path: Path) -> None:
     aside = tmp_path / ".out.saving"
     with durable.held(aside):

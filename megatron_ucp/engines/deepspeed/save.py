@@ -24,7 +24,7 @@ from megatron_ucp.core.manifest import (
     TAG,
     Manifest,
 )
-from megatron_ucp.engines.background import Background, background_of
+from megatron_ucp.engines.background import Background, background_of, begun_or_warned
 from megatron_ucp.engines.deepspeed.besides import Besides, besides, said_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
@@ -42,6 +42,7 @@ from megatron_ucp.engines.saves import (
     Saving,
     as_save_error,
     position_of,
+    require_left,
     require_one_save,
     require_unstepped,
     where_to,
@@ -92,15 +93,16 @@ class Asked:
 def save(asked: Asked) -> SaveReport:
     """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
     RankError on the others."""
-    where = asked.folder / asked.tag
-    return saved_as_taken(where, asked.background, partial(_taken, asked))
+    where, engine = asked.folder / asked.tag, asked.engine
+    begin = partial(saved_as_taken, where, asked.background, partial(_taken, asked))
+    return begun_or_warned(engine, where, engine.global_steps, begin)
 
 
 def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
     """Takes everything, and writes what can't wait. Collective."""
     started = time.perf_counter()
-    sync = durable.Syncs(asked.how.durable)
-    _begin(asked, left)
+    sync = asked.how.syncs(asked.folder, asked.tag)
+    _begin(asked, sync, left)
     live = describe(asked.engine, asked.model, present=True)
     steps = _steps_of(live)
     found = besides(live, asked.client_state)
@@ -170,7 +172,7 @@ def _stock(asked: Asked, files: RankFiles | None) -> "tuple[list[Path | SaveErro
     return written, time.perf_counter() - before
 
 
-def _begin(asked: Asked, left: ExitStack) -> None:
+def _begin(asked: Asked, sync: durable.Syncs, left: ExitStack) -> None:
     """Everything that can refuse a save before a file is written; then the folder aside, which is
     this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
     engine, how = asked.engine, asked.how
@@ -179,6 +181,7 @@ def _begin(asked: Asked, left: ExitStack) -> None:
     )
     with as_save_error(), agree.together() as block:
         block.value = where_to(asked.folder, asked.tag), options
+        require_left(sync)
         if not wrapper_of(engine).is_saved:
             raise SaveError(
                 "this engine has no optimizer, and DeepSpeed's own save fails for such an engine "
@@ -192,7 +195,7 @@ def _begin(asked: Asked, left: ExitStack) -> None:
         refuse_strange(of_caller(asked.client_state, engine, file), SaveError, file)
         refuse_strange(of_engine(engine), SaveError, file, left=how.values_left)
         if agree.world()[0] == 0:
-            left.enter_context(durable.begin(asked.folder, asked.tag))
+            left.enter_context(durable.begin(asked.folder, asked.tag, sync.right))
     require_one_save(block.values)
 
 

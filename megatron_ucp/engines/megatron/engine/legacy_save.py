@@ -35,6 +35,7 @@ from megatron_ucp.engines.saves import (
     SaveReport,
     as_save_error,
     position_of,
+    require_left,
     require_one_save,
     where_to,
 )
@@ -58,11 +59,11 @@ def save_legacy(asked: AskedOfStack) -> SaveReport:
 
 def _taken(asked: AskedOfStack, left: ExitStack) -> TakenFiles:
     """Takes everything, and writes what can't wait. Collective."""
-    started, sync = time.perf_counter(), durable.Syncs(asked.how.durable)
     stack, tag = asked.stack, asked.tag
+    started, sync = time.perf_counter(), asked.how.syncs(asked.folder, tag)
     present = described_to_save(stack)
     manifest = present.manifest
-    flags, before = _begin(asked, present, left)
+    flags, before = _begin(asked, present, sync, left)
     own = values_of(present.live)
     apart = own.differing(agree.collect(own.digest))
     files = files_of_rank(Replicas(), sync, asked.background)
@@ -88,7 +89,7 @@ def _taken(asked: AskedOfStack, left: ExitStack) -> TakenFiles:
         sync,
         held,
         _in_files(manifest),
-        partial(retired, asked.folder, before, stack.iteration, manifest.run[RUN], interval),
+        partial(retired, asked.folder, before, stack.iteration, manifest.run[RUN], interval, sync),
     )
 
 
@@ -111,7 +112,7 @@ def _files(
 
 
 def _begin(
-    asked: AskedOfStack, present: PresentStates, left: ExitStack
+    asked: AskedOfStack, present: PresentStates, sync: durable.Syncs, left: ExitStack
 ) -> tuple[Namespace, int | None]:
     """Everything that can refuse a save before a file is written; then the folder aside, which is
     this job's until `left` removes it. Returns the flags that the files hold, and the iteration of
@@ -120,13 +121,14 @@ def _begin(
     with as_save_error(), agree.together() as block:
         options = asked.how.asked(ckpt_format=asked.ckpt_format)
         block.value = where_to(asked.folder, asked.tag), options
+        require_left(sync)
         refuse(present, asked.stack)
         given = (present.manifest, asked.arguments, asked.how.rng)
         flags = flags_of_program(asked.stack, *given)
         require_described(present.live, flags, str(asked.folder / asked.tag))
         if agree.world()[0] == 0:
             before = newest(asked.folder) if asked.retain_interval else None
-            left.enter_context(durable.begin(asked.folder, asked.tag))
+            left.enter_context(durable.begin(asked.folder, asked.tag, sync.right))
     require_one_save(block.values)
     return flags, before
 

@@ -18,7 +18,7 @@ from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.pointers import iteration_name
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import plain_path
+from megatron_ucp.reshard.arguments import absolute_path
 
 _STACK = "_ucp_stack"  # of an optimizer
 # what Megatron-LM takes from a checkpoint's flags beside the consumed samples
@@ -102,7 +102,7 @@ def save_checkpoint(
     how = Saving(keep_latest=keep_latest, rng=not args.no_save_rng)
     interval = None if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
     format_ = _format_of(args)
-    save_as(AskedOfStack(stack, Path(plain_path(folder)), args, how, interval, format_))
+    save_as(AskedOfStack(stack, absolute_path(folder), args, how, interval, format_))
 
 
 def _arguments() -> Any:

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.durable import retire
+from megatron_ucp.formats.durable import Syncs, retire
 from megatron_ucp.formats.pointers import iteration_name, iteration_of_name, newest_named
 
 
@@ -17,13 +17,13 @@ def newest(folder: Path) -> int | None:
 
 
 def retired(
-    folder: Path, before: int | None, iteration: int, run: str, interval: int | None
+    folder: Path, before: int | None, iteration: int, run: str, interval: int | None, sync: Syncs
 ) -> list[str]:
-    """Removes the save of iteration `before`, once that of `iteration` is done: those that the
-    interval divides stay. What can't be removed is said, and no error."""
+    """Removes the save of iteration `before`, once that of `iteration`, of which `sync` is, is
+    done: those that the interval divides stay. What can't be removed is said, and no error."""
     if not interval or not before or before == iteration or before % interval == 0:
         return []
     try:
-        return [retire(folder / iteration_name(before), run)]
+        return [retire(folder / iteration_name(before), run, sync.right)]
     except (OSError, UcpError) as error:
         return [f"{iteration_name(before)} could not be removed: {error}"]

@@ -21,10 +21,10 @@ from megatron_ucp.core.manifest import (
     TAG,
     FileEntry,
 )
-from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.background import (
     SaveTurn,
+    begun_or_warned,
     skipped,
 )
 from megatron_ucp.engines.loader import ResumableLoader
@@ -48,18 +48,19 @@ from megatron_ucp.engines.saves import (
     SaveReport,
     SaveSink,
     Saving,
+    as_rank_error,
     completed,
     ended,
     position_of,
     prune,
     publish,
+    require_left,
     require_one_save,
     under_way,
     where_to,
 )
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats import of_ranks
-from megatron_ucp.formats.durable import Syncs
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.writer import (
@@ -69,7 +70,7 @@ from megatron_ucp.formats.megatron.writer import (
 from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
 from megatron_ucp.formats.pointers import MEGATRON_LATEST
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import plain_path
+from megatron_ucp.reshard.arguments import absolute_path
 from megatron_ucp.reshard.fingerprint import diverged
 from megatron_ucp.reshard.folder_sink import FolderOutput
 from megatron_ucp.reshard.transfer import Moved, TransferRun
@@ -117,7 +118,7 @@ def save(
     """
     with agree.together():
         _refuse_other(stack)
-        folder = Path(plain_path(save_dir))
+        folder = absolute_path(save_dir)
         how = Saving(durable, keep_latest, rng, loader)
         asked = AskedOfStack(stack, folder, arguments, how, None, ckpt_format)
     return save_as(asked)
@@ -128,22 +129,29 @@ def save_as(asked: AskedOfStack) -> SaveReport:
     stack, background = asked.stack, asked.background
     if (other := skipped(stack, stack.iteration)) is not None:
         return other
-    if asked.ckpt_format == TORCH:
-        report = save_legacy(asked)
-        return report if background is not None else ended(stack, report)
+    begin = partial(save_legacy if asked.ckpt_format == TORCH else _begun, asked)
+    where = asked.folder / asked.tag
+    report = begun_or_warned(stack, where, stack.iteration, begin)
+    return report if background is not None else ended(stack, report)
+
+
+def _begun(asked: AskedOfStack) -> SaveReport:
+    """Saves, or begins to."""
+    stack, background = asked.stack, asked.background
     tag, values = _taken(asked)
     if background is None:
-        return ended(stack, _settled(tag, values, None))
+        return _settled(tag, values, None)
     begun = under_way(tag.path, str(stack.mesh), tag.steps, tag.seconds)
     rest = partial(_in_background, tag, values, begun.blocked_seconds)
-    background.start(begun.path, rest)
+    background.start(begun.path, rest, tag.sync.right)
     return begun
 
 
 def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float, turn: SaveTurn) -> None:
     """The rest of a save, in a thread of its own."""
     tag.turn = turn
-    ended(tag.asked.stack, _settled(tag, values, blocked_seconds))
+    with as_rank_error(tag.asked.folder, tag.name):
+        ended(tag.asked.stack, _settled(tag, values, blocked_seconds))
 
 
 def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
@@ -151,6 +159,7 @@ def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
     tag = _Tag(asked)
     present = described_to_save(asked.stack)
     with agree.together() as block:
+        require_left(tag.sync)
         structure = structure_of(asked.stack, present)
         block.value = (
             (where_to(asked.folder, tag.name), asked.how.asked(ckpt_format=asked.ckpt_format)),
@@ -163,8 +172,8 @@ def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
     tag.take(job, job.own.differing(agree.collect(job.own.digest)))
     background, later = asked.background, ()
     if background is not None:
-        says = background.ready()
-        later = background.snapshot, says
+        background.ready()
+        later = (background.snapshot,)
     with agree.together():
         output = tag.output(job)
         sink = SaveSink(tag.path, output, tag.sync, tag.sums, *later)
@@ -204,7 +213,7 @@ class _Tag:
         self.asked, self.steps = asked, asked.stack.iteration
         self.name = asked.tag
         self.path = asked.folder / self.name
-        self.sync = Syncs(asked.how.durable)
+        self.sync = asked.how.syncs(asked.folder, self.name)
         self.notes: list[str] = []
         self.bytes_by_rank: tuple[int, ...] = ()
         self.turn: SaveTurn | None = None  # in the background
@@ -241,7 +250,12 @@ class _Tag:
         """The folder on paper."""
         plan, files = job.output.plan, job.output.files
         self._owners = {file.name: file.owner or 0 for file in files}
-        close = partial(finish_files, plan=plan, common=self._common)
+        finish = partial(finish_files, plan=plan, common=self._common)
+
+        def close(aside: Path) -> None:
+            with self.sync.right.changing(f"writes the index of {aside}"):
+                finish(aside)
+
         return FolderOutput(job.output.parts, files, close, self._publish, "save", self._each)
 
     def _each(self, aside: Path, rank: int) -> list[Path]:
@@ -253,17 +267,16 @@ class _Tag:
     def _publish(self, aside: Path) -> None:
         """The manifest, the name, the pointers; then older tags go."""
         asked = self.asked
-        if self.turn is not None:
-            self.turn.left_s()  # what was given up gets no name
         folder, interval = asked.folder, asked.retain_interval
         before = newest(folder) if interval else None
         entries = entries_of(aside)
         table, apart = self.sums.table()
-        whole = completed(self.manifest, entries, self._said | {FINGERPRINT: table})
+        whole = completed(self.manifest, entries, self._said | {FINGERPRINT: table}, folder)
         self.notes += diverged(apart)
-        self.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, self.sync)
-        self.notes += prune(folder, asked.how.keep_latest, asked.stack)
-        self.notes += retired(folder, before, self.steps, self.manifest.run[RUN], interval)
+        self.notes += publish(aside, folder, whole, MEGATRON_LATEST, self.sync)
+        self.notes += prune(folder, asked.how.keep_latest, asked.stack, self.sync)
+        run = self.manifest.run[RUN]
+        self.notes += retired(folder, before, self.steps, run, interval, self.sync)
         self.bytes_by_rank = self._sizes(entries)
 
     def _sizes(self, entries: list[FileEntry]) -> tuple[int, ...]:
