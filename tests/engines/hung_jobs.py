@@ -105,7 +105,7 @@ class Run:
         found = beside.background_of(self.handle)
         assert found is not None
         self.background = found
-        self._highest, self._ends = 0, False
+        self._highest, self._ends, self._looks = 0, False, threading.Lock()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -147,6 +147,10 @@ class Run:
     def look(self) -> None:
         """The pointer names a whole tag, and no older one than before; what was confirmed is there
         until a newer one is, whole and named."""
+        with self._looks:  # both threads look, each at what is named then
+            self._look()
+
+    def _look(self) -> None:
         confirmed = list(self.confirmed)
         named = self.named()
         if named < self._highest:
@@ -246,6 +250,8 @@ class Lives:
         ucp.load(self.run.handle, self.folder)
         self.run.confirmed, self.run.step = before.confirmed, before.step
         self.run._highest = before._highest
+        if before.kind != "deepspeed":  # its tags have the numbers of iterations
+            self.run.handle.iteration = before.step
 
     def save(self) -> None:
         dice, disk = self.dice, self.disk

@@ -282,14 +282,14 @@ def stuck_latest(setup: Setup, folder: str) -> dict[str, Any]:
     engine = make_engine(setup)
     engine.save_checkpoint(folder, tag="first")
     train(engine, 1)
-    stock = durable.replace_text
+    stock = durable.move_pointer
 
-    def replace_text(path: Path, text: str, sync: Any) -> None:
+    def move_pointer(path: Path, text: str, sync: Any, **more: Any) -> bool:
         if path.name == "latest":
             raise PermissionError(13, "Permission denied", str(path))
-        stock(path, text, sync)
+        return stock(path, text, sync, **more)
 
-    with mock.patch.object(durable, "replace_text", replace_text):
+    with mock.patch.object(durable, "move_pointer", move_pointer):
         try:
             engine.save_checkpoint(folder, tag="second")
             message, kind = "", ""

@@ -37,7 +37,7 @@ ENDS: dict[str, tuple[int, int, str]] = {
 CAUSES = {
     "refused": "No space left on device",
     "warned": "No space left on device",
-    "hangs": "ucp_rng_0000",
+    "hangs": "syncs ",
     "died": "one is gone",
 }
 OFTEN = ("script", "exit3", "raise-last", "sigterm")

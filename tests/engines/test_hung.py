@@ -1,6 +1,7 @@
 """Saves whose disk hangs until after their deadline: a pointer never moves to an older save, what
 was confirmed stays, what is said of a save that was given up is so, and the next one is saved."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def test_what_watches_finds_a_pointer_that_moves_back(tmp_path: Path) -> None:
     run = object.__new__(hung_jobs.Run)
     run.kind, run.folder, run.keep, run.step = "deepspeed", tmp_path, 1, 2
     run.pointer, run.confirmed, run.faults, run._highest = tmp_path / "latest", [1], [], 0
+    run._looks = threading.Lock()
     for step in (2, 1):
         run.path(step).mkdir()
         (run.path(step) / "ucp_manifest.json").touch()
