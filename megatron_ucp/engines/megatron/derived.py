@@ -220,16 +220,22 @@ def stored_keys(model: Any, names: Mapping[str, str]) -> ModelKeys:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     params: dict[str, tuple[Stacking, ...]] = {}
+    copies: dict[str, tuple[str, ...]] = {}
     with _without_values(model) as own:
         said, _ = _said_by(model, CONTENT)
         for name, value in model.state_dict(keep_vars=True).items():
             own.setdefault(id(value), [name])  # buffers, which have their own memory here too
         for entry in _tensors_of(said):
             name = _known(own.get(id(entry.data), ()), names)
-            if name is not None and name not in params:
-                params[name] = tuple(_stackings(name, entry))
+            if name is None:
+                continue
+            found = tuple(_stackings(name, entry))
+            first = params.setdefault(name, found)
+            if found[0].key != first[0].key and not found[0].index:
+                copies[name] = (*copies.get(name, ()), found[0].key)
     objects = [one.unique_key for one in _of_kind(said, (ShardedObject,))]
-    return ModelKeys(params, [key for key in objects if extra_state_name(key) is not None])
+    asked = [key for key in objects if extra_state_name(key) is not None]
+    return ModelKeys(params, asked, copies)
 
 
 def joined_keys(found: Sequence[ModelKeys], params: Mapping[str, ParamSpec]) -> ModelKeys:
@@ -241,7 +247,9 @@ def joined_keys(found: Sequence[ModelKeys], params: Mapping[str, ParamSpec]) -> 
     stacked = any("layer" in read_key(key).stacked for key in layers)
     every = {name: keys.get(name) or keys_of(spec, stacked) for name, spec in params.items()}
     asked = [key for one in found for key in one.extra_states]
-    return ModelKeys(every, [*dict.fromkeys([*asked, *stacked_extra_states(params, stacked)])])
+    copies = {name: other for one in found for name, other in one.copies.items()}
+    extra = dict.fromkeys([*asked, *stacked_extra_states(params, stacked)])
+    return ModelKeys(every, [*extra], copies)
 
 
 def _stackings(name: str, entry: Any) -> Iterator[Stacking]:

@@ -7,6 +7,7 @@ Source: `Metadata` of torch.distributed.checkpoint (torch 2.13), as Megatron-cor
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,7 @@ from megatron_ucp.formats.megatron.closed_list import OF_METADATA
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, MAX_PICKLE_BYTES, loads
 
 INDEX_FILE = ".metadata"
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
 _MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
 
 
@@ -65,7 +67,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """Tensors and other objects by key."""
+    """Tensors and other objects by key. A tensor that the files list under a further key, at the
+    same places, is here once, under the first of them."""
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, ArchivePlace]
@@ -126,11 +129,15 @@ class _Reader:
         places = self._places(at_key(said, "storage_data", dict, self.path))
         tensors: dict[str, StoredTensor] = {}
         objects: dict[str, ArchivePlace] = {}
+        at_place: dict[ArchivePlace, StoredTensor] = {}  # of the first chunk
         for key, entry in entries.items():
             if not isinstance(key, str):
                 self._fail("a key is no text", None, type(key).__name__)
             if of_kind(entry, Stand, key, self.path).qualname.endswith(".TensorStorageMetadata"):
-                tensors[key] = self._tensor(key, entry, places)
+                tensor = self._tensor(key, entry, places)
+                first = tensor.chunks[0].place if tensor.chunks else None
+                if first is None or not _is_copy(tensor, at_place.setdefault(first, tensor)):
+                    tensors[key] = tensor
             else:
                 objects[key] = self._taken(places, key, None)
         if places:
@@ -195,6 +202,14 @@ class _Reader:
 
     def _fail(self, problem: str, key: str | None, found: object) -> NoReturn:
         raise DamagedFileError(problem, file=self.path, parameter=key, found=found)
+
+
+def _is_copy(tensor: StoredTensor, other: StoredTensor) -> bool:
+    """Whether a tensor is another one under a further key: the same state, at the same places."""
+    if tensor is other or tensor.chunks != other.chunks:
+        return False
+    states = [(found := _STATE.match(one.key)) and found[0] for one in (tensor, other)]
+    return states[0] == states[1] and (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
 
 
 def tiling_fault(shape: Ints, chunks: Sequence[Chunk]) -> str:

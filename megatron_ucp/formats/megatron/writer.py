@@ -112,12 +112,14 @@ def _stored_shape(index: Ints, box: tuple[Ints, Ints]) -> Ints:
 @dataclass(frozen=True)
 class TorchDistPlan:
     """Every chunk of every tensor, and every other object, by place. `objects` are small: key ->
-    (file, first byte, bytes of the archive)."""
+    (file, first byte, bytes of the archive). `copies`: a further key of a tensor -> its key; the
+    index lists both, for the same bytes."""
 
     chunks: tuple[PlannedChunk, ...]
     shapes: Mapping[str, Ints]
     objects: Mapping[str, tuple[str, int, bytes]]
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    copies: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def layouts(self, slot_of: Callable[[PlannedChunk], tuple[int, Slot]]) -> Iterator[FileLayout]:
         """The files; `slot_of` gives the part of an output, and the slot of it, that a chunk is
@@ -146,10 +148,12 @@ def _around(chunks: Sequence[PlannedChunk], crcs: Crcs) -> Iterator[Blob]:
 @dataclass(frozen=True)
 class ModelKeys:
     """What a model asks for when it loads: the keys of each parameter, and those of the extra
-    states of its modules, which hold nothing."""
+    states of its modules, which hold nothing. `copies` are further keys of a parameter that a model
+    has under several names, as T5 has its embeddings."""
 
     params: Mapping[str, tuple[Stacking, ...]]
     extra_states: Sequence[str]
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     def cut(self, name: str, box: tuple[Ints, Ints]) -> list[tuple[Ints, Ints]]:
         """A box of a parameter in pieces that lie under one key each. Those of a contiguous box
@@ -191,6 +195,7 @@ def plan_torch_dist(
     places = {key: room.object(data) for key, data in saved.items()}
     shapes: dict[str, Ints] = {}
     placed: list[PlannedChunk] = []
+    copies: dict[str, str] = {}
     mixtures = {number_of_layer(name) for name in params if name.endswith(ROUTER)}
     for wish in wishes:
         for at in _keys_to_write(wish, keys, mixtures):
@@ -199,7 +204,9 @@ def plan_torch_dist(
             whole = (*(n + 1 for n in at.index), *rows, *whole[1:])
             shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
             placed += _placed(wish, key, at, room)
-    return TorchDistPlan(tuple(placed), shapes, places, room.sizes)
+            for other in keys.copies.get(wish.param, ()):
+                copies[_stored_key(wish, other, kind)] = key
+    return TorchDistPlan(tuple(placed), shapes, places, room.sizes, copies)
 
 
 def _stored_key(wish: Wish, key: str, kind: Kind) -> str:
@@ -343,5 +350,10 @@ def index_bytes(plan: TorchDistPlan) -> bytes:
         places[MetadataIndex(chunk.key, start)] = _StorageInfo(
             chunk.file, chunk.offset_bytes, chunk.archive.size_bytes
         )
+    for other, key in plan.copies.items():  # behind all others: a reader takes the first
+        entries[other] = entries[key]
+        for chunk in (one for one in plan.chunks if one.key == key):
+            start = size_of(chunk.tensor_start)
+            places[MetadataIndex(other, start)] = places[MetadataIndex(key, start)]
     metadata = Metadata(entries, None, places, StorageMeta(), "1.0.0")
     return pickle.dumps(metadata, protocol=4)
