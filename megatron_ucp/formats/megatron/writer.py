@@ -65,8 +65,8 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """The box [start, stop) of a state of a parameter, which `at` says the key of (of a state that
-    is `key`): the archive at `offset_bytes` of a file."""
+    """Box number `number` of a wish, as the archive at `offset_bytes` of a file. `at` is the key of
+    the weight, `key` that of the state: "optimizer.state.exp_avg.output_layer.weight"."""
 
     wish: Wish
     number: int
