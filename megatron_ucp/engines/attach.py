@@ -2,15 +2,19 @@
 deepspeed themselves."""
 
 import functools
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
+from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import (
+    BACKGROUNDS,
     BESIDE,
     Background,
     beside_training,
@@ -32,10 +36,11 @@ from megatron_ucp.engines.deepspeed.taken import taken
 from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
 from megatron_ucp.engines.handle import Handle
 from megatron_ucp.engines.held import HANDLE
-from megatron_ucp.engines.load import asked_of, fill, to_fill
+from megatron_ucp.engines.load import asked_of, fill, go_on, origin_of, to_fill
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.memory_steps import (
     IN_MEMORY,
+    KEPT_STEPS,
     MemorySteps,
     in_memory_as,
     keep_steps,
@@ -52,9 +57,10 @@ from megatron_ucp.engines.saves import (
 from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
-from megatron_ucp.errors import NotFoundError
+from megatron_ucp.errors import NotFoundError, UcpError, UsageError
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.deepspeed.keys import PATTERNS
+from megatron_ucp.formats.durable import manifest_of
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import absolute_path, plain_path
@@ -65,7 +71,14 @@ from megatron_ucp.reshard.load_options import check_options
 
 _OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank", "save")
 _OF_SAVES = ("durable", "keep_latest", "rng")
-_ATTACHED = "_ucp_attached"
+_KNOWN = ("family", "loader", "rules", *_OPTIONS, *BESIDE, *IN_MEMORY)
+_ATTACHED = "_ucp_attached"  # of an engine: its `_Attachment`
+_STOCK_LOAD = "_load_checkpoint"  # what DeepSpeed's load_checkpoint reads a tag's model with
+_REPLACED = (
+    *("save_checkpoint", "load_checkpoint", _STOCK_LOAD, "destroy"),
+    *("step", "forward", "train_batch"),
+    *(HANDLE, LIVE_EXPORT, KEPT_STEPS, BACKGROUNDS, _ATTACHED),
+)
 
 
 def attach(
@@ -85,7 +98,10 @@ def attach(
     **beside: Any,
 ) -> Any:
     """Makes a DeepSpeed engine's `save_checkpoint` atomic, and lets its `load_checkpoint` take what
-    any mesh saved. Collective: on every rank, once, after `deepspeed.initialize`. Twice is once.
+    any mesh saved. Collective: on every rank, once, after `deepspeed.initialize`.
+
+    An engine that `install` or the runner attached takes these options too. Attaching twice with
+    the same options, or with none, is attaching once.
 
     Args:
         engine: What `deepspeed.initialize` returned.
@@ -114,7 +130,8 @@ def attach(
         The engine.
 
     Raises:
-        UsageError: For options that are not known, or differ between ranks.
+        UsageError: For options that are not known, or differ between ranks, or from those that the
+            engine was attached with.
         UnsupportedError: For an engine that can't be saved and loaded exactly.
 
     Example:
@@ -122,22 +139,98 @@ def attach(
         >>> ucp.attach(engine, keep_latest=2)
         >>> engine.load_checkpoint("checkpoints")
     """
-    if _is_attached(engine):
-        return engine
+    require_engine(engine)
     check_versions()
     named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank, save)
-    given = {k: v for k, v in zip(_OPTIONS, named, strict=True) if v is not None}
-    options: dict[str, Any] = {**given, **beside}
-    _attach(engine, family, rules, loader, options)
+    given = dict(zip(_OPTIONS, named, strict=True))
+    given |= {"family": family, "loader": loader, "rules": rules, **beside}
+    _attach(engine, {key: value for key, value in given.items() if value is not None})
     return engine
 
 
-def _attach(
-    engine: Any, family: Any, rules: Any, loader: ResumableLoader | None, options: dict[str, Any]
-) -> None:
-    given = {**options, "family": family, "rules": rules, "loader": loader}
-    asked = {key: agree.plain_option(value) for key, value in given.items()}
-    agree.require_same(agree.gather(asked))
+@dataclass(frozen=True)
+class _Attachment:
+    """How an engine was attached: with which options, whether by `install` and not by the program
+    itself, and which `attributes` of the engine were replaced (None: it had none of its own)."""
+
+    options: Mapping[str, Any]
+    by_install: bool
+    attributes: Mapping[str, Any]
+
+
+def _attach(engine: Any, options: Mapping[str, Any], by_install: bool = False) -> None:
+    """Collective. Raises a UcpError on every rank."""
+    agree.require_same(agree.gather(_comparable(options)))
+    _require_known(options)
+    before: _Attachment | None = engine.__dict__.get(_ATTACHED)
+    if before is None:
+        _attach_first(engine, dict(options), by_install)
+    elif _more_than(before, options):
+        require_usable(engine)
+        _detach(engine, before)
+        _attach_first(engine, {**before.options, **options}, by_install)
+
+
+def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as ranks, and two calls, compare them."""
+    return {key: agree.plain_option(value) for key, value in options.items()}
+
+
+def _require_known(options: Mapping[str, Any]) -> None:
+    unknown = [key for key in options if key not in _KNOWN]
+    if unknown:
+        near = get_close_matches(unknown[0], _KNOWN, n=1)
+        meant = f"did you mean {near[0]}=? Else " if near else ""
+        raise UsageError(
+            "an option is not known",
+            expected=", ".join(_KNOWN),
+            found=", ".join(unknown),
+            fix=f"{meant}give one of these options",
+        )
+
+
+def _more_than(before: _Attachment, options: Mapping[str, Any]) -> bool:
+    """Whether the program asks for more than the engine, which `install` attached, was attached
+    with. Raises UsageError for options that contradict those."""
+    old, new = _comparable(before.options), _comparable(options)
+    contradicts = {key for key in new if key in old and old[key] != new[key]}
+    more = {key for key in new if key not in old}
+    for key in ("loader", "client_state", "per_rank"):  # objects, whose names say too little
+        if key in options and key in before.options and options[key] is not before.options[key]:
+            contradicts.add(key)
+    if contradicts or (more and not before.by_install):
+        who = "its DeepSpeed config" if before.by_install else "an earlier attach"
+        raise UsageError(
+            f"the engine is attached already, by {who}, with other options",
+            expected=_in_words(before.options, "no options"),
+            found=_in_words({key: options[key] for key in sorted(contradicts | more)}, ""),
+            fix="give all options in one place: the first attach, or the config's section "
+            f'"{SECTION}"',
+        )
+    return bool(more)
+
+
+def _in_words(options: Mapping[str, Any], nothing: str) -> str:
+    return ", ".join(f"{k}={agree.plain_option(v)!r}" for k, v in options.items())[:400] or nothing
+
+
+def _detach(engine: Any, attachment: _Attachment) -> None:
+    """Gives an engine back what was its own, as nothing was asked of the attachment yet. A save
+    that is under way is there before. Collective."""
+    wait_together(engine)
+    if (kept := steps_of(engine)) is not None:
+        kept.close()
+    for name, value in attachment.attributes.items():
+        engine.__dict__.pop(name, None)
+        if value is not None:
+            engine.__dict__[name] = value
+
+
+def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> None:
+    attachment = _Attachment(
+        dict(options), by_install, {name: engine.__dict__.get(name) for name in _REPLACED}
+    )
+    family, rules, loader = (options.pop(key, None) for key in ("family", "rules", "loader"))
     how = _saving(options, loader)
     of_background = {key: options.pop(key) for key in BESIDE if key in options}
     beside = beside_training(how.way == BACKGROUND, of_background)
@@ -147,12 +240,17 @@ def _attach(
     check_options(**loading)
     model = _model_of(engine, family, rules, how)
     _say_layouts(engine, model)
+    handle = _DeepSpeedHandle(engine, model, how, {**loading, "family": family, "loader": loader})
+    steps = None
+    if in_memory is not None:
+        with agree.together():
+            steps = MemorySteps(handle, in_memory, how.rng, loader)
     if beside is not None:
         keep_background(engine, Background(beside))
-    handle = _DeepSpeedHandle(engine, model, how, family, loading)
+    engine.__dict__[_ATTACHED] = attachment
     _take_over(engine, handle)
-    if in_memory is not None:
-        _keep_steps(engine, MemorySteps(handle.lent, in_memory, how.rng, loader))
+    if steps is not None:
+        _keep_steps(engine, steps)
 
 
 def _model_of(engine: Any, family: Any, rules: Any, how: Saving) -> Model | None:
@@ -208,12 +306,12 @@ def _looking(engine: Any, kept: MemorySteps, name: str) -> Callable[..., Any]:
 
 def _take_over(engine: Any, handle: "_DeepSpeedHandle") -> None:
     """Puts methods of ours in the place of the engine's own."""
-    engine.__dict__[_ATTACHED] = True
     remember_stepped(engine)
     setattr(engine, HANDLE, handle)
     setattr(engine, LIVE_EXPORT, handle.export_hf)
     engine.save_checkpoint = _instead_of(handle.stock_save, handle.save_checkpoint)
     engine.load_checkpoint = _instead_of(handle.stock_load, handle.load_checkpoint)
+    setattr(engine, _STOCK_LOAD, _instead_of(getattr(engine, _STOCK_LOAD), handle.load_stock))
     engine.destroy = _instead_of(engine.destroy, partial(_destroy, engine, engine.destroy))
 
 
@@ -237,22 +335,17 @@ def _instead_of(stock: Callable[..., Any], own: Callable[..., Any]) -> Callable[
     return method
 
 
-def _is_attached(engine: Any) -> bool:
-    """Raises UsageError for what is no engine."""
-    require_engine(engine)
-    return _ATTACHED in engine.__dict__
-
-
 class _DeepSpeedHandle(Handle):
-    """An engine of DeepSpeed, which is saved as `how` says and loaded with the `options` that
-    `attach` was given; `stock_save` and `stock_load` are its own methods."""
+    """An engine of DeepSpeed, which is saved as `how` says; `stock_save` and `stock_load` are its
+    own methods."""
 
     def __init__(
-        self, engine: Any, model: Model | None, how: Saving, family: Any, options: Mapping[str, Any]
+        self, engine: Any, model: Model | None, how: Saving, options: Mapping[str, Any]
     ) -> None:
-        super().__init__(engine, engine.module, model)
-        self.how, self.family, self.options = how, family, options
+        super().__init__(engine, engine.module, model, options)
+        self.how = how
         self.stock_save, self.stock_load = engine.save_checkpoint, engine.load_checkpoint
+        self._load_files = getattr(engine, _STOCK_LOAD)
 
     def describe(self) -> LiveEngine:
         return describe(self.program, self.model)
@@ -305,19 +398,19 @@ class _DeepSpeedHandle(Handle):
         """In the place of the engine's own."""
         allow = {*self.options.get("allow", ())}
         allow |= set[str]() if load_module_strict else {"missing", "extra"}
+        options = {key: value for key, value in self.options.items() if key != "family"}
         how = How(
             load_optimizer_states and not load_module_only,
             load_lr_scheduler_states,
             load_module_only,
-            loader=self.how.loader,
-            **{**self.options, "allow": frozenset(allow)},
+            **{**options, "allow": frozenset(allow)},
         )
         stock = bool(native) or custom_load_fn is not None
         wait_together(self.program)
         with agree.together() as block:
             plain_path(load_dir)
             nothing = not stock and tag is None and nothing_there(load_dir)
-            asked = asked_of(load_dir, tag, how, self.family)
+            asked = asked_of(load_dir, tag, how, self.options["family"])
             block.value = {
                 "load_dir": asked.pop("path"),
                 "load_module_strict": load_module_strict,
@@ -331,9 +424,28 @@ class _DeepSpeedHandle(Handle):
             return self.stock_load(load_dir, tag, load_module_strict, *own, custom_load_fn)
         if not nothing or steps_of(self.program) is not None:
             with suppress(NotFoundError) if nothing else nullcontext():
-                done = fill(self.program, load_dir, tag, self.family, how)
+                done = fill(self.program, load_dir, tag, self.options["family"], how)
                 return done.path, done.client_state
         return _from_the_beginning(load_dir)
+
+    def load_stock(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """In the place of what DeepSpeed's own load reads a tag with, whoever calls it: the engine
+        goes on with the run of that tag, as after a load of ours."""
+        path, client_state = self._load_files(load_dir, tag, *args, **kwargs)
+        if path is not None and not kwargs.get("load_module_only"):
+            folder = Path(os.path.abspath(load_dir)) / str(tag)
+            run, origin = agree.collect(lambda: _run_in(folder))[0]
+            steps = self.program.global_steps
+            go_on(self.program, run, origin, steps, (folder, folder.parent))
+        return path, client_state
+
+
+def _run_in(folder: Path) -> tuple[str, str]:
+    """The id of the run that saved a tag, and what the tag is known by where it has none."""
+    with suppress(UcpError, OSError):
+        if run := str(manifest_of(folder).run.get(RUN, "")):
+            return run, ""
+    return "", origin_of(folder)
 
 
 def _from_the_beginning(load_dir: Any) -> tuple[None, None]:
@@ -441,7 +553,7 @@ class _Installed:
     def attach(self, engine: Any) -> None:
         options = options_of(engine._config._param_dict, self.enabled)
         if options is not None:
-            attach(engine, **options)
+            _attach(engine, options, by_install=True)
             self._has_attached = True
         elif not self.enabled and not self._has_attached and not self._has_warned:
             self._has_warned = True

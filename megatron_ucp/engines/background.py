@@ -25,7 +25,7 @@ from megatron_ucp.formats.claims import PublishRight
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import check_saves
 
-_KEPT = "_ucp_background"  # of an engine: what works beside its training, by what it does
+BACKGROUNDS = "_ucp_background"  # of an engine: what works beside its training, by what it does
 _SAVES = "saves"
 _LONGER_S = 1.0  # than its deadline a save is waited for: the ranks name the one that is late
 
@@ -246,12 +246,12 @@ def background_of(engine: Any) -> Background | None:
 
 
 def _all_of(engine: Any) -> dict[str, Background]:
-    return getattr(engine, "__dict__", {}).get(_KEPT, {})
+    return getattr(engine, "__dict__", {}).get(BACKGROUNDS, {})
 
 
 def keep_background(engine: Any, background: Background, does: str = _SAVES) -> None:
     """From now on the engine is saved so, or what else it `does`."""
-    engine.__dict__.setdefault(_KEPT, {})[does] = background
+    engine.__dict__.setdefault(BACKGROUNDS, {})[does] = background
 
 
 def skipped(engine: Any, steps: int) -> SaveReport | None:

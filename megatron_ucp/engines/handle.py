@@ -1,6 +1,8 @@
 """What this package does with a live engine, under the same names whatever trains in it."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_ucp.engines.background import wait_together
@@ -18,10 +20,17 @@ from megatron_ucp.reshard.report import Report
 
 class Handle:
     """An attached engine, as its attribute `ucp`. `program` is the engine itself, whose bare model
-    (of one chunk) is `module`, of the family's `model` if it is of any."""
+    (of one chunk) is `module`, of the family's `model` if it is of any. `options` are those of
+    `load` that `attach` was given: the default of every call that loads, holds or resizes."""
 
-    def __init__(self, program: Any, module: Any, model: Model | None) -> None:
-        self.program, self.module, self.model = program, module, model
+    def __init__(
+        self,
+        program: Any,
+        module: Any,
+        model: Model | None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.program, self.module, self.model, self.options = program, module, model, options
 
     def describe(self) -> Engine:
         """The engine as it is. Collective."""

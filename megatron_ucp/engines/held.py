@@ -4,14 +4,15 @@
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import BufferPart, Manifest
+from megatron_ucp.core.manifest import ORIGIN, BufferPart, Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.saves import run_of
 from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.errors import RankError, UsageError
 from megatron_ucp.formats.in_memory import RunInMemory, TakenRun
@@ -81,8 +82,8 @@ def hold(
     *,
     client_state: Mapping[str, Any] | None = None,
     loader: ResumableLoader | None = None,
-    rng: bool = True,
-    checksums: bool = True,
+    rng: bool | None = None,
+    checksums: bool | None = None,
     release: bool = False,
 ) -> HeldRun:
     """Keeps a run in host memory, so that the program can build another world around it: another
@@ -97,9 +98,9 @@ def hold(
             leave. Default: as many as the mesh has, else all.
         client_state: Values of the program, as of `save_checkpoint`; `load` gives them back.
         loader: The data loader whose position is kept. Default: that of `attach`.
-        rng: Whether random states are kept.
+        rng: Whether random states are kept. Default: as `attach` was told, else true.
         checksums: Whether the fingerprint of the state is taken, and compared with what is held and
-            what is loaded.
+            what is loaded. Default: as `attach` was told, else true.
         release: The engine's memory goes page by page as it is used up, so that a rank needs
             room for one copy of the state, not for two. The engine refuses to step and to be saved
             then, also where the hold fails after its first byte; what else shares its parameters or
@@ -120,7 +121,7 @@ def hold(
     """
     if engine is None:
         return HeldRun()
-    how = Taking(dict(client_state or {}), loader, rng, checksums)
+    how = _taking(engine, client_state, loader, rng, checksums)
     left = "the engine is whole on this rank, and can go on or be saved"
     with as_rank_error(_RELEASED if release else left):
         wished = _checked(engine, mesh, ranks, how, release)
@@ -154,9 +155,8 @@ def resize(
     """
     from megatron_ucp.engines.load import load
 
-    loader, rng = options.get("loader"), bool(options.get("rng", True))
-    checksums = bool(options.get("checksums", True))
-    how = Taking(dict(client_state or {}), loader, rng, checksums)
+    of_both = (options.get(name) for name in ("loader", "rng", "checksums"))
+    how = _taking(old_engine, client_state, *of_both)
     with as_rank_error("the old engine is whole on this rank"):
         _checked(old_engine, None, None, how)
         _refuse_shared(old_engine, new_engine)
@@ -164,10 +164,23 @@ def resize(
         return load(new_engine, _lent_as_held(taken), **options)
 
 
+def _taking(
+    engine: Any, client_state: Mapping[str, Any] | None, loader: Any, rng: Any, checksums: Any
+) -> Taking:
+    """What is taken along; what is not said (None) is as `attach` was told."""
+    attached = getattr(getattr(engine, HANDLE, None), "options", {})
+    rng = attached.get("rng", True) if rng is None else rng
+    checksums = attached.get("checksums", True) if checksums is None else checksums
+    return Taking(dict(client_state or {}), loader, rng, checksums)
+
+
 def lent_by(engine: Any, how: Taking) -> LentRun:
     """An attached engine as a run. A save that is under way is there before. Collective."""
     wait_together(engine)
-    return getattr(engine, HANDLE).lent(how)
+    taken = getattr(engine, HANDLE).lent(how)
+    run = {**taken.run.manifest.run, ORIGIN: run_of(engine).origin}
+    manifest = replace(taken.run.manifest, run=run)
+    return replace(taken, run=replace(taken.run, manifest=manifest))
 
 
 def _checked(

@@ -2,8 +2,8 @@
 
 import gc
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.memory_steps import steps_of
 from megatron_ucp.engines.recall import Looked, adopt, look
 from megatron_ucp.engines.saves import LOADED, go_on_with
+from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.memory_folder import KeptShare
+from megatron_ucp.formats.tags import content_id
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.load_options import check_options
@@ -51,16 +53,17 @@ def load(
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-    hyper: str = "checkpoint",
+    hyper: str | None = None,
     family: Any = None,
-    checksums: bool = True,
-    allow: Collection[str] = (),
-    rng: bool = True,
+    checksums: bool | None = None,
+    allow: Collection[str] | None = None,
+    rng: bool | None = None,
     loader: ResumableLoader | None = None,
     per_rank: Callable[[str, list[Any]], Any] | None = None,
 ) -> Report:
     """Fills a live engine from a checkpoint that any engine on any number of ranks wrote, or from
-    what `hold` keeps in memory. Collective.
+    what `hold` keeps in memory. Collective. The default of `hyper`, `family`, `checksums`, `allow`,
+    `rng`, `loader` and `per_rank` is what `attach` got; where it got nothing, what is said here.
 
     Args:
         engine: A DeepSpeed engine, attached or not, or what `attach_megatron` returned.
@@ -71,14 +74,16 @@ def load(
         load_lr_scheduler_states: Whether the scheduler is.
         load_module_only: The module alone: no optimizer, scheduler, counters, random states, data
             position.
-        hyper: "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's.
-        family: The model family, which tensor parallelism of megatron-core needs; `attach`
-            remembers it. What AutoTP shards says its layouts itself.
+        hyper: "checkpoint" (the default) restores each group's hyper-parameters, "config" keeps the
+            engine's.
+        family: The model family, which tensor parallelism of megatron-core needs. What AutoTP
+            shards says its layouts itself.
         checksums: Whether what is loaded is compared with the fingerprint that the save recorded;
             where it recorded none, the CRC-32 of every record that the ranks read as a whole.
+            Default: true.
         allow: Words for what else may happen (docs/reference/python.md lists them); all that does
-            is in the report's notes.
-        rng: Whether random states are restored.
+            is in the report's notes. Default: nothing.
+        rng: Whether random states are restored. Default: true.
         loader: A `ResumableLoader`, which goes on where the save was.
         per_rank: `per_rank(name, values)` makes one value, on another mesh, of those that differed
             from rank to rank.
@@ -96,25 +101,41 @@ def load(
         >>> report.global_steps
         80
     """
+    named: dict[str, Any] = {"hyper": hyper, "family": family, "checksums": checksums}
+    named |= {"allow": allow, "rng": rng, "loader": loader, "per_rank": per_rank}
+    attached: Mapping[str, Any] = getattr(getattr(engine, HANDLE, None), "options", {})
+    given = {**_DEFAULTS, **attached, **{k: v for k, v in named.items() if v is not None}}
+    per_rank = given["per_rank"]
     how = How(
         load_optimizer_states and not load_module_only,
         load_lr_scheduler_states,
         load_module_only,
-        hyper,
-        checksums,
-        _words(allow),
-        rng,
-        loader,
+        given["hyper"],
+        given["checksums"],
+        _words(given["allow"]),
+        given["rng"],
+        given["loader"],
         None if per_rank is None else reducing(per_rank),
     )
-    asked = asked_of(path, tag, how, family)
+    asked = asked_of(path, tag, how, given["family"])
     asked["load_optimizer_states"] = bool(load_optimizer_states)
     agree.require_same(agree.gather(asked))
-    check_options(hyper=hyper, allow=allow, per_rank=per_rank)
+    check_options(hyper=given["hyper"], allow=given["allow"], per_rank=per_rank)
     # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
     if (kept := steps_of(engine)) is not None and not isinstance(path, HeldRun):
         adopt(kept, Path(path))
-    return fill(engine, path, tag, family, how)
+    return fill(engine, path, tag, given["family"], how)
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "hyper": "checkpoint",
+    "family": None,
+    "checksums": True,
+    "allow": (),
+    "rng": True,
+    "loader": None,
+    "per_rank": None,
+}
 
 
 def _words(allow: Any) -> frozenset[str]:
@@ -161,12 +182,40 @@ def _resumed(
     kept = steps_of(engine)
     looked = Looked() if kept is None else look(kept, live, Path(path), tag, how)
     if looked.held is None or looked.step is None:
-        report, share = resume(live, path, tag, how), None
+        try:
+            report, share = resume(live, path, tag, how), None
+        except NotFoundError:  # a first start, of which the notes still say what is in memory
+            for text in looked.notes:
+                say.note(text)
+            raise
     else:
         report, share = resume_held(live, looked.held, how), looked.step.first
         if not (report.client_state or how.module_only):
             looked.notes.append("it has no client state: attach(client_state=) says what is kept")
     return replace(report, notes=(*looked.notes, *report.notes)), share
+
+
+def go_on(
+    engine: Any,
+    run_id: str,
+    origin: str,
+    steps: int,
+    files: Iterable[Path],
+    share: KeptShare | None = None,
+) -> None:
+    """The engine was filled, has come to `steps`, and goes on with the run of that id, or from the
+    `origin` that has none: from one of the folders `files`, or from what a step in memory is a
+    `share` of. Collective."""
+    go_on_with(engine, run_id, origin)
+    if (kept := steps_of(engine)) is not None:
+        kept.goes_on(steps, share, is_own=any(map(kept.is_of, files)))
+
+
+def origin_of(folder: str | Path) -> str:
+    """What a checkpoint without an id is known by; of it the first rank's counts."""
+    with suppress(OSError):
+        return content_id(Path(folder)) if not agree.world()[0] else ""
+    return ""
 
 
 @collector_paused()
@@ -179,10 +228,10 @@ def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, 
         live = to_fill(engine, family) if handle is None else handle.to_fill(family)
         report, life = _resumed(engine, live, path, tag, how)
     if not how.module_only:
-        go_on_with(engine, report.run_id)
-        if (kept := steps_of(engine)) is not None:
-            files = () if isinstance(path, HeldRun) else (Path(path), Path(path).absolute().parent)
-            kept.goes_on(report.global_steps, life, is_own=any(map(kept.is_of, files)))
+        is_file = not (report.run_id or report.run_origin or isinstance(path, HeldRun))
+        origin = origin_of(report.path) if is_file else report.run_origin
+        files = () if isinstance(path, HeldRun) else (Path(path), Path(path).absolute().parent)
+        go_on(engine, report.run_id, origin, report.global_steps, files, life)
     engine.__dict__[LOADED] = report
     say.ended(str(report), report.notes)
     return report

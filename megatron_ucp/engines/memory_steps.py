@@ -5,6 +5,7 @@ each rank then sends what other machines shall have, and sums its bytes. Only wh
 done does the step count; the one before it is whole until then.
 """
 
+import gc
 import hashlib
 import time
 import uuid
@@ -13,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from isal.isal_zlib import crc32
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import FINGERPRINT, RUN, BufferPart
+from megatron_ucp.core.manifest import FINGERPRINT, ORIGIN, RUN, BufferPart
 from megatron_ucp.engines.background import (
     Background,
     BesideTraining,
@@ -27,7 +28,7 @@ from megatron_ucp.engines.background import (
     keep_background,
 )
 from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.engines.saves import as_save_error, stamp
+from megatron_ucp.engines.saves import as_save_error, run_of, stamp
 from megatron_ucp.engines.taking import DataPlace, LentRun, Taking
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats import in_memory
@@ -37,6 +38,7 @@ from megatron_ucp.formats.memory_folder import (
     KeptSlot,
     LifeLock,
     MemoryFolder,
+    name_memory_run,
     node,
     refuse_room,
 )
@@ -101,6 +103,17 @@ def in_memory_as(options: Mapping[str, Any]) -> InMemory | None:
     return InMemory(**options)
 
 
+class Attached(Protocol):
+    """The handle of an attached engine."""
+
+    program: Any
+    module: Any
+
+    def lent(self, how: Taking) -> LentRun:
+        """The engine as a run. Collective."""
+        ...
+
+
 @dataclass(frozen=True)
 class KeptReport:
     """The last step that was kept in memory: seconds in which training stood still, seconds until
@@ -113,17 +126,20 @@ class KeptReport:
 
 
 class MemorySteps:
-    """What of an engine is kept; `lent` takes it as a run, with random states or without, and with
-    the position of a `loader`."""
+    """What is kept of the engine that `attached` is the handle of: with random states or without,
+    and with the position of a `loader`. Raises UsageError where another engine of this program
+    keeps steps for the same folder."""
 
     def __init__(
         self,
-        lent: Callable[[Taking], LentRun],
+        attached: Attached,
         how: InMemory,
         rng: bool = True,
         loader: ResumableLoader | None = None,
     ) -> None:
-        self._lent, self.how, self._rng, self._loader = lent, how, rng, loader
+        self._attached, self.how, self._rng, self._loader = attached, how, rng, loader
+        self._world = torch.distributed.group.WORLD
+        self._is_named = False  # whether the folder of saves names this run
         self._place: DataPlace | None = None
         self.background = Background(
             BesideTraining(busy="skip", on_error="warn", deadline=_DEADLINE_S)
@@ -136,15 +152,37 @@ class MemorySteps:
             self.adopt(how.folder)
 
     def adopt(self, folder: str | Path) -> None:
-        """The run is that of a folder of saves, if it is of none yet. What another engine of this
-        process kept for that folder is what is left of it from now on."""
+        """The run is that of a folder of saves, if it is of none yet. What an engine kept for that
+        folder which this one stands for (of the same model, or of a world that was taken down) is
+        what is left of it from now on. Raises UsageError where another engine keeps steps for
+        it."""
         if self.path is not None:
             return
-        self.path = Path(folder).resolve()
-        before = _OF_FOLDER.get(self.path)
+        path = Path(folder).resolve()
+        before = _OF_FOLDER.get(path)
+        if before is not None and before._lives_beside(self):
+            gc.collect()  # an engine and what is kept of it refer to each other
+            before = _OF_FOLDER.get(path)
+        if before is not None and before._lives_beside(self):
+            raise UsageError(
+                "another engine of this program keeps steps in memory for this folder",
+                file=path,
+                expected="one engine for each folder of saves",
+                found="two engines that live",
+                fix="give each engine a folder of its own (folder=); end one that is not needed "
+                "any more before: engine.destroy(), or delete a stack of megatron-core's, its "
+                "model and optimizer",
+            )
         if before is not None:
             before.close()
-        _OF_FOLDER[self.path] = self
+        self.path = path
+        _OF_FOLDER[path] = self
+
+    def _lives_beside(self, other: "MemorySteps") -> bool:
+        """Whether its engine trains on beside another one: both are of this world, and have no
+        module in common."""
+        is_same = self._attached.module is other._attached.module
+        return self.path is not None and self._world is other._world and not is_same
 
     def is_of(self, folder: Any) -> bool:
         """Whether steps in memory are those of the run in a folder."""
@@ -165,11 +203,21 @@ class MemorySteps:
         self.path = self.life = None
         self._said.add(_NO_FOLDER)
 
+    def _name_run(self) -> None:
+        """The folder of saves names this run as the one whose steps are in memory: what other runs
+        of the folder left there is none of its steps. Collective."""
+        if self.path is None or self._is_named:
+            return
+        with as_save_error(), agree.together():
+            if agree.world()[0] == 0:
+                name_memory_run(self.path, run_of(self._attached.program).id)
+        self._is_named = True
+
     def goes_on(self, steps: int, loaded: KeptShare | None, is_own: bool) -> None:
         """The engine was filled at a step: from what was in memory, of which `loaded` is a share,
         or from elsewhere. Where that is the run's own folder (`is_own`), what else is left in
         memory goes; else when the next step counts. Collective."""
-        self._seen, self._place = steps, None
+        self._seen, self._place, self._is_named = steps, None, False
         if loaded is not None:
             stamp(loaded.kept_at)  # what is kept from now on is newer, whatever the clock says
         if self.path is None:
@@ -201,6 +249,7 @@ class MemorySteps:
         if steps == self._seen:
             return
         self._seen = steps
+        self._name_run()
         if self.life is not None:
             self.life.came_to(steps)
         if steps % self.how.every == 0:
@@ -218,8 +267,9 @@ class MemorySteps:
         with agree.together() as block:
             client = self.how.client_state
             state = {} if client is None else dict(client())
-            block.value = self.background.is_busy, uuid.uuid4().hex
-        if any(is_busy for is_busy, _ in block.values):
+            own = run_of(self._attached.program)
+            block.value = self.background.is_busy, uuid.uuid4().hex, own.id, own.origin
+        if any(is_busy for is_busy, *_ in block.values):
             self._note_once(
                 f"step {steps} is not kept in memory: the one before it is still under way; more "
                 "steps between them (every=) let it end. Said once"
@@ -227,27 +277,26 @@ class MemorySteps:
             return
         self.background.wait()
         how = Taking(state, self._loader, self._rng, checksums=False, place=self._place)
-        lent = self._lent(how)
-        life, run_id = self._arranged(lent)
+        lent = self._attached.lent(how)
+        life = self._arranged(lent)
         with as_save_error(), agree.together():
             turn, memory = life.begin_turn()
             copy_of(lent, life.own, memory)
-        step = _Step(life, lent.run, turn, memory, steps, block.values[0][1], run_id)
+        _, *ids = block.values[0]
+        step = _Step(life, lent.run, turn, memory, steps, *ids)
         self.background.ready()
         blocked = time.perf_counter() - started
         rest = partial(self._settle, step, started, blocked)
         self.background.start(f"step {steps} in memory", rest)
 
-    def _arranged(self, lent: LentRun) -> "tuple[Life, str]":
-        """Where it lies; anew where parts or sizes are others than before. And the id of the run,
-        as rank 0 has it. Collective."""
+    def _arranged(self, lent: LentRun) -> "Life":
+        """Where it lies; anew where parts or sizes are others than before. Collective."""
         held = HeldMemory(lent.holder.manifest, lent.holder.parts())
         digest = hashlib.sha256(repr(held.places()).encode()).digest()
         is_known = self.life is not None and self.life.digest == digest
-        known, ids = zip(*agree.gather((is_known, lent.run.manifest.run.get(RUN, ""))), strict=True)
-        if not all(known) or self.life is None:
+        if not all(agree.gather(is_known)) or self.life is None:
             self.life = self._begun(lent, digest)
-        return self.life, ids[0]
+        return self.life
 
     def _begun(self, lent: LentRun, digest: bytes) -> "Life":
         """Room for steps of these parts and sizes. Collective."""
@@ -429,7 +478,7 @@ class Life:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step on its way."""
+    """A step on its way. `run_id` and `origin` are those of the first rank's run."""
 
     life: Life
     run: in_memory.TakenRun
@@ -438,6 +487,7 @@ class _Step:
     steps: int
     id: str
     run_id: str
+    origin: str
 
     def share(self) -> KeptShare:
         """What this rank keeps of it, with the sums of its bytes."""
@@ -447,7 +497,7 @@ class _Step:
             for slot, at, size in life.places
         )
         where = life.id, self.turn, life.rank, self.id, self.steps
-        return KeptShare(*where, stamp(), life.parts_in_all, self.run_id, slots)
+        return KeptShare(*where, stamp(), life.parts_in_all, self.run_id, slots, self.origin)
 
     def text(self, sums: Sequence[Sums]) -> str | None:
         """What is said of the run, where this rank says it for its machine."""
@@ -455,7 +505,8 @@ class _Step:
             return None
         manifest = self.run.manifest
         table, apart = table_of(manifest, sums)
-        said = replace(manifest, run={**manifest.run, FINGERPRINT: table, RUN: self.run_id})
+        ids = {RUN: self.run_id, ORIGIN: self.origin}
+        said = replace(manifest, run={**manifest.run, FINGERPRINT: table, **ids})
         notes = (*self.run.notes, *diverged(apart))
         return in_memory.to_json(replace(self.run, manifest=said, notes=notes))
 

@@ -16,9 +16,15 @@ from megatron_ucp.engines.random_states import STEPS
 from megatron_ucp.errors import UcpError, some_of
 from megatron_ucp.formats import in_memory
 from megatron_ucp.formats.durable import manifest_of
-from megatron_ucp.formats.memory_folder import KeptShare, MemoryFolder, damaged, node
+from megatron_ucp.formats.memory_folder import (
+    KeptShare,
+    MemoryFolder,
+    damaged,
+    memory_run,
+    node,
+)
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.tags import find_tag, has_state_files
+from megatron_ucp.formats.tags import content_id, find_tag, has_state_files
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How
 from megatron_ucp.reshard.memory_sink import HeldMemory
@@ -63,30 +69,52 @@ def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, how: Ho
         return found
     nodes = agree.gather(node())
     steps = _listed(kept, nodes, found)
-    disk, run = agree.collect(
-        lambda: _on_disk(engine, path, tag) if not agree.world()[0] else (None, "")
-    )[0]
+    disk = agree.collect(lambda: _on_disk(engine, path, tag) if not agree.world()[0] else _Disk())[
+        0
+    ]
     for step in steps:
-        if disk is not None and disk >= step.first.steps:
+        if disk.steps is not None and disk.steps >= step.first.steps:
             break
-        if run and step.first.run != run:
-            what = f"step {step.first.steps:,} in memory is of another run than the tag on disk"
+        if other := disk.names_another_run(step.first):
+            what = f"step {step.first.steps:,} in memory is of another run than {other}"
             found.notes.append(f"{what}, and is not taken")
             continue
         found.held = _held(kept.folder, step, nodes, how.checksums, found)
         if found.held is not None:
             found.step = step
             break
-    if steps:
-        _say_chosen(found, disk, "the newest tag" if tag is None else tag)
+    if steps or found.came_to:
+        _say_chosen(found, disk.steps, "the newest tag" if tag is None else tag)
     return found
 
 
 def adopt(kept: MemorySteps, path: Path) -> None:
-    """What is kept is of the run in a folder, or of that around a tag, if of none yet.
-    Collective."""
+    """What is kept is of the run in a folder, or of that around a tag, if of none yet. Collective.
+    Raises UsageError on every rank where another engine keeps steps for it."""
     is_tag = agree.collect(lambda: path.is_dir() and has_state_files(path))[0]
-    kept.adopt(path.absolute().parent if is_tag else path)
+    with agree.together():
+        kept.adopt(path.absolute().parent if is_tag else path)
+
+
+@dataclass(frozen=True)
+class _Disk:
+    """What a folder of saves says: the step of a tag (None: there is none that can be read) and the
+    `run` that saved it; of a tag without an id what else it is known by (`tags.content_id`); and
+    the run that it names as the one whose steps are in memory."""
+
+    steps: int | None = None
+    run: str = ""
+    content: str = ""
+    in_memory: str = ""
+
+    def names_another_run(self, share: KeptShare) -> str:
+        """What says another run than a step in memory, or none at all; empty where all agree."""
+        if self.in_memory != share.run:
+            return "its folder names"
+        if self.steps is None:
+            return ""
+        own = share.run if self.run else share.origin
+        return "" if own == (self.run or self.content) else "the tag on disk"
 
 
 def _listed(kept: MemorySteps, nodes: Sequence[str], found: Looked) -> list[KeptStep]:
@@ -131,19 +159,21 @@ def _on_machine(kept: MemorySteps) -> tuple[list[KeptShare], int, bool]:
     return folder.shares(lives), came_to, bool({*alive} - own)
 
 
-def _on_disk(engine: Engine, path: Path, tag: str | None) -> tuple[int | None, str]:
-    """The step of a tag, or of the newest one, and the id of its run, if it says one; no step where
-    there is no tag that can be read. Raises NotFoundError, UsageError where one is asked for that
-    is none: what would stand for it may be of another run."""
+def _on_disk(engine: Engine, path: Path, tag: str | None) -> _Disk:
+    """What a folder says of a tag, or of the newest one. Raises NotFoundError, UsageError where one
+    is asked for that is none: what would stand for it may be of another run."""
     named = None if tag is None else find_tag(path, tag)
+    in_memory = memory_run(path)
     with suppress(UcpError, OSError):
         folder = (named or find_tag(path)).folder
         with suppress(UcpError, OSError, KeyError):
             said = manifest_of(folder).run
-            return int(said[STEPS]), str(said.get(RUN, ""))
+            if run := str(said.get(RUN, "")):
+                return _Disk(int(said[STEPS]), run, "", in_memory)
         with open_checkpoint(folder, told=engine.told()) as checkpoint:
-            return checkpoint.extras.counters.get(STEPS, 0), ""
-    return None, ""
+            steps = checkpoint.extras.counters.get(STEPS, 0)
+            return _Disk(steps, "", content_id(folder), in_memory)
+    return _Disk(in_memory=in_memory)
 
 
 def _say_chosen(found: Looked, disk: int | None, tag: str) -> None:
@@ -213,7 +243,8 @@ class _Own:
             memory = self._folder.bytes_of(share.life, share.turn, share.rank)
             wrong = damaged(share, memory, self._checksums)
         except (UcpError, OSError, ValueError) as error:
-            self.faults.append(f"{what}: {error.args[0] if error.args else error}")
+            said = error.strerror if isinstance(error, OSError) else error.args[0]
+            self.faults.append(f"{what}: {said or error}")
             return
         if wrong:
             self.faults.append(f"{what}: {self._names(wrong[0].slot)} is not as it was written")

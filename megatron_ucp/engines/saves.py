@@ -174,9 +174,11 @@ _RUN = "_ucp_run"  # of an engine
 @dataclass
 class OwnRun:
     """The run that an engine's saves are of: `id` is born with its first save, or comes from the
-    checkpoint that it loaded. `said` are lines about older tags that no later save repeats."""
+    checkpoint that it loaded. `origin` is that checkpoint where it has no id (`tags.content_id`;
+    empty: none). `said` are lines about older tags that no later save repeats."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    origin: str = ""
     said: set[str] = field(default_factory=set[str])
 
 
@@ -185,9 +187,10 @@ def run_of(engine: Any) -> OwnRun:
     return engine.__dict__.setdefault(_RUN, OwnRun())
 
 
-def go_on_with(engine: Any, run_id: str) -> None:
-    """The engine's next save is of the run that it loaded; of a new one, where that has no id."""
-    engine.__dict__[_RUN] = OwnRun(run_id) if run_id else OwnRun()
+def go_on_with(engine: Any, run_id: str, origin: str = "") -> None:
+    """The engine's next save is of the run that it loaded; of a new one, which went on from
+    `origin`, where that has no id."""
+    engine.__dict__[_RUN] = OwnRun(run_id, origin) if run_id else OwnRun(origin=origin)
 
 
 def publish(

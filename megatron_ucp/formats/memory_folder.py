@@ -26,6 +26,7 @@ from isal.isal_zlib import crc32
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import SaveError
 from megatron_ucp.formats.claims import is_alive, this_process
+from megatron_ucp.formats.durable import Syncs, replace_text
 
 PLACE = Path("/dev/shm")  # a tmpfs on every Linux
 NODE = "MEGATRON_UCP_NODE"  # of the environment: names the machine, in place of its host name
@@ -53,7 +54,8 @@ class KeptSlot:
 @dataclass(frozen=True)
 class KeptShare:
     """What a rank kept of a step. `id` is that of the step on all ranks, which together have
-    `parts` parts; `kept_at` are seconds since the epoch; `run` is the run's own id."""
+    `parts` parts; `kept_at` are seconds since the epoch; `run` is the run's own id, and `origin`
+    the tag without an id that the run went on from (`tags.content_id`; empty: none)."""
 
     life: str
     turn: int
@@ -64,6 +66,7 @@ class KeptShare:
     parts: int
     run: str
     slots: tuple[KeptSlot, ...]
+    origin: str = ""
 
 
 class MemoryFolder:
@@ -214,6 +217,25 @@ class MemoryFolder:
         return self.path / f"{life}.{turn}.{who}{suffix}"
 
 
+_OWNER = ".memory_run"  # in the folder of saves: the id of the run whose steps are in memory
+
+
+def memory_run(saves: Path) -> str:
+    """The run whose steps are kept in memory for a folder of saves, as the folder says; empty where
+    it says none."""
+    with suppress(OSError, ValueError):
+        return (saves / _OWNER).read_text(encoding="utf-8").strip()
+    return ""
+
+
+def name_memory_run(saves: Path, run: str) -> None:
+    """From now on steps in memory are of this run, and what other runs of the folder left there is
+    not loaded any more. Raises OSError, SaveError."""
+    if memory_run(saves) != run:
+        saves.mkdir(parents=True, exist_ok=True)
+        replace_text(saves / _OWNER, f"{run}\n", Syncs())
+
+
 class LifeLock:
     """Says that this process lives, and which step it came to."""
 
@@ -240,7 +262,7 @@ class LifeLock:
         self.release()
 
 
-_PLAIN = ("life", "turn", "rank", "id", "steps", "kept_at", "parts", "run")
+_PLAIN = ("life", "turn", "rank", "id", "steps", "kept_at", "parts", "run", "origin")
 
 
 def _aside(path: Path) -> Path:
@@ -282,9 +304,12 @@ def _share(path: Path) -> KeptShare | None:
     text = _said(path)
     if text is None:
         return None
-    found = json.loads(text)
-    slots = tuple(_slots(found.pop("slots")))
-    return KeptShare(**found, slots=slots)
+    try:
+        found = json.loads(text)
+        slots = tuple(_slots(found.pop("slots")))
+        return KeptShare(**found, slots=slots)
+    except (ValueError, TypeError, KeyError):  # of another version of this package
+        return None
 
 
 def _slots(rows: Sequence[Sequence[Any]]) -> Iterator[KeptSlot]:

@@ -1,5 +1,6 @@
 """The way from a path that a user gives to a tag folder, whatever program saved there."""
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -147,6 +148,17 @@ def _tag_folder(path: Path, tag: str, what: str) -> Path:
 def _tags(path: Path) -> str:
     found = sorted(p.name for p in path.iterdir() if p.is_dir() and has_state_files(p))
     return "tags: " + ", ".join(found) if found else "no tag folder with state files"
+
+
+def content_id(folder: Path) -> str:
+    """What a tag folder is known by that no manifest gives an id: a digest of the names, sizes and
+    times of its files. A copy that keeps times has the same. Raises OSError."""
+    digest = hashlib.sha256()
+    for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+        found = path.stat()
+        name = path.relative_to(folder).as_posix()
+        digest.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
 
 
 def nothing_there(path: str | Path) -> bool:

@@ -23,7 +23,8 @@ class FingerprintCheck:
 @dataclass(frozen=True)
 class Report:
     """What a load did, on this rank. `notes` name everything that was not carried over bit for bit,
-    or not at all. `run_id` is that of the run which saved it, where the manifest says one.
+    or not at all. `run_id` is that of the run which saved it, where the manifest says one, and
+    `run_origin`, of a run in memory, the tag without an id that it went on from.
     `all_read_bytes` is `read_bytes` of all ranks; `left_out` what of the state was not asked for.
     `fingerprint` is None where the save recorded none, or checksums were not asked for.
     """
@@ -39,6 +40,7 @@ class Report:
     notes: tuple[str, ...] = ()
     global_steps: int = 0
     run_id: str = ""
+    run_origin: str = ""
     all_read_bytes: int = 0
     left_out: str = ""
     fingerprint: FingerprintCheck | None = None

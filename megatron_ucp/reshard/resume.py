@@ -15,7 +15,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.manifest import RUN, BufferPart, Manifest, ParamGroup
+from megatron_ucp.core.manifest import ORIGIN, RUN, BufferPart, Manifest, ParamGroup
 from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -101,6 +101,7 @@ def _filled_from(
         tuple(sink.notes),
         steps,
         str(said.get(RUN, "")),
+        str(said.get(ORIGIN, "")),
         values.read_by_all,
         _left_out(how, engine),
         sink.compared,

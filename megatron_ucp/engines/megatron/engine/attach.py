@@ -94,7 +94,8 @@ def attach_megatron(
     if how is not None:
         keep_background(stack, Background(how))
     if in_memory is not None:
-        kept = MemorySteps(stack.ucp.lent, in_memory)
+        with agree.together():
+            kept = MemorySteps(stack.ucp, in_memory)
         keep_steps(stack, kept)
         StackSteps(stack, kept).watch()
     return stack
