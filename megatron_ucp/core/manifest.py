@@ -21,6 +21,7 @@ TAG = "tag"  # of a manifest's run: the name of the folder that was saved; a cop
 CONVERTED_FROM = "converted_from"  # of a manifest's run: the mesh of what was converted
 ORIGIN = "run_origin"  # of a run in memory: the tag without an id that the run went on from
 RUN = "run_id"  # of a manifest's run: what all saves of one run say, and no other run's
+DIVERGED = "diverged"  # of a manifest's run: parameters of which ranks had different copies
 FINGERPRINT = "fingerprint"  # of a manifest's run: dtype and CRC-32 of each parameter's states
 MOVED_LATEST = "moved_latest"  # of a manifest's run: whether it became the newest one
 RENAMED = "renamed"  # of a manifest's run: names in a state dict -> those of the model

@@ -20,7 +20,6 @@ from megatron_ucp.engines.background import (
     beside_training,
     keep_background,
     skipped,
-    wait,
     wait_together,
 )
 from megatron_ucp.engines.deepspeed import kept
@@ -312,7 +311,7 @@ def _take_over(engine: Any, handle: "_DeepSpeedHandle") -> None:
     engine.save_checkpoint = _instead_of(handle.stock_save, handle.save_checkpoint)
     engine.load_checkpoint = _instead_of(handle.stock_load, handle.load_checkpoint)
     setattr(engine, _STOCK_LOAD, _instead_of(getattr(engine, _STOCK_LOAD), handle.load_stock))
-    engine.destroy = _instead_of(engine.destroy, partial(_destroy, engine, engine.destroy))
+    engine.destroy = _instead_of(engine.destroy, partial(handle.destroy, engine.destroy))
 
 
 def _say_layouts(engine: Any, model: Model | None) -> None:
@@ -353,6 +352,10 @@ class _DeepSpeedHandle(Handle):
     def present(self) -> LiveEngine:
         return describe(self.program, self.model, present=True)
 
+    def require_usable(self) -> None:
+        with agree.together():
+            require_usable(self.program)
+
     def to_fill(self, family: Any) -> LiveEngine:
         return to_fill(self.program, family)
 
@@ -369,7 +372,7 @@ class _DeepSpeedHandle(Handle):
         exclude_frozen_parameters: bool = False,
     ) -> SaveReport:
         engine = self.program
-        require_usable(engine)
+        self.require_usable()
         if (other := skipped(engine, engine.global_steps)) is not None:
             return other
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
@@ -428,6 +431,13 @@ class _DeepSpeedHandle(Handle):
                 return done.path, done.client_state
         return _from_the_beginning(load_dir)
 
+    def destroy(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the engine's own: its end waits for its last save."""
+        try:
+            self.close()
+        finally:
+            stock(*args, **kwargs)
+
     def load_stock(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """In the place of what DeepSpeed's own load reads a tag with, whoever calls it: the engine
         goes on with the run of that tag, as after a load of ours."""
@@ -458,16 +468,6 @@ def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Savin
     own = {key: options[key] for key in _OF_SAVES if key in options}
     left, way = _leaves_values(options.get("allow")), options.get("save", STOCK)
     return Saving(**own, loader=loader, values_left=left, way=way)
-
-
-def _destroy(engine: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The end of an engine waits for its last save."""
-    try:
-        wait(engine)
-        if (kept := steps_of(engine)) is not None:
-            kept.close()
-    finally:
-        stock(*args, **kwargs)
 
 
 def _leaves_values(allow: Any) -> bool:

@@ -5,9 +5,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_ucp.engines.background import wait_together
+from megatron_ucp.engines.background import wait, wait_together
 from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import load
+from megatron_ucp.engines.memory_steps import steps_of
 from megatron_ucp.engines.reports import Reports, report
 from megatron_ucp.engines.saves import SaveReport
 from megatron_ucp.engines.taking import LentRun, Taking
@@ -51,8 +52,14 @@ class Handle:
         Raises a UcpError on every rank."""
         raise NotImplementedError
 
+    def require_usable(self) -> None:
+        """Raises EngineUnusableError on every rank where a load failed on any, or the engine's
+        memory was let go of. Collective."""
+        raise NotImplementedError
+
     def fingerprint(self) -> Fingerprint:
         """As `ucp.fingerprint` of the engine. Collective."""
+        self.require_usable()
         return of_memories(self.present())
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
@@ -67,7 +74,15 @@ class Handle:
         """The weights as `ucp.export_hf` of the engine writes them; see `export`. A save that is
         under way is there before."""
         wait_together(self.program)
+        self.require_usable()
         return export(self.describe, self.module, self.model, dst, *args, **options)
+
+    def close(self) -> None:
+        """The engine trains no more: what is under way is there before, and the steps that it kept
+        in memory are what is left of it. Raises as `ucp.wait`."""
+        wait(self.program)
+        if (kept := steps_of(self.program)) is not None:
+            kept.close()
 
     def report(self) -> Reports:
         """As `ucp.report`."""

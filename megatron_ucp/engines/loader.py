@@ -5,6 +5,8 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.reshard.engine import KeepsPosition
 
@@ -51,6 +53,7 @@ class ResumableLoader:
         self.sampler: Any = sampler
         self.samples = 0  # of the epoch, handed out by all ranks together
         self._start = 0  # where the next iteration begins
+        self._is_restored = False  # and has not been iterated since
         batches.sampler = _Rest(self)
 
     @property
@@ -72,10 +75,20 @@ class ResumableLoader:
         rest = len(self.sampler.dataset) - start
         share = rest // replicas if self.sampler.drop_last else -(-rest // replicas)  # of this rank
         self.samples, handed = start, 0
-        for batch in self.loader:
+        for batch in self._begun():
             handed = min(handed + int(self.loader.batch_sampler.batch_size), share)
             self.samples = start + handed * replicas
             yield batch
+
+    def _begun(self) -> Iterator[Any]:
+        """The iteration of the loader that begins now. Torch draws a seed of its workers as one
+        begins; the first one after a load draws it of a copy: what was restored is what the
+        program draws next, as in the run that saved, whose iteration had begun before."""
+        if not self._is_restored:
+            return iter(self.loader)
+        self._is_restored = False
+        with torch.random.fork_rng(devices=[]):
+            return iter(self.loader)
 
     def take_start(self) -> int:
         """Where the iteration that begins now starts; the one after it starts at the beginning."""
@@ -140,6 +153,7 @@ class ResumableLoader:
         self.check(state)
         self.sampler.set_epoch(int(state["epoch"]))
         self._start = self.samples = min(int(state["samples"]), len(self.sampler.dataset))
+        self._is_restored = True
 
 
 def restore_position(loader: KeepsPosition | None, position: Mapping[str, Any] | None) -> list[str]:

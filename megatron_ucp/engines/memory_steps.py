@@ -5,7 +5,6 @@ each rank then sends what other machines shall have, and sums its bytes. Only wh
 done does the step count; the one before it is whole until then.
 """
 
-import gc
 import hashlib
 import time
 import uuid
@@ -20,7 +19,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import FINGERPRINT, ORIGIN, RUN, BufferPart
+from megatron_ucp.core.manifest import ORIGIN, RUN, BufferPart
 from megatron_ucp.engines.background import (
     Background,
     BesideTraining,
@@ -44,7 +43,7 @@ from megatron_ucp.formats.memory_folder import (
 )
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import check_saves, plain_path
-from megatron_ucp.reshard.fingerprint import Sums, diverged, sums_of_rank, table_of
+from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, sums_of_rank, table_of
 from megatron_ucp.reshard.held_layout import CopiedLayout, copied
 from megatron_ucp.reshard.memory_sink import HeldMemory
 
@@ -161,17 +160,13 @@ class MemorySteps:
         path = Path(folder).resolve()
         before = _OF_FOLDER.get(path)
         if before is not None and before._lives_beside(self):
-            gc.collect()  # an engine and what is kept of it refer to each other
-            before = _OF_FOLDER.get(path)
-        if before is not None and before._lives_beside(self):
             raise UsageError(
                 "another engine of this program keeps steps in memory for this folder",
                 file=path,
                 expected="one engine for each folder of saves",
                 found="two engines that live",
-                fix="give each engine a folder of its own (folder=); end one that is not needed "
-                "any more before: engine.destroy(), or delete a stack of megatron-core's, its "
-                "model and optimizer",
+                fix="give each engine a folder of its own (folder=); of one that is not needed any "
+                "more call engine.ucp.close() before (engine.destroy() does it too)",
             )
         if before is not None:
             before.close()
@@ -506,7 +501,7 @@ class _Step:
         manifest = self.run.manifest
         table, apart = table_of(manifest, sums)
         ids = {RUN: self.run_id, ORIGIN: self.origin}
-        said = replace(manifest, run={**manifest.run, FINGERPRINT: table, **ids})
+        said = replace(manifest, run={**manifest.run, **recorded_as(table, apart), **ids})
         notes = (*self.run.notes, *diverged(apart))
         return in_memory.to_json(replace(self.run, manifest=said, notes=notes))
 

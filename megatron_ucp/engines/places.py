@@ -11,7 +11,7 @@ from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Joined, Stage, join
 from megatron_ucp.engines.optimizer_groups import built_groups, set_group
-from megatron_ucp.engines.unusable import mark_unusable, mark_usable, require_usable
+from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Told
@@ -72,17 +72,19 @@ class LivePlaces:
     def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
         return self.tensor(slot)[first:last]
 
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """What the program has of the model on this rank."""
+        raise NotImplementedError
+
     def mark_unusable(self) -> None:
-        mark_unusable(self._program)
+        mark_unusable(self._program, self.modules())
 
     def give_up(self) -> None:
-        mark_unusable(self._program, "the memory of this engine went as it was held, as was asked")
+        gone = "the memory of this engine went as it was held, as was asked"
+        mark_unusable(self._program, self.modules(), gone)
 
     def mark_usable(self) -> None:
         mark_usable(self._program)
-
-    def require_usable(self) -> None:
-        require_usable(self._program)
 
     def built_groups(
         self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import FINGERPRINT, FileEntry, Manifest
+from megatron_ucp.core.manifest import FileEntry, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.background import Alongside, Background, SaveTurn
@@ -31,7 +31,7 @@ from megatron_ucp.engines.saves import (
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import Sums, diverged, sums_of_memory, table_of
+from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, sums_of_memory, table_of
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _recorded(
     """The manifest beside the files, with the fingerprint of what they hold; and notes."""
     table, apart = table_of(taken.whole, sums)
     kept = {name: states for name, states in table.items() if name in taken.manifest.by_name}
-    said = {**taken.said, FINGERPRINT: kept}
+    said = {**taken.said, **recorded_as(kept, apart)}
     return completed(taken.manifest, entries, said, taken.folder), diverged(apart)
 
 

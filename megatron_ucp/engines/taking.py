@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.manifest import FINGERPRINT, Manifest
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.own_values import LiveValues
@@ -17,7 +17,7 @@ from megatron_ucp.formats.in_memory import TakenRun
 from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Lender
-from megatron_ucp.reshard.fingerprint import diverged, sums_of_rank, table_of
+from megatron_ucp.reshard.fingerprint import diverged, recorded_as, sums_of_rank, table_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def lent(
     besides, every = zip(*block.values, strict=True)
     table, apart = table_of(manifest, every)
     position = place.position
-    run: dict[str, Any] = {**said, **position, FINGERPRINT: table}
+    run: dict[str, Any] = {**said, **position, **recorded_as(table, apart)}
     if values.apart:
         run[PER_RANK] = values.apart.as_value()
     taken = TakenRun(

@@ -39,7 +39,7 @@ from megatron_ucp.reshard.source_settings import Origin
 from megatron_ucp.reshard.transfer import NARROW, TransferRun, transfer
 from megatron_ucp.reshard.wanted import Wanted
 
-ALLOWED = NARROW | {"mean", "stale", "per_rank"}
+ALLOWED = NARROW | {"mean", "stale", "per_rank", "replicas"}
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def convert(
         rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
         ds_config: The DeepSpeed config of the job that will load the folder, or its file; what it
             does not say is as in the source.
-        allow: What may happen besides exact copies: "mean", "narrow", "per_rank", "stale".
+        allow: What may happen besides exact copies: "mean", "narrow", "per_rank",
+            "replicas", "stale".
         progress: `progress(done, total)` counts bytes.
 
     Returns:

@@ -130,10 +130,6 @@ class Engine(Lender, Protocol):
         """From now on the engine refuses to step, to save and to be exported."""
         ...
 
-    def require_usable(self) -> None:
-        """Raises EngineUnusableError where the engine is marked."""
-        ...
-
     def mark_usable(self) -> None:
         """Takes the mark away."""
         ...

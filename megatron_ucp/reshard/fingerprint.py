@@ -18,10 +18,11 @@ import torch
 from megatron_ucp.core.box import Box, Ints, flat_boxes, span, strides
 from megatron_ucp.core.flat import Member
 from megatron_ucp.core.layout import Partial, Piece
-from megatron_ucp.core.manifest import FINGERPRINT, Manifest, ParamSpec
+from megatron_ucp.core.manifest import DIVERGED, FINGERPRINT, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, UsageError, some_of
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.optimizers import rule_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
@@ -30,6 +31,9 @@ from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.linear_crc import of_runs, shifted, standard
 
+RULE = "stepped as"  # among the settings of a parameter: what its optimizer computes, such as AdamW
+# Switches of how torch computes a step, on which no value depends.
+_NOT_OF_STEPS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 PARTS = ("table", "settings")  # of a fingerprint, as JSON names them
 Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-32
 # parameter, state, dtype, share, its holder, partition
@@ -225,12 +229,15 @@ def _shares(ranks: Sequence[Sums]) -> tuple[dict[tuple[str, str, str, Box], int]
 
 
 def settings_of(manifest: Manifest) -> dict[str, Any]:
-    """Steps and hyper-parameters of every parameter that is stepped: what is a number, or some."""
+    """Steps and hyper-parameters of every parameter that is stepped, and the rule by which: what is
+    a number, a switch or text, or some of them."""
     out: dict[str, Any] = {}
     for _, member, group in manifest.stepped():
         settings = manifest.groups[group].settings
-        plain = {key: _plain(value) for key, value in settings.items()}
+        plain = {key: _plain(value) for key, value in settings.items() if key not in _NOT_OF_STEPS}
         known = {key: value for key, value in plain.items() if value is not None}
+        if rule := rule_of(manifest.groups[group]):
+            known[RULE] = rule
         out[member.param] = {**known, **{key: float(v) for key, v in member.scalars.items()}}
     return out
 
@@ -242,12 +249,13 @@ def _without(settings: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, bool):
-        return None
+    if isinstance(value, bool | str):
+        return value
     if isinstance(value, int | float):
         return float(value)
-    if isinstance(value, list | tuple) and all(isinstance(one, int | float) for one in value):
-        return [float(one) for one in value]
+    if isinstance(value, list | tuple):
+        found = [_plain(one) for one in value]
+        return None if None in found else found
     return None
 
 
@@ -278,6 +286,11 @@ def sums_of_memory(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> Sum
     """What the memory of whole slots adds to it."""
     wants = [(slot, slot.state) for slot in held]
     return sums_of(manifest, wants, lambda slot, first, last: held[slot][first:last])
+
+
+def recorded_as(table: Table, apart: Sequence[str]) -> dict[str, Any]:
+    """What a manifest says of elements: the table, and the parameters of which copies differ."""
+    return {FINGERPRINT: table, **({DIVERGED: [*apart]} if apart else {})}
 
 
 def diverged(apart: Sequence[str]) -> list[str]:
@@ -368,7 +381,16 @@ def _kept_in(path: str) -> Fingerprint:
             expected="what `megatron-ucp inspect PATH --fingerprint --json` prints",
             fix="write it again, or give the folder of a checkpoint",
         )
-    return Fingerprint(table, settings)
+    found = Fingerprint(table, settings)
+    if kept.get("digest", found.digest) != found.digest:
+        raise UsageError(
+            "the fingerprint in the file is not what its digest was made of",
+            file=path,
+            expected=str(kept["digest"])[:64],
+            found=found.digest,
+            fix="write it again with `megatron-ucp inspect PATH --fingerprint --json`",
+        )
+    return found
 
 
 def _objects(value: Any) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from megatron_ucp.core.flat import Member
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import DIVERGED, Manifest, ParamSpec
 from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
-from megatron_ucp.errors import ModelMismatchError, StateMismatchError
+from megatron_ucp.errors import ForeignFileError, ModelMismatchError, StateMismatchError, some_of
+from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.optimizers import keeps_states, rule_of, rule_untold
 from megatron_ucp.formats.prefixes import other_prefix
 from megatron_ucp.formats.schedules import regrouped
@@ -23,6 +24,7 @@ ALLOWANCES = {
     "vocab": "rows of a padded vocabulary may be dropped, or added as zeros",
     "missing": "frozen parameters and buffers that the checkpoint lacks keep the engine's values",
     "stale": "masters may differ from the weights beside them; the masters are loaded",
+    "replicas": "copies that differed between ranks are loaded: elsewhere than on those ranks, one",
     "positions": "states in stage-0 files without a manifest are taken in the order of the groups",
     "scheduler": "the engine's scheduler may get the state of one of another class",
     "optimizer": "the engine's optimizer may step by another rule than the run's",
@@ -295,6 +297,38 @@ def match_ties(source: Manifest, file: str) -> None:
         first, *others = [source.member(b, m) for b, m in source.holders[name]]
         for other in others:
             _match_tie(source, name, first, other, file)
+
+
+def require_one_copy(
+    source: Checkpoint, names: Collection[str], allow: Collection[str] | None
+) -> list[str]:
+    """Notes for those of some parameters of which ranks had different copies when they were saved:
+    no mesh shows that any more but the one that saved them. Raises ForeignFileError where the files
+    hold several of them, unless that is allowed, or nothing can be (None)."""
+    said = {} if source.recorded is None else source.recorded.run
+    found = [name for name in said.get(DIVERGED, ()) if name in names]
+    if not found:
+        return []
+    if allow is not None and "replicas" not in allow and _has_copies(source.manifest, found):
+        raise ForeignFileError(
+            "copies of a parameter hold different values",
+            file=source.folder,
+            parameter=some_of(found),
+            expected="one value on all ranks that have the parameter",
+            found="they differed when they were saved, as the save's notes say",
+            fix="the replicas of the run have diverged: load an older tag; or take what was saved, "
+            'with allow={"replicas"}',
+        )
+    return [f"copies differed between ranks when they were saved, one is taken: {some_of(found)}"]
+
+
+def _has_copies(source: Manifest, names: Collection[str]) -> bool:
+    """Whether more than one cut of a mesh holds some of these parameters."""
+    return any(
+        len(source.cuts_of(buffer)) > 1
+        for buffer in source.buffers
+        if any(member.param in names for member in buffer.members)
+    )
 
 
 def replica_notes(source: Manifest) -> list[str]:

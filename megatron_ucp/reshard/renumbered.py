@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron_ucp.core.flat import FlatBuffer
-from megatron_ucp.core.manifest import FINGERPRINT, Manifest, Tie
+from megatron_ucp.core.manifest import DIVERGED, FINGERPRINT, Manifest, Tie
 from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.base import Checkpoint, Extras
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
@@ -151,6 +151,8 @@ def renamed(manifest: Manifest, names: Renumbering) -> Manifest:
     run = dict(manifest.run)
     if FINGERPRINT in run:
         run[FINGERPRINT] = _with_keys(run[FINGERPRINT], names)
+    if DIVERGED in run:
+        run[DIVERGED] = [names.name(name) for name in run[DIVERGED]]
     return replace(
         manifest,
         params=tuple(replace(spec, name=names.name(spec.name)) for spec in manifest.params),

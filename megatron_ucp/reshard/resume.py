@@ -43,6 +43,7 @@ from megatron_ucp.reshard.match import (
     one_value,
     replica_notes,
     require_alone,
+    require_one_copy,
     source_states,
 )
 from megatron_ucp.reshard.own_values import values_for
@@ -139,7 +140,9 @@ def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
     extras = _extras(engine, source, how)
     filled = _filled(engine, source, states, groups)
     parts = _parts(engine, target, fit, how.allow)
-    notes = [*source.notes, *_described(fit, source.manifest), *settings, *apart, *extras.notes]
+    copies = require_one_copy(source, bare.by_name, how.allow)
+    described = _described(fit, source.manifest)
+    notes = [*source.notes, *copies, *described, *settings, *apart, *extras.notes]
     return EngineSink(engine, source.manifest, how, parts, filled, extras, notes)
 
 

@@ -25,7 +25,7 @@ from megatron_ucp.formats.pt.known import KNOWN
 from megatron_ucp.formats.pt.pickler import check_stand
 from megatron_ucp.formats.pt.strangers import named_in
 from megatron_ucp.formats.rank_differences import apart_in, ranks_of
-from megatron_ucp.reshard.match import replica_notes, scheduler_for
+from megatron_ucp.reshard.match import replica_notes, require_one_copy, scheduler_for
 from megatron_ucp.reshard.wanted import Wanted
 
 CLIP_GRAD = 1.0  # DeepSpeed's default
@@ -52,6 +52,7 @@ class Origin:
         refused, or the first rank's is taken where that is allowed.
 
         Raises StateMismatchError, UnsafePickleError, UnsupportedError."""
+        self.notes += require_one_copy(self.source, self.manifest.by_name, allow)
         apart = apart_in(self.source)
         self._check_names(apart)
         if not apart.what:

@@ -182,7 +182,7 @@ def two_engines(folder: str) -> dict[str, Any]:
 
 
 def two_stacks(folder: str) -> tuple[str, int]:
-    """Two stacks of megatron-core's; and one after the first one was deleted."""
+    """Two stacks of megatron-core's; and one after the first one has ended."""
     world = World(Mcore(), (FOLDER_OF_MEMORY,) * dist.get_world_size())
     os.environ[NODE] = FOLDER_OF_MEMORY
     first = make(world, folder, every=1)
@@ -196,7 +196,7 @@ def two_stacks(folder: str) -> tuple[str, int]:
     stack_jobs.train(first, 2, first=2)
     ucp.wait(first.handle)
     steps = ucp.report(first.handle).memory.steps
-    del first
+    first.handle.ucp.close()
     with anew():
         second = make(world, folder, every=1)
     stack_jobs.close(second)

@@ -144,6 +144,9 @@ class LiveEngine(LivePlaces):
 
     # ------------------------------------------------ writing
 
+    def modules(self) -> Sequence[torch.nn.Module]:
+        return [self.engine.module]
+
     def mark_unusable(self) -> None:
         super().mark_unusable()
         self.wrapper.prepare()

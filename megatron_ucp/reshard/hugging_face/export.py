@@ -45,7 +45,7 @@ from megatron_ucp.reshard.hugging_face.model_folder import (
     training_dtype,
 )
 from megatron_ucp.reshard.hugging_face.twin import needs_family, pipe_names, twin_of
-from megatron_ucp.reshard.match import replica_notes
+from megatron_ucp.reshard.match import replica_notes, require_one_copy
 from megatron_ucp.reshard.transfer import TransferRun, WindowSource, proved, transfer
 
 _ALLOWED = frozenset({"mean", "stale", "weights"})
@@ -250,7 +250,8 @@ def check_output(
 def _notes(source: Checkpoint, alone: bool) -> list[str]:
     """What the source has to say of an export; `alone`: no config says what its model is."""
     padding = unknown_padding(source.manifest) if alone else []
-    return [*source.notes, *replica_notes(source.manifest), *padding]
+    copies = require_one_copy(source, source.manifest.by_name, None)
+    return [*source.notes, *copies, *replica_notes(source.manifest), *padding]
 
 
 def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Readable:

@@ -31,6 +31,7 @@ from megatron_ucp.engines.memory_steps import (
 )
 from megatron_ucp.engines.saves import BACKGROUND, DIRECT, SaveReport, refuse_way
 from megatron_ucp.engines.taking import LentRun, Taking
+from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Family
@@ -132,6 +133,10 @@ class _StackHandle(Handle):
 
     def present(self) -> PresentStates:
         return present_states(self.describe())
+
+    def require_usable(self) -> None:
+        with agree.together():
+            require_usable(self.program.optimizer)
 
     def to_fill(self, family: Any) -> LiveMegatron:
         return self.describe()

@@ -144,6 +144,9 @@ class LiveMegatron(LivePlaces):
 
     # ------------------------------------------------ writing
 
+    def modules(self) -> Sequence[torch.nn.Module]:
+        return [bare_model(chunk) for chunk in self.stack.chunks]  # the wrappers ask for its own
+
     @torch.no_grad()
     def mark_unusable(self) -> None:
         """And waits for gathers of weights that are under way: they would undo what is written, and

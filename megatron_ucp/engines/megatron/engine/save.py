@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.manifest import (
-    FINGERPRINT,
     MOVED_LATEST,
     RUN,
     TAG,
@@ -71,7 +70,7 @@ from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
 from megatron_ucp.formats.pointers import MEGATRON_LATEST
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import absolute_path
-from megatron_ucp.reshard.fingerprint import diverged
+from megatron_ucp.reshard.fingerprint import diverged, recorded_as
 from megatron_ucp.reshard.folder_sink import FolderOutput
 from megatron_ucp.reshard.transfer import Moved, TransferRun
 
@@ -271,7 +270,7 @@ class _Tag:
         before = newest(folder) if interval else None
         entries = entries_of(aside)
         table, apart = self.sums.table()
-        whole = completed(self.manifest, entries, self._said | {FINGERPRINT: table}, folder)
+        whole = completed(self.manifest, entries, self._said | recorded_as(table, apart), folder)
         self.notes += diverged(apart)
         self.notes += publish(aside, folder, whole, MEGATRON_LATEST, self.sync)
         self.notes += prune(folder, asked.how.keep_latest, asked.stack, self.sync)

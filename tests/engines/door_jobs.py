@@ -1,0 +1,268 @@
+"""What ranks do in the tests of doors: an engine whose load failed, or whose memory went, gives
+nothing out; copies, padding and settings that a fingerprint says nothing of; generators."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import megatron_ucp as ucp
+from megatron_ucp.reshard import agree
+from tests.engines import model, tensor_jobs
+from tests.engines.model import SEQUENCE, VOCAB, Setup
+from tests.engines.resize_jobs import kind_of
+from tests.engines.stack_jobs import Mcore
+from tests.engines.tensor_jobs import Mega
+
+# ------------------------------------------------ unusable engines
+
+
+def doors_of(setup: Any, engine: Any, handle: Any, folder: str) -> dict[str, Callable[[], Any]]:
+    """All that steps an engine, writes what is in it, or says what it is."""
+    found: dict[str, Callable[[], Any]] = {
+        "ucp.save": lambda: handle.ucp.save(folder),
+        "fingerprint": lambda: ucp.fingerprint(handle),
+        "handle.fingerprint": lambda: handle.ucp.fingerprint(),
+        "export": lambda: ucp.export_hf(handle, f"{folder}/hf"),
+        "handle.export": lambda: handle.ucp.export_hf(f"{folder}/hf2"),
+        "hold": lambda: ucp.hold(handle),
+        "resize": lambda: ucp.resize(handle, SimpleNamespace(module=torch.nn.Linear(1, 1))),
+    }
+    if isinstance(setup, Mcore):
+        chunk = engine.stack.chunks[0]
+        return found | {
+            "step": engine.optimizer.step,
+            "optimizer.state_dict": engine.optimizer.state_dict,
+            "sharded_state_dict": lambda: engine.optimizer.sharded_state_dict({}),
+            "chunk.state_dict": chunk.state_dict,
+        }
+    module = engine.module
+    engine.zero_gather_16bit_weights_on_model_save = lambda: True
+    return found | {
+        "step": engine.step,
+        "save_checkpoint": lambda: engine.save_checkpoint(folder),
+        "the class's save_checkpoint": lambda: type(engine).save_checkpoint(engine, folder),
+        "save_16bit_model": lambda: engine.save_16bit_model(folder),
+        "save_fp16_model": lambda: engine.save_fp16_model(folder),
+        "the class's save_16bit_model": lambda: type(engine).save_16bit_model(engine, folder),
+        "module_state_dict": engine.module_state_dict,
+        "module.state_dict": module.state_dict,
+        "engine.state_dict": engine.state_dict,
+        "a client's": lambda: torch.save(module.state_dict(), f"{folder}/client.pt"),
+    }
+
+
+def unusable(setup: Any, folder: str, how: str) -> dict[str, Any]:
+    """What each door of an engine says when a load of it failed, or its memory went; what lies in a
+    folder then; and what the doors say after a load that was whole."""
+    kind = kind_of(setup)
+    engine = kind.make(setup)
+    handle = kind.handle(engine)
+    kind.train(engine, 1)
+    handle.ucp.save(f"{folder}/good")
+    before = ucp.fingerprint(handle).digest
+    if how == "a load that failed":
+        with mock.patch("megatron_ucp.reshard.file_source.execute", side_effect=OSError(5, "gone")):
+            said = _said(lambda: ucp.load(handle, f"{folder}/good"))
+            assert said.startswith("DamagedFileError"), said
+    else:
+        ucp.hold(handle, release=True)
+    out = f"{folder}/out"
+    Path(out).mkdir(exist_ok=True)
+    dist.barrier()
+    doors = doors_of(setup, engine, handle, out)
+    found: dict[str, Any] = {"said": {name: _said(door) for name, door in doors.items()}}
+    dist.barrier()
+    found["left"] = [path.name for path in Path(out).rglob("*") if path.is_file()]
+    dist.barrier()
+    if how == "a load that failed":
+        ucp.load(handle, f"{folder}/good")
+        found["same"] = ucp.fingerprint(handle).digest == before
+        doors = doors_of(setup, engine, handle, out)  # as the engine's methods are again
+        again = [name for name in doors if "save" not in name and name not in ("step", "resize")]
+        found["then"] = {name: _said(doors[name]) for name in again if "sharded" not in name}
+        module = engine.stack.chunks[0] if isinstance(setup, Mcore) else engine.module
+        found["hooks"] = len(module._state_dict_pre_hooks)
+    kind.close(engine)
+    return found
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# ------------------------------------------------ padding
+
+
+def padded_bit(setup: Mega, folder: str, others: list[Mega]) -> list[str]:
+    """A bit of a padded row of the vocabulary changes in all files of a save; what loads say."""
+    engine = tensor_jobs.make(setup)
+    tensor_jobs.train(engine, 2)
+    engine.save_checkpoint(folder)
+    weight = dict(engine.module.named_parameters())["embedding.word_embeddings.weight"]
+    row = setup.true_vocab - (setup.tp - 1) * setup.vocab // setup.tp  # on the last rank
+    first = weight.detach()[row, :2].clone().view(torch.uint8).numpy().tobytes()
+    needle = agree.gather(first)[-1]
+    tensor_jobs.close(engine)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        places = sum(_flip(path, needle) for path in sorted(Path(folder).rglob("*_states.pt")))
+        assert places >= 2, "the row is in a file of the model and in one of the optimizer"
+    dist.barrier()
+    found: list[str] = []
+    for other in others:
+        engine = tensor_jobs.make(other)
+        found.append(_said(partial(ucp.load, engine, folder)))
+        tensor_jobs.close(engine)
+    return found
+
+
+def _flip(path: Path, needle: bytes) -> int:
+    data = path.read_bytes()
+    at, places = data.find(needle), 0
+    while at >= 0:
+        data = data[: at + 1] + bytes([data[at + 1] ^ 2]) + data[at + 2 :]
+        at, places = data.find(needle, at + 8), places + 1
+    path.write_bytes(data)
+    return places
+
+
+# ------------------------------------------------ copies that differ
+
+
+def copies_that_differ(setup: Mega, folder: str, param: str) -> dict[str, Any]:
+    """The last rank has another copy of a parameter, which is saved; what each way from there
+    says."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    engine = tensor_jobs.make(setup)
+    tensor_jobs.train(engine, 1)
+    weight = dict(engine.module.named_parameters())[param]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            weight.view(-1)[0] += 1.0
+        if setup.zero:
+            safe_set_full_fp32_param(weight, weight.detach().clone())
+    engine.save_checkpoint(folder)
+    own = weight.detach().clone()
+    other = agree.gather(own)[0]
+    found: dict[str, Any] = {"saved": [*ucp.report(engine).save.notes]}
+    tensor_jobs.close(engine)
+    alone = Mega(setup.family, 1, setup.zero, seed=5)
+    for name, target in (("same", setup), ("other", alone)):
+        engine = tensor_jobs.make(target)
+        weight = dict(engine.module.named_parameters())[param]
+        found[name] = _said(partial(ucp.load, engine, folder))
+        report = ucp.load(engine, folder, allow={"replicas"})
+        found[f"{name}, allowed"] = [*report.notes]
+        want = own if name == "same" else other
+        found[f"{name}, equal"] = bool(torch.equal(weight.detach(), want))
+        tensor_jobs.close(engine)
+    if dist.get_rank() == 0:
+        found["convert"] = _said(lambda: ucp.convert(folder, f"{folder}/c1", mesh="dp=1,zero=1"))
+        done = ucp.convert(folder, f"{folder}/c2", mesh="dp=1,zero=1", allow={"replicas"})
+        found["convert, allowed"] = [*done.notes]
+        found["export"] = [*ucp.export_hf(folder, f"{folder}/hf").notes]
+    return found
+
+
+# ------------------------------------------------ settings
+
+
+SETTINGS: dict[str, Any] = {"nesterov": True, "my_own": "text", "maximize": True, "fused": False}
+
+
+def settings_in_fingerprint() -> dict[str, tuple[bool, list[str]]]:
+    """For each setting of a group whether the digest is another one with it, and what differs."""
+    found: dict[str, tuple[bool, list[str]]] = {}
+    engine = model.make_engine(Setup(1))
+    before = ucp.fingerprint(engine)
+    for name, value in SETTINGS.items():
+        group = engine.optimizer.param_groups[0]
+        had = group.get(name)
+        group[name] = value
+        now = ucp.fingerprint(engine)
+        found[name] = now.digest != before.digest, now.differences(before)
+        if had is None:
+            del group[name]
+        else:
+            group[name] = had
+    group["decoupled_weight_decay"] = False  # which makes Adam of AdamW
+    now = ucp.fingerprint(engine)
+    found["the rule"] = now.digest != before.digest, [text for *_, text in now.compared(before)]
+    engine.destroy()
+    return found
+
+
+# ------------------------------------------------ generators
+
+
+class Noisy(torch.nn.Module):
+    """A model whose loss depends on the next draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, 8)
+        self.head = torch.nn.Linear(8, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.dropout(self.embed(tokens), 0.5)
+        return self.head(hidden).square().mean()
+
+
+def noisy_losses(folder: str, workers: int, stop: int) -> tuple[list[float], list[float]]:
+    """Losses of a run with dropout after a save in the middle of an epoch, or at its end; and those
+    of its restart."""
+    import deepspeed
+
+    data = torch.from_numpy(np.arange(8 * SEQUENCE).reshape(8, SEQUENCE) % VOCAB)
+
+    def begun() -> tuple[Any, Any]:
+        torch.manual_seed(3)
+        net = Noisy()
+        engine, *_ = deepspeed.initialize(
+            model=net,
+            optimizer=torch.optim.AdamW(net.parameters(), lr=0.05),
+            config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}},
+            dist_init_required=False,
+        )
+        sampler = DistributedSampler(TensorDataset(data), shuffle=True, seed=1)
+        whole: Any = TensorDataset(data)
+        loader = DataLoader(whole, batch_size=2, sampler=sampler, num_workers=workers)
+        resumable = ucp.ResumableLoader(loader)
+        return ucp.attach(engine, loader=resumable), resumable
+
+    def trained(engine: Any, loader: Any, steps: int) -> list[float]:
+        losses: list[float] = []
+        for epoch in range(loader.epoch, 9):
+            loader.set_epoch(epoch)
+            for (tokens,) in loader:
+                loss = engine(tokens)
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss))
+                if engine.global_steps == stop and not Path(folder, "latest").exists():
+                    engine.save_checkpoint(folder)
+                if len(losses) == steps:
+                    return losses
+        return losses
+
+    engine, loader = begun()
+    whole = trained(engine, loader, stop + 5)
+    engine.destroy()
+    engine, loader = begun()
+    engine.load_checkpoint(folder)
+    again = trained(engine, loader, 5)
+    engine.destroy()
+    return whole[stop:], again
