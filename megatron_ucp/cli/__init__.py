@@ -152,7 +152,9 @@ class _Plain:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(_UNPLAIN.sub(lambda found: ascii(found[0])[1:-1], text))
+        plain = _UNPLAIN.sub(lambda found: ascii(found[0])[1:-1], text)
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # of the terminal
+        return self._stream.write(plain.encode(encoding, "backslashreplace").decode(encoding))
 
     def flush(self) -> None:
         self._stream.flush()

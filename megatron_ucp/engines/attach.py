@@ -80,6 +80,7 @@ _REPLACED = (
 )
 
 
+@agree.door("attach")
 def attach(
     engine: Any,
     family: str | Family | None = None,
@@ -363,6 +364,7 @@ class _DeepSpeedHandle(Handle):
         how = replace(how, loader=how.loader or self.how.loader)
         return taken(self.program, self.model, how, self.how.values_left)
 
+    @agree.door("the save")
     def save(
         self,
         save_dir: Any,
@@ -387,6 +389,7 @@ class _DeepSpeedHandle(Handle):
         """In the place of the engine's own: whether there is a save, or will be."""
         return not self.save(*args, **kwargs).error
 
+    @agree.door("the load")
     def load_checkpoint(
         self,
         load_dir: Any,

@@ -13,6 +13,7 @@ from megatron_ucp.engines.reports import Reports, report
 from megatron_ucp.engines.saves import SaveReport
 from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.families.base import Model
+from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.fingerprint import Fingerprint, of_memories
 from megatron_ucp.reshard.hugging_face.exported import Exported
@@ -57,6 +58,7 @@ class Handle:
         memory was let go of. Collective."""
         raise NotImplementedError
 
+    @agree.door("the fingerprint")
     def fingerprint(self) -> Fingerprint:
         """As `ucp.fingerprint` of the engine. Collective."""
         self.require_usable()
@@ -70,6 +72,7 @@ class Handle:
         """As `ucp.load`."""
         return load(self.program, path, tag, **options)
 
+    @agree.door("the export")
     def export_hf(self, dst: str | Path, *args: Any, **options: Any) -> Exported:
         """The weights as `ucp.export_hf` of the engine writes them; see `export`. A save that is
         under way is there before."""

@@ -2,8 +2,7 @@
 `load` fills the new engine with it; `resize` does both where the world stays the same."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,7 +122,7 @@ def hold(
         return HeldRun()
     how = _taking(engine, client_state, loader, rng, checksums)
     left = "the engine is whole on this rank, and can go on or be saved"
-    with as_rank_error(_RELEASED if release else left):
+    with agree.as_rank_error("the hold", _RELEASED if release else left):
         wished = _checked(engine, mesh, ranks, how, release)
         return _held(lent_by(engine, how), wished, ranks, release)
 
@@ -157,7 +156,7 @@ def resize(
 
     of_both = (options.get(name) for name in ("loader", "rng", "checksums"))
     how = _taking(old_engine, client_state, *of_both)
-    with as_rank_error("the old engine is whole on this rank"):
+    with agree.as_rank_error("the resize", "the old engine is whole on this rank"):
         _checked(old_engine, None, None, how)
         _refuse_shared(old_engine, new_engine)
         taken = lent_by(old_engine, how)
@@ -310,7 +309,7 @@ def resume_held(engine: Engine, held: HeldRun, how: How) -> Report:
     """What `load` does with a run in memory; the memory is let go of. Collective. Raises a UcpError
     on every rank; what is held stays then."""
     left = "what is held is whole on this rank; the new engine is not usable"
-    with as_rank_error(left):
+    with agree.as_rank_error("the load", left):
         whole = _everywhere(held)
         holder = held._lender or held._memory or HeldMemory(whole.manifest, [])
         _require_whole(whole, holder)
@@ -377,18 +376,3 @@ def _require_whole(whole: _Whole, holder: Holder) -> None:
             fix="build the new world of the ranks that stay and of new ones; or load the newest "
             "save",
         )
-
-
-@contextmanager
-def as_rank_error(left: str) -> Iterator[None]:
-    """Inside, collectives and messages that break (as they do when a rank dies) are a resize that
-    did not finish; `left` says what is left of the run."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(
-            "the resize did not finish: a rank died, or messages between ranks failed",
-            found=str(error).strip().partition("\n")[0][:200],
-            fix=f"{left}; its process groups are not. Build the world again of the ranks that are "
-            "there, and load the newest save",
-        ) from error

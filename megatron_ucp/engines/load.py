@@ -45,6 +45,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+@agree.door("the load")
 def load(
     engine: Any,
     path: str | Path | HeldRun,
@@ -218,6 +219,7 @@ def origin_of(folder: str | Path) -> str:
     return ""
 
 
+@agree.door("the load")
 @collector_paused()
 def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, how: How) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""

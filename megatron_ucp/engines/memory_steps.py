@@ -203,7 +203,7 @@ class MemorySteps:
         of the folder left there is none of its steps. Collective."""
         if self.path is None or self._is_named:
             return
-        with as_save_error(), agree.together():
+        with _as_save_error(), agree.together():
             if agree.world()[0] == 0:
                 name_memory_run(self.path, run_of(self._attached.program).id)
         self._is_named = True
@@ -217,11 +217,11 @@ class MemorySteps:
             stamp(loaded.kept_at)  # what is kept from now on is newer, whatever the clock says
         if self.path is None:
             return
-        with as_save_error(), agree.together():
+        with _as_save_error(), agree.together():
             if self.life is not None:
                 self.life.go_on(loaded)
         nodes = agree.gather(node())
-        with as_save_error(), agree.together():
+        with _as_save_error(), agree.together():
             if is_own and nodes.index(node()) == agree.world()[0]:
                 self.folder.forget_dead(loaded)
 
@@ -238,6 +238,7 @@ class MemorySteps:
         if steps != self._seen and steps % self.how.every == 0:
             self._place = DataPlace.now(self._loader, self._rng)
 
+    @agree.door("a step in memory")
     def ended_step(self, steps: int) -> None:
         """The engine came to a step; between two of them. Collective. Raises a UcpError on every
         rank."""
@@ -274,7 +275,7 @@ class MemorySteps:
         how = Taking(state, self._loader, self._rng, checksums=False, place=self._place)
         lent = self._attached.lent(how)
         life = self._arranged(lent)
-        with as_save_error(), agree.together():
+        with _as_save_error(), agree.together():
             turn, memory = life.begin_turn()
             copy_of(lent, life.own, memory)
         _, *ids = block.values[0]
@@ -295,22 +296,22 @@ class MemorySteps:
 
     def _begun(self, lent: LentRun, digest: bytes) -> "Life":
         """Room for steps of these parts and sizes. Collective."""
-        with as_save_error(), agree.together() as block:
+        with _as_save_error(), agree.together() as block:
             self.folder.make()
             block.value = node(), lent.holder.parts(), uuid.uuid4().hex[:12]
         nodes, here, names = zip(*block.values, strict=True)
         if self.life is not None:
             self.life.release()
             self.life = None
-        with as_save_error(), agree.together() as block:
+        with _as_save_error(), agree.together() as block:
             layout = copied(lent.holder.manifest, here, nodes, self.how.copies)
             life = Life(self.folder, names[0], layout, lent, nodes, digest)
             block.value = life.size_bytes
         life.sizes = tuple(block.values)
-        with as_save_error(), agree.together():
+        with _as_save_error(), agree.together():
             life.refuse_room()
         self._say_taken(life)
-        with as_save_error(), agree.together():
+        with _as_save_error(), agree.together():
             life.begin()
         return life
 
@@ -335,23 +336,27 @@ class MemorySteps:
     def _settle(self, step: "_Step", started: float, blocked: float, turn: SaveTurn) -> None:
         """Brings a step to where it counts. Collective, among the ranks of the turn."""
         life = step.life
-        with as_save_error(), agree.together(turn) as block:
+        with _as_save_error(), agree.together(turn) as block:
             turn.ranks.exchange(*life.messages(step.memory))
             block.value = sums_of_rank(life.view(step.memory))
         share, run = step.share(), step.text(block.values)
-        with as_save_error(), agree.together(turn), turn.right.changing("says what is kept"):
+        with _as_save_error(), agree.together(turn), turn.right.changing("says what is kept"):
             life.folder.write_aside(share, run)
-        with as_save_error(), agree.together(turn), turn.right.changing("counts in memory"):
+        with _as_save_error(), agree.together(turn), turn.right.changing("counts in memory"):
             life.folder.count(share, run)
         life.last = step.turn
         seconds = time.perf_counter() - started
         self.report = KeptReport(step.steps, blocked, seconds, life.size_bytes)
-        with as_save_error(), agree.together(turn):
+        with _as_save_error(), agree.together(turn):
             if life.is_first_here:
                 with turn.right.changing("forgets what dead processes kept"):
                     life.folder.forget_dead()
 
 
+_as_save_error = partial(
+    as_save_error,
+    "the step was not kept in memory; the one before it, and all tags, are as they were",
+)
 _NO_FOLDER = (
     "no step is kept in memory yet: it is not known which run this is. Give attach the folder of "
     "its saves (folder=), or load from it"

@@ -289,16 +289,12 @@ class SaveSink(RanksFolderSink):
 
 
 @contextmanager
-def as_save_error() -> Iterator[None]:
-    """Inside, what the operating system refuses is a save that failed."""
+def as_save_error(problem: str = _NOT_SAVED) -> Iterator[None]:
+    """Inside, what the operating system refuses is a save that failed: the `problem`."""
     try:
         yield
     except DamagedFileError as error:  # what `together` makes of an OSError
-        raise SaveError(
-            _NOT_SAVED,
-            file=error.file,
-            found=error.found,
-        ) from error
+        raise SaveError(problem, file=error.file, found=error.found) from error
 
 
 @contextmanager
@@ -309,7 +305,7 @@ def as_rank_error(folder: Path, tag: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         found = str(error).strip().partition("\n")[0]
-        if not _is_of_ranks(error):
+        if not agree.is_of_ranks(error):
             raise SaveError(
                 "the save did not finish, and nothing of it counts: this rank failed",
                 file=folder / tag,
@@ -324,20 +320,6 @@ def as_rank_error(folder: Path, tag: str) -> Iterator[None]:
             found=found,
             fix="look at the other ranks' output; resume from the tag that `latest` names",
         ) from error
-
-
-def _is_of_ranks(error: RuntimeError) -> bool:
-    """Whether a collective raised this, and no other code. torch has no class for it: gloo's errors
-    are plain ones, which name it or come out of torch.distributed."""
-    text = str(error)
-    if isinstance(error, torch.distributed.DistError) or "gloo" in text or "NCCL" in text:
-        return True
-    trace, home = error.__traceback__, torch.distributed.distributed_c10d.__name__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") == home:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 _STAMPS = threading.Lock()

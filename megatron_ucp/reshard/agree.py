@@ -1,14 +1,17 @@
 """One fate for all ranks: a failure on one rank is raised on every rank, and nobody waits for
 ever."""
 
+import functools
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from megatron_ucp.errors import DamagedFileError, RankError, UcpError, UsageError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _AT_ONCE_BYTES = 4096
 
 
@@ -177,6 +180,58 @@ def _as_ucp_error(error: BaseException | None) -> UcpError | None:
     return RankError(
         "another rank failed with an error that is no checkpoint error; its own output shows it"
     )
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether a collective raised this, and no other code: its connections broke, as they do when a
+    rank dies, or its process group is gone. torch has no class for it: gloo's errors are plain
+    ones, which name it or come out of torch.distributed."""
+    import torch.distributed as dist
+
+    text = str(error)
+    if isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text:
+        return True
+    trace, home = error.__traceback__, dist.distributed_c10d.__name__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == home:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+@contextmanager
+def as_rank_error(what: str, left: str = "") -> Iterator[None]:
+    """Inside, collectives that break are a RankError: `what` did not finish, and `left` says what
+    is left of the run."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # the latter for a group that is gone
+        if not is_of_ranks(error):
+            raise
+        raise RankError(
+            f"{what} did not finish: a rank died, or messages between ranks failed",
+            found=str(error).strip().partition("\n")[0][:200],
+            fix=f"{left or _LEFT}. Look at the other ranks' output; build the world again (process "
+            "groups, model, engine) of the ranks that are there, and load the newest save",
+        ) from error
+
+
+_LEFT = "an engine that was to be filled is not usable; saves are as they were"
+
+
+def door(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """For a function that users call on all ranks: what of its collectives breaks is a RankError,
+    as of `as_rank_error`."""
+
+    def named(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            with as_rank_error(what):
+                return function(*args, **kwargs)
+
+        return called
+
+    return named
 
 
 def collect(make: Callable[[], T]) -> list[T]:

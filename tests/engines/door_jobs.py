@@ -1,7 +1,8 @@
 """What ranks do in the tests of doors: an engine whose load failed, or whose memory went, gives
 nothing out; copies, padding and settings that a fingerprint says nothing of; generators."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +176,63 @@ def copies_that_differ(setup: Mega, folder: str, param: str) -> dict[str, Any]:
         found["convert, allowed"] = [*done.notes]
         found["export"] = [*ucp.export_hf(folder, f"{folder}/hf").notes]
     return found
+
+
+# ------------------------------------------------ collectives that break
+
+_BROKEN = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+
+
+@contextmanager
+def breaks_at(number: int) -> Iterator[list[int]]:
+    """Inside, the collective of that number breaks on all ranks, and those after it; what is
+    counted."""
+    count = [0]
+
+    def breaking(real: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] > number:
+                raise RuntimeError(_BROKEN)
+            return real(*args, **kwargs)
+
+        return collective
+
+    names = ("all_gather", "all_gather_into_tensor", "broadcast", "batch_isend_irecv", "barrier")
+    with ExitStack() as left:
+        for name in names:
+            new = breaking(getattr(dist, name))
+            left.enter_context(mock.patch.object(dist, name, new))
+        yield count
+
+
+def broken_collectives(setup: Any, folder: str, door: str) -> list[str]:
+    """A door whose first collective breaks, whose second one does, and so on, until it is through:
+    what is raised each time."""
+    kind = kind_of(setup)
+    engine = kind.make(setup)
+    handle = kind.handle(engine)
+    kind.train(engine, 1)
+    handle.ucp.save(folder)
+    said: list[str] = []
+    for number in range(60):
+        held = ucp.hold(handle) if door == "load, held" else None
+        doors: dict[str, Callable[[], Any]] = {
+            "load": lambda: ucp.load(handle, folder),
+            "load, held": lambda held=held: ucp.load(handle, held),
+            "load_checkpoint": lambda: handle.load_checkpoint(folder),
+            "save": lambda number=number: handle.ucp.save(f"{folder}/{number}"),
+            "hold": lambda: ucp.hold(handle),
+            "fingerprint": lambda: ucp.fingerprint(handle),
+            "export": lambda number=number: ucp.export_hf(handle, f"{folder}/hf{number}"),
+        }
+        with breaks_at(number) as count:
+            said.append(_said(doors[door]))
+        if count[0] <= number:
+            break
+        handle.ucp.load(folder)  # the one that was filled in part is whole again
+    kind.close(engine)
+    return said
 
 
 # ------------------------------------------------ settings

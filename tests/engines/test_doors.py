@@ -66,6 +66,33 @@ def test_copies_that_differed_are_refused_on_every_mesh(
     assert any(param in note for note in found["export"])
 
 
+BROKEN = ("load", "load, held", "load_checkpoint", "save", "hold", "fingerprint", "export")
+
+
+@pytest.mark.parametrize("door", BROKEN)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(1),
+        pytest.param(Mega("llama", 2, 1), marks=pytest.mark.slow),
+        pytest.param(Mcore(), marks=pytest.mark.slow),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_collective_that_breaks_is_a_rank_error(
+    ranks: RankPool, tmp_path: Path, setup: Any, door: str
+) -> None:
+    if isinstance(setup, Mcore) and door == "load_checkpoint":
+        setup = Setup(3)  # a stack has none
+    if isinstance(setup, Setup) and door == "export":
+        setup = Mega("gpt", 1, 1, groups=4)  # a model without a config has no export
+    for said in ranks.run(2, f"{JOBS}:broken_collectives", setup, str(tmp_path), door):
+        *broken, last = said
+        assert last == "" and len(broken) >= 2
+        for text in broken:
+            assert text.startswith("RankError"), text
+
+
 def test_every_setting_is_in_the_fingerprint(ranks: RankPool) -> None:
     (found,) = ranks.run(1, f"{JOBS}:settings_in_fingerprint")
     for name in SETTINGS:

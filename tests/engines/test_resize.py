@@ -316,6 +316,6 @@ def test_a_rank_that_dies_while_elements_move(
         pool.close()
     for rank in {0, 1, 2, 3} - {dead}:
         told = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert told["said"].startswith("RankError: the resize did not finish"), told["said"]
+        assert told["said"].startswith(f"RankError: the {moment} did not finish"), told["said"]
         assert "is whole on this rank" in told["said"]
         assert told["seconds"] < BOUND_S and told["same"]

@@ -40,6 +40,7 @@ from megatron_ucp.reshard import agree
 _WAYS = (DIRECT, BACKGROUND)  # there is no code of a program's own that "stock" could mean
 
 
+@agree.door("attach_megatron")
 def attach_megatron(
     model_chunks: Sequence[Any] | Any,
     optimizer: Any,

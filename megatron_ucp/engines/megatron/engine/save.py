@@ -75,6 +75,7 @@ from megatron_ucp.reshard.folder_sink import FolderOutput
 from megatron_ucp.reshard.transfer import Moved, TransferRun
 
 
+@agree.door("the save")
 def save(
     stack: MegatronStack,
     save_dir: str | Path,
