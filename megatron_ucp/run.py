@@ -5,13 +5,13 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
+from megatron_ucp.after_import import AfterImport
 from megatron_ucp.cli.output import UNUSABLE
 from megatron_ucp.errors import UnsupportedError, UsageError
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(program: list[str], is_module: bool) -> None:
     """Runs the script or module, with what it imports of DeepSpeed and Megatron-LM taken over.
     Neither has to be installed. What the script raises is its own."""
-    hooks = _AfterImport({"deepspeed": _attach_engines, _TRAINING: _replace_checkpointing})
+    hooks = AfterImport({"deepspeed": _attach_engines, _TRAINING: _replace_checkpointing})
     sys.argv = program
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
@@ -63,41 +63,6 @@ def run(program: list[str], is_module: bool) -> None:
             f"{program[0]} imported neither DeepSpeed nor Megatron-LM's training program: nothing "
             "was attached"
         )
-
-
-class _AfterImport:
-    """Calls a function with a module as soon as the module's own code has run, so that whoever
-    imports names from it gets those that the function left there. At once for a module that is
-    imported already. A finder of `sys.meta_path`."""
-
-    def __init__(self, functions: Mapping[str, Callable[[Any], None]]) -> None:
-        self._functions, self.called = functions, False
-        sys.meta_path.insert(0, self)
-        for name in functions:
-            if (module := sys.modules.get(name)) is not None:
-                self._call(module)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """As the other finders say, with a loader that calls the function."""
-        if name not in self._functions:
-            return None
-        others: list[Any] = [finder for finder in sys.meta_path if finder is not self]
-        specs = (finder.find_spec(name, path, target) for finder in others)
-        spec: ModuleSpec | None = next((one for one in specs if one is not None), None)
-        loader: Any = spec and spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                self._call(module)
-
-            loader.exec_module = exec_module  # a loader is made for each spec
-        return spec
-
-    def _call(self, module: Any) -> None:
-        self.called = True
-        self._functions[module.__name__](module)
 
 
 def _attach_engines(_deepspeed: Any) -> None:

@@ -54,6 +54,7 @@ from megatron_ucp.engines.saves import (
     ended,
 )
 from megatron_ucp.engines.taking import LentRun, Taking
+from megatron_ucp.engines.trainers import guard_removals, guard_trainers
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
@@ -247,6 +248,7 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
             steps = MemorySteps(handle, in_memory, how.rng, loader)
     if beside is not None:
         keep_background(engine, Background(beside))
+        guard_removals()
     engine.__dict__[_ATTACHED] = attachment
     _take_over(engine, handle)
     if steps is not None:
@@ -536,6 +538,7 @@ def install(*, enabled: bool = False) -> None:
         getattr(stock, _ATTACHED).enabled |= enabled
         return
     installed = _Installed(enabled)
+    guard_trainers()
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -563,5 +566,6 @@ class _Installed:
             say.note(
                 "ucp.install() was called, and the DeepSpeed config does not enable it, so that "
                 f'this engine is not attached: add "{SECTION}": {{"enabled": true}} to the config, '
-                "or call ucp.install(enabled=True)"
+                "or call megatron_ucp.install(enabled=True), which Lightning needs: its test, "
+                "validate and predict leave the section out"
             )

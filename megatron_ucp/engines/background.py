@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -27,6 +28,7 @@ from megatron_ucp.reshard.arguments import check_saves
 
 BACKGROUNDS = "_ucp_background"  # of an engine: what works beside its training, by what it does
 _SAVES = "saves"
+THREADS = "ucp-"  # how the names of this package's threads begin
 _LONGER_S = 1.0  # than its deadline a save is waited for: the ranks name the one that is late
 
 
@@ -130,8 +132,8 @@ class SaveTurn:
             self._wait_for(writer)
             ended()
 
-        writer = threading.Thread(target=write, name="ucp-save", daemon=True)
-        self._keeper = threading.Thread(target=keep, name="ucp-save-keeper", daemon=False)
+        writer = threading.Thread(target=write, name=f"{THREADS}save", daemon=True)
+        self._keeper = threading.Thread(target=keep, name=f"{THREADS}save-keeper", daemon=False)
         writer.start()  # before the keeper: a program that ends starts no threads any more
         self._keeper.start()
 
@@ -168,7 +170,10 @@ class SaveTurn:
 
 
 class Background:
-    """The saves of one engine that go on beside its training."""
+    """The saves of one engine that go on beside its training. `last` is the one that was begun
+    last, whatever became of it."""
+
+    last: SaveTurn | None = None
 
     def __init__(self, how: BesideTraining) -> None:
         self.how = how
@@ -205,7 +210,7 @@ class Background:
     ) -> None:
         """Does the work of a save in a thread of its own, which has the save's `right`."""
         turn = SaveTurn(what, self._connected, self.how.deadline, right or PublishRight())
-        self._turn = turn
+        self._turn = self.last = turn
         _UNASKED.add(turn)
         turn.begin(partial(work, turn), partial(self._ended, turn))
 
@@ -240,6 +245,12 @@ class Background:
             raise turn.error
 
 
+def last_saves() -> list[SaveTurn]:
+    """The last save of each engine of this process, as far as it was one in the background."""
+    last = [background.last for background in _SAVING]
+    return [turn for turn in last if turn is not None and turn.pid == os.getpid()]
+
+
 def background_of(engine: Any) -> Background | None:
     """What saves an engine beside its training, if anything does."""
     return _all_of(engine).get(_SAVES)
@@ -252,6 +263,8 @@ def _all_of(engine: Any) -> dict[str, Background]:
 def keep_background(engine: Any, background: Background, does: str = _SAVES) -> None:
     """From now on the engine is saved so, or what else it `does`."""
     engine.__dict__.setdefault(BACKGROUNDS, {})[does] = background
+    if does == _SAVES:
+        _SAVING.add(background)
 
 
 def skipped(engine: Any, steps: int) -> SaveReport | None:
@@ -328,6 +341,7 @@ def wait(engine: Any) -> None:
 
 # ------------------------------------------------ the end of the program
 
+_SAVING: "weakref.WeakSet[Background]" = weakref.WeakSet()
 _UNASKED: set[SaveTurn] = set()  # saves that go on, or whose error nobody has heard of
 _waits = False
 
@@ -386,7 +400,7 @@ class Alongside(threading.Thread):
     pool of `concurrent.futures`: these take no work from the moment when the main thread ends."""
 
     def __init__(self, work: Callable[[], Any], is_lowest: bool = False) -> None:
-        super().__init__(name="ucp-alongside", daemon=True)
+        super().__init__(name=f"{THREADS}alongside", daemon=True)
         self._work, self._is_lowest, self._kept = work, is_lowest, agree.KeptBack()
         self._value: Any = None
         self.start()

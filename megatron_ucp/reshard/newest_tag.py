@@ -1,6 +1,6 @@
 """The tag of a folder to resume from: the newest one that is whole."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,13 @@ from megatron_ucp.errors import NotFoundError, UcpError
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.pointers import Named, newest_named, saved_at
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.tags import has_state_files, is_unfinished, require_folder, state_files
+from megatron_ucp.formats.tags import (
+    POINTERS,
+    has_state_files,
+    is_unfinished,
+    require_folder,
+    state_files,
+)
 from megatron_ucp.reshard.findings import in_short
 
 
@@ -31,7 +37,8 @@ def newest_whole(
     tensor bytes are not read.
 
     Args:
-        path: The folder above the tags.
+        path: The folder above the tags; or the one above several such folders, as trainers make
+            them (`out` with `out/checkpoint-400`), of which the one that was saved last counts.
         specs: What gives the parameters of a tag folder, where neither its files nor a family say
             them.
         names: Names in a pipeline, with those of the model.
@@ -48,6 +55,8 @@ def newest_whole(
         'global_step80'
     """
     path = require_folder(path)
+    if not has_tags(path) and (below := [one for one in path.iterdir() if has_tags(one)]):
+        return _newest_of(path, below, specs, names)
     named = newest_named(path) or Named("", "")
     passed = [named.note] if named.note else []
     tags = {p.name: time_of_save(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
@@ -73,6 +82,42 @@ def newest_whole(
         fix="restore the files of one of them",
         id="missing-file",
     )
+
+
+def has_tags(path: Path) -> bool:
+    """Whether a folder is a tag, has tags in it, or has what names one."""
+    return path.is_dir() and (
+        any((path / name).is_file() for name in POINTERS)
+        or has_state_files(path)
+        or any(one.is_dir() and has_state_files(one) for one in path.iterdir())
+    )
+
+
+def _newest_of(
+    path: Path,
+    folders: Sequence[Path],
+    specs: Callable[[Path], Mapping[str, ParamSpec] | None],
+    names: Mapping[str, str] | None,
+) -> Newest:
+    """The newest of several folders with tags: of each its own."""
+    found: dict[Path, Newest] = {}
+    passed: list[str] = []
+    for folder in sorted(folders):
+        try:
+            found[folder] = newest_whole(folder, specs, names)
+        except UcpError as error:
+            passed.append(f"{folder.name}: {in_short(error)}")
+    if not found:
+        raise NotFoundError(
+            "no checkpoint below this folder is whole",
+            file=path,
+            expected="a folder with a tag that has all its files",
+            found="; ".join(passed),
+            fix="restore the files of one of them",
+            id="missing-file",
+        )
+    last = max(found, key=lambda folder: (time_of_save(found[folder].folder), folder))
+    return Newest(found[last].folder, (*passed, *found[last].passed_over))
 
 
 def unfinished(path: Path) -> list[str]:

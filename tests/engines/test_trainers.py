@@ -410,3 +410,38 @@ def test_what_can_not_be_run_is_said_in_a_few_lines(
         found = capsys.readouterr().err
         assert said in found and "Traceback" not in found and len(found.splitlines()) < 10
     assert main(["run", "--help"]) == 0 and "usage: " in capsys.readouterr().out
+
+
+# ------------------------------------------------ trainers that are killed while they save
+
+KILLED = [(name, save, keep) for name in ("trainer", "accelerate", "lightning")
+          for save in ("background", "direct") for keep in (1, 2)]  # fmt: skip
+
+
+def killed(folder: Path, *options: str, lives: int = 4) -> list[dict[str, Any]]:
+    """What each life of a run did, which is killed again and again."""
+    words = [sys.executable, "-m", "tests.engines.killed_trainers", str(folder), *options]
+    words += ["--lives", str(lives)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"life"')]
+    assert len(found) == lives, done.stdout[-3000:] + done.stderr[-3000:]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "keep"),
+    [pytest.param(*one, marks=[] if one == KILLED[0] else pytest.mark.slow) for one in KILLED],
+)
+def test_a_trainer_that_is_killed_goes_on_from_a_whole_checkpoint(
+    tmp_path: Path, name: str, save: str, keep: int
+) -> None:
+    found = killed(tmp_path, "--trainer", name, "--save", save, "--keep", str(keep))
+    assert [line["wrong"] for line in found] == [[]] * len(found)
+    assert found[-1]["begins"] > 0
+
+
+@pytest.mark.slow
+def test_the_comparison_of_killed_trainers_sees_a_removal_too_early(tmp_path: Path) -> None:
+    """As it is where nobody waits: of some lives nothing whole is left."""
+    found = killed(tmp_path, "--trainer", "trainer", "--keep", "1", "--plant-fault", lives=12)
+    assert any(line["wrong"] for line in found)

@@ -31,6 +31,7 @@ from megatron_ucp.engines.memory_steps import (
 )
 from megatron_ucp.engines.saves import BACKGROUND, DIRECT, SaveReport, refuse_way
 from megatron_ucp.engines.taking import LentRun, Taking
+from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
@@ -95,6 +96,7 @@ def attach_megatron(
     stack.ucp = _StackHandle(stack, bare_model(chunks[0]), model)
     if how is not None:
         keep_background(stack, Background(how))
+        guard_removals()
     if in_memory is not None:
         with agree.together():
             kept = MemorySteps(stack.ucp, in_memory)

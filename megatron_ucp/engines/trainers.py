@@ -1,0 +1,221 @@
+"""What trainers do around a save: they remove older checkpoints as soon as the call that saves
+returns, and choose what they resume from by its name.
+
+A save in the background is not whole by then. So a removal beside it waits until it is, and is left
+out where it failed. And of checkpoints that a trainer would choose, those are passed over that a
+killed process left half-written.
+"""
+
+import functools
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp import say
+from megatron_ucp.after_import import AfterImport
+from megatron_ucp.engines.background import THREADS, background_of, last_saves
+from megatron_ucp.errors import UcpError
+from megatron_ucp.formats.pointers import LATEST, newest_named
+from megatron_ucp.formats.tags import has_state_files, is_unfinished
+from megatron_ucp.reshard.findings import in_short
+from megatron_ucp.reshard.newest_tag import newest_whole
+
+_GUARDED = "_ucp_waits_for_saves"  # of a function that has been replaced
+_STATE = "trainer_state.json"  # what Trainer writes last
+
+
+@functools.cache
+def guard_trainers() -> None:
+    """Trainer and Accelerate, imported already or later, resume from whole checkpoints alone."""
+    AfterImport(
+        {
+            "transformers.trainer_utils": _guard_choice,
+            "transformers.trainer": _guard_choice,
+            "accelerate.accelerator": _guard_accelerator,
+        }
+    )
+
+
+# ------------------------------------------------ removals
+
+
+def guard_removals() -> None:
+    """From now on `shutil.rmtree`, by which trainers remove checkpoints, waits for a save in the
+    background of the same run. Twice is once."""
+    if hasattr(shutil.rmtree, _GUARDED):
+        return
+    stock = shutil.rmtree
+
+    @functools.wraps(stock)
+    def rmtree(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if _may_remove(path):
+            stock(path, *args, **kwargs)
+
+    # `avoids_symlink_attacks` and what else others look for in it
+    vars(rmtree).update(vars(stock))
+    setattr(rmtree, _GUARDED, True)
+    shutil.rmtree = rmtree  # type: ignore[assignment]
+
+
+def _may_remove(path: Any) -> bool:
+    """Whether a folder may be removed, once saves beside it are whole; not where one failed. A
+    thread of a save removes what it may."""
+    if threading.current_thread().name.startswith(THREADS) or not isinstance(path, str | Path):
+        return True
+    removed = Path(os.path.abspath(path))
+    for turn in last_saves():
+        folder = Path(turn.what).parent  # of the tag: what the program gave
+        if removed not in (folder, *folder.parents) and not _is_beside(removed, folder):
+            continue
+        turn.join()
+        if turn.error is not None and _is_beside(removed, folder):
+            say.note(f"{removed} stays: the save that was to stand for it failed ({turn.what})")
+            return False
+    return True
+
+
+def _is_beside(removed: Path, folder: Path) -> bool:
+    """Whether a folder is a tag in that of a save, or another checkpoint beside it."""
+    is_tag = folder in removed.parents
+    return is_tag or (removed.parent == folder.parent and removed != folder)
+
+
+# ------------------------------------------------ Trainer
+
+
+def _guard_choice(module: Any) -> None:
+    """`get_last_checkpoint`, by which `resume_from_checkpoint=True` chooses."""
+    stock = getattr(module, "get_last_checkpoint", None)
+    if stock is None or hasattr(stock, _GUARDED):
+        return
+
+    @functools.wraps(stock)
+    def get_last_checkpoint(folder: Any) -> str | None:
+        return _last_whole(stock(folder), _not_of_trainer)
+
+    setattr(get_last_checkpoint, _GUARDED, True)
+    module.get_last_checkpoint = get_last_checkpoint
+
+
+def _last_whole(last: str | None, why_not: Callable[[Path, bool], str]) -> str | None:
+    """The checkpoint that a trainer would choose, or the one before it that is whole; None where
+    none is. `why_not` says what a checkpoint lacks, of a run whose checkpoints have states of
+    DeepSpeed, or not."""
+    if last is None:
+        return None
+    number = re.compile(r"(\d+)$")
+    named, kind = Path(last), number.sub("", Path(last).name)
+    found = [
+        (int(match[1]), path)
+        for path in named.parent.iterdir()
+        if path.is_dir() and (match := number.search(path.name)) and path.name.startswith(kind)
+    ]
+    has_states = any(_has_states(path) for _, path in found)
+    for _, path in sorted(found, reverse=True):
+        why = why_not(path, has_states)
+        if not why:
+            return str(named.parent / path.name)
+        say.note(f"{path} is not whole, and is passed over: {why}")
+    return None
+
+
+def _has_states(folder: Path) -> bool:
+    """Whether there are states of DeepSpeed in a trainer's checkpoint, or what is left of a save
+    of them."""
+    return any(
+        path.is_dir() and (is_unfinished(path.name) or has_state_files(path))
+        for path in folder.iterdir()
+    )
+
+
+def _not_of_trainer(folder: Path, has_states: bool) -> str:
+    if not (folder / _STATE).is_file():
+        return f"{_STATE} is missing, which is written last"
+    return _no_whole_tag(folder, is_named=True) if has_states else ""
+
+
+def _no_whole_tag(folder: Path, is_named: bool = False) -> str:
+    """What a checkpoint lacks of a whole tag, which a pointer has to name where the trainer does
+    not; empty where there is one."""
+    try:
+        newest, named = newest_whole(folder), newest_named(folder)
+    except UcpError as error:
+        return in_short(error)
+    if is_named and named is None:
+        return f"`{LATEST}` is missing, which names the tag"
+    if is_named and named is not None and named.tag != newest.folder.name:
+        return "; ".join(newest.passed_over)
+    return ""
+
+
+# ------------------------------------------------ Accelerate
+
+
+def _guard_accelerator(module: Any) -> None:
+    """`save_state` and `load_state` with names that Accelerate makes: the last whole checkpoint is
+    removed when the next one is whole, and not before it is begun; and what is not whole is not
+    loaded."""
+    kind = module.Accelerator
+    save_state, load_state = kind.save_state, kind.load_state
+    if hasattr(save_state, _GUARDED):
+        return
+
+    @functools.wraps(save_state)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        how = self.project_configuration
+        if not (how.automatic_checkpoint_naming and how.total_limit == 1 and _has_engine(self)):
+            return save_state(self, *args, **kwargs)
+        how.total_limit = None
+        try:
+            saved = save_state(self, *args, **kwargs)
+        finally:
+            how.total_limit = 1
+        for model in self._models:
+            if (background := background_of(model)) is not None:
+                background.wait()
+        self.wait_for_everyone()  # until every rank's files are there
+        if self.is_main_process:
+            for other in _numbered(Path(saved).parent):
+                if other.name != Path(saved).name:
+                    shutil.rmtree(other)
+        return saved
+
+    @functools.wraps(load_state)
+    def load(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        how = self.project_configuration
+        if input_dir is None and how.automatic_checkpoint_naming and _has_engine(self):
+            numbered = _numbered(Path(self.project_dir, "checkpoints"))
+            last = str(numbered[-1]) if numbered else None
+            input_dir = _last_whole(last, functools.partial(_not_of_accelerate, self))
+        return load_state(self, input_dir, *args, **kwargs)
+
+    setattr(save, _GUARDED, True)
+    kind.save_state, kind.load_state = save, load
+
+
+def _has_engine(accelerator: Any) -> bool:
+    return any(hasattr(model, "ucp") for model in accelerator._models)
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Accelerate's checkpoints, in their order."""
+    found = [path for path in folder.glob("checkpoint_*") if path.name.rpartition("_")[2].isdigit()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def _not_of_accelerate(accelerator: Any, folder: Path, has_states: bool) -> str:
+    for name in _written_last(accelerator):
+        if not (folder / name).is_file():
+            return f"{name} is missing, which is written after the model"
+    return _no_whole_tag(folder) if has_states else ""
+
+
+def _written_last(accelerator: Any) -> Iterator[str]:
+    """Files that Accelerate writes for this run, whatever the number of ranks that saved it."""
+    yield "random_states_0.pkl"
+    for number, _ in enumerate(accelerator._custom_objects):
+        yield f"custom_checkpoint_{number}.pkl"
