@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.after_import import AfterImport
 from megatron_ucp.cli.output import UNUSABLE
+from megatron_ucp.engines.after_import import AfterImport
 from megatron_ucp.errors import UnsupportedError, UsageError
 
 USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.ranks import BUFFERS, ROOT, RankPool, RanksFailed, Worker, collect, f
 
 pytestmark = pytest.mark.ranks
 HERE = "tests.test_ranks"
-BEFORE = {path.name for path in BUFFERS.glob("deepspeed_allreduce_buffer_*")}
+PLANTED = b"planted by tests/test_ranks.py"
 
 
 # ------------------------------------------------ jobs, run by the ranks
@@ -102,7 +103,7 @@ def leave_a_buffer() -> None:
     name = (
         f"deepspeed_allreduce_buffer_0_127.0.0.1_{os.environ['MASTER_PORT']}_{os.environ['RANK']}"
     )
-    (BUFFERS / name).write_bytes(b"planted")
+    (BUFFERS / name).write_bytes(PLANTED)
 
 
 def meddle() -> None:
@@ -126,8 +127,14 @@ def pool() -> Iterator[RankPool]:
 
 
 def buffers() -> set[str]:
-    """Shared-memory files that came after this module: others' are not ours to judge."""
-    return {path.name for path in BUFFERS.glob("deepspeed_allreduce_buffer_*")} - BEFORE
+    """Shared-memory files of ranks of this module: those of other programs come and go, and are not
+    ours to judge."""
+    found: set[str] = set()
+    for path in BUFFERS.glob("deepspeed_allreduce_buffer_*"):
+        with suppress(OSError), path.open("rb") as file:
+            if file.read(len(PLANTED)) == PLANTED:
+                found.add(path.name)
+    return found
 
 
 def test_results_come_by_rank(ranks: RankPool) -> None:

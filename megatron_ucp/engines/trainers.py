@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.after_import import AfterImport
-from megatron_ucp.engines.background import THREADS, background_of, last_saves
+from megatron_ucp.engines.after_import import AfterImport
+from megatron_ucp.engines.background import THREAD_NAMES, background_of, last_saves
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.pointers import LATEST, newest_named
 from megatron_ucp.formats.tags import has_state_files, is_unfinished
@@ -64,7 +64,7 @@ def guard_removals() -> None:
 def _may_remove(path: Any) -> bool:
     """Whether a folder may be removed, once saves beside it are whole; not where one failed. A
     thread of a save removes what it may."""
-    if threading.current_thread().name.startswith(THREADS) or not isinstance(path, str | Path):
+    if threading.current_thread().name.startswith(THREAD_NAMES) or not isinstance(path, str | Path):
         return True
     removed = Path(os.path.abspath(path))
     for turn in last_saves():

@@ -1,0 +1,52 @@
+"""What ranks do with the recipes of the pages, word for word."""
+
+import os
+import re
+from typing import Any
+
+import megatron_ucp as ucp
+from tests.engines.canonical import canonical, differences, everywhere
+from tests.engines.model import Setup, make_engine, train
+from tests.rank_reset import take_down
+from tests.ranks import ROOT
+
+
+def recipe(page: str, heading: str) -> str:
+    """The first block of Python below a heading of a page."""
+    text = (ROOT / "docs" / page).read_text().partition(f"\n## {heading}\n")[2]
+    return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]  # type: ignore[index]
+
+
+def in_between(store: str, edit: bool) -> Any:
+    """A run is held, the world is taken down as the page says, and the next one of three ranks is
+    built. What differs then. `edit`: as the page once said it, which must fail."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    rank, where = dist.get_rank(), f"file://{store}"
+    engine = make_engine(Setup(1))
+    train(engine, 2)
+    want = canonical(engine)
+    held = ucp.hold(engine, ranks=3)
+    block = recipe("resize.md", "In between")
+    assert "deepspeed.comm.destroy_process_group()" in block
+    if edit:
+        block = block.replace("deepspeed.comm.destroy", "torch.distributed.destroy")
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_SIZE")}
+    names = {"engine": engine, "rank": rank, "where": where, "torch": torch, "os": os}
+    try:
+        if rank == 3:  # it leaves
+            take_down()
+            return []
+        exec(block, names | {"deepspeed": deepspeed})
+        again = make_engine(Setup(3, seed=9))
+        ucp.load(again, held)
+        found = differences(everywhere(want)[0], canonical(again))
+        again.destroy()
+        return found
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
