@@ -1,4 +1,19 @@
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+HELP = "docs/troubleshooting.md"  # which `megatron-ucp help` prints
+
+
+class BuildWithHelp(build_py):
+    """The package has the page of errors: an installed machine has no docs."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_file(HELP, str(Path(self.build_lib, "megatron_ucp", Path(HELP).name)))
+
 
 # The base install leaves the user's torch, DeepSpeed and Megatron-Core as they are: it asks for no
 # version of theirs but torch 2.6. The extras are what the tests run against, for whoever starts
@@ -47,5 +62,6 @@ setup(
     ],
     extras_require={"deepspeed": DEEPSPEED, "megatron": MEGATRON, "hf": HUGGING_FACE, "dev": DEV},
     entry_points={"console_scripts": ["megatron-ucp = megatron_ucp.cli:main"]},
+    cmdclass={"build_py": BuildWithHelp},
     zip_safe=False,
 )

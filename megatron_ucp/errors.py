@@ -8,7 +8,7 @@ what to do at the same place each time.
 from collections.abc import Sequence
 from typing import ClassVar
 
-HELP_FILE = "docs/troubleshooting.md"
+HELP_FILE = "docs/troubleshooting.md"  # which an installation has, too: `megatron-ucp help ID`
 
 
 class UcpError(Exception):
@@ -45,8 +45,8 @@ class UcpError(Exception):
 
     @property
     def help(self) -> str:
-        """Where more is said; empty where nothing is."""
-        return f"{HELP_FILE}#{self.id}" if self.id else ""
+        """The command that says more; empty where nothing does."""
+        return f"megatron-ucp help {self.id}" if self.id else ""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.problem, self.__dict__)

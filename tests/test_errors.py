@@ -113,14 +113,14 @@ def test_sections_have_text_reason_and_command() -> None:
 def test_the_id_is_shown_last_and_kept() -> None:
     error = UsageError("no", fix="do", id="no-checkpoint")
     copy = pickle.loads(pickle.dumps(error))
-    last = "  help: docs/troubleshooting.md#no-checkpoint"
+    last = "  help: megatron-ucp help no-checkpoint"
     assert str(error).splitlines()[-1] == str(copy).splitlines()[-1] == last
     assert copy.id == "no-checkpoint"
 
 
 def test_an_id_may_be_the_usual_one_or_none() -> None:
     assert DamagedFileError("no").id == "damaged-file"
-    assert str(EngineUnusableError("no")).endswith("#engine-unusable")
+    assert str(EngineUnusableError("no")).endswith("help engine-unusable")
     assert "help" not in str(UsageError("no"))
     assert "help" not in str(NotFoundError("no", id=""))
     assert pickle.loads(pickle.dumps(NotFoundError("no", id=""))).id == ""

@@ -14,7 +14,9 @@ pip() { "$1" -m pip --quiet --disable-pip-version-check "${@:2}"; }
 
 # From a copy: a folder `build` of another day would get into the wheel, and this one into the checkout.
 mkdir "$folder/source"
+mkdir "$folder/source/docs"
 cp -r megatron_ucp patches setup.py pyproject.toml README.md LICENSE "$folder/source"
+cp docs/troubleshooting.md "$folder/source/docs" # which `megatron-ucp help` prints
 pip "$VENV/bin/python" wheel --no-deps --wheel-dir "$folder" "$folder/source"
 "$VENV/bin/python" -m venv "$folder/clean"
 python="$folder/clean/bin/python" tool="$folder/clean/bin/megatron-ucp"

@@ -16,7 +16,7 @@ from megatron_ucp.errors import DamagedFileError, UcpError, UsageError
 
 COMMANDS = (
     *("inspect", "ls", "plan", "verify", "diff"),
-    *("convert", "export-hf", "import-hf", "rules", "run", "doctor"),
+    *("convert", "export-hf", "import-hf", "rules", "run", "doctor", "help"),
 )
 INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of a program that SIGINT, SIGPIPE ended
 COMPLETION = "--print-completion"

@@ -3,11 +3,13 @@
 import hashlib
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_ucp.errors import NotFoundError, UsageError
+from megatron_ucp.errors import NotFoundError, UsageError, some_of
 from megatron_ucp.formats.pointers import LATEST, MEGATRON_LATEST, newest_named, read_pointer
 
 LATEST_UNIVERSAL = "latest_universal"  # of converted folders: counts where nothing else does
@@ -65,7 +67,16 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
     if (path / LATEST_UNIVERSAL).is_file():
         tag = read_pointer(path / LATEST_UNIVERSAL)
         return FoundTag(_tag_folder(path, tag, f"the tag that `{LATEST_UNIVERSAL}` names"))
-    pickles = weights_as_pickles(path)
+    pickles, below = weights_as_pickles(path), checkpoints_below(path)
+    if below:
+        raise NotFoundError(
+            "this folder holds no checkpoint, and folders below it do",
+            file=path,
+            expected="one of these folders",
+            found=some_of([*reversed(below)]),
+            fix=f"give the one that is meant; the newest is {path / below[-1]}",
+            id="no-checkpoint",
+        )
     raise NotFoundError(
         "this folder holds no checkpoint",
         file=path,
@@ -76,6 +87,20 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
         else f"give the folder with the file `{LATEST}`, or a tag folder in it",
         id="no-checkpoint",
     )
+
+
+def checkpoints_below(path: Path) -> list[str]:
+    """Names of folders in a folder that hold checkpoints, as trainers lay them out; the newest is
+    the last."""
+    found: list[tuple[float, str]] = []
+    for folder in path.iterdir():
+        with suppress(OSError):
+            if folder.is_dir() and not is_unfinished(folder.name) and not nothing_there(folder):
+                there = [folder / name for name in POINTERS if (folder / name).is_file()]
+                found.append(
+                    (max((one.stat().st_mtime for one in there), default=0.0), folder.name)
+                )
+    return [name for _, name in sorted(found)]
 
 
 def require_no_pointer(folder: Path) -> None:
@@ -116,10 +141,20 @@ def require_folder(path: Any) -> Path:
         raise NotFoundError(
             "there is no such checkpoint folder",
             file=path,
-            fix="check the path: it must exist on this machine, and on each one of a run",
+            fix=f"{_meant(path)}check the path: it must exist on this machine, and on each one of "
+            "a run",
             id="no-checkpoint",
         )
     return path
+
+
+def _meant(path: Path) -> str:
+    """The folder whose name is nearest to one that is not there, as the beginning of an advice."""
+    near: list[str] = []
+    with suppress(OSError):
+        beside = [one.name for one in path.absolute().parent.iterdir() if one.is_dir()]
+        near = get_close_matches(path.name, beside, n=1)
+    return f"did you mean {path.parent / near[0]}? Else " if near else ""
 
 
 def weights_as_pickles(folder: Path) -> str:
