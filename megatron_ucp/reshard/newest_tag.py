@@ -104,9 +104,15 @@ def _newest_of(
     passed: list[str] = []
     for folder in sorted(folders):
         try:
-            found[folder] = newest_whole(folder, specs, names)
+            newest, named = newest_whole(folder, specs, names), newest_named(folder)
         except UcpError as error:
             passed.append(f"{folder.name}: {in_short(error)}")
+            continue
+        # who resumes from the folder follows its pointer: without it the save had not ended
+        if named is not None and newest.folder == folder / named.tag:
+            found[folder] = newest
+        else:
+            passed.append(f"{folder.name}: no file names its newest whole tag")
     if not found:
         raise NotFoundError(
             "no checkpoint below this folder is whole",
