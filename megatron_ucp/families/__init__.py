@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
+from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import (
     deepseek_v3,
@@ -73,6 +74,19 @@ def find_family(family: str | Family) -> Family:
             fix="choose one of these, or register your own with megatron_ucp.register_family",
         )
     return _FAMILIES[family]
+
+
+def recorded_model(manifest: Manifest) -> Model | None:
+    """The model that a manifest says; None where it says none of a family that is there."""
+    said: object = manifest.run.get(RECORDED)
+    sizes = cast("Mapping[str, object]", said).get("sizes") if isinstance(said, dict) else None
+    family = families().get(manifest.family)
+    if family is None or not isinstance(sizes, dict) or not sizes:
+        return None
+    try:
+        return Model(family, family.sizes(**cast("dict[str, Any]", sizes)))
+    except TypeError:  # sizes of another version of the family
+        return None
 
 
 def model_of_module(family: str | Family, module: Any, tp: int) -> Model:

@@ -11,7 +11,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import TENSOR, Stand
 from megatron_ucp.errors import UcpError
-from megatron_ucp.families import families
+from megatron_ucp.families import families, recorded_model
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.declared import says_layouts
@@ -88,11 +88,13 @@ class Origin:
 
     def wanted(self, target: Target, config: Mapping[str, Any] | None) -> Wanted:
         """What is asked for: the target with everything that the config of its job says, or else
-        the source's. Raises UsageError."""
+        the source's. Raises UsageError; LayoutError where no engine could be built so."""
         self.notes += replica_notes(self.manifest)
         if config is None and self.extras.config is None and target.dtype is None:
             target = replace(target, dtype=self.dtype)
         target = target.completed(self.config if config is None else config)
+        if target.mesh.tp > 1 and (model := recorded_model(self.manifest)) is not None:
+            model.check_cut(target.mesh.tp)  # heads, which shapes alone do not show
         layers = self._layers() if target.mesh.pp > 1 else None
         file = str(self.source.folder)
         return Wanted(self.manifest, target, file, layers, self._declared, self._permuted)

@@ -413,3 +413,19 @@ def test_a_mixture_on_paper(capsys: pytest.CaptureFixture[str], target: str) -> 
     assert ("1.000 times" in said) == ("tp=2" not in target)
     assert main([*argv, "--source-mesh", "dp=4,ep=2,zero=1", "--mesh", "dp=3,ep=3,zero=1"]) == 2
     assert "does not divide the experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tp", [3, 8])
+def test_heads_that_a_mesh_does_not_divide(sources: Sources, tmp_path: Path, tp: int) -> None:
+    """The dry run and a conversion refuse what no engine could be built for, though every shape of
+    the files can be cut so."""
+    folder = str(Path(sources.get(2, Mega("llama", 2, 1), job=TENSOR)) / "trained")
+    for refused in (
+        lambda mesh: ucp.plan(folder, mesh),
+        lambda mesh: ucp.convert(folder, tmp_path / f"out{mesh}", mesh=mesh),
+    ):
+        with pytest.raises(ucp.LayoutError) as raised:
+            refused(f"tp={tp},dp=1")
+        assert "attention heads" in raised.value.problem
+        assert "1, 2, 4" in raised.value.what_to_do
+        refused("tp=4,dp=1")  # as the advice says
