@@ -7,7 +7,6 @@ The second line resumes on another number of ranks, with the script as it is.
 """
 
 import argparse
-import os
 from typing import Any
 
 import deepspeed
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
-    deepspeed.init_distributed("gloo" if os.environ.get("DS_ACCELERATOR") == "cpu" else "nccl")
+    deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     config = {
         "train_micro_batch_size_per_gpu": BATCH // torch.distributed.get_world_size(),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},

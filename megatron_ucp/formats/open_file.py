@@ -4,6 +4,7 @@ against the run of bytes that it is of."""
 import os
 import stat
 import zlib
+from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -186,10 +187,26 @@ def _open(path: str) -> int:
             found=repr(path),
             fix="give a path without control characters, and not longer than the system takes",
         ) from error
+    except PermissionError as error:  # no damage: who may read it finds it whole
+        raise NotFoundError(
+            "the file may not be read",
+            file=path,
+            found=f"{error.strerror}: {_rights(path)}",
+            fix="give its reader the right to read it, or read it as its owner",
+            id="",
+        ) from error
     except OSError as error:
         raise DamagedFileError(
             "the file can't be opened", file=path, found=error.strerror
         ) from error
+
+
+def _rights(path: str) -> str:
+    """Owner and mode of a file, as `ls -l` shows them."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return f"{stat.filemode(found.st_mode)} of user {found.st_uid}, and this is {os.getuid()}"
+    return "its folder may not be entered"
 
 
 def _regular_size(path: str, fd: int) -> int:

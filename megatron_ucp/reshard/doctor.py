@@ -81,7 +81,9 @@ def is_tested(package: str, found: str) -> bool:
 
 
 def _libraries() -> Iterator[MachinePart]:
-    yield MachinePart("python", platform.python_version(), "3.11 to 3.13 are tested")
+    yield MachinePart(
+        "python", platform.python_version(), "3.11 and 3.12 are tested, 3.13 is accepted"
+    )
     for name in (*_NEEDED, *_FOR):
         try:
             found = imported_version(name) or version(name)

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +44,12 @@ from megatron_ucp.formats.listed_files import open_regular
 from megatron_ucp.formats.open_file import same_bytes
 from megatron_ucp.formats.opened_folder import OpenedFolder
 from megatron_ucp.formats.pt.values import TensorRef
-from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
+from megatron_ucp.formats.tags import (
+    AS_SAFETENSORS,
+    POINTERS,
+    has_state_files,
+    weights_as_pickles,
+)
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
@@ -368,10 +373,30 @@ def _stored_shape(share: Share, spec: ParamSpec) -> tuple[int, ...] | str:
         return error.problem
 
 
+def _other_kind(folder: Path) -> str:
+    """What else a folder is than one of Hugging Face; empty where nothing shows it."""
+    with suppress(OSError):
+        if has_state_files(folder):
+            return "a tag of DeepSpeed or Megatron"
+        if any((folder / name).is_file() for name in POINTERS):
+            return "a folder of DeepSpeed or Megatron, with tags"
+    return ""
+
+
 def read_json(path: Path) -> Mapping[str, Any]:
     """An object in a JSON file. Raises NotFoundError, DamagedFileError."""
     if not os.path.lexists(path):
-        raise NotFoundError("the file does not exist", file=path, fix="restore it")
+        kind = _other_kind(path.parent)
+        raise NotFoundError(
+            "the file does not exist",
+            file=path,
+            expected=f"a folder of Hugging Face, which has {path.name}",
+            found=kind or "a folder without it",
+            fix="of such a folder `megatron-ucp export-hf` makes one of Hugging Face, and "
+            "`megatron-ucp convert` one for another mesh"
+            if kind
+            else "restore it",
+        )
     with open_regular(path) as file:
         data = file.read(MAX_JSON_BYTES + 1)
     try:
