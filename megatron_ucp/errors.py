@@ -5,7 +5,8 @@ one order, so that a reader finds the file, the parameter, what was expected, wh
 what to do at the same place each time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import ClassVar
 
 HELP_FILE = "docs/troubleshooting.md"  # which an installation has, too: `megatron-ucp help ID`
@@ -69,6 +70,12 @@ def _rebuild(kind: type[UcpError], problem: str, fields: dict[str, object]) -> U
     error = kind(problem)
     error.__dict__.update(fields)
     return error
+
+
+def did_you_mean(word: object, known: Iterable[str], otherwise: str) -> str:
+    """What to do about a word that is not known: the nearest one that is, or else the advice."""
+    near = get_close_matches(str(word)[:80], [*known], n=1)
+    return f"did you mean {near[0]}? Else {otherwise}" if near else otherwise
 
 
 def some_of(names: Sequence[str], most: int = 8, between: str = ", ") -> str:

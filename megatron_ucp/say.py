@@ -73,6 +73,16 @@ def with_count(text: str, notes: Sequence[str]) -> str:
     return f"{text}; {count}"
 
 
+def _called(name: str, signature: inspect.Signature) -> str:
+    """How a function is called, without types: `convert(src, dst, *, mesh=, ...)`."""
+    words: list[str] = []
+    for param in signature.parameters.values():
+        if param.kind == param.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(f"{param.name}=" if param.kind == param.KEYWORD_ONLY else param.name)
+    return f"{name}({', '.join(words)})"
+
+
 def shown(
     what: str, unit: str = "B", ends: bool = False
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -84,7 +94,10 @@ def shown(
 
         @functools.wraps(operation)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            signature.bind(*args, **kwargs)  # a wrong call is told in the caller's own words
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:  # told in the caller's own words
+                raise TypeError(f"{_called(operation.__name__, signature)}: {error}") from None
             if kwargs.get("progress") is not None:
                 done = operation(*args, **kwargs)
             else:

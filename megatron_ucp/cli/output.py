@@ -58,8 +58,15 @@ class Parser(argparse.ArgumentParser):
             f"{name} has no value {value!r}"[:200],
             expected=", ".join(choices),
             found=str(value)[:200],
-            fix=nearest(str(value), choices, self.prog),
+            fix=_ELSEWHERE.get(str(value).lower(), nearest(str(value), choices, self.prog)),
         )
+
+
+# what is no value of an option, as a command of its own does it
+_ELSEWHERE = dict.fromkeys(
+    ("hf", "huggingface", "hugging_face", "transformers", "safetensors"),
+    "`megatron-ucp export-hf` writes a folder of Hugging Face",
+)
 
 
 def nearest(word: str, known: Sequence[str], program: str) -> str:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.engines.trainers import guard_removals, guard_trainers
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
-from megatron_ucp.errors import NotFoundError, UcpError, UsageError
+from megatron_ucp.errors import NotFoundError, UcpError, UsageError, did_you_mean
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.deepspeed.keys import PATTERNS
 from megatron_ucp.formats.durable import manifest_of
@@ -180,13 +179,11 @@ def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:
 def _require_known(options: Mapping[str, Any]) -> None:
     unknown = [key for key in options if key not in _KNOWN]
     if unknown:
-        near = get_close_matches(unknown[0], _KNOWN, n=1)
-        meant = f"did you mean {near[0]}=? Else " if near else ""
         raise UsageError(
             "an option is not known",
             expected=", ".join(_KNOWN),
             found=", ".join(unknown),
-            fix=f"{meant}give one of these options",
+            fix=did_you_mean(unknown[0], _KNOWN, "give one of these options"),
         )
 
 

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import RECORDED, Manifest
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import UsageError, did_you_mean
 from megatron_ucp.families import (
     deepseek_v3,
     gpt,
@@ -71,7 +71,11 @@ def find_family(family: str | Family) -> Family:
             "there is no such family",
             expected=", ".join(sorted(_FAMILIES)),
             found=family,
-            fix="choose one of these, or register your own with megatron_ucp.register_family",
+            fix=did_you_mean(
+                family,
+                _FAMILIES,
+                "choose one of these, or register your own with megatron_ucp.register_family",
+            ),
         )
     return _FAMILIES[family]
 

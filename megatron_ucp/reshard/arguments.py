@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import UsageError, did_you_mean
 from megatron_ucp.formats.deepspeed.target import Target
 
 _SECTIONS = ("bf16", "fp16", "bfloat16", "zero_optimization", "optimizer", "checkpoint")
@@ -47,7 +47,7 @@ def check_allow(allow: Any, known: Collection[str]) -> None:
             "this is nothing that can be allowed here",
             expected=f"some of {listed}",
             found=", ".join(sorted(map(str, unknown)))[:200],
-            fix="leave it out",
+            fix=did_you_mean(unknown[0], known, "leave it out"),
         )
 
 

@@ -19,6 +19,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, same, shown
+from megatron_ucp.errors import some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.schedule import one_spelling
 from megatron_ucp.formats.of_ranks import Apart
@@ -137,6 +138,9 @@ def _differences(
     with pool() as threads:  # they compare while the next parameter is planned
         job = _Job(FileSource(one), FileSource(two), threads)
         known = [manifest.by_name for manifest in job.manifests]
+        if among is None and known[0].keys().isdisjoint(known[1]):
+            sides = (some_of([*specs], 2) for specs in known)
+            out.insert(0, Difference("", "no parameter is in both", *sides))
         try:
             for name in {**known[0], **known[1]} if among is None else among:
                 if all(name in specs for specs in known):

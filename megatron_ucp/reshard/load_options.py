@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import UsageError, did_you_mean
 from megatron_ucp.reshard.arguments import check_switch
 from megatron_ucp.reshard.match import ALLOWANCES
 
@@ -51,5 +51,7 @@ def check_options(
             "allow names what may happen",
             expected=" ".join(ALLOWANCES),
             found=", ".join(wrong),
-            fix='give a set of these, such as allow={"missing"}',
+            fix=did_you_mean(
+                next(iter(wrong)), ALLOWANCES, 'give a set of these, such as allow={"missing"}'
+            ),
         )

@@ -104,7 +104,7 @@ TWICE: dict[str, tuple[dict[str, Any], dict[str, Any], bool, str | dict[str, Any
     "a set": ({"allow": {"extra"}}, {"allow": ["extra"]}, False, {"allow": {"extra"}}),
     "unknown": ({}, {"nonsense": 5}, False, "nonsense"),
     "unknown, behind install": ({}, {"nonsense": 5}, True, "nonsense"),
-    "misspelt": ({}, {"keep_lates": 3}, True, "did you mean keep_latest="),
+    "misspelt": ({}, {"keep_lates": 3}, True, "did you mean keep_latest?"),
     "behind install": (
         {},
         {"save": "direct", "keep_latest": 1},

@@ -108,7 +108,7 @@ class Target:
         if not isinstance(cast("object", self.mesh), Mesh):
             raise UsageError(
                 "a target is for a mesh",
-                expected='ucp.Mesh(tp=2, dp=4, zero=1); Target.of takes "tp=2,dp=4" too',
+                expected='a text such as "tp=2,dp=4,zero=1", or ucp.Mesh(tp=2, dp=4, zero=1)',
                 found=repr(self.mesh)[:200],
                 fix="give such a mesh",
             )
