@@ -62,11 +62,12 @@ class Parser(argparse.ArgumentParser):
         )
 
 
+_OF_HUGGING_FACE = "`megatron-ucp export-hf` writes a folder of Hugging Face"
 # what is no value of an option, as a command of its own does it
-_ELSEWHERE = dict.fromkeys(
-    ("hf", "huggingface", "hugging_face", "transformers", "safetensors"),
-    "`megatron-ucp export-hf` writes a folder of Hugging Face",
-)
+_ELSEWHERE: dict[str, str] = {
+    word: _OF_HUGGING_FACE
+    for word in ("hf", "huggingface", "hugging_face", "transformers", "safetensors")
+}
 
 
 def nearest(word: str, known: Sequence[str], program: str) -> str:
