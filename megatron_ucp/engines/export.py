@@ -15,11 +15,12 @@ from megatron_ucp.families.base import Model
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.hugging_face.beside import beside_weights
 from megatron_ucp.reshard.hugging_face.export import check_output
 from megatron_ucp.reshard.hugging_face.export_live import export_live
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.model_config import config_for
-from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, beside_weights, training_dtype
+from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, training_dtype
 from megatron_ucp.reshard.hugging_face.twin import twin_of
 from megatron_ucp.reshard.transfer import TransferRun
 

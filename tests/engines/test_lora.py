@@ -76,7 +76,8 @@ def test_the_adapter_as_peft_writes_it(
     assert found.tensors == len(want) > 3
     assert any(tensor.abs().max() > 0 for name, tensor in want.items() if "lora_B" in name)
     files = "adapter_model.safetensors", "adapter_config.json"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*files, "ucp_export.json"}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {*files, "README.md", "ucp_export.json"}  # the card lies beside the config
     from_memory, from_files = (path / files[0] for path in (folder / "live", tmp_path / "out"))
     assert from_memory.read_bytes() == from_files.read_bytes()
     configs = [settings(path) for path in (folder / "live", tmp_path / "out", folder / "peft")]

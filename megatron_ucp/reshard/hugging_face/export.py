@@ -32,14 +32,13 @@ from megatron_ucp.reshard.folder_sink import (
     check_source,
     require_plain,
 )
+from megatron_ucp.reshard.hugging_face.beside import Beside, beside_weights
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.merge import Merge, open_merge
 from megatron_ucp.reshard.hugging_face.model_config import config_for, family_of
 from megatron_ucp.reshard.hugging_face.model_folder import (
     WEIGHT_DTYPES,
-    Beside,
     Outgoing,
-    beside_weights,
     publish,
     refuse_foreign,
     training_dtype,
@@ -189,7 +188,7 @@ def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared
     twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
     of_model = asked.merge if found is None or asked.merge is not None else found.folder
     beside = beside_weights(twin, asked.tokenizer, of_model)
-    notes += twin.notes
+    notes += beside.notes
     out = Outgoing(source.manifest, twin, chosen, int(asked.max_shard_size))
     return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes, merged)
 

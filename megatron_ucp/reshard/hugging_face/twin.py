@@ -31,7 +31,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 from megatron_ucp.formats.tags import require_folder
 from megatron_ucp.reshard.hugging_face.adapter import Adapter, adapter_of, check_adapter_config
 from megatron_ucp.reshard.hugging_face.model_config import config_at, twins
-from megatron_ucp.reshard.hugging_face.plain_config import check_given
+from megatron_ucp.reshard.hugging_face.plain_config import check_given, with_tie
 
 # Settings of transformers that no tensor's shape shows.
 _COMPUTED = (
@@ -368,11 +368,12 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             "(family=) where that says none",
             id="no-config",
         )
-    known = None if config is None else _in_dtype(config, dtype)
-    if known is not None:
-        check_given(known, manifest.by_name, file)
+    known, notes = None, list[str]()
+    if config is not None:
+        check_given(config, manifest.by_name, file)
+        known, notes = with_tie(_in_dtype(config, dtype), manifest)
     shares = {name: Share(name) for name in manifest.by_name}
-    return Twin(shares, manifest.by_name, known)
+    return Twin(shares, manifest.by_name, known, notes=notes)
 
 
 def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
