@@ -21,7 +21,7 @@ from megatron_ucp.reshard.hugging_face.export_live import export_live
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.model_config import config_for
 from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, training_dtype
-from megatron_ucp.reshard.hugging_face.twin import twin_of
+from megatron_ucp.reshard.hugging_face.twin import needs_family, twin_of
 from megatron_ucp.reshard.transfer import TransferRun
 
 
@@ -56,7 +56,8 @@ def export(
         chosen = dtype or training_dtype(manifest)
         found = None if config is None else config_for(manifest, config, None)
         given = _config(module, model) if found is None else found.tree
-        twin = twin_of(manifest, given, "", chosen, str(folder))
+        family = found.family if found is not None and needs_family(manifest) else ""
+        twin = twin_of(manifest, given, family, chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
         beside = beside_weights(twin, tokenizer, found and found.folder)
     with say.progress("export-hf") as advance:

@@ -16,7 +16,12 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.families import find_family
-from megatron_ucp.families.architecture import Architecture, described
+from megatron_ucp.families.architecture import (
+    Architecture,
+    described,
+    described_architecture,
+    other_sizes,
+)
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.base import Family, Model, Sizes
 from megatron_ucp.families.hugging_face import HuggingFace
@@ -232,16 +237,30 @@ def _described(
     """Sizes and architecture: of the config that was given, else as the checkpoint records them.
     Where there are both they must agree."""
     try:
+        other = other_sizes(manifest.run, family.sizes)
+        if other and manifest.family not in ("", family.name):
+            raise ModelMismatchError(
+                "the checkpoint records the sizes of another family",
+                file=file,
+                expected=f"the sizes of {family.name}",
+                found=f"those of {manifest.family}, which differ in {some_of(other)}",
+                fix="leave --family (Python: family=) out: the checkpoint says its model itself",
+            )
         found = described(manifest.run, family.sizes)
+        computes = described_architecture(manifest.run)
         if found is not None:
             _require_sizes(found[0])
-            _require_numbers(found[1])
+        if computes is not None:
+            _require_numbers(computes)
     except (TypeError, ValueError) as error:
         raise DamagedFileError(
             "what the manifest says of the model can't be read", file=file, found=str(error)[:200]
         ) from None
     said = None if config is None else _read(family, config, CONFIG_FILE)
-    if said is not None and found is not None and (faults := _differences(said, found)):
+    both = found
+    if both is None and said is not None and computes is not None:
+        both = said[0], computes  # attached without a family: no sizes were recorded
+    if said is not None and both is not None and (faults := _differences(said, both)):
         raise ModelMismatchError(
             "the config is of a model that computes something else than the checkpoint's",
             file=file,
@@ -276,10 +295,12 @@ def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Ar
         _require_sizes(found[0])
         return found
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        lacks = isinstance(error, KeyError)
         raise DamagedFileError(
             "config.json does not say the model's sizes",
             file=file,
-            found=f"{type(error).__name__}: {error}",
+            expected=f"a number for {error}" if lacks else None,
+            found="none" if lacks else f"{type(error).__name__}: {error}",
             fix="give the config.json of the model",
         ) from None
 
