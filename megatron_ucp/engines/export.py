@@ -72,7 +72,10 @@ def _config(module: Any, model: Model | None) -> dict[str, Any] | None:
     if isinstance(adapters, dict) and len(adapters) == 1:  # several are refused
         (adapter,) = adapters.values()
         return {name: _plain(value) for name, value in adapter.to_dict().items()}
-    return None if model is not None else dict(config_of(module)) or None
+    config = {} if model is not None else dict(config_of(module))
+    if config and not config.get("architectures"):  # which `save_pretrained` says
+        config["architectures"] = [type(module).__name__]
+    return config or None
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,10 @@
 """A folder of a Hugging Face model, opened as a checkpoint that holds weights alone."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import Share, weights_manifest
+from megatron_ucp.core.shares import Share, Slice, weights_manifest
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -43,7 +44,7 @@ from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
 from megatron_ucp.formats.listed_files import open_regular
 from megatron_ucp.formats.open_file import same_bytes
 from megatron_ucp.formats.opened_folder import OpenedFolder
-from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
 from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -72,13 +73,14 @@ class HuggingFaceCheckpoint(OpenedFolder):
         shares: Mapping[str, Share] | None = None,
         specs: Mapping[str, ParamSpec] | None = None,
         like: Manifest | None = None,
+        tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None = None,
     ) -> None:
         super().__init__(folder)
         self.main_file = self.full_path(CONFIG_FILE)
         with ExitStack() as undo:
             undo.callback(self.close)
             self._block = self._block_of()
-            self._slices: dict[str, tuple[str, int, int]] = {}
+            self._slices: dict[str, Slice] = {}
             self._files = self._tensor_files()
             self._scales = self._without_scales()
             if shares is not None:
@@ -89,10 +91,9 @@ class HuggingFaceCheckpoint(OpenedFolder):
                     self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
             elif like is not None:
                 self._files = self._without_constants(like.by_name)
-                self._leave_out_copies(like.ties)
             found = shares
             if found is None:
-                found, specs = self._own_names({} if like is None else stacks_of(like.by_name))
+                found, specs = self._own_names(like, tensors)
             self.manifest = self._manifest(found, specs or {}, named=shares is not None)
             undo.pop_all()
 
@@ -219,39 +220,71 @@ class HuggingFaceCheckpoint(OpenedFolder):
         UnsupportedError for one in fp8."""
         files = dict(self._files)
         for name, share in shares.items():
-            if share.slice_of is not None and share.slice_of[0] in self._files:
+            if share.slice_of is not None and share.slice_of.tensor in self._files:
                 self._slices[name] = share.slice_of
-                files[name] = self._files[share.slice_of[0]]
-        for whole, _, _ in self._slices.values():
+                files[name] = self._files[share.slice_of.tensor]
+        for whole in (one.tensor for one in self._slices.values()):
             files.pop(whole, None)
             if whole in self._scales:
                 raise scaled_slices(whole, str(self.folder / self._files[whole]))
         return files
 
     def _own_names(
-        self, stacks: Mapping[str, ParamSpec]
+        self,
+        like: Manifest | None,
+        tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None,
     ) -> tuple[Mapping[str, Share], Mapping[str, ParamSpec]]:
-        """Every tensor as a parameter of its own name, or as one expert's slice of a stack."""
-        found = unstacked(stacks, self._files) or {name: Share(name) for name in self._files}
+        """Every tensor as what it holds of the model that the folder is for (`like`): by what the
+        caller says of its names, else as a parameter of its own name, or as one expert's slice of a
+        stack."""
+        known = {} if like is None else like.by_name
+        shapes = {name: self._entry(name).shape for name in self._files}
+        found = None if tensors is None else tensors(shapes)
+        if found is None:
+            found = unstacked(stacks_of(known), self._files)
+        found = found or {name: Share(name) for name in self._files}
+        if like is not None:
+            found = self._without_copies(found, like.ties)
+        self._files = self._in_slices(found)
         specs = {
-            share.param: stacks[share.param]
-            if share.stacked
-            else replace(self._spec(name), name=share.param)
+            share.param: replace(self._spec(name), name=share.param)
+            if name in self._files and share == Share(share.param)
+            else replace(known[share.param], extent=None)
             for name, share in found.items()
         }
         return found, specs
+
+    def _without_copies(
+        self, shares: Mapping[str, Share], ties: Sequence[Tie]
+    ) -> Mapping[str, Share]:
+        """The shares without the tensors that are a tied parameter under another of its names.
+        Raises ModelMismatchError where they are several tensors."""
+        names = {share.param: name for name, share in shares.items() if name in self._files}
+        out = dict(shares)
+        for tie in ties:
+            here = [names[name] for name in (tie.canonical, *tie.aliases) if name in names]
+            for alias in here[1:]:
+                self._leave_out_copies([Tie(here[0], (alias,))])
+                del out[alias]
+            if here and out[here[0]].param != tie.canonical:  # it lies there under an alias alone
+                out[here[0]] = replace(out[here[0]], param=tie.canonical)
+        return out
 
     def _spec(self, name: str) -> ParamSpec:
         return ParamSpec(name, self._entry(name).shape, self._dtype(name), "frozen")
 
     def _entry(self, name: str) -> Entry:
         """Of a tensor, or of a slice: of one that its tensor can't have, that tensor's."""
-        whole, number, count = self._slices.get(name, (name, 0, 0))
-        entry = self.file(self._files[name]).tensors[whole]
-        if not count or entry.shape[:1] != (count,):
+        within = self._slices.get(name)
+        tensors = self.file(self._files[name]).tensors
+        if within is None:
+            return tensors[name]
+        entry = tensors[within.tensor]
+        shape = within.sliced_shape(entry.shape)
+        if shape is None:
             return entry
-        one = replace(entry, shape=entry.shape[1:])
-        return replace(one, offset_bytes=entry.offset_bytes + number * one.size_bytes)
+        at = entry.offset_bytes + within.first_elem(shape) * ITEMSIZE[entry.dtype]
+        return replace(entry, shape=shape, offset_bytes=at)
 
     def _dtype(self, name: str) -> str:
         """That of a tensor's values, as they are read."""
@@ -323,7 +356,9 @@ class HuggingFaceCheckpoint(OpenedFolder):
     def _place(self, name: str) -> Where:
         file = self.file(self._files[name])
         if name in self._slices:
-            return file.place(self._slices[name][0]).part(*self._slices[name][1:])
+            within, shape = self._slices[name], self._entry(name).shape
+            run = within.first_elem(shape), math.prod(shape)
+            return file.place(within.tensor).run(*run)
         held = file.place(name)
         if name not in self._scales:
             return held
@@ -401,4 +436,4 @@ class HuggingFaceFormat:
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
         specs = told.specs if told.shares else None
-        return HuggingFaceCheckpoint(folder, told.shares, specs, told.like)
+        return HuggingFaceCheckpoint(folder, told.shares, specs, told.like, told.tensors)

@@ -86,9 +86,9 @@ class Outgoing:
         out: list[OutgoingTensor] = []
         for name, dtype, shape in rows:
             share = self.twin.shares[name]
-            whole, number, _ = share.slice_of or (name, 0, 1)
-            file, at = places[whole]
-            at += number * math.prod(shape) * ITEMSIZE[dtype]
+            within = share.slice_of
+            file, at = places[name if within is None else within.tensor]
+            at += (0 if within is None else within.first_elem(shape)) * ITEMSIZE[dtype]
             out.append(OutgoingTensor(name, share, *held[share.param], dtype, shape, file, at))
         return out
 
@@ -186,8 +186,9 @@ def _whole_tensors(rows: Sequence[Tensor], shares: Mapping[str, Share]) -> list[
     """The tensors of a folder, of which some rows are slices."""
     out: dict[str, Tensor] = {}
     for name, dtype, shape in rows:
-        whole, _, count = shares[name].slice_of or (name, 0, 0)
-        out[whole] = whole, dtype, (count, *shape) if count else shape
+        within = shares[name].slice_of
+        whole = name if within is None else within.tensor
+        out[whole] = whole, dtype, shape if within is None else within.whole_shape(shape)
     return list(out.values())
 
 

@@ -37,6 +37,7 @@ from megatron_ucp.formats.tags import require_folder
 from megatron_ucp.reshard.hugging_face.adapter import Adapter, adapter_of, check_adapter_config
 from megatron_ucp.reshard.hugging_face.model_config import config_at, twins
 from megatron_ucp.reshard.hugging_face.plain_config import check_given, with_tie
+from megatron_ucp.reshard.hugging_face.released import names_note, reader, released_names
 
 # Settings of transformers that no tensor's shape shows.
 _COMPUTED = (
@@ -69,7 +70,7 @@ class Twin:
 
     @property
     def told(self) -> Told:
-        """What a reader of the folder has to know."""
+        """What a reader of the folder has to know, where it is of a family or an adapter."""
         return Told(specs=self.specs, shares=self.shares)
 
 
@@ -159,7 +160,14 @@ def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
-    return read_twin(folder, family, like.by_name)[0].told if family else Told(like=like)
+    if family:
+        return read_twin(folder, family, like.by_name)[0].told
+    return Told(like=like, tensors=reader(lambda: config_in(folder), like))
+
+
+def config_in(folder: Path) -> Mapping[str, Any]:
+    """config.json of a folder; nothing where it has none. Raises DamagedFileError."""
+    return read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:
@@ -390,10 +398,13 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             id="no-config",
         )
     known, notes = None, list[str]()
+    shares: Mapping[str, Share] = {name: Share(name) for name in manifest.by_name}
     if config is not None:
         check_given(config, manifest.by_name, file)
         known, notes = with_tie(_in_dtype(config, dtype), manifest)
-    shares = {name: Share(name) for name in manifest.by_name}
+        names = released_names(config, manifest.by_name)
+        notes += names_note(names, config.get("model_type"))
+        shares = shares if names is None else names.shares
     return Twin(shares, manifest.by_name, known, notes=notes)
 
 
