@@ -192,7 +192,8 @@ def logits(model: Any) -> torch.Tensor:
     if model.config.is_encoder_decoder:
         given["decoder_input_ids"] = given["input_ids"]
     model.config.get_text_config().use_cache = False
-    return model(**given).logits
+    found: torch.Tensor = model(**given).logits
+    return found
 
 
 def differing(found: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> list[str]:
@@ -234,9 +235,8 @@ def there_and_back(name: str, folder: str, fault: str = "") -> dict[str, Any]:
     done = ucp.export_hf(native, out, config=start, verify=True)
     if fault == "exported":
         flip(out)
-    again, info = getattr(transformers, name).from_pretrained(
-        out, output_loading_info=True, dtype=torch.float32
-    )
+    cls: Any = getattr(transformers, name)
+    again, info = cls.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
     lacking = sorted(key for key in {"missing_keys", "unexpected_keys"} if info[key])
     params = {n for n, _ in model.named_parameters()}
     return {

@@ -45,11 +45,15 @@ from megatron_ucp.formats.listed_files import open_regular
 from megatron_ucp.formats.open_file import same_bytes
 from megatron_ucp.formats.opened_folder import OpenedFolder
 from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
-from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
+from megatron_ucp.formats.tags import AS_SAFETENSORS, has_state_files, weights_as_pickles
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  # peft's
+_STEM = WEIGHTS_FILE.removesuffix(".safetensors")
+_SHARD = re.compile(rf"{_STEM}-\d{{5}}-of-(?P<count>\d{{5}})\.safetensors")
+_VARIANT = re.compile(rf"{_STEM}\.[^.]+\.safetensors")
+_SHARD_OF_VARIANT = re.compile(rf"{_STEM}\.[^.]+-\d+-of-\d+\.safetensors")
 MAX_JSON_BYTES = 256 * 2**20
 _HEAD = "lm_head.weight"  # of every model of transformers that gives logits
 # masks of GPT-2, and frequencies of rotary positions
@@ -82,6 +86,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
             self._block = self._block_of()
             self._slices: dict[str, Slice] = {}
             self._files = self._tensor_files()
+            self._refuse_empty(like)
             self._scales = self._without_scales()
             if shares is not None:
                 self._files = self._without_constants()
@@ -105,6 +110,8 @@ class HuggingFaceCheckpoint(OpenedFolder):
         for name in (WEIGHTS_FILE, ADAPTER_FILE):
             if (self.folder / name).is_file():
                 return dict.fromkeys(self.file(name).tensors, name)
+        if (shards := all_shards(self.folder)) and not (self.folder / INDEX_FILE).exists():
+            return self._of_shards(shards)
         if not (self.folder / INDEX_FILE).exists():
             raise NotFoundError(
                 "the folder holds no weights as safetensors",
@@ -137,6 +144,44 @@ class HuggingFaceCheckpoint(OpenedFolder):
                 fix="restore index and files of one save",
             )
         return out
+
+    def _of_shards(self, shards: Sequence[str]) -> dict[str, str]:
+        """Tensor -> the shard that holds it, where no index says it. Raises ForeignFileError."""
+        out: dict[str, str] = {}
+        for name in shards:
+            for tensor in self.file(name).tensors:
+                if tensor in out:
+                    raise ForeignFileError(
+                        "two shards hold a tensor, and no index says which one counts",
+                        file=self.folder / name,
+                        parameter=tensor,
+                        expected=f"{INDEX_FILE}",
+                        found=f"the tensor in {out[tensor]} too",
+                        fix=f"restore {INDEX_FILE}, or the shards of one save",
+                    )
+                out[tensor] = name
+        return out
+
+    def _refuse_empty(self, like: Manifest | None) -> None:
+        """Raises ForeignFileError for tensors without elements, of which the model has some."""
+        known = {} if like is None else like.by_name
+        empty = [
+            name
+            for name, file in self._files.items()
+            if not self.file(file).tensors[name].size_bytes
+            and (known[name].elems if name in known else name.endswith(("weight", "bias")))
+        ]
+        if empty:
+            raise ForeignFileError(
+                "tensors of the folder have size 0: it was saved under ZeRO-3, where each rank has "
+                "a part of the weights, without gathering them",
+                file=self.folder / self._files[empty[0]],
+                parameter=some_of(empty),
+                expected="tensors with elements",
+                found=f"{len(empty)} of {len(self._files)} tensors without any",
+                fix="export the run's own checkpoint (megatron-ucp export-hf), or save again with "
+                '"stage3_gather_16bit_weights_on_model_save": true in the ZeRO section',
+            )
 
     def _block_of(self) -> Ints | None:
         """Rows and columns of a block of a weight in fp8; None without such. Raises
@@ -343,7 +388,22 @@ class HuggingFaceCheckpoint(OpenedFolder):
         return [
             "a Hugging Face folder: weights alone, and no checksums to compare them with",
             *([products] if self._scales else []),
+            *self._not_read(),
         ]
+
+    def _not_read(self) -> list[str]:
+        """Notes of other weights that lie in the folder, and of an index that does not."""
+        read = {*self._files.values()}
+        if read <= {WEIGHTS_FILE, ADAPTER_FILE}:
+            (first,) = read or {WEIGHTS_FILE}
+            others = [INDEX_FILE, *all_shards(self.folder), WEIGHTS_FILE, ADAPTER_FILE]
+            there = [name for name in others if name != first and (self.folder / name).is_file()]
+            return [f"{first} is read, as transformers does; not {some_of(there, 3)} beside it"][
+                : len(there)
+            ]
+        if not (self.folder / INDEX_FILE).is_file():
+            return [f"there is no {INDEX_FILE}: all of the {len(read)} shards were read"]
+        return []
 
     @property
     def file_names(self) -> list[str]:
@@ -424,6 +484,50 @@ def read_json(path: Path) -> Mapping[str, Any]:
     return tree
 
 
+def all_shards(folder: Path) -> list[str]:
+    """The shards of a model by their names, which say how many there are; nothing where one of them
+    is missing."""
+    found: dict[str, list[str]] = {}
+    for path in folder.glob(f"{_STEM}-*-of-*.safetensors"):
+        if shard := _SHARD.fullmatch(path.name):
+            found.setdefault(shard["count"], []).append(path.name)
+    if len(found) != 1:
+        return []
+    ((count, names),) = found.items()
+    return sorted(names) if len(names) == int(count) else []
+
+
+def refuse_unnamed(folder: Path) -> None:
+    """Raises NotFoundError for a folder that has safetensors, or folders of models below it, and no
+    weights under the names that are looked for."""
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    snapshots = sorted(folder.glob("snapshots/*/config.json"))
+    if not files and not snapshots:
+        return
+    fix = "give the folder that save_pretrained wrote, or was downloaded, whole"
+    if snapshots and not files:
+        what, found = "this is the root of a model in the Hub's cache", "folders of its revisions"
+        fix = f"give the folder of one: {snapshots[-1].parent}"
+    elif any(_SHARD.fullmatch(name) for name in files):
+        what = f"shards of a model lie here, and not all of them, and no {INDEX_FILE}"
+        found = some_of(files)
+        fix = f"restore the shards that are missing, or {INDEX_FILE}"
+    else:
+        what, found = "the folder has safetensors under another name", some_of(files)
+        variants = [name for name in files if _VARIANT.fullmatch(name)]
+        if variants and not any(_SHARD_OF_VARIANT.fullmatch(name) for name in variants):
+            what = "the folder holds a variant of a model"
+            fix = f"name the file that you mean {WEIGHTS_FILE}, or make a link to it of that name"
+    raise NotFoundError(
+        what,
+        file=folder,
+        expected=f"{WEIGHTS_FILE}, or {INDEX_FILE} and its shards",
+        found=found,
+        fix=fix,
+        id="no-checkpoint",
+    )
+
+
 class HuggingFaceFormat:
     """Folders that `save_pretrained` writes, and our own exports."""
 
@@ -432,7 +536,10 @@ class HuggingFaceFormat:
         is DeepSpeed's."""
         if any((folder / name).exists() for name in ("latest", "latest_universal")):
             return False
-        return any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE))
+        names = WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE
+        if any((folder / name).is_file() for name in names):
+            return True
+        return bool(all_shards(folder)) and not has_state_files(folder)
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
         specs = told.specs if told.shares else None

@@ -19,7 +19,6 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.shares import Share, Slice
-from megatron_ucp.errors import some_of
 from megatron_ucp.reshard.hugging_face.traced import (
     Traced,
     TracedPart,
@@ -35,9 +34,9 @@ _OF_A_CONFIG = (
     *(NotImplementedError, RuntimeError, TypeError, ValueError),
 )
 _SPARE_LAYERS = 64  # that a config may say beyond the parameters of a checkpoint
-# what `from_pretrained` of a class accepts beside its own names: the oldest files' norms
-_FROM_PRETRAINED = (
-    "load it with from_pretrained of transformers, which renames, before the engine is made"
+# a model that was loaded under memory's names remembers that, and would write them again
+_TO_RELEASED = (
+    "load this folder with from_pretrained, del model._weight_conversions, and save_pretrained"
 )
 
 
@@ -71,34 +70,27 @@ class ReleasedNames:
         """What each tensor of a folder holds, as `from_pretrained` would take it; a tensor of which
         transformers says nothing is a parameter of its own name. A parameter of which the folder
         has some tensors is listed with all of them. `files` are the shapes of the tensors."""
-        out: dict[str, Share] = {}
         params = {share.param for share in self.shares.values()}
         told = self._told(files, params)
-        for name in files:
-            if name not in told:
-                param = self._renamed(name, params)
-                out[name] = Share(param if self._is_free(param, files, told) else name)
-        return {**told, **out}
+        free = params - {share.param for share in told.values()}
+        known = {tensor_of(name, share) for name, share in told.items()}
+        others = {name: self._renamed(name, params) for name in files if name not in known}
+        return told | {n: Share(param if param in free else n) for n, param in others.items()}
 
-    def _told(self, files: Mapping[str, Ints], params: set[str]) -> Shares:
-        """The shares of the parameters of which a folder has tensors under released names. A
-        parameter that lies there under memory's name, and whole, is taken so."""
+    def _told(self, files: Mapping[str, Ints], params: set[str]) -> dict[str, Share]:
+        """The shares of the parameters of which a folder has tensors under released names; none
+        where more of the folder's names are memory's, as in an earlier export."""
+        released = {tensor_of(name, share) for name, share in self.shares.items()}
+        if sum(name in params for name in files) > sum(name in released for name in files):
+            return {}
         by_param: dict[str, dict[str, Share]] = {}
         for name, share in self.shares.items():
             by_param.setdefault(share.param, {})[name] = share
-        # an earlier export, or another program: names of memory
-        if sum(name in params for name in files) > sum(
-            _tensor(n, s) in files for n, s in self.shares.items()
-        ):
-            return {}
         out: dict[str, Share] = {}
         for shares in by_param.values():
-            if any(_tensor(name, share) in files for name, share in shares.items()):
+            if any(tensor_of(name, share) in files for name, share in shares.items()):
                 out |= shares
         return out
-
-    def _is_free(self, param: str, files: Mapping[str, Ints], told: Shares) -> bool:
-        return param not in {share.param for share in told.values()}
 
     def _renamed(self, name: str, params: Collection[str]) -> str:
         """The parameter that a tensor of this name is to `from_pretrained`; the name itself where
@@ -122,8 +114,8 @@ class ReleasedNames:
         return renamings, str(self.model.base_model_prefix)
 
 
-def _tensor(name: str, share: Share) -> str:
-    """The tensor that a share lies in."""
+def tensor_of(name: str, share: Share) -> str:
+    """The tensor of a folder that a share lies in."""
     return name if share.slice_of is None else share.slice_of.tensor
 
 
@@ -169,7 +161,7 @@ def _classes(config: Mapping[str, Any], architecture: str) -> Iterator[str]:
     kind = config.get("model_type")
     for table, mapping in vars(modeling_auto).items():
         if table.startswith("MODEL_") and table.endswith("_NAMES"):
-            found: Any = mapping.get(kind)
+            found: Any = mapping.get(kind) if isinstance(kind, str) else None
             names += [found] if isinstance(found, str) else [*(found or ())]
     yield from dict.fromkeys(names)
 
@@ -239,7 +231,7 @@ def _reverted(model: Any, params: Mapping[str, ParamSpec]) -> ReleasedNames:
         name: Traced.whole(name, spec.shape) for name, spec in params.items() if name not in ignored
     }
     try:
-        found: dict[str, Traced] = revert_weight_conversion(model, state)
+        found: Any = revert_weight_conversion(model, state)
         shares = _as_shares(found, params)
     except UntracedError as error:
         return ReleasedNames(model, {name: Share(name) for name in state}, str(error))
@@ -339,16 +331,16 @@ def names_note(names: ReleasedNames | None, model_type: object) -> list[str]:
         return []
     if names is not None:
         return [
-            f"tensors have the names of memory, which transformers 5 loads; released folders of "
-            f"{model_type} have others, which can't be said without values ({names.lost}). Other "
-            "readers take what from_pretrained of this folder and save_pretrained write"
+            "tensors have the names of memory, which transformers 5 loads; released folders of "
+            f"{model_type} have others, which can't be said without values ({names.lost}). To "
+            f"write them: {_TO_RELEASED}"
         ]
     if is_installed() or not model_type:
         return []
     return [
-        "transformers is not installed: tensors have the names of memory, which it loads; where "
-        "released folders of such a model have others, vLLM, SGLang and llama.cpp take what "
-        "from_pretrained of this folder and save_pretrained write"
+        "transformers is not installed here: tensors have the names of memory, which transformers "
+        f"5 loads. Where released folders of {model_type} have others, vLLM, SGLang and llama.cpp "
+        "want those: export where transformers is installed"
     ]
 
 
@@ -363,11 +355,3 @@ def reader(
         return None if names is None or names.lost else names.of_folder(files)
 
     return tensors
-
-
-def other_names(files: Collection[str], wanted: Collection[str]) -> str:
-    """What to do where no name of a folder is one of the model's."""
-    return (
-        f"the folder's names ({some_of(sorted(files), 3)}) are none of the model's "
-        f"({some_of(sorted(wanted), 3)}): {_FROM_PRETRAINED}"
-    )
