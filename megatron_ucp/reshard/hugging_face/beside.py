@@ -32,7 +32,7 @@ _WEIGHTS = re.compile(
 )
 # Of a run, a trainer or DeepSpeed.
 _TRAINING = re.compile(
-    r"latest(?:_universal|_checkpointed_iteration\.txt)?|zero_to_fp32\.py|trainer_state\.json|"
+    r"latest(?:_universal|_checkpointed_iteration\.txt)?|zero_to_\w+\.py|trainer_state\.json|"
     r"(?:\w+_)?(?:results|metrics)\.json|ds_config.*\.json|ucp_.+\.json|.+\.(?:pkl|pickle|log)|"
     r"events\.out\.tfevents.*"
 )

@@ -36,6 +36,7 @@ from megatron_ucp.reshard.hugging_face.adapter import (
     Adapter,
     adapter_of,
     check_adapter_config,
+    not_merely_added,
     scale_of,
     tensor_of,
 )
@@ -44,20 +45,6 @@ from megatron_ucp.reshard.transfer import Proved, SinkPart, proved
 # Models whose matrices lie transposed (Conv1D) but for their head: peft says which way a layer's
 # lie for the last one alone.
 _MIXED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-# Ways to begin that leave the base model as it is. Others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
-# take a part of its weights out first: added to the base as it was, that part would count twice.
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva")
-# Settings with which W + scale * B A stays what is computed. Of others, also those of a later peft,
-# nobody says so: DoRA, aLoRA (behind certain tokens alone), block-diagonal factors, KaSA, ...
-_ADDED = {
-    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
-    *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out"),
-    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *("loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config"),
-    *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r"),
-    *("rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
-    "velora_config",
-}
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,8 @@ class Merge:
         _require_plain(config, self.file)
         self._whole = found.whole
         self._base = _Tensors(base, [*base.manifest.by_name])
-        self._own = _Tensors(source, [*found.files, *found.base])
+        names = dict.fromkeys([*found.files, *found.beside, *found.base])
+        self._own = _Tensors(source, [*names])
         self._trained_as = {tensor: param for param, tensor in found.base.items()}
         self._products = self._fitting(found, config)
         self._require_tied(found, source.manifest.ties)
@@ -335,11 +323,7 @@ def open_merge(
 
 def _require_plain(config: Mapping[str, Any], file: str) -> None:
     """Raises UnsupportedError where an adapter is not merely added to its base."""
-    start = config.get("init_lora_weights", True)
-    faults = [f"{k}: {v}"[:200] for k, v in sorted(config.items()) if v and k not in _ADDED]
-    if start not in _PLAIN_STARTS:
-        faults.append(f"init_lora_weights: {start}, which took weights out of the base")
-    if faults:
+    if faults := not_merely_added(config):
         raise UnsupportedError(
             "the adapter is not merely added to its base model",
             file=file,

@@ -34,7 +34,12 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     read_json,
 )
 from megatron_ucp.formats.tags import require_folder
-from megatron_ucp.reshard.hugging_face.adapter import Adapter, adapter_of, check_adapter_config
+from megatron_ucp.reshard.hugging_face.adapter import (
+    Adapter,
+    adapter_of,
+    check_adapter_config,
+    not_merely_added,
+)
 from megatron_ucp.reshard.hugging_face.model_config import config_at, twins
 from megatron_ucp.reshard.hugging_face.plain_config import check_given, with_tie
 from megatron_ucp.reshard.hugging_face.released import names_note, reader, released_names
@@ -421,6 +426,30 @@ def _adapter(
     if config is not None:
         check_adapter_config(adapter, manifest, config, file)
         config = {**config, "inference_mode": True}  # as peft saves it: to be used
-    shares = {name: Share(param) for param, name in adapter.files.items()}
-    specs = {param: manifest.by_name[param] for param in adapter.files}
-    return Twin(shares, specs, config, "", ADAPTER_FILE, ADAPTER_CONFIG_FILE)
+    left = adapter.left_out(config)
+    files = {param: name for param, name in adapter.files.items() if param not in left}
+    notes: list[str] = []
+    if left:
+        notes.append(
+            f"NOT IN THE ADAPTER: {len(left)} tensors that were trained beside it, for which "
+            f"peft's files have no place: {some_of(left)}. {_way_that_keeps(config)}"
+        )
+    if adapter.tables:
+        notes.append(
+            f"without {some_of(adapter.tables)}: frozen, and left out of the save. peft writes it "
+            "too, and does not need it"
+        )
+    shares = {name: Share(param) for param, name in files.items()}
+    specs = {param: manifest.by_name[param] for param in files}
+    return Twin(shares, specs, config, "", ADAPTER_FILE, ADAPTER_CONFIG_FILE, notes=notes)
+
+
+def _way_that_keeps(config: Mapping[str, Any] | None) -> str:
+    """What writes, or gives, all that was trained, where an adapter's file can't hold it."""
+    values = (
+        "ucp.fp32_state_dict(PATH) has all that was trained, for load_state_dict(strict=False) of "
+        "the wrapped model"
+    )
+    if config is not None and not not_merely_added(config):
+        return f"--merge BASE (Python: merge=) writes the base model with all of it; {values}"
+    return values
