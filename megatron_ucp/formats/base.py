@@ -93,7 +93,8 @@ class Extras:
     `int_steps` (whether the optimizer keeps its step as an int) are as the files show them.
     `stateless` are entries of the weights that hold nothing, by canonical name; `patterns` is stock
     DeepSpeed's `universal_checkpoint_info`; `modules` are what modules keep besides tensors
-    (`get_extra_state`), by the names of these entries of the weights.
+    (`get_extra_state`), by the names of these entries of the weights; `side_data` is what quantized
+    layers keep beside their weights, by such names.
     """
 
     counters: Mapping[str, int]
@@ -109,6 +110,7 @@ class Extras:
     stateless: Mapping[str, Any] = field(default_factory=dict[str, Any])
     patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     modules: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    side_data: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Readable(Protocol):

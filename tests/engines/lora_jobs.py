@@ -11,6 +11,7 @@ import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
 from tests.engines.jobs import plant_fault
 from tests.engines.mixture_jobs import mixture
+from tests.engines.model_classes import tiny_model
 from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data, tiny_llama
 from tests.ranks import allow_fp16_on_cpu
 
@@ -29,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tied": {"target_modules": ["embed_tokens", "k_proj"]},
     "embedding": {"target_modules": ["embed_tokens", "k_proj"]},
     "dora": {"target_modules": ["q_proj"], "use_dora": True},
+    "images": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "pissa": {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
 }
 
@@ -87,6 +89,8 @@ def base_model(kind: str, seed: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
+    if kind == "images":
+        return tiny_model("LlavaForConditionalGeneration", seed)
     if kind == "experts":
         return mixture("qwen3_moe", seed)
     if kind in ("gpt2", "mixed", "square", "biases that no config says"):

@@ -219,7 +219,7 @@ def there_and_back(name: str, folder: str, fault: str = "") -> dict[str, Any]:
     if fault == "loaded":
         flip(start)
     other = tiny_model(name, 5)
-    engine = deepspeed.initialize(
+    engine: Any = deepspeed.initialize(
         model=other,
         optimizer=torch.optim.AdamW(other.parameters(), lr=1e-2),
         config={**ds_config(3), "zero_force_ds_cpu_optimizer": False},

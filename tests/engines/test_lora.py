@@ -218,6 +218,27 @@ def test_merged_into_the_base(
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+def test_a_base_whose_files_have_other_names(saved: Saved, tmp_path: Path) -> None:
+    """An adapter of memory's names is merged into a folder of released ones, which it stays; as
+    peft merges, within its rounding."""
+    folder, _ = saved("images", 2, False)
+    base, theirs = (load_file(folder / name / "model.safetensors") for name in ("base", "merged"))
+    assert "language_model.model.embed_tokens.weight" in base
+    options = {"config": folder / "peft", "merge": folder / "base"}
+    ucp.export_hf(folder, tmp_path / "out", verify=True, **options)
+    found = twins.read(tmp_path / "out")
+    assert {*found} == {*base} == {*theirs}
+    assert all(torch.allclose(found[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
+    changed = {name for name in base if not torch.equal(base[name], found[name])}
+    assert "language_model.lm_head.weight" in changed
+    wrong = tmp_path / "base"
+    shutil.copytree(folder / "base", wrong)
+    base["language_model.model.layers.1.mlp.up_proj.weight"][3, 2] += 1e-3
+    save_file(base, wrong / "model.safetensors", {"format": "pt"})
+    said = refused(ModelMismatchError, folder, tmp_path / "no", config=folder / "peft", merge=wrong)
+    assert "language_model.model.layers.1.mlp.up_proj.weight" in said
+
+
 def test_transformers_loads_the_merged_model(saved: Saved, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 

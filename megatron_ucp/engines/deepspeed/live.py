@@ -15,6 +15,7 @@ from megatron_ucp.core.stages import Joined, check_replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
 from megatron_ucp.engines.deepspeed.kept import of_engine
+from megatron_ucp.engines.deepspeed.quantized import check_side_data
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
 from megatron_ucp.engines.deepspeed.stage import LiveValue, OwnStage, Part, one_order
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
@@ -134,6 +135,7 @@ class LiveEngine(LivePlaces):
             refuse_step_in_group(self.own.optimizer_name())
         if self.own.model is not None:
             check_model(source, self.own.model, self.engine.module)
+        check_side_data(source, self.engine.module)
 
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
