@@ -75,6 +75,13 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "loha": ("LoHaConfig", {"r": 2, "target_modules": ["q_proj"]}),
     "lokr": ("LoKrConfig", {"r": 2, "target_modules": ["q_proj"]}),
     "oft": ("OFTConfig", {"r": 0, "oft_block_size": 4, "target_modules": ["q_proj"]}),
+    "boft": ("BOFTConfig", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
+    "hra": ("HRAConfig", {"r": 2, "target_modules": ["q_proj"]}),
+    "adalora": (
+        "AdaLoraConfig",
+        {"target_modules": ["q_proj"], "total_step": 100, "tinit": 10, "tfinal": 10},
+    ),
+    "prefix": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
     "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
     "prompt": ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
 }

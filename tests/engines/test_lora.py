@@ -218,6 +218,28 @@ def test_merged_into_the_base(
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+def test_files_of_the_run_and_of_its_base(saved: Saved, tmp_path: Path) -> None:
+    """A merged model has the run's tokenizer, and what its base's folder has besides."""
+    folder, _ = saved("llama")
+    config, base = tmp_path / "peft", tmp_path / "base"
+    shutil.copytree(folder / "peft", config)
+    shutil.copytree(folder / "base", base)
+    for name in ("tokenizer.json", "added_tokens.json"):
+        (config / name).write_text(f"the run's {name}")
+    for name in ("tokenizer.json", "merges.txt", "processor_config.json", "chat_template.jinja"):
+        (base / name).write_text(f"the base's {name}")
+    ucp.export_hf(folder, tmp_path / "out", config=config, merge=base)
+    names = {
+        path.name: path.read_text()
+        for path in (tmp_path / "out").iterdir()
+        if path.suffix in (".json", ".txt", ".jinja")
+    }
+    assert names["tokenizer.json"] == "the run's tokenizer.json"
+    assert names["processor_config.json"] == "the base's processor_config.json"
+    assert "added_tokens.json" in names and "merges.txt" not in names
+    assert "adapter_config.json" not in names and "config.json" in names
+
+
 def test_a_base_whose_files_have_other_names(saved: Saved, tmp_path: Path) -> None:
     """An adapter of memory's names is merged into a folder of released ones, which it stays; as
     peft merges, within its rounding."""

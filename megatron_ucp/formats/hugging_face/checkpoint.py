@@ -113,6 +113,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
         if (shards := all_shards(self.folder)) and not (self.folder / INDEX_FILE).exists():
             return self._of_shards(shards)
         if not (self.folder / INDEX_FILE).exists():
+            refuse_unnamed(self.folder)
             raise NotFoundError(
                 "the folder holds no weights as safetensors",
                 file=self.folder,

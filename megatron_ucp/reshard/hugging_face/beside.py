@@ -57,36 +57,37 @@ class Beside:
     notes: tuple[str, ...] = ()
 
 
-def beside_weights(
-    twin: Twin, tokenizer: str | Path | None, model: str | Path | None = None
-) -> Beside:
-    """config.json, and what is copied of the `model`'s folder. The tokenizer's files are those of
-    the folder `tokenizer` where one is given. Raises NotFoundError where it has none."""
+def beside_weights(twin: Twin, tokenizer: str | Path | None, *models: str | Path | None) -> Beside:
+    """config.json, and what is copied of the model's folders: the first one that has a file counts,
+    and the first one that has a tokenizer counts for all of it, as files of two tokenizers would be
+    a third one. `tokenizer` is a folder that comes before them. Raises NotFoundError where that has
+    no tokenizer."""
     files: dict[str, str | Path] = {}
     left: list[str] = []
-    if tokenizer is not None:
-        found, left = _copied(Path(plain_path(tokenizer)))
-        files |= found
-        if not any(map(_TOKENIZER.fullmatch, found)):
+    for folder in (tokenizer, *models):
+        if folder is None:
+            continue
+        found, more = _copied(Path(plain_path(folder)))
+        if folder is tokenizer and not any(map(_TOKENIZER.fullmatch, found)):
             raise NotFoundError(
                 "the folder that was given for the tokenizer has no file of one",
                 file=tokenizer,
                 expected="tokenizer.json, tokenizer_config.json, tokenizer.model, ...",
-                found="none" if Path(tokenizer).is_dir() else "no such folder",
+                found="none" if Path(folder).is_dir() else "no such folder",
                 fix="give --tokenizer (Python: tokenizer=) the folder that its save_pretrained "
                 "wrote, or leave it out",
                 id="",
             )
-    if model is not None:
-        found, more = _copied(Path(model))
-        if tokenizer is not None:  # two tokenizers in one folder would be a third one
-            found = {n: path for n, path in found.items() if not _TOKENIZER.fullmatch(n)}
-        files, left = {**found, **files}, [*left, *more]
+        if any(map(_TOKENIZER.fullmatch, files)):
+            found = {name: path for name, path in found.items() if not _TOKENIZER.fullmatch(name)}
+        files = {**found, **files}
+        left += more
     if twin.config is not None:
         files[twin.config_file] = _json(twin.config)
     if twin.family:
         tokens = {key: (twin.config or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
         files.setdefault("generation_config.json", _json({"_from_model_config": True, **tokens}))
+    left = [*dict.fromkeys(left)]
     notes = [f"not copied: {some_of(left, _MOST_NAMED)}"] if left else []
     return Beside(files, (*notes, *_code_that_lacks(twin, files)))
 

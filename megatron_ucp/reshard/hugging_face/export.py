@@ -196,8 +196,9 @@ def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared
         family = family or found.family
     chosen = asked.dtype or training_dtype(source.manifest)
     twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
-    of_model = asked.merge if found is None or asked.merge is not None else found.folder
-    beside = beside_weights(twin, asked.tokenizer, of_model)
+    # an adapter's folder has the tokenizer that the run used, its base's the rest
+    of_model = None if found is None else found.folder
+    beside = beside_weights(twin, asked.tokenizer, of_model, asked.merge)
     notes += beside.notes
     out = Outgoing(source.manifest, twin, chosen, int(asked.max_shard_size))
     return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes, merged)

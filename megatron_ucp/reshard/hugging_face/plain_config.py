@@ -13,7 +13,7 @@ from megatron_ucp.errors import ModelMismatchError
 _TOKENS = re.compile(r"(.+\.)?(embed_tokens|wte|word_embeddings|embed_in)\.weight")
 # as _TOKENS, with the names that other lists of rows have, too: they count where a head is tied
 _TABLE = re.compile(
-    r"(.+\.)?(embed_tokens|wte|word_embeddings|embed_in|shared|tok_embeddings|embeddings|w|"
+    r"(.+\.)?(embed_tokens|wte|word_embeddings|embed_in|shared|tok_embeddings|embeddings|"
     r"token_embedding|tokens_embed|embedding)\.weight"
 )
 _HEAD = re.compile(

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
@@ -42,14 +41,12 @@ _TO_RELEASED = (
 
 def is_installed() -> bool:
     """Whether transformers is there, in a version that has these tables."""
-    return find_spec("transformers") is not None and _tables_are_there()
-
-
-def _tables_are_there() -> bool:
     try:
-        return find_spec("transformers.conversion_mapping") is not None
-    except (ImportError, ValueError):
+        import transformers.conversion_mapping  # pyright: ignore[reportUnusedImport]
+        import transformers.core_model_loading  # pyright: ignore[reportUnusedImport]  # noqa: F401
+    except (ImportError, OSError, RuntimeError):  # none, an earlier one, or one that is broken
         return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -373,6 +370,11 @@ def reader(
 
     def tensors(files: Mapping[str, Ints]) -> Shares | None:
         names = released_names(config(), like.by_name, architecture)
-        return None if names is None or names.lost else names.of_folder(files)
+        if names is None or names.lost:
+            return None
+        try:
+            return names.of_folder(files)
+        except _OF_A_CONFIG:  # tables of a version whose functions are others
+            return None
 
     return tensors
