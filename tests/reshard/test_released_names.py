@@ -155,9 +155,28 @@ def test_a_config_without_the_name_of_its_class(tmp_path: Path) -> None:
     assert found is not None and "embed_out.weight" in found.shares
 
 
+def test_code_of_its_own_has_the_names_of_memory() -> None:
+    """As save_pretrained of such a class writes it; and nothing of it is looked for in the name."""
+    model = tiny_model("GPTNeoXForCausalLM", 1)
+    specs = {n: ParamSpec(n, tuple(p.shape), "float32") for n, p in model.named_parameters()}
+    config = model.config.to_dict()
+    assert released.released_names(config, specs) is not None
+    assert released.released_names(config, specs, "own.GPTNeoXForCausalLM") is None
+    assert released.released_names({**config, "architectures": ["Mine"]}, specs) is None
+
+
+def test_no_random_number_is_drawn() -> None:
+    model = tiny_model("MixtralForCausalLM", 1)
+    specs = {n: ParamSpec(n, tuple(p.shape), "float32") for n, p in model.named_parameters()}
+    before = torch.get_rng_state()
+    assert released.released_names(model.config.to_dict(), specs) is not None
+    assert torch.equal(before, torch.get_rng_state())
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        {"depths": [2, 10**9]},
         {"num_hidden_layers": 10**9},
         {"hidden_size": -3},
         {"num_attention_heads": 0},

@@ -22,7 +22,7 @@ from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
 from megatron_ucp.engines.live_tensors import dtype_name, flat_view, memory_of
 from megatron_ucp.engines.optimizer_groups import scalar_state
 from megatron_ucp.engines.places import LivePlaces, told_by
-from megatron_ucp.engines.same_model import check_model, computes_otherwise, config_of
+from megatron_ucp.engines.same_model import check_model, class_name, computes_otherwise, config_of
 from megatron_ucp.engines.values import named_in
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
@@ -80,7 +80,7 @@ class LiveEngine(LivePlaces):
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
             module = self.engine.module
-            names = reader(lambda: config_of(module), self.manifest, type(module).__name__)
+            names = reader(lambda: config_of(module), self.manifest, class_name(module))
             told = Told(like=self.manifest, tensors=names, renamed=self.own.renamed)
         else:
             told = told_by(model, self.manifest)

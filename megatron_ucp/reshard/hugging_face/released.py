@@ -157,25 +157,28 @@ def _is_plausible(
     config.json may be anybody's."""
     sizes = [size for spec in params.values() for size in spec.shape]
     most = max([tensors, len(params), *sizes]) + _SPARE_LAYERS
-    stack: list[Any] = [config]
+    stack: list[tuple[str, Any]] = [("", config)]
     while stack:
-        one = stack.pop()
+        key, one = stack.pop()
         if isinstance(one, dict):
-            for key, value in cast("dict[str, Any]", one).items():
-                if type(value) is int and _COUNTS.match(str(key)) and value > most:
-                    return False
-                stack.append(value)
-        elif isinstance(one, list):
-            stack += cast("list[Any]", one)
+            stack += [(str(name), value) for name, value in cast("dict[str, Any]", one).items()]
+        elif isinstance(one, list | tuple):
+            stack += [(key, value) for value in cast("list[Any]", one)]
+        elif type(one) is int and one > most and _COUNTS.match(key):
+            return False
     return True
 
 
 def _classes(config: Mapping[str, Any], architecture: str) -> Iterator[str]:
-    """Names of classes of transformers that a model of a config may be of, without repeats."""
+    """Names of classes of transformers that a model of a config may be of, without repeats; none
+    where the class is none of transformers', whose names in files are those of memory."""
+    import transformers
     from transformers.models.auto import modeling_auto
 
-    said: Any = [architecture, *(config.get("architectures") or ())]
-    names = [name for name in said if isinstance(name, str) and name]
+    said: Any = [architecture] if architecture else config.get("architectures") or ()
+    names = [name for name in said if isinstance(name, str)]
+    if any(not hasattr(transformers, name) for name in names):
+        return
     kind = config.get("model_type")
     for table, mapping in vars(modeling_auto).items():
         if table.startswith("MODEL_") and table.endswith("_NAMES"):
@@ -198,12 +201,13 @@ def _without_memory(name: str, config: Mapping[str, Any]) -> Any:
     if cls.config_class.model_type != config.get("model_type"):
         return None
     # what is no weight, and may ask for a library or a device that is not here
-    told = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    told = {key: value for key, value in config.items() if key != "quantization_config"}
     told = {**_with_floats(told), "attn_implementation": "eager"}
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        with torch.device("meta"), torch.no_grad():
+        # the program's random numbers stay as they are, whatever a class draws
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
             return cls(cls.config_class.from_dict(told))
     except (StrictDataclassError, *_OF_A_CONFIG):  # which its own class does not take
         return None
