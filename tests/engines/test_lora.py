@@ -131,6 +131,18 @@ def test_peft_loads_adapters_of_experts_and_tokens(saved: Saved, tmp_path: Path)
         assert not torch.equal(logits[0], base_model(kind, 1)(tokens).logits)
 
 
+def test_one_sign_of_an_adapter_is_seen(saved: Saved, tmp_path: Path) -> None:
+    """By the comparison of the tests above, and by that of `--verify`, which reads it back."""
+    folder, _ = saved("experts", 3, False)
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "peft")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    want = load_file(folder / "peft" / "adapter_model.safetensors")
+    name = max(want, key=lambda name: want[name].numel())
+    found[name].view(-1)[3] *= -1
+    (said,) = twins.same(found, want)
+    assert name in said
+
+
 def test_a_factor_that_was_not_saved() -> None:
     """A frozen lora_A is left out by exclude_frozen_parameters: half an adapter is none."""
     specs = (ParamSpec("base_model.model.q.lora_B.default.weight", (4, 2), "float32", "trainable"),)

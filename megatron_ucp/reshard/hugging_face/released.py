@@ -25,7 +25,7 @@ from megatron_ucp.reshard.hugging_face.traced import (
     contiguous_strides,
 )
 
-Shares = Mapping[str, Share]
+TensorShares = Mapping[str, Share]
 _COUNTS = re.compile(r".*(layers?|depths?|blocks?|stages?|experts)")  # keys of a config
 # what the class of a model raises for sizes and settings that are none
 _OF_A_CONFIG = (
@@ -55,7 +55,7 @@ class ReleasedNames:
     it holds of which parameter; `lost`: why no files can be said, "" where they can."""
 
     model: Any
-    shares: Shares
+    shares: TensorShares
     lost: str = ""
 
     @property
@@ -63,7 +63,7 @@ class ReleasedNames:
         """Whether files have any other name, or other tensors, than memory."""
         return any(name != share.param for name, share in self.shares.items())
 
-    def of_folder(self, files: Mapping[str, Ints]) -> Shares:
+    def of_folder(self, files: Mapping[str, Ints]) -> TensorShares:
         """What each tensor of a folder holds, as `from_pretrained` would take it; a tensor of which
         transformers says nothing is a parameter of its own name. A parameter of which the folder
         has some tensors is listed with all of them. `files` are the shapes of the tensors."""
@@ -264,7 +264,7 @@ def _reverted(model: Any, params: Mapping[str, ParamSpec]) -> ReleasedNames:
     return ReleasedNames(model, shares)
 
 
-def _as_shares(found: Mapping[str, Traced], params: Mapping[str, ParamSpec]) -> Shares:
+def _as_shares(found: Mapping[str, Traced], params: Mapping[str, ParamSpec]) -> TensorShares:
     """What each tensor of a folder holds, of traced ones. Raises UntracedError."""
     rows = [row for name, traced in found.items() for row in _rows(name, traced)]
     chunks: dict[str, list[tuple[tuple[Ints, Ints], ...]]] = {}
@@ -368,11 +368,11 @@ def names_note(names: ReleasedNames | None, model_type: object) -> list[str]:
 
 def reader(
     config: Callable[[], Mapping[str, Any]], like: Manifest, architecture: str = ""
-) -> Callable[[Mapping[str, Ints]], Shares | None]:
+) -> Callable[[Mapping[str, Ints]], TensorShares | None]:
     """What a folder's tensors hold of a live model, or of another checkpoint's; None where
     transformers says nothing of it."""
 
-    def tensors(files: Mapping[str, Ints]) -> Shares | None:
+    def tensors(files: Mapping[str, Ints]) -> TensorShares | None:
         names = released_names(config(), like.by_name, architecture)
         if names is None or names.lost:
             return None
