@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
-from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.core.keepers import Keeper
+from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.reshard.hugging_face import released
 from megatron_ucp.reshard.hugging_face.traced import Traced, UntracedError
+from megatron_ucp.reshard.hugging_face.twin import twin_of
 from tests.engines.model_classes import tiny_model
 from tests.reshard import paper, twins
 
@@ -163,6 +166,51 @@ def test_code_of_its_own_has_the_names_of_memory() -> None:
     assert released.released_names(config, specs) is not None
     assert released.released_names(config, specs, "own.GPTNeoXForCausalLM") is None
     assert released.released_names({**config, "architectures": ["Mine"]}, specs) is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "GPTNeoXForCausalLM"],
+)
+def test_from_pretrained_gives_the_head_that_was_trained(
+    tmp_path: Path, name: str, tied: bool
+) -> None:
+    """Tied by hand under a config that says false, in the config of the text too, and the other
+    way round. The flag as it was is the control: that head is drawn, or another one."""
+    import transformers
+
+    def saying(tree: dict[str, Any], value: bool) -> dict[str, Any]:
+        return {
+            key: value
+            if key == "tie_word_embeddings"
+            else saying(one, value)
+            if isinstance(one, dict)
+            else one
+            for key, one in tree.items()
+        }
+
+    model = tiny_model(name, 1)
+    table: Any = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    head.weight = table if tied else type(table)(table.detach() + 1)
+    own = dict(model.named_parameters())
+    every = model.named_parameters(remove_duplicate=False)
+    first, *aliases = [one for one, param in every if param is table]
+    specs = [ParamSpec(n, tuple(p.shape), "float32", "trainable") for n, p in own.items()]
+    ties = (Tie(first, tuple(aliases)),) if aliases else ()
+    manifest = Manifest(Keeper.ZERO_3, Mesh(), tuple(specs), (), ties=ties)
+    config = saying({**model.config.to_dict(), "architectures": [name]}, not tied)
+    twin = twin_of(manifest, config, "", "float32", "x")
+    assert "tie_word_embeddings" in twin.notes[0]
+    values = {n: own[share.param].detach().clone() for n, share in twin.shares.items()}
+    save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
+    for said in (twin.config, saying(dict(twin.config or {}), not tied)):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        found: Any = getattr(transformers, name).from_pretrained(tmp_path)
+        same = torch.equal(found.get_output_embeddings().weight, head.weight)
+        # transformers 5 keeps a head that the files have, whatever the flag says
+        assert same == (said is twin.config or not tied)
 
 
 def test_no_random_number_is_drawn() -> None:
