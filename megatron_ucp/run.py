@@ -20,7 +20,8 @@ USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]
        torchrun --nproc_per_node 6 -m megatron_ucp.run train.py ...
 
 Runs a training script unchanged: its saves are atomic, and it loads what any mesh saved.
-Every engine that deepspeed.initialize makes is attached; the section "universal_checkpoint" of its
+Every engine that deepspeed.initialize makes is attached; one that can't be is left as it is, with a
+note, unless its config asks for it. The section "universal_checkpoint" of its
 config may add options, {"enabled": false} there leaves an engine alone. Megatron-LM's
 pretrain_gpt.py, and any program that calls `pretrain`, gets this load_checkpoint and
 save_checkpoint, which follow its flags."""
@@ -67,9 +68,9 @@ def run(program: list[str], is_module: bool) -> None:
 
 def _attach_engines(_deepspeed: Any) -> None:
     """Every engine that `deepspeed.initialize` makes from now on is attached."""
-    from megatron_ucp.engines.attach import install
+    from megatron_ucp.engines.attach import install_for_scripts
 
-    install(enabled=True)
+    install_for_scripts()
 
 
 def _replace_checkpointing(training: Any) -> None:

@@ -55,19 +55,43 @@ class Interleaved(Layout):
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Rows [first, first + rows) of the tensor `tensor`, which has `of` rows. With `rows` 0 it is
+    the row `first` alone, without the dim of rows: a matrix of a stack of matrices."""
+
+    tensor: str
+    first: int
+    rows: int
+    of: int
+
+    def whole_shape(self, shape: Ints) -> Ints:
+        """The shape of the tensor, of which this slice has a `shape`."""
+        return (self.of, *(shape[1:] if self.rows else shape))
+
+    def sliced_shape(self, shape: Ints) -> Ints | None:
+        """The shape of this slice of a tensor; None where the tensor has other rows."""
+        if shape[:1] != (self.of,) or self.first + max(self.rows, 1) > self.of:
+            return None
+        return (self.rows, *shape[1:]) if self.rows else shape[1:]
+
+    def first_elem(self, shape: Ints) -> int:
+        """Where a slice of this `shape` begins in the tensor."""
+        return self.first * math.prod(shape[1:] if self.rows else shape)
+
+
+@dataclass(frozen=True)
 class Share:
     """What a tensor holds of the parameter `param`: chunk `number` of the layout Chunks, or all of
     it where no layout cuts it. `order` are the parameter's dims as the tensor stores them. The
     tensor of a `stacked` share is one slice of the parameter's first dim, and lacks that dim.
-    `slice_of` is (name, number, count) where the tensor is itself one slice of the first dim of
-    the tensor `name`, which has `count` of them."""
+    `slice_of` says the tensor that this one is itself a slice of."""
 
     param: str
     layout: Layout = field(default_factory=Replicate)
     number: int = 0
     order: Ints | None = None
     stacked: bool = False
-    slice_of: tuple[str, int, int] | None = None
+    slice_of: Slice | None = None
 
     @property
     def chunk(self) -> int | None:

@@ -25,6 +25,7 @@ from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import as_it_says, model_of, require_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
+from megatron_ucp.engines.deepspeed.quantized import quantized_note
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.ruled import model_by_rules
 from megatron_ucp.engines.deepspeed.save import Asked, save
@@ -266,8 +267,8 @@ def _model_of(engine: Any, family: Any, rules: Any, how: Saving) -> Model | None
         refuse_writer(engine)
         taken_as = carried_as(engine)
         refuse_strange(kept.of_engine(engine), left=how.values_left)
-    if taken_as:
-        say.note(taken_as)
+    for note in [*([taken_as] if taken_as else []), *quantized_note(engine.module)]:
+        say.note(note)
     return model
 
 
@@ -527,6 +528,16 @@ def install(*, enabled: bool = False) -> None:
         >>> import megatron_ucp as ucp
         >>> ucp.install(enabled=True)
     """
+    _install(enabled)
+
+
+def install_for_scripts() -> None:
+    """`install` for a script that says nothing of this package: an engine that can't be attached
+    is left alone, with a note, unless its config asks for it."""
+    _install(True, leaves_alone=True)
+
+
+def _install(enabled: bool, leaves_alone: bool = False) -> None:
     import deepspeed
 
     check_versions()
@@ -534,7 +545,7 @@ def install(*, enabled: bool = False) -> None:
     if getattr(stock, _ATTACHED, None) is not None:
         getattr(stock, _ATTACHED).enabled |= enabled
         return
-    installed = _Installed(enabled)
+    installed = _Installed(enabled, leaves_alone)
     guard_trainers()
 
     @functools.wraps(stock)
@@ -550,13 +561,25 @@ def install(*, enabled: bool = False) -> None:
 class _Installed:
     """What a wrapped `deepspeed.initialize` does with the engines that it makes."""
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled, self._has_attached, self._has_warned = enabled, False, False
+    def __init__(self, enabled: bool, leaves_alone: bool) -> None:
+        self.enabled, self.leaves_alone = enabled, leaves_alone
+        self._has_attached, self._has_warned = False, False
 
     def attach(self, engine: Any) -> None:
-        options = options_of(engine._config._param_dict, self.enabled)
+        config = engine._config._param_dict
+        options = options_of(config, self.enabled)
         if options is not None:
-            _attach(engine, options, by_install=True)
+            try:
+                _attach(engine, options, by_install=True)
+            except UcpError as error:  # on every rank, before anything has changed
+                is_asked = options_of(config) is not None
+                if isinstance(error, UsageError) or is_asked or not self.leaves_alone:
+                    raise
+                say.note(
+                    "this engine is left as it is, and saves and loads as DeepSpeed alone does: "
+                    f"{error.problem}" + (f" ({error.parameter})" if error.parameter else "")
+                )
+                return
             self._has_attached = True
         elif not self.enabled and not self._has_attached and not self._has_warned:
             self._has_warned = True

@@ -15,12 +15,13 @@ from megatron_ucp.families.base import Model
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.hugging_face.beside import beside_weights
 from megatron_ucp.reshard.hugging_face.export import check_output
 from megatron_ucp.reshard.hugging_face.export_live import export_live
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.model_config import config_for
-from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, beside_weights, training_dtype
-from megatron_ucp.reshard.hugging_face.twin import twin_of
+from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, training_dtype
+from megatron_ucp.reshard.hugging_face.twin import needs_family, twin_of
 from megatron_ucp.reshard.transfer import TransferRun
 
 
@@ -54,7 +55,8 @@ def export(
         chosen = dtype or training_dtype(manifest)
         found = None if config is None else config_for(manifest, config, None)
         given = _config(module, model) if found is None else found.tree
-        twin = twin_of(manifest, given, "", chosen, str(folder))
+        family = found.family if found is not None and needs_family(manifest) else ""
+        twin = twin_of(manifest, given, family, chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
         beside = beside_weights(twin, tokenizer, found and found.folder)
     with say.progress("export-hf") as advance:
@@ -69,7 +71,10 @@ def _config(module: Any, model: Model | None) -> dict[str, Any] | None:
     if isinstance(adapters, dict) and len(adapters) == 1:  # several are refused
         (adapter,) = adapters.values()
         return {name: _plain(value) for name, value in adapter.to_dict().items()}
-    return None if model is not None else dict(config_of(module)) or None
+    config = {} if model is not None else dict(config_of(module))
+    if config and not config.get("architectures"):  # which `save_pretrained` says
+        config["architectures"] = [type(module).__name__]
+    return config or None
 
 
 def _plain(value: Any) -> Any:

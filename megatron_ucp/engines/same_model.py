@@ -74,6 +74,14 @@ def config_of(module: Any) -> Mapping[str, Any]:
     return {} if said is None else said()
 
 
+def class_name(module: Any) -> str:
+    """The name of the class of a model of transformers; of one that a program derives from such a
+    class, with the module that has it, so that it is nobody else's."""
+    kind = type(module)
+    is_theirs = kind.__module__.partition(".")[0] == "transformers"
+    return kind.__name__ if is_theirs else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _recorded(source: Checkpoint, part: str) -> Mapping[str, Any]:
     """What a checkpoint says of its model; nothing where it does not."""
     said: object = with_model(source.manifest).run.get(RECORDED)

@@ -156,9 +156,8 @@ def _no_whole_tag(folder: Path, is_named: bool = False) -> str:
 
 
 def _guard_accelerator(module: Any) -> None:
-    """`save_state` and `load_state` with names that Accelerate makes: the last whole checkpoint is
-    removed when the next one is whole, and not before it is begun; and what is not whole is not
-    loaded."""
+    """`save_state` and `load_state` with names that Accelerate makes: what is removed before a save
+    leaves a whole checkpoint until that save is whole; and what is not whole is not loaded."""
     kind = module.Accelerator
     save_state, load_state = kind.save_state, kind.load_state
     if hasattr(save_state, _GUARDED):
@@ -167,21 +166,21 @@ def _guard_accelerator(module: Any) -> None:
     @functools.wraps(save_state)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         how = self.project_configuration
-        if not (how.automatic_checkpoint_naming and how.total_limit == 1 and _has_engine(self)):
+        limit = how.total_limit
+        if not (how.automatic_checkpoint_naming and limit and _has_engine(self)):
             return save_state(self, *args, **kwargs)
+        _wait_for_saves(self)
+        left = _removed(self, max(1, limit - 1))
         how.total_limit = None
         try:
             saved = save_state(self, *args, **kwargs)
         finally:
-            how.total_limit = 1
-        for model in self._models:
-            if (background := background_of(model)) is not None:
-                background.wait()
-        self.wait_for_everyone()  # until every rank's files are there
-        if self.is_main_process:
-            for other in _numbered(Path(saved).parent):
-                if other.name != Path(saved).name:
-                    shutil.rmtree(other)
+            how.total_limit = limit
+        if limit == 1:
+            _wait_for_saves(self)
+            self.wait_for_everyone()  # until every rank's files are there
+            for other in left:
+                shutil.rmtree(other)
         return saved
 
     @functools.wraps(load_state)
@@ -195,6 +194,27 @@ def _guard_accelerator(module: Any) -> None:
 
     setattr(save, _GUARDED, True)
     kind.save_state, kind.load_state = save, load
+
+
+def _wait_for_saves(accelerator: Any) -> None:
+    for model in accelerator._models:
+        if (background := background_of(model)) is not None:
+            background.wait()
+
+
+def _removed(accelerator: Any, most: int) -> list[Path]:
+    """Removes all but so many of the last whole checkpoints, and what is half-written: that counts
+    for Accelerate as if it was whole. Returns those that are left, on the rank that removes."""
+    folder = Path(accelerator.project_dir, "checkpoints")
+    if not (accelerator.is_main_process and folder.is_dir()):
+        return []
+    there = _numbered(folder)
+    whole = [one for one in there if not _not_of_accelerate(accelerator, one, True)]
+    left = whole[-most:]
+    for one in there:
+        if one not in left:
+            shutil.rmtree(one)
+    return left
 
 
 def _has_engine(accelerator: Any) -> bool:

@@ -1,7 +1,7 @@
 """What a model computes besides what the shapes of its parameters say."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import RECORDED
@@ -153,14 +153,41 @@ def recorded(sizes: Sizes, module: Any) -> dict[str, Any]:
 
 
 def described(run: Mapping[str, Any], sizes: type[Sizes]) -> tuple[Sizes, Architecture] | None:
-    """What `recorded` gave, from a manifest's `run`; None where it says none. Raises TypeError or
-    ValueError for what is no such record."""
+    """What `recorded` gave, from a manifest's `run`; None where it says none, or the sizes of no
+    family: a model that was attached without one has none. Raises TypeError or ValueError for what
+    is no such record."""
+    of, more = _part(run, "sizes"), _part(run, "architecture")
+    return (sizes(**of), Architecture(**more)) if of and more is not None else None
+
+
+def described_architecture(run: Mapping[str, Any]) -> Architecture | None:
+    """The architecture that `recorded` gave, from a manifest's `run`, whatever the sizes are; None
+    where it says none. Raises TypeError for what is no such record."""
+    more = _part(run, "architecture")
+    return None if more is None else Architecture(**more)
+
+
+def other_sizes(run: Mapping[str, Any], sizes: type[Sizes]) -> list[str]:
+    """The names of sizes in which a record differs from what a family has."""
+    of = _part(run, "sizes")
+    if not of:
+        return []
+    known = {one.name: one for one in fields(sizes)}
+    needed = {
+        name
+        for name, one in known.items()
+        if one.default is MISSING and one.default_factory is MISSING
+    }
+    return sorted(({*of} - {*known}) | (needed - {*of}))
+
+
+def _part(run: Mapping[str, Any], part: str) -> dict[str, Any] | None:
+    """A part of the record of a model; None where a manifest has none. Raises TypeError."""
     said: Any = run.get(RECORDED)
-    if not isinstance(said, dict) or "sizes" not in said or "architecture" not in said:
-        return None
-    of: dict[str, Any] = said["sizes"]  # pyright: ignore[reportUnknownVariableType]
-    more: dict[str, Any] = said["architecture"]  # pyright: ignore[reportUnknownVariableType]
-    return sizes(**of), Architecture(**more)
+    found = cast("dict[str, Any]", said).get(part) if isinstance(said, dict) else None
+    if found is not None and not isinstance(found, dict):
+        raise TypeError(f"{part} is no table of names and values")
+    return cast("dict[str, Any] | None", found)
 
 
 def architecture_of(module: Any) -> Architecture | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks, Layout, Replicate
-from megatron_ucp.core.shares import Share
+from megatron_ucp.core.shares import Share, Slice
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.sizes import Sizes
@@ -130,7 +130,7 @@ class Row:
         if not self.stacked:
             return dict(zip(names, shares, strict=True))
         (name,), (share,) = names, shares
-        of = name, int(number), int(sizes.experts)
+        of = Slice(name, int(number), 0, int(sizes.experts))
         return {f"{name}[{number}]": replace(share, slice_of=of)}
 
     def shares(self, sizes: Any, param: str, shape: Ints) -> list[Share]:

@@ -1,6 +1,6 @@
 """What every format gives to the operations above it, whatever its files are."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -66,10 +66,9 @@ class Where:
     elems: int
     dtype: str
 
-    def part(self, number: int, count: int) -> "Where":
-        """One of `count` equal runs of the elements."""
-        elems = self.elems // count
-        offset = self.offset_bytes + number * elems * ITEMSIZE[self.dtype]
+    def run(self, first: int, elems: int) -> "Where":
+        """So many of the elements from `first` on."""
+        offset = self.offset_bytes + first * ITEMSIZE[self.dtype]
         return replace(self, offset_bytes=offset, elems=elems)
 
 
@@ -94,7 +93,8 @@ class Extras:
     `int_steps` (whether the optimizer keeps its step as an int) are as the files show them.
     `stateless` are entries of the weights that hold nothing, by canonical name; `patterns` is stock
     DeepSpeed's `universal_checkpoint_info`; `modules` are what modules keep besides tensors
-    (`get_extra_state`), by the names of these entries of the weights.
+    (`get_extra_state`), by the names of these entries of the weights; `side_data` is what quantized
+    layers keep beside their weights, by such names.
     """
 
     counters: Mapping[str, int]
@@ -110,6 +110,7 @@ class Extras:
     stateless: Mapping[str, Any] = field(default_factory=dict[str, Any])
     patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     modules: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    side_data: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Readable(Protocol):
@@ -238,7 +239,9 @@ class Told:
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
     Hugging Face folder holds of the parameters in `specs`; `like` the caller's model, which says
-    what it ties, and without a family what such a folder holds; `weights`: the optimizer's states
+    what it ties, and without a family what such a folder holds; `tensors` says the same of the
+    names and shapes of a folder's tensors, where their names are others than the model's (None:
+    nobody can); `weights`: the optimizer's states
     are not wanted, and may be damaged;
     `renamed` the names in the state dict of the caller's model that are others than its
     parameters and buffers have, with those; `classes` are those that the caller's own plain values
@@ -253,6 +256,7 @@ class Told:
     rules: RuleSet | None = None
     shares: Mapping[str, Share] | None = None
     like: Manifest | None = None
+    tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None = None
     weights: bool = False
     shapes: Mapping[str, Ints] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])

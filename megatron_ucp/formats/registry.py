@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_ucp.core.rules import RuleSet
+from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.base import Checkpoint, Format, Told
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
-from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat
+from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat, refuse_unnamed
 from megatron_ucp.formats.megatron.formats import TorchDistFormat
 from megatron_ucp.formats.megatron.legacy import LegacyFormat
 from megatron_ucp.formats.rule_file import read_rules
@@ -57,7 +58,12 @@ def find_checkpoint(path: str | Path, tag: str | None = None) -> FoundTag:
     folder. Raises NotFoundError, UsageError."""
     if isinstance(path, str | Path) and tag is None and is_hugging_face(Path(path)):
         return FoundTag(Path(path))
-    return find_tag(path, tag)
+    try:
+        return find_tag(path, tag)
+    except NotFoundError:
+        if tag is None and Path(path).is_dir():  # it may be a model's, under names of its own
+            refuse_unnamed(Path(path))
+        raise
 
 
 def is_hugging_face(folder: Path) -> bool:

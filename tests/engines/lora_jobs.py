@@ -10,6 +10,8 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
 from tests.engines.jobs import plant_fault
+from tests.engines.mixture_jobs import mixture
+from tests.engines.model_classes import tiny_model
 from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data, tiny_llama
 from tests.ranks import allow_fp16_on_cpu
 
@@ -28,7 +30,65 @@ KINDS: dict[str, dict[str, Any]] = {
     "tied": {"target_modules": ["embed_tokens", "k_proj"]},
     "embedding": {"target_modules": ["embed_tokens", "k_proj"]},
     "dora": {"target_modules": ["q_proj"], "use_dora": True},
+    "images": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "pissa": {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
+}
+
+
+# other forms of peft, by the class of their config and its settings
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": (
+        "LoraConfig",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+    "tokens": ("LoraConfig", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}),
+    "tokens and head": (
+        "LoraConfig",
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [1, 5], "lm_head": [2]},
+        },
+    ),
+    "tokens of a tied head": (
+        "LoraConfig",
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]},
+    ),
+    "saved modules": (
+        "LoraConfig",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head", "mlp"]},
+    ),
+    "head and embedding": (
+        "LoraConfig",
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    ),
+    "bias of factors": ("LoraConfig", {"target_modules": ["q_proj"], "lora_bias": True}),
+    "whole layers beside": ("LoraConfig", {"target_modules": ["q_proj"]}),
+    "biases that no config says": ("LoraConfig", {"target_modules": ["c_attn"]}),
+    "tokens alone": ("TrainableTokensConfig", {"token_indices": [1, 3]}),
+    "ia3": (
+        "IA3Config",
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
+    "loha": ("LoHaConfig", {"r": 2, "target_modules": ["q_proj"]}),
+    "lokr": ("LoKrConfig", {"r": 2, "target_modules": ["q_proj"]}),
+    "oft": ("OFTConfig", {"r": 0, "oft_block_size": 4, "target_modules": ["q_proj"]}),
+    "boft": ("BOFTConfig", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
+    "hra": ("HRAConfig", {"r": 2, "target_modules": ["q_proj"]}),
+    "adalora": (
+        "AdaLoraConfig",
+        {"target_modules": ["q_proj"], "total_step": 100, "tinit": 10, "tfinal": 10},
+    ),
+    "prefix": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
+    "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
+    "prompt": ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
+}
+# what is trained beside the adapter, set by hand, by a part of its name
+BESIDE = {
+    "whole layers beside": ("layers.1.mlp", "norm.weight"),
+    "biases that no config says": (".bias",),
 }
 
 
@@ -36,25 +96,34 @@ def base_model(kind: str, seed: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    if kind in ("gpt2", "mixed", "square"):
+    if kind == "images":
+        return tiny_model("LlavaForConditionalGeneration", seed)
+    if kind == "experts":
+        return mixture("qwen3_moe", seed)
+    if kind in ("gpt2", "mixed", "square", "biases that no config says"):
         sizes = GPT2Config(
             vocab_size=VOCAB, n_positions=SEQUENCE, n_embd=16, n_layer=2, n_head=2, use_cache=False
         )
         sizes.attn_pdrop = sizes.embd_pdrop = sizes.resid_pdrop = 0.0
         sizes.tie_word_embeddings = kind == "gpt2"
         return GPT2LMHeadModel(sizes)
-    return tiny_llama(tied=kind == "tied")
+    return tiny_llama(tied=kind in ("tied", "tokens of a tied head"))
 
 
 def wrapped(kind: str, seed: int, base: Path | None = None) -> Any:
-    from peft import LoraConfig, get_peft_model
+    import peft
 
     model = base_model(kind, 1)  # the base is always the same
     if base is not None and dist.get_rank() == 0:
         model.save_pretrained(base)
     torch.manual_seed(seed)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, **KINDS[kind])
-    return get_peft_model(model, config)
+    name, settings = FORMS.get(kind, ("LoraConfig", KINDS.get(kind, {})))
+    usual = {"r": RANK, "lora_alpha": ALPHA} if name == "LoraConfig" else {}
+    wrapped: Any = peft.get_peft_model(model, getattr(peft, name)(**{**usual, **settings}))
+    for name, param in wrapped.named_parameters():
+        if any(part in name for part in BESIDE.get(kind, ())):
+            param.requires_grad_(True)
+    return wrapped
 
 
 def make(kind: str, zero: int, seed: int, dtype: str = "fp32", base: Path | None = None) -> Any:
@@ -102,6 +171,8 @@ def save(kind: str, zero: int, folder: str, exclude: bool, dtype: str = "fp32") 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero == 3):
         if rank == 0:
             engine.module.save_pretrained(out / "peft")
+            named = engine.module.named_parameters()
+            found["trained"] = {n: p.detach().clone() for n, p in named if p.requires_grad}
             if zero < 3:
                 engine.module.merge_and_unload().save_pretrained(out / "merged")
     engine.destroy()

@@ -2,6 +2,7 @@
 format, or merged into their base; runs resume on other meshes."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
-from megatron_ucp.reshard.hugging_face.adapter import adapter_of
+from megatron_ucp.reshard.hugging_face.adapter import adapter_of, tensor_of
+from tests.engines.lora_jobs import BESIDE, FORMS
 from tests.engines.sources import without_manifest
 from tests.engines.test_pairs import check, check_fails
 from tests.ranks import RankPool, RanksFailed
@@ -70,17 +72,82 @@ def test_the_adapter_as_peft_writes_it(
         max_shard_size=900,
     )
     want = load_file(folder / "peft" / "adapter_model.safetensors")
-    if kind == "embedding":  # peft adds the frozen embedding of the base
+    files = "adapter_model.safetensors", "adapter_config.json"
+    assert twins.same(load_file(folder / "live" / files[0]), want) == []
+    if kind == "embedding":  # peft adds the frozen embedding of the base, which was not saved
         del want["base_model.model.model.embed_tokens.base_layer.weight"]
+        assert "embed_tokens.base_layer.weight: frozen, and left out" in found.notes[-1]
     assert twins.same(load_file(tmp_path / "out" / "adapter_model.safetensors"), want) == []
     assert found.tensors == len(want) > 3
     assert any(tensor.abs().max() > 0 for name, tensor in want.items() if "lora_B" in name)
-    files = "adapter_model.safetensors", "adapter_config.json"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*files, "ucp_export.json"}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {*files, "README.md", "ucp_export.json"}  # the card lies beside the config
     from_memory, from_files = (path / files[0] for path in (folder / "live", tmp_path / "out"))
-    assert from_memory.read_bytes() == from_files.read_bytes()
+    assert kind == "embedding" or from_memory.read_bytes() == from_files.read_bytes()
     configs = [settings(path) for path in (folder / "live", tmp_path / "out", folder / "peft")]
     assert configs[0] == configs[1] == configs[2] and configs[0]["r"] == 4
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_every_form_of_adapter_as_peft_writes_it(saved: Saved, tmp_path: Path, kind: str) -> None:
+    """Tensor by tensor, from files and from memory; of what was trained beside it every name is
+    said, with a way that keeps it."""
+    folder, seen = saved(kind, 3, False)
+    config = folder / "peft"
+    done = ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=config, verify=True)
+    want = load_file(config / "adapter_model.safetensors")
+    for found in (tmp_path / "out", folder / "live"):
+        assert twins.same(load_file(found / "adapter_model.safetensors"), want) == []
+    notes = "\n".join(done.notes)
+    assert ("NOT IN THE ADAPTER" in notes) == (kind in BESIDE)
+    if kind not in BESIDE:
+        return
+    beside = {n for n in seen["trained"] if not re.search(r"\.lora_|default", n)}
+    assert f"{len(beside)} tensors" in notes and any(name in notes for name in beside)
+    # both ways that the note names have all of it
+    whole = ucp.fp32_state_dict(folder)
+    assert all(torch.equal(whole[name], value) for name, value in seen["trained"].items())
+    ucp.export_hf(folder, tmp_path / "merged", config=config, merge=folder / "base", verify=True)
+    merged = twins.read(tmp_path / "merged")
+    inside = {name: tensor_of(name) for name in beside}
+    assert all(torch.equal(merged[inside[n]], seen["trained"][n]) for n in beside)
+
+
+def test_peft_loads_adapters_of_experts_and_tokens(saved: Saved, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    from tests.engines.lora_jobs import base_model
+
+    for kind in ("experts", "tokens and head"):
+        folder, _ = saved(kind, 3, False)
+        out = tmp_path / kind
+        ucp.export_hf(folder, out, dtype="float32", config=folder / "peft")
+        tokens = torch.arange(8).view(1, 8)
+        logits = [
+            PeftModel.from_pretrained(base_model(kind, 1), str(path))(tokens).logits
+            for path in (out, folder / "peft")
+        ]
+        assert torch.equal(*logits)
+        assert not torch.equal(logits[0], base_model(kind, 1)(tokens).logits)
+
+
+def test_one_sign_of_an_adapter_is_seen(saved: Saved, tmp_path: Path) -> None:
+    """By the comparison of the tests above, and by that of `--verify`, which reads it back."""
+    folder, _ = saved("experts", 3, False)
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "peft")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    want = load_file(folder / "peft" / "adapter_model.safetensors")
+    name = max(want, key=lambda name: want[name].numel())
+    found[name].view(-1)[3] *= -1
+    (said,) = twins.same(found, want)
+    assert name in said
+
+
+def test_a_factor_that_was_not_saved() -> None:
+    """A frozen lora_A is left out by exclude_frozen_parameters: half an adapter is none."""
+    specs = (ParamSpec("base_model.model.q.lora_B.default.weight", (4, 2), "float32", "trainable"),)
+    with pytest.raises(ModelMismatchError, match=r"q\.lora_A.*\n.*(.|\n)*exclude_frozen"):
+        adapter_of(Manifest(Keeper.ZERO_3, Mesh(), specs, ()), "")
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -161,6 +228,49 @@ def test_merged_into_the_base(
     assert all(torch.allclose(found[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
     assert not all(torch.allclose(base[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_files_of_the_run_and_of_its_base(saved: Saved, tmp_path: Path) -> None:
+    """A merged model has the run's tokenizer, and what its base's folder has besides."""
+    folder, _ = saved("llama")
+    config, base = tmp_path / "peft", tmp_path / "base"
+    shutil.copytree(folder / "peft", config)
+    shutil.copytree(folder / "base", base)
+    for name in ("tokenizer.json", "added_tokens.json"):
+        (config / name).write_text(f"the run's {name}")
+    for name in ("tokenizer.json", "merges.txt", "processor_config.json", "chat_template.jinja"):
+        (base / name).write_text(f"the base's {name}")
+    ucp.export_hf(folder, tmp_path / "out", config=config, merge=base)
+    names = {
+        path.name: path.read_text()
+        for path in (tmp_path / "out").iterdir()
+        if path.suffix in (".json", ".txt", ".jinja")
+    }
+    assert names["tokenizer.json"] == "the run's tokenizer.json"
+    assert names["processor_config.json"] == "the base's processor_config.json"
+    assert "added_tokens.json" in names and "merges.txt" not in names
+    assert "adapter_config.json" not in names and "config.json" in names
+
+
+def test_a_base_whose_files_have_other_names(saved: Saved, tmp_path: Path) -> None:
+    """An adapter of memory's names is merged into a folder of released ones, which it stays; as
+    peft merges, within its rounding."""
+    folder, _ = saved("images", 2, False)
+    base, theirs = (load_file(folder / name / "model.safetensors") for name in ("base", "merged"))
+    assert "language_model.model.embed_tokens.weight" in base
+    options = {"config": folder / "peft", "merge": folder / "base"}
+    ucp.export_hf(folder, tmp_path / "out", verify=True, **options)
+    found = twins.read(tmp_path / "out")
+    assert {*found} == {*base} == {*theirs}
+    assert all(torch.allclose(found[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
+    changed = {name for name in base if not torch.equal(base[name], found[name])}
+    assert "language_model.lm_head.weight" in changed
+    wrong = tmp_path / "base"
+    shutil.copytree(folder / "base", wrong)
+    base["language_model.model.layers.1.mlp.up_proj.weight"][3, 2] += 1e-3
+    save_file(base, wrong / "model.safetensors", {"format": "pt"})
+    said = refused(ModelMismatchError, folder, tmp_path / "no", config=folder / "peft", merge=wrong)
+    assert "language_model.model.layers.1.mlp.up_proj.weight" in said
 
 
 def test_transformers_loads_the_merged_model(saved: Saved, tmp_path: Path) -> None:
@@ -273,10 +383,13 @@ def test_names_that_are_not_pefts() -> None:
     found = adapter_of(of(f"{inner}.lora_A.mine.weight", f"{inner}.lora_B.mine.weight"), "")
     assert found is not None and found.name == "mine"
     assert [*found.files.values()] == [f"{inner}.lora_A.weight", f"{inner}.lora_B.weight"]
+    pairs = [f"{inner}.lora_{part}.{name}.weight" for name in ("one", "two") for part in "AB"]
+    beside = adapter_of(of(*pairs[:2], f"{inner}.weight"), "")
+    assert beside is not None and beside.beside == [f"{inner}.weight"]
     for wrong in (
-        of(f"{inner}.ia3_l.default"),
-        of(f"{inner}.lora_A.one.weight", f"{inner}.lora_A.two.weight"),
-        of(f"{inner}.lora_A.one.weight", f"{inner}.weight"),
+        of(f"{inner}.vera_lambda_b.default"),
+        of(*pairs),
+        of("prompt_encoder.default.embedding.weight", "prompt_encoder.default.mlp.0.weight"),
     ):
         with pytest.raises(UnsupportedError):
             adapter_of(wrong, "")
@@ -302,6 +415,9 @@ PAIRS = [
     ("dora", 1, True, 4, 2),
     ("gpt2", 1, True, 4, 3),
     ("rslora", 2, True, 1, 1),
+    ("experts", 3, True, 1, 2),
+    ("tokens and head", 2, True, 2, 3),
+    ("whole layers beside", 3, False, 1, 1),
 ]
 
 

@@ -3,6 +3,7 @@ line."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -239,6 +240,39 @@ def test_a_family_that_forgot_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     said = refused(UnsupportedError, source, tmp_path / "out")
     assert "has no tensor for a parameter" in said
     assert "decoder.layers.1.input_layernorm.weight" in said
+
+
+def attached_without_a_family(tree: dict[str, Any]) -> None:
+    """The manifest of a model of megatron-core that nobody named a family for: an architecture, and
+    the sizes of no family."""
+    tree["family"], tree["run"][RECORDED]["sizes"] = "", {}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_model_that_was_attached_without_a_family(tmp_path: Path, family: str) -> None:
+    """Sizes are the config's; the architecture that was recorded must agree with it. Nothing of it
+    is damage."""
+    ucp.export_hf(first(twins.model(family), tmp_path / "b"), tmp_path / "whole")
+    source = edited(first(twins.model(family), tmp_path), attached_without_a_family)
+    for options in (
+        {"config": tmp_path / "whole"},
+        {"config": tmp_path / "whole", "family": family},
+    ):
+        ucp.export_hf(source, tmp_path / "out", verify=True, **options)
+        assert twins.same(twins.read(tmp_path / "out"), twins.read(tmp_path / "whole")) == []
+        shutil.rmtree(tmp_path / "out")
+    said = refused(UsageError, source, tmp_path / "out", family=family)
+    assert "--config" in said and "__init__" not in said
+    path = tmp_path / "whole" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.25}))
+    said = refused(ModelMismatchError, source, tmp_path / "out", config=tmp_path / "whole")
+    assert "norm_epsilon: 0.25" in said
+
+
+def test_the_sizes_of_another_family(tmp_path: Path) -> None:
+    source = first(twins.model("llama"), tmp_path)
+    said = refused(ModelMismatchError, source, tmp_path / "out", family="mixtral")
+    assert "those of llama, which differ in experts" in said and "damage" not in said
 
 
 def test_a_plain_model(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ def renamed_entries(module: torch.nn.Module) -> dict[str, str]:
 
 def refuse_hooks(module: torch.nn.Module) -> None:
     """Raises UnsupportedError for an entry of the state dict that is no parameter and no buffer of
-    the model: its file would have what no load can put back."""
+    the model: its file would have what no load can put back. What quantized layers add beside
+    their frozen weights is no such entry: see `side_data_of`."""
     held, names = _held(module), _names(module)
     for entry, value in _entries(module).items():
         is_own = id(value) == id(held[entry]) if entry in held else id(value) in names
-        if not is_own:
+        if not is_own and not _is_of_frozen_weights(module, entry, held):
             raise UnsupportedError(
                 "a hook of the model's state dict changes values or adds entries, which is not "
                 "supported",
@@ -35,6 +36,29 @@ def refuse_hooks(module: torch.nn.Module) -> None:
                 fix="take the hook away, or leave `attach` out: DeepSpeed's own save and load "
                 "resume on the same mesh",
             )
+
+
+def side_data_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What quantized layers add to the state dict beside their frozen weights, as bitsandbytes'
+    layers do: tensors by the names of these entries."""
+    held, names = _held(module), _names(module)
+    return {
+        entry: value
+        for entry, value in _entries(module).items()
+        if entry not in held and id(value) not in names and isinstance(value, torch.Tensor)
+    }
+
+
+def _is_of_frozen_weights(module: torch.nn.Module, entry: str, held: dict[str, Any]) -> bool:
+    """Whether an entry is added by a module that has weights, all of them frozen."""
+    if entry in held:
+        return False
+    path = entry
+    modules = dict(module.named_modules())
+    while path and path not in modules:
+        path = path.rpartition(".")[0]
+    params = [*modules[path].parameters(recurse=False)] if path else []
+    return bool(params) and not any(param.requires_grad for param in params)
 
 
 def _held(module: torch.nn.Module) -> dict[str, Any]:

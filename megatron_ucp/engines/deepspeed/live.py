@@ -15,13 +15,14 @@ from megatron_ucp.core.stages import Joined, check_replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
 from megatron_ucp.engines.deepspeed.kept import of_engine
+from megatron_ucp.engines.deepspeed.quantized import check_side_data
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
 from megatron_ucp.engines.deepspeed.stage import LiveValue, OwnStage, Part, one_order
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
 from megatron_ucp.engines.live_tensors import dtype_name, flat_view, memory_of
 from megatron_ucp.engines.optimizer_groups import scalar_state
 from megatron_ucp.engines.places import LivePlaces, told_by
-from megatron_ucp.engines.same_model import check_model, computes_otherwise
+from megatron_ucp.engines.same_model import check_model, class_name, computes_otherwise, config_of
 from megatron_ucp.engines.values import named_in
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
@@ -32,6 +33,7 @@ from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
+from megatron_ucp.reshard.hugging_face.released import reader
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
@@ -77,7 +79,9 @@ class LiveEngine(LivePlaces):
         )
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
-            told = Told(like=self.manifest, renamed=self.own.renamed)
+            module = self.engine.module
+            names = reader(lambda: config_of(module), self.manifest, class_name(module))
+            told = Told(like=self.manifest, tensors=names, renamed=self.own.renamed)
         else:
             told = told_by(model, self.manifest)
         return replace(told, order=order, shapes=shapes, classes=classes)
@@ -131,6 +135,7 @@ class LiveEngine(LivePlaces):
             refuse_step_in_group(self.own.optimizer_name())
         if self.own.model is not None:
             check_model(source, self.own.model, self.engine.module)
+        check_side_data(source, self.engine.module)
 
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How

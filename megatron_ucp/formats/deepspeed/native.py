@@ -38,6 +38,7 @@ from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.position_proof import MATCHED, by_position
 from megatron_ucp.formats.deepspeed.rank_counts import count_ranks
 from megatron_ucp.formats.deepspeed.saved_extras import extras_of, layers_of
+from megatron_ucp.formats.deepspeed.side_data import said_of_side_data
 from megatron_ucp.formats.deepspeed.slot_places import SlotPlaces
 from megatron_ucp.formats.deepspeed.stage_contents import held_of
 from megatron_ucp.formats.deepspeed.stock_info import order_of
@@ -99,7 +100,8 @@ class NativeCheckpoint(TagFolder):
     def notes(self) -> list[str]:
         positions = [MATCHED] if by_position(self.known) else []
         declared = self.known.declared.notes
-        return [*self.led_here, *declared, *positions, *said_of(self.manifest)]
+        side = said_of_side_data(self.known.weights.side_data())
+        return [*self.led_here, *declared, *positions, *said_of(self.manifest), *side]
 
     def read_extras(self) -> Extras:
         return extras_of(self.known)

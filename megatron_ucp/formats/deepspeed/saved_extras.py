@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.core.layers import TIED, Layers
@@ -23,7 +24,7 @@ def extras_of(source: SlotPlaces) -> Extras:
     tree = source.optimizer_of(0)[0]
     optimizer = tree if isinstance(tree, dict) else {}
     scheduler = _joined_scheduler(source)
-    return from_meta(
+    found = from_meta(
         source.files,
         source.meta,
         optimizer,
@@ -31,6 +32,7 @@ def extras_of(source: SlotPlaces) -> Extras:
         source.contents.scaler,
         source.weights.extra_states(),
     )
+    return replace(found, side_data=source.weights.side_data())
 
 
 def _whole(value: Any) -> Any:

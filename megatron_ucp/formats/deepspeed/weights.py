@@ -7,8 +7,14 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
-from megatron_ucp.formats.deepspeed.model_file import buffer_names, find_ties
+from megatron_ucp.formats.deepspeed.model_file import (
+    buffer_names,
+    find_ties,
+    frozen_shapes,
+    shapes_by_group,
+)
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.side_data import without_side_data
 from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.foreign import texts
 from megatron_ucp.formats.pt.unpickler import TensorRef
@@ -39,6 +45,10 @@ class Weights:
         `no_extra_state`), which a strict load asks for all the same."""
         raise NotImplementedError
 
+    def side_data(self) -> Mapping[str, Any]:
+        """What quantized layers keep beside their weights (see `side_data`), of the first rank."""
+        return {}
+
     def check(self, file: str) -> None:
         """Compares a file with the first one of its kind. Raises ForeignFileError."""
 
@@ -52,6 +62,7 @@ class WholeModel(Weights):
     ) -> None:
         self._folder, self._files, self._renamed = folder, files, renamed
         self._modules: dict[int, dict[str, Any]] = {}
+        self._side: dict[int, dict[str, Any]] = {}
 
     def name_of(self, name: str, file: str) -> str:
         return name
@@ -71,8 +82,21 @@ class WholeModel(Weights):
 
     def module(self, tp: int = 0) -> Mapping[str, Any]:
         if tp not in self._modules:
-            self._modules[tp] = self._read(tp)
+            found = without_side_data(self._read(tp), self._own_names(tp))
+            self._modules[tp], self._side[tp] = found
         return self._modules[tp]
+
+    def _own_names(self, tp: int) -> set[str]:
+        """The parameters and buffers that a model file lists."""
+        file = self._files[tp]
+        meta, path = self._folder.tree(file), self._folder.full_path(file)
+        trained = shapes_by_group(meta, path) or []
+        listed = [*trained, frozen_shapes(meta, path), dict.fromkeys(buffer_names(meta, path), ())]
+        return {name for names in listed for name in names}
+
+    def side_data(self) -> Mapping[str, Any]:
+        self.module()
+        return self._side[0]
 
     def file_of(self, name: str, tp: int = 0) -> str:
         return self._files[tp]

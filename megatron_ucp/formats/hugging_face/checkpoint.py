@@ -1,9 +1,10 @@
 """A folder of a Hugging Face model, opened as a checkpoint that holds weights alone."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import Share, weights_manifest
+from megatron_ucp.core.shares import Share, Slice, weights_manifest
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -43,7 +44,7 @@ from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
 from megatron_ucp.formats.listed_files import open_regular
 from megatron_ucp.formats.open_file import same_bytes
 from megatron_ucp.formats.opened_folder import OpenedFolder
-from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
 from megatron_ucp.formats.tags import (
     AS_SAFETENSORS,
     POINTERS,
@@ -54,6 +55,10 @@ from megatron_ucp.formats.tags import (
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  # peft's
+_STEM = WEIGHTS_FILE.removesuffix(".safetensors")
+_SHARD = re.compile(rf"{_STEM}-\d{{5}}-of-(?P<count>\d{{5}})\.safetensors")
+_VARIANT = re.compile(rf"{_STEM}\.[^.]+\.safetensors")
+_SHARD_OF_VARIANT = re.compile(rf"{_STEM}\.[^.]+-\d+-of-\d+\.safetensors")
 MAX_JSON_BYTES = 256 * 2**20
 _HEAD = "lm_head.weight"  # of every model of transformers that gives logits
 # masks of GPT-2, and frequencies of rotary positions
@@ -77,14 +82,16 @@ class HuggingFaceCheckpoint(OpenedFolder):
         shares: Mapping[str, Share] | None = None,
         specs: Mapping[str, ParamSpec] | None = None,
         like: Manifest | None = None,
+        tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None = None,
     ) -> None:
         super().__init__(folder)
         self.main_file = self.full_path(CONFIG_FILE)
         with ExitStack() as undo:
             undo.callback(self.close)
             self._block = self._block_of()
-            self._slices: dict[str, tuple[str, int, int]] = {}
+            self._slices: dict[str, Slice] = {}
             self._files = self._tensor_files()
+            self._refuse_empty(like)
             self._scales = self._without_scales()
             if shares is not None:
                 self._files = self._without_constants()
@@ -94,10 +101,9 @@ class HuggingFaceCheckpoint(OpenedFolder):
                     self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
             elif like is not None:
                 self._files = self._without_constants(like.by_name)
-                self._leave_out_copies(like.ties)
             found = shares
             if found is None:
-                found, specs = self._own_names({} if like is None else stacks_of(like.by_name))
+                found, specs = self._own_names(like, tensors)
             self.manifest = self._manifest(found, specs or {}, named=shares is not None)
             undo.pop_all()
 
@@ -109,7 +115,10 @@ class HuggingFaceCheckpoint(OpenedFolder):
         for name in (WEIGHTS_FILE, ADAPTER_FILE):
             if (self.folder / name).is_file():
                 return dict.fromkeys(self.file(name).tensors, name)
+        if (shards := all_shards(self.folder)) and not (self.folder / INDEX_FILE).exists():
+            return self._of_shards(shards)
         if not (self.folder / INDEX_FILE).exists():
+            refuse_unnamed(self.folder)
             raise NotFoundError(
                 "the folder holds no weights as safetensors",
                 file=self.folder,
@@ -141,6 +150,44 @@ class HuggingFaceCheckpoint(OpenedFolder):
                 fix="restore index and files of one save",
             )
         return out
+
+    def _of_shards(self, shards: Sequence[str]) -> dict[str, str]:
+        """Tensor -> the shard that holds it, where no index says it. Raises ForeignFileError."""
+        out: dict[str, str] = {}
+        for name in shards:
+            for tensor in self.file(name).tensors:
+                if tensor in out:
+                    raise ForeignFileError(
+                        "two shards hold a tensor, and no index says which one counts",
+                        file=self.folder / name,
+                        parameter=tensor,
+                        expected=f"{INDEX_FILE}",
+                        found=f"the tensor in {out[tensor]} too",
+                        fix=f"restore {INDEX_FILE}, or the shards of one save",
+                    )
+                out[tensor] = name
+        return out
+
+    def _refuse_empty(self, like: Manifest | None) -> None:
+        """Raises ForeignFileError for tensors without elements, of which the model has some."""
+        known = {} if like is None else like.by_name
+        empty = [
+            name
+            for name, file in self._files.items()
+            if not self.file(file).tensors[name].size_bytes
+            and (known[name].elems if name in known else name.endswith(("weight", "bias")))
+        ]
+        if empty:
+            raise ForeignFileError(
+                "tensors of the folder have size 0: it was saved under ZeRO-3, where each rank has "
+                "a part of the weights, without gathering them",
+                file=self.folder / self._files[empty[0]],
+                parameter=some_of(empty),
+                expected="tensors with elements",
+                found=f"{len(empty)} of {len(self._files)} tensors without any",
+                fix="export the run's own checkpoint (megatron-ucp export-hf), or save again with "
+                '"stage3_gather_16bit_weights_on_model_save": true in the ZeRO section',
+            )
 
     def _block_of(self) -> Ints | None:
         """Rows and columns of a block of a weight in fp8; None without such. Raises
@@ -224,39 +271,71 @@ class HuggingFaceCheckpoint(OpenedFolder):
         UnsupportedError for one in fp8."""
         files = dict(self._files)
         for name, share in shares.items():
-            if share.slice_of is not None and share.slice_of[0] in self._files:
+            if share.slice_of is not None and share.slice_of.tensor in self._files:
                 self._slices[name] = share.slice_of
-                files[name] = self._files[share.slice_of[0]]
-        for whole, _, _ in self._slices.values():
+                files[name] = self._files[share.slice_of.tensor]
+        for whole in (one.tensor for one in self._slices.values()):
             files.pop(whole, None)
             if whole in self._scales:
                 raise scaled_slices(whole, str(self.folder / self._files[whole]))
         return files
 
     def _own_names(
-        self, stacks: Mapping[str, ParamSpec]
+        self,
+        like: Manifest | None,
+        tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None,
     ) -> tuple[Mapping[str, Share], Mapping[str, ParamSpec]]:
-        """Every tensor as a parameter of its own name, or as one expert's slice of a stack."""
-        found = unstacked(stacks, self._files) or {name: Share(name) for name in self._files}
+        """Every tensor as what it holds of the model that the folder is for (`like`): by what the
+        caller says of its names, else as a parameter of its own name, or as one expert's slice of a
+        stack."""
+        known = {} if like is None else like.by_name
+        shapes = {name: self._entry(name).shape for name in self._files}
+        found = None if tensors is None else tensors(shapes)
+        if found is None:
+            found = unstacked(stacks_of(known), self._files)
+        found = found or {name: Share(name) for name in self._files}
+        if like is not None:
+            found = self._without_copies(found, like.ties)
+        self._files = self._in_slices(found)
         specs = {
-            share.param: stacks[share.param]
-            if share.stacked
-            else replace(self._spec(name), name=share.param)
+            share.param: replace(self._spec(name), name=share.param)
+            if name in self._files and share == Share(share.param)
+            else replace(known[share.param], extent=None)
             for name, share in found.items()
         }
         return found, specs
+
+    def _without_copies(
+        self, shares: Mapping[str, Share], ties: Sequence[Tie]
+    ) -> Mapping[str, Share]:
+        """The shares without the tensors that are a tied parameter under another of its names.
+        Raises ModelMismatchError where they are several tensors."""
+        names = {share.param: name for name, share in shares.items() if name in self._files}
+        out = dict(shares)
+        for tie in ties:
+            here = [names[name] for name in (tie.canonical, *tie.aliases) if name in names]
+            for alias in here[1:]:
+                self._leave_out_copies([Tie(here[0], (alias,))])
+                del out[alias]
+            if here and out[here[0]].param != tie.canonical:  # it lies there under an alias alone
+                out[here[0]] = replace(out[here[0]], param=tie.canonical)
+        return out
 
     def _spec(self, name: str) -> ParamSpec:
         return ParamSpec(name, self._entry(name).shape, self._dtype(name), "frozen")
 
     def _entry(self, name: str) -> Entry:
         """Of a tensor, or of a slice: of one that its tensor can't have, that tensor's."""
-        whole, number, count = self._slices.get(name, (name, 0, 0))
-        entry = self.file(self._files[name]).tensors[whole]
-        if not count or entry.shape[:1] != (count,):
+        within = self._slices.get(name)
+        tensors = self.file(self._files[name]).tensors
+        if within is None:
+            return tensors[name]
+        entry = tensors[within.tensor]
+        shape = within.sliced_shape(entry.shape)
+        if shape is None:
             return entry
-        one = replace(entry, shape=entry.shape[1:])
-        return replace(one, offset_bytes=entry.offset_bytes + number * one.size_bytes)
+        at = entry.offset_bytes + within.first_elem(shape) * ITEMSIZE[entry.dtype]
+        return replace(entry, shape=shape, offset_bytes=at)
 
     def _dtype(self, name: str) -> str:
         """That of a tensor's values, as they are read."""
@@ -315,7 +394,22 @@ class HuggingFaceCheckpoint(OpenedFolder):
         return [
             "a Hugging Face folder: weights alone, and no checksums to compare them with",
             *([products] if self._scales else []),
+            *self._not_read(),
         ]
+
+    def _not_read(self) -> list[str]:
+        """Notes of other weights that lie in the folder, and of an index that does not."""
+        read = {*self._files.values()}
+        if read <= {WEIGHTS_FILE, ADAPTER_FILE}:
+            (first,) = read or {WEIGHTS_FILE}
+            others = [INDEX_FILE, *all_shards(self.folder), WEIGHTS_FILE, ADAPTER_FILE]
+            there = [name for name in others if name != first and (self.folder / name).is_file()]
+            return [f"{first} is read, as transformers does; not {some_of(there, 3)} beside it"][
+                : len(there)
+            ]
+        if not (self.folder / INDEX_FILE).is_file():
+            return [f"there is no {INDEX_FILE}: all of the {len(read)} shards were read"]
+        return []
 
     @property
     def file_names(self) -> list[str]:
@@ -328,7 +422,9 @@ class HuggingFaceCheckpoint(OpenedFolder):
     def _place(self, name: str) -> Where:
         file = self.file(self._files[name])
         if name in self._slices:
-            return file.place(self._slices[name][0]).part(*self._slices[name][1:])
+            within, shape = self._slices[name], self._entry(name).shape
+            run = within.first_elem(shape), math.prod(shape)
+            return file.place(within.tensor).run(*run)
         held = file.place(name)
         if name not in self._scales:
             return held
@@ -414,6 +510,50 @@ def read_json(path: Path) -> Mapping[str, Any]:
     return tree
 
 
+def all_shards(folder: Path) -> list[str]:
+    """The shards of a model by their names, which say how many there are; nothing where one of them
+    is missing."""
+    found: dict[str, list[str]] = {}
+    for path in folder.glob(f"{_STEM}-*-of-*.safetensors"):
+        if shard := _SHARD.fullmatch(path.name):
+            found.setdefault(shard["count"], []).append(path.name)
+    if len(found) != 1:
+        return []
+    ((count, names),) = found.items()
+    return sorted(names) if len(names) == int(count) else []
+
+
+def refuse_unnamed(folder: Path) -> None:
+    """Raises NotFoundError for a folder that has safetensors, or folders of models below it, and no
+    weights under the names that are looked for."""
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    snapshots = sorted(folder.glob("snapshots/*/config.json"))
+    if not files and not snapshots:
+        return
+    fix = "give the folder that save_pretrained wrote, or was downloaded, whole"
+    if snapshots and not files:
+        what, found = "this is the root of a model in the Hub's cache", "folders of its revisions"
+        fix = f"give the folder of one: {snapshots[-1].parent}"
+    elif any(_SHARD.fullmatch(name) for name in files):
+        what = f"shards of a model lie here, and not all of them, and no {INDEX_FILE}"
+        found = some_of(files)
+        fix = f"restore the shards that are missing, or {INDEX_FILE}"
+    else:
+        what, found = "the folder has safetensors under another name", some_of(files)
+        variants = [name for name in files if _VARIANT.fullmatch(name)]
+        if variants and not any(_SHARD_OF_VARIANT.fullmatch(name) for name in variants):
+            what = "the folder holds a variant of a model"
+            fix = f"name the file that you mean {WEIGHTS_FILE}, or make a link to it of that name"
+    raise NotFoundError(
+        what,
+        file=folder,
+        expected=f"{WEIGHTS_FILE}, or {INDEX_FILE} and its shards",
+        found=found,
+        fix=fix,
+        id="no-checkpoint",
+    )
+
+
 class HuggingFaceFormat:
     """Folders that `save_pretrained` writes, and our own exports."""
 
@@ -422,8 +562,11 @@ class HuggingFaceFormat:
         is DeepSpeed's."""
         if any((folder / name).exists() for name in ("latest", "latest_universal")):
             return False
-        return any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE))
+        names = WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE
+        if any((folder / name).is_file() for name in names):
+            return True
+        return bool(all_shards(folder)) and not has_state_files(folder)
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
         specs = told.specs if told.shares else None
-        return HuggingFaceCheckpoint(folder, told.shares, specs, told.like)
+        return HuggingFaceCheckpoint(folder, told.shares, specs, told.like, told.tensors)

@@ -1,8 +1,10 @@
-"""Low-rank adapters of Hugging Face's peft in a checkpoint: what peft's own files call them.
+"""Adapters of Hugging Face's peft in a checkpoint: what peft's own files call them.
 
 A model that peft wrapped names its parameters after the module and the adapter:
 `base_model.model.layers.0.q_proj.lora_A.default.weight`. peft's files leave the adapter's name out,
-and hold nothing of the base model but the modules that are trained as a whole.
+and hold nothing of the base model but what peft itself put there: modules that are trained as a
+whole, trained biases, a table of tokens that has an adapter. What else was trained has no place in
+them, and is named.
 """
 
 import math
@@ -24,13 +26,48 @@ from megatron_ucp.formats.patterns import problem_of
 PREFIX = "base_model.model."  # peft's wrappers, before the names of the base model
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _MAGNITUDE = "lora_magnitude_vector"  # of DoRA; its file's name has no ".weight"
+# What each kind of adapter trains, by the kind's name in adapter_config.json. Files of these kinds
+# hold no more than what was trained.
+_KINDS = {
+    "LORA": rf"{'|'.join(FACTORS)}|{_MAGNITUDE}",
+    "ADALORA": r"lora_[ABE]",
+    "IA3": r"ia3_l",
+    "LOHA": r"hada_\w+",
+    "LOKR": r"lokr_\w+",
+    "OFT": r"oft_R",
+    "BOFT": r"boft_[Rs]",
+    "HRA": r"hra_u",
+    "LN_TUNING": r"ln_tuning_layers",
+    "TRAINABLE_TOKENS": r"trainable_tokens_delta",  # _TOKENS
+}
 _PART = re.compile(
-    rf"(?P<module>.+)\.(?P<part>{'|'.join(FACTORS)}|{_MAGNITUDE})\.(?P<adapter>[^.]+)"
+    rf"(?P<module>.+)\.(?P<part>{'|'.join(_KINDS.values())})\.(?P<adapter>[^.]+)"
     r"(?P<rest>\.weight|\.bias)?"
 )
 _WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_TOKENS = "trainable_tokens_delta"
+# Prompts that are trained as they are used. What makes prompts of other numbers is not in a file.
+_PROMPTS = re.compile(r"prompt_encoder\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_PROMPT_KINDS = ("PROMPT_TUNING", "PREFIX_TUNING")
 # What peft put around a base model's own parameters.
 _WRAPPED = re.compile(r"(?P<module>.+)\.(base_layer|original_module)\.(?P<rest>[^.]+)")
+# Tables of tokens that peft's files hold as they are, frozen, where an adapter is on them.
+_TABLES = re.compile(r"(.+\.)?(embed_tokens|lm_head)")
+
+# Ways to begin that leave the base model as it is. Others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
+# take a part of its weights out first: added to the base as it was, that part would count twice.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva")
+# Settings with which W + scale * B A stays what is computed. Of others, also those of a later peft,
+# nobody says so: DoRA, aLoRA (behind certain tokens alone), block-diagonal factors, KaSA, ...
+_ADDED = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
+    *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
+    *("loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config"),
+    *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r"),
+    *("rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
+    "velora_config",
+}
 
 
 @dataclass
@@ -39,7 +76,10 @@ class Adapter:
 
     `files`: parameter -> its name in peft's file. `factors`: module of the base model -> part, such
     as lora_A -> parameter. `whole`: tensor of the base model -> the trained parameter that takes
-    its place. `base`: parameter that was not trained -> tensor of the base model.
+    its place. `base`: parameter that was not trained -> tensor of the base model. `biases` are
+    trained ones of the base model, which are in peft's file where its config says so; `beside` are
+    trained parameters for which peft's files have no place; `tables` are frozen tables of tokens
+    that peft adds to its files, and that were not saved.
     """
 
     name: str = ""
@@ -47,33 +87,72 @@ class Adapter:
     factors: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     whole: dict[str, str] = field(default_factory=dict[str, str])
     base: dict[str, str] = field(default_factory=dict[str, str])
+    biases: list[str] = field(default_factory=list[str])
+    beside: list[str] = field(default_factory=list[str])
+    tables: list[str] = field(default_factory=list[str])
+    prompts: bool = False
+
+    def left_out(self, config: Mapping[str, Any] | None) -> list[str]:
+        """What was trained and is not in peft's file of this config."""
+        said = "none" if config is None else config.get("bias", "none")
+        return [*self.beside, *(self.biases if said == "none" and config is not None else [])]
 
 
 def adapter_of(manifest: Manifest, file: str) -> Adapter | None:
     """The adapter that a checkpoint holds; None where peft did not wrap the model.
 
-    Raises UnsupportedError for several adapters, and for one that is not of low rank.
+    Raises UnsupportedError for several adapters, and for one of a kind whose files hold more than
+    what was trained; ModelMismatchError for one of which a part was not saved.
     """
     kinds = {spec.name: spec.kind for spec in manifest.params}
-    if not any(name.startswith(PREFIX) for name in kinds):
+    prompts = [name for name in kinds if _PROMPTS.fullmatch(name)]
+    if not prompts and not any(name.startswith(PREFIX) for name in kinds):
         return None  # other implementations of adapters: names are what they are
+    if prompts:
+        return _prompts(prompts, kinds, file)
     if not any(map(_PART.fullmatch, kinds)):
-        raise _unsupported("the model has an adapter that is not of low rank", kinds, file)
-    found, names, unknown = Adapter(), set[str](), list[str]()
+        raise _unsupported(
+            "the adapter is of a kind whose files hold more than it trains", kinds, file
+        )
+    found, names = Adapter(), set[str]()
     for name, kind in kinds.items():
         if match := _PART.fullmatch(name) or _WHOLE.fullmatch(name):
             names.add(match["adapter"])
             _add(found, name, match)
-        elif kind == "trainable" and not name.endswith(".bias"):
-            unknown.append(name)
+        elif kind == "trainable":
+            _add_trained(found, name)
         else:
-            _add_base(found, name, kind)
-    if unknown:
-        raise _unsupported("peft's files have no place for what was trained", unknown, file)
+            found.base[name] = tensor_of(name)
     if len(names) > 1:
         raise _unsupported("the checkpoint holds several adapters", sorted(names), file)
     (found.name,) = names
+    _require_all(found, file)
+    _add_tables(found, kinds)
     return found
+
+
+def _add_tables(found: Adapter, kinds: Mapping[str, str]) -> None:
+    """peft's files hold a table of tokens, frozen, beside the factors that are on it; not where
+    single rows of tokens are trained."""
+    if any(_TOKENS in parts for parts in found.factors.values()):
+        return
+    for module in found.factors:
+        table = f"{PREFIX}{module}.base_layer.weight"
+        if _TABLES.fullmatch(module) and table in kinds:
+            found.files[table] = table
+        elif _TABLES.fullmatch(module):
+            found.tables.append(table)
+
+
+def _prompts(names: list[str], kinds: Mapping[str, str], file: str) -> Adapter:
+    """An adapter that is the embeddings of a prompt."""
+    adapters = {match["adapter"] for name in names if (match := _PROMPTS.fullmatch(name))}
+    if len(names) > 1:
+        what = "several adapters" if len(adapters) > 1 else "an encoder of prompts"
+        raise _unsupported(f"the checkpoint holds {what}", names, file)
+    (name,), (adapter,) = names, adapters
+    beside = [n for n, kind in kinds.items() if kind == "trainable" and n != name]
+    return Adapter(adapter, {name: "prompt_embeddings"}, beside=beside, prompts=True)
 
 
 def _add(found: Adapter, name: str, match: re.Match[str]) -> None:
@@ -95,13 +174,33 @@ def tensor_of(name: str) -> str:
     return (f"{match['module']}.{match['rest']}" if match else name).removeprefix(PREFIX)
 
 
-def _add_base(found: Adapter, name: str, kind: str) -> None:
-    """A parameter or buffer of the base model: frozen, or a bias that is trained too."""
-    own = tensor_of(name)
-    if kind == "trainable":
-        found.files[name], found.whole[own] = name, name
+def _add_trained(found: Adapter, name: str) -> None:
+    """A parameter of the base model that was trained beside the adapter: a bias, which peft's files
+    have where the config says so, or anything that was set to be trained by hand."""
+    found.whole[tensor_of(name)] = name
+    if name.endswith(".bias"):
+        found.files[name] = name
+        found.biases.append(name)
     else:
-        found.base[name] = own
+        found.beside.append(name)
+
+
+def _require_all(found: Adapter, file: str) -> None:
+    """Raises ModelMismatchError where a factor of a pair is missing: a save without frozen
+    parameters leaves out one that is not trained."""
+    for module, parts in found.factors.items():
+        for pair in (FACTORS[:2], FACTORS[2:]):
+            if len({*pair} & {*parts}) == 1:
+                (lost,) = {*pair} - {*parts}
+                raise ModelMismatchError(
+                    "a part of the adapter is not in the checkpoint",
+                    file=file,
+                    parameter=f"{PREFIX}{module}.{lost}",
+                    expected=" and ".join(pair),
+                    found=", ".join(sorted(parts)),
+                    fix="save with exclude_frozen_parameters=False: what is not trained is left "
+                    "out otherwise; or write it with peft's own save_pretrained",
+                )
 
 
 def _unsupported(problem: str, names: Iterable[str], file: str) -> UnsupportedError:
@@ -109,7 +208,7 @@ def _unsupported(problem: str, names: Iterable[str], file: str) -> UnsupportedEr
     return UnsupportedError(
         problem,
         file=file,
-        expected="one adapter of low rank (lora_A, lora_B), and modules_to_save",
+        expected=f"one adapter of {', '.join([*_KINDS, *_PROMPT_KINDS])}",
         found=some_of(listed),
         fix="write it with peft's own save_pretrained",
     )
@@ -122,22 +221,63 @@ def check_adapter_config(
     DamagedFileError for one that says no ranks."""
     patterns: Any = config.get("rank_pattern") or {}
     said = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
-    if not all(isinstance(rank, int) for rank in said):
+    if config.get("peft_type") == "LORA" and not all(isinstance(rank, int) for rank in said):
         raise _no_number("rank", file, f"r {config.get('r')!r}, rank_pattern {patterns!r}")
+    kind = config.get("peft_type")
     found = {
         manifest.by_name[param].shape[0]
         for parts in adapter.factors.values()
         for part, param in parts.items()
         if part in ("lora_A", "lora_embedding_A")
     }
-    if config.get("peft_type") != "LORA" or not found <= {*said}:
+    if kind == "LORA" and not _are_ranks(found, {*said}, config):
         raise ModelMismatchError(
             "the config is of another adapter than the checkpoint's",
             file=file,
             expected=f"LORA of rank {', '.join(map(str, sorted(found)))}",
-            found=f"{config.get('peft_type')} of rank {config.get('r')}",
+            found=f"{kind} of rank {config.get('r')}",
             fix="give the adapter_config.json of the run",
         )
+    trained = {part.partition(".")[0] for parts in adapter.factors.values() for part in parts}
+    trained -= {_TOKENS} if kind == "LORA" else set()
+    pattern = _KINDS.get(str(kind))
+    fits = kind in _PROMPT_KINDS if adapter.prompts else pattern is not None
+    if not fits or any(not re.fullmatch(str(pattern), part) for part in trained):
+        raise ModelMismatchError(
+            "the config is of another kind of adapter than the checkpoint's",
+            file=file,
+            expected=f"the kind that trains {some_of(sorted(trained) or ['prompts'])}",
+            found=kind,
+            fix="give the adapter_config.json of the run",
+        )
+    if kind == "ADALORA" and patterns:
+        raise UnsupportedError(
+            "the adapter's ranks were cut in training, and peft's files have those that are left",
+            file=file,
+            expected="an adapter_config.json without a rank_pattern",
+            found=f"AdaLoRA with rank_pattern {patterns!r}"[:200],
+            fix="write it with peft's own save_pretrained",
+        )
+
+
+def _are_ranks(found: set[int], said: set[Any], config: Mapping[str, Any]) -> bool:
+    """Whether the ranks of factors are those of a config. A factor of a parameter of experts
+    (target_parameters) has as many rows for each expert."""
+    if not config.get("target_parameters"):
+        return found <= said
+    return all(any(rows % rank == 0 for rank in said if rank) for rows in found)
+
+
+def not_merely_added(config: Mapping[str, Any]) -> list[str]:
+    """The settings of an adapter with which it is not merely added to its base; none where it
+    is."""
+    start = config.get("init_lora_weights", True)
+    faults = [f"{k}: {v}"[:200] for k, v in sorted(config.items()) if v and k not in _ADDED]
+    if start not in _PLAIN_STARTS:
+        faults.append(f"init_lora_weights: {start}, which took weights out of the base")
+    if config.get("peft_type") != "LORA":
+        faults.append(f"peft_type: {config.get('peft_type')}")
+    return faults
 
 
 def scale_of(config: Mapping[str, Any], module: str, rank: int, file: str) -> float:

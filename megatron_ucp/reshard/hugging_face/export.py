@@ -7,8 +7,8 @@ on the mesh that saved it. The folder appears whole or not at all.
 """
 
 import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.errors import SaveError, UsageError
+from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.arguments import unknown_padding
 from megatron_ucp.formats.base import Checkpoint, Readable, Told
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
@@ -32,14 +32,13 @@ from megatron_ucp.reshard.folder_sink import (
     check_source,
     require_plain,
 )
+from megatron_ucp.reshard.hugging_face.beside import Beside, beside_weights
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.merge import Merge, open_merge
 from megatron_ucp.reshard.hugging_face.model_config import config_for, family_of
 from megatron_ucp.reshard.hugging_face.model_folder import (
     WEIGHT_DTYPES,
-    Beside,
     Outgoing,
-    beside_weights,
     publish,
     refuse_foreign,
     training_dtype,
@@ -147,7 +146,7 @@ def _of_files(
     started, folder = time.perf_counter(), Path(plain_path(dst))
     dtype = check_output(folder, asked.dtype, asked.allow, asked.force)
     asked = replace(asked, dtype=dtype, max_shard_size=parse_size(asked.max_shard_size))
-    names = pipe_names(asked.family or family_of(asked.config), asked.config)
+    names = _pipe_names(asked)
     told = Told(names=names, weights="weights" in asked.allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, asked.tag, asked.rules, told))
@@ -158,6 +157,16 @@ def _of_files(
         seen = "read back and equal" if asked.verify else checked(prepared.source)
         sizes = *moved, time.perf_counter() - started
         return prepared.out.exported(folder, mesh, sizes, asked.verify, prepared.notes, seen)
+
+
+def _pipe_names(asked: _Asked) -> Mapping[str, str] | None:
+    """Names in a pipeline of the model that the config says. A family that is not asked for is that
+    of any model with such a config: what it does not compute, transformers may."""
+    if asked.family:
+        return pipe_names(asked.family, asked.config)
+    with suppress(UnsupportedError):
+        return pipe_names(family_of(asked.config), asked.config)
+    return None
 
 
 @dataclass(frozen=True)
@@ -187,9 +196,10 @@ def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared
         family = family or found.family
     chosen = asked.dtype or training_dtype(source.manifest)
     twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
-    of_model = asked.merge if found is None or asked.merge is not None else found.folder
-    beside = beside_weights(twin, asked.tokenizer, of_model)
-    notes += twin.notes
+    # an adapter's folder has the tokenizer that the run used, its base's the rest
+    of_model = None if found is None else found.folder
+    beside = beside_weights(twin, asked.tokenizer, of_model, asked.merge)
+    notes += beside.notes
     out = Outgoing(source.manifest, twin, chosen, int(asked.max_shard_size))
     return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes, merged)
 
@@ -285,6 +295,9 @@ class _Written:
         source's masters, rounded as the files are; what was merged with a second merge."""
         twin = self.prepared.out.twin
         told = twin.told if twin.family or twin.is_adapter else None
+        if told is None and self.prepared.merged is None:
+            like = self.prepared.source.manifest
+            told = Told(like=like, tensors=lambda _: twin.shares)
         with open_checkpoint(written, told=told) as found:
             if self.prepared.merged is None:
                 source = self.prepared.source

@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.hugging_face.beside import Beside
 from megatron_ucp.reshard.hugging_face.exported import Exported
-from megatron_ucp.reshard.hugging_face.model_folder import Beside, Outgoing, publish
+from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, publish
 from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.memories import Memories
 from megatron_ucp.reshard.ranks_folder import RanksFolderSink
@@ -23,5 +24,5 @@ def export_live(
     output = out.output(source, beside, partial(publish, folder=folder))
     transfer(source, RanksFolderSink(folder, output), run=run)
     sizes = 0, run.done, time.perf_counter() - started
-    notes = replica_notes(manifest)
+    notes = [*replica_notes(manifest), *beside.notes]
     return out.exported(folder, str(manifest.mesh), sizes, False, notes, "from memory")

@@ -36,28 +36,16 @@ from megatron_ucp.reshard.hugging_face.adapter import (
     Adapter,
     adapter_of,
     check_adapter_config,
+    not_merely_added,
     scale_of,
     tensor_of,
 )
+from megatron_ucp.reshard.hugging_face.released import renamed_in_files
 from megatron_ucp.reshard.transfer import Proved, SinkPart, proved
 
 # Models whose matrices lie transposed (Conv1D) but for their head: peft says which way a layer's
 # lie for the last one alone.
 _MIXED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-# Ways to begin that leave the base model as it is. Others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
-# take a part of its weights out first: added to the base as it was, that part would count twice.
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva")
-# Settings with which W + scale * B A stays what is computed. Of others, also those of a later peft,
-# nobody says so: DoRA, aLoRA (behind certain tokens alone), block-diagonal factors, KaSA, ...
-_ADDED = {
-    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
-    *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out"),
-    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *("loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config"),
-    *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r"),
-    *("rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
-    "velora_config",
-}
 
 
 @dataclass(frozen=True)
@@ -93,13 +81,18 @@ class Merge:
             )
         check_adapter_config(found, source.manifest, config, self.file)
         _require_plain(config, self.file)
-        self._whole = found.whole
-        self._base = _Tensors(base, [*base.manifest.by_name])
-        self._own = _Tensors(source, [*found.files, *found.base])
-        self._trained_as = {tensor: param for param, tensor in found.base.items()}
+        names = base.manifest.by_name
+        said = read_json(base.folder / CONFIG_FILE)
+        # the base's files may have other names than the model in memory, which has the adapter's
+        self._in_files = renamed_in_files(said, names)
+        self._whole = {self._tensor(name): param for name, param in found.whole.items()}
+        self._base = _Tensors(base, [*names])
+        own = dict.fromkeys([*found.files, *found.beside, *found.base])
+        self._own = _Tensors(source, [*own])
+        self._trained_as = {self._tensor(name): param for param, name in found.base.items()}
         self._products = self._fitting(found, config)
         self._require_tied(found, source.manifest.ties)
-        self._require_sides(config, read_json(base.folder / CONFIG_FILE).get("model_type"))
+        self._require_sides(config, said.get("model_type"))
         self._local = threading.local()
 
     @property
@@ -140,18 +133,22 @@ class Merge:
 
     # ------------------------------------------------ parts
 
+    def _tensor(self, name: str) -> str:
+        """The base's name of a tensor that the adapter's model calls so."""
+        return self._in_files.get(name, name)
+
     def _fitting(self, found: Adapter, config: Mapping[str, Any]) -> dict[str, _Product]:
         """What is added to each tensor, once all of it fits the base."""
         out: dict[str, _Product] = {}
         faults: list[str] = []
-        for tensor, param in found.whole.items():
+        for tensor, param in self._whole.items():
             faults += self._misfit(tensor, self._own.shape(param))
         for module, parts in found.factors.items():
             product = self._product(module, parts, config)
             if isinstance(product, str):
                 faults.append(product)
                 continue
-            tensor, shape = f"{module}.weight", self._added(product)
+            tensor, shape = self._tensor(f"{module}.weight"), self._added(product)
             if self._base_shape(tensor) in (shape, shape[::-1]) and shape[0] != shape[1]:
                 product = replace(product, turned=self._base_shape(tensor) != shape)
             out[tensor] = product
@@ -189,12 +186,13 @@ class Merge:
     def _require_tied(self, found: Adapter, ties: Sequence[Tie]) -> None:
         """Raises UnsupportedError where one name of a tensor was trained and another was not: the
         base has one tensor for both."""
-        trained = {*self._products, *found.whole}
+        trained = {*self._products, *self._whole}
         for tie in ties:
             if tie.canonical in found.whole.values():
-                trained |= {*map(tensor_of, tie.aliases)}
+                trained |= {self._tensor(tensor_of(alias)) for alias in tie.aliases}
         for tie in ties:
-            names = {*map(tensor_of, (tie.canonical, *tie.aliases))}
+            known = map(tensor_of, (tie.canonical, *tie.aliases))
+            names = {self._tensor(name) for name in known}
             if trained & names and names - trained:
                 raise UnsupportedError(
                     "the adapter changes one of two parameters that are one tensor in the base",
@@ -335,11 +333,7 @@ def open_merge(
 
 def _require_plain(config: Mapping[str, Any], file: str) -> None:
     """Raises UnsupportedError where an adapter is not merely added to its base."""
-    start = config.get("init_lora_weights", True)
-    faults = [f"{k}: {v}"[:200] for k, v in sorted(config.items()) if v and k not in _ADDED]
-    if start not in _PLAIN_STARTS:
-        faults.append(f"init_lora_weights: {start}, which took weights out of the base")
-    if faults:
+    if faults := not_merely_added(config):
         raise UnsupportedError(
             "the adapter is not merely added to its base model",
             file=file,

@@ -17,35 +17,21 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Slot, Want
 from megatron_ucp.core.shares import Interleaved, Share, state_in, weights_manifest
 from megatron_ucp.core.states import VALUE
-from megatron_ucp.errors import NotFoundError, UsageError, some_of
+from megatron_ucp.errors import UsageError, some_of
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.hugging_face.shards import Tensor, WeightFile, index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.diff import weight_of
 from megatron_ucp.reshard.file_source import WIDE_WINDOW_BYTES
 from megatron_ucp.reshard.folder_sink import FolderOutput, require_free
+from megatron_ucp.reshard.hugging_face.beside import LIST_FILE, Beside
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.twin import Twin
 from megatron_ucp.reshard.transfer import NARROW, SinkPart, Source
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
-# What a tokenizer, and generating, need: copied where somebody says which model they are of.
-COPIED_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-LIST_FILE = "ucp_export.json"  # what an export wrote: name of the file -> bytes
-Beside = Mapping[str, str | Path]  # what lies beside the weights: a text, or a file to copy
 
 
 @dataclass(frozen=True)
@@ -100,9 +86,9 @@ class Outgoing:
         out: list[OutgoingTensor] = []
         for name, dtype, shape in rows:
             share = self.twin.shares[name]
-            whole, number, _ = share.slice_of or (name, 0, 1)
-            file, at = places[whole]
-            at += number * math.prod(shape) * ITEMSIZE[dtype]
+            within = share.slice_of
+            file, at = places[name if within is None else within.tensor]
+            at += (0 if within is None else within.first_elem(shape)) * ITEMSIZE[dtype]
             out.append(OutgoingTensor(name, share, *held[share.param], dtype, shape, file, at))
         return out
 
@@ -113,14 +99,15 @@ class Outgoing:
 
     @property
     def notes(self) -> list[str]:
-        """What the folder lacks."""
+        """What the class computes a little otherwise, and what the folder lacks."""
         if self.is_loadable:
-            return []
+            return [*self.twin.notes]
         reader = "peft" if self.twin.is_adapter else "transformers"
         file = self.twin.config_file
         return [
+            *self.twin.notes,
             f"no {file} was found, which {reader} needs: export again with the folder of the model "
-            "as --config (Python: config=)"
+            "as --config (Python: config=)",
         ]
 
     def output(
@@ -185,12 +172,13 @@ class Outgoing:
         rows = [(one.name, one.dtype, one.shape) for one in self.tensors]
         params = {one.share.param for one in self.tensors}
         elems = sum(self.twin.specs[name].elems for name in params)
-        for name, what in {**index_of(self.files, rows, elems), **beside}.items():
+        for name, what in {**index_of(self.files, rows, elems), **beside.files}.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             if isinstance(what, Path):
                 shutil.copyfile(what, folder / name)
             else:
                 (folder / name).write_text(what, encoding="utf-8")
-        written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        written = _sizes(folder)
         (folder / LIST_FILE).write_text(_json(written), encoding="utf-8")
 
 
@@ -198,8 +186,9 @@ def _whole_tensors(rows: Sequence[Tensor], shares: Mapping[str, Share]) -> list[
     """The tensors of a folder, of which some rows are slices."""
     out: dict[str, Tensor] = {}
     for name, dtype, shape in rows:
-        whole, _, count = shares[name].slice_of or (name, 0, 0)
-        out[whole] = whole, dtype, (count, *shape) if count else shape
+        within = shares[name].slice_of
+        whole = name if within is None else within.tensor
+        out[whole] = whole, dtype, shape if within is None else within.whole_shape(shape)
     return list(out.values())
 
 
@@ -232,36 +221,17 @@ def training_dtype(manifest: Manifest) -> str:
     return (trained or [spec.dtype for spec in manifest.params] or ["float32"])[0]
 
 
-def beside_weights(
-    twin: Twin, tokenizer: str | Path | None, model: str | Path | None = None
-) -> Beside:
-    """config.json, and the tokenizer's files of its folder, else of the `model`'s where it has
-    some. Raises NotFoundError where the tokenizer's has none."""
-    out: dict[str, str | Path] = {}
-    folder = model if tokenizer is None else plain_path(tokenizer)
-    for name in COPIED_FILES if folder is not None else ():
-        if (path := Path(folder or "") / name).is_file():
-            out[name] = path
-    if tokenizer is not None and not out:
-        raise NotFoundError(
-            "the folder that was given for the tokenizer has no file of one",
-            file=tokenizer,
-            expected=", ".join(COPIED_FILES[1:4]) + ", ...",
-            found="none" if Path(tokenizer).is_dir() else "no such folder",
-            fix="give --tokenizer (Python: tokenizer=) the folder that its save_pretrained wrote, "
-            "or leave it out",
-            id="",
-        )
-    if twin.config is not None:
-        out[twin.config_file] = _json(twin.config)
-    if twin.family:
-        tokens = {key: (twin.config or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
-        out.setdefault("generation_config.json", _json({"_from_model_config": True, **tokens}))
-    return out
-
-
 def _json(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, indent=2, sort_keys=True) + "\n"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file of a folder, and of the folders in it."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+    }
 
 
 def refuse_foreign(folder: Path) -> bool:
@@ -272,7 +242,7 @@ def refuse_foreign(folder: Path) -> bool:
     listed: Any = None
     if not folder.is_symlink() and (folder / LIST_FILE).is_file():
         listed = read_json(folder / LIST_FILE)
-    there = {p.name: p.stat().st_size for p in folder.iterdir()} if folder.is_dir() else {}
+    there = _sizes(folder)
     there.pop(LIST_FILE, None)
     if listed is None or there != listed:
         other = sorted(name for name in there if (listed or {}).get(name) != there[name])

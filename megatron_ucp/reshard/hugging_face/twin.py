@@ -16,7 +16,12 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.families import find_family
-from megatron_ucp.families.architecture import Architecture, described
+from megatron_ucp.families.architecture import (
+    Architecture,
+    described,
+    described_architecture,
+    other_sizes,
+)
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.base import Family, Model, Sizes
 from megatron_ucp.families.hugging_face import HuggingFace
@@ -29,9 +34,15 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     read_json,
 )
 from megatron_ucp.formats.tags import require_folder
-from megatron_ucp.reshard.hugging_face.adapter import Adapter, adapter_of, check_adapter_config
+from megatron_ucp.reshard.hugging_face.adapter import (
+    Adapter,
+    adapter_of,
+    check_adapter_config,
+    not_merely_added,
+)
 from megatron_ucp.reshard.hugging_face.model_config import config_at, twins
-from megatron_ucp.reshard.hugging_face.plain_config import check_given
+from megatron_ucp.reshard.hugging_face.plain_config import check_given, with_tie
+from megatron_ucp.reshard.hugging_face.released import names_note, reader, released_names
 
 # Settings of transformers that no tensor's shape shows.
 _COMPUTED = (
@@ -64,7 +75,7 @@ class Twin:
 
     @property
     def told(self) -> Told:
-        """What a reader of the folder has to know."""
+        """What a reader of the folder has to know, where it is of a family or an adapter."""
         return Told(specs=self.specs, shares=self.shares)
 
 
@@ -154,7 +165,14 @@ def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
-    return read_twin(folder, family, like.by_name)[0].told if family else Told(like=like)
+    if family:
+        return read_twin(folder, family, like.by_name)[0].told
+    return Told(like=like, tensors=reader(lambda: config_in(folder), like))
+
+
+def config_in(folder: Path) -> Mapping[str, Any]:
+    """config.json of a folder; nothing where it has none. Raises DamagedFileError."""
+    return read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:
@@ -232,16 +250,30 @@ def _described(
     """Sizes and architecture: of the config that was given, else as the checkpoint records them.
     Where there are both they must agree."""
     try:
+        other = other_sizes(manifest.run, family.sizes)
+        if other and manifest.family not in ("", family.name):
+            raise ModelMismatchError(
+                "the checkpoint records the sizes of another family",
+                file=file,
+                expected=f"the sizes of {family.name}",
+                found=f"those of {manifest.family}, which differ in {some_of(other)}",
+                fix="leave --family (Python: family=) out: the checkpoint says its model itself",
+            )
         found = described(manifest.run, family.sizes)
+        computes = described_architecture(manifest.run)
         if found is not None:
             _require_sizes(found[0])
-            _require_numbers(found[1])
+        if computes is not None:
+            _require_numbers(computes)
     except (TypeError, ValueError) as error:
         raise DamagedFileError(
             "what the manifest says of the model can't be read", file=file, found=str(error)[:200]
         ) from None
     said = None if config is None else _read(family, config, CONFIG_FILE)
-    if said is not None and found is not None and (faults := _differences(said, found)):
+    both = found
+    if both is None and said is not None and computes is not None:
+        both = said[0], computes  # attached without a family: no sizes were recorded
+    if said is not None and both is not None and (faults := _differences(said, both)):
         raise ModelMismatchError(
             "the config is of a model that computes something else than the checkpoint's",
             file=file,
@@ -276,10 +308,12 @@ def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Ar
         _require_sizes(found[0])
         return found
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        lacks = isinstance(error, KeyError)
         raise DamagedFileError(
             "config.json does not say the model's sizes",
             file=file,
-            found=f"{type(error).__name__}: {error}",
+            expected=f"a number for {error}" if lacks else None,
+            found="none" if lacks else f"{type(error).__name__}: {error}",
             fix="give the config.json of the model",
         ) from None
 
@@ -368,11 +402,15 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             "(family=) where that says none",
             id="no-config",
         )
-    known = None if config is None else _in_dtype(config, dtype)
-    if known is not None:
-        check_given(known, manifest.by_name, file)
-    shares = {name: Share(name) for name in manifest.by_name}
-    return Twin(shares, manifest.by_name, known)
+    known, notes = None, list[str]()
+    shares: Mapping[str, Share] = {name: Share(name) for name in manifest.by_name}
+    if config is not None:
+        check_given(config, manifest.by_name, file)
+        known, notes = with_tie(_in_dtype(config, dtype), manifest)
+        names = released_names(config, manifest.by_name)
+        notes += names_note(names, config.get("model_type"))
+        shares = shares if names is None else names.shares
+    return Twin(shares, manifest.by_name, known, notes=notes)
 
 
 def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -388,6 +426,30 @@ def _adapter(
     if config is not None:
         check_adapter_config(adapter, manifest, config, file)
         config = {**config, "inference_mode": True}  # as peft saves it: to be used
-    shares = {name: Share(param) for param, name in adapter.files.items()}
-    specs = {param: manifest.by_name[param] for param in adapter.files}
-    return Twin(shares, specs, config, "", ADAPTER_FILE, ADAPTER_CONFIG_FILE)
+    left = adapter.left_out(config)
+    files = {param: name for param, name in adapter.files.items() if param not in left}
+    notes: list[str] = []
+    if left:
+        notes.append(
+            f"NOT IN THE ADAPTER: {len(left)} tensors that were trained beside it, for which "
+            f"peft's files have no place: {some_of(left)}. {_way_that_keeps(config)}"
+        )
+    if adapter.tables:
+        notes.append(
+            f"without {some_of(adapter.tables)}: frozen, and left out of the save. peft writes it "
+            "too, and does not need it"
+        )
+    shares = {name: Share(param) for param, name in files.items()}
+    specs = {param: manifest.by_name[param] for param in files}
+    return Twin(shares, specs, config, "", ADAPTER_FILE, ADAPTER_CONFIG_FILE, notes=notes)
+
+
+def _way_that_keeps(config: Mapping[str, Any] | None) -> str:
+    """What writes, or gives, all that was trained, where an adapter's file can't hold it."""
+    values = (
+        "ucp.fp32_state_dict(PATH) has all that was trained, for load_state_dict(strict=False) of "
+        "the wrapped model"
+    )
+    if config is not None and not not_merely_added(config):
+        return f"--merge BASE (Python: merge=) writes the base model with all of it; {values}"
+    return values

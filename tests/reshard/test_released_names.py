@@ -1,0 +1,300 @@
+"""The names of released folders, by transformers' own tables: exports of checkpoints on paper,
+compared with what save_pretrained writes of the same values; and what is said where the tables, or
+transformers, are not there."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megatron_ucp as ucp
+from megatron_ucp.core.keepers import Keeper
+from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.reshard.hugging_face import released
+from megatron_ucp.reshard.hugging_face.traced import Traced, UntracedError
+from megatron_ucp.reshard.hugging_face.twin import twin_of
+from tests.engines.model_classes import tiny_model
+from tests.reshard import paper, twins
+
+
+def on_paper(model: Any, folder: Path) -> Path:
+    """A native checkpoint with the model's parameters; the model gets their values."""
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    written = paper.plain_model(shapes)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(written.truth(name))
+    return paper.write(written, folder / "native" / "step7")
+
+
+def compared(model: Any, tmp_path: Path) -> tuple[list[str], str]:
+    """Where an export differs from what save_pretrained writes; its notes."""
+    source = on_paper(model, tmp_path)
+    model.save_pretrained(tmp_path / "want")
+    done = ucp.export_hf(source, tmp_path / "out", config=tmp_path / "want", verify=True)
+    assert ucp.diff(source, tmp_path / "want") == ucp.diff(tmp_path / "want", source) == []
+    want = load_file(tmp_path / "want" / "model.safetensors")
+    held = {name for name, _ in model.named_buffers()}
+    want = {name: value for name, value in want.items() if name not in held}
+    return twins.same(twins.read(tmp_path / "out"), want), "\n".join(done.notes)
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """transformers' tables, to change for a test."""
+    from transformers import conversion_mapping
+
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
+    found: Any = conversion_mapping._checkpoint_conversion_mapping_cache
+    changed = dict(found)
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", changed)
+    return changed
+
+
+def converter(sources: Any, targets: Any, *operations: Any) -> Any:
+    from transformers.core_model_loading import WeightConverter
+
+    return WeightConverter(sources, targets, operations=[*operations])
+
+
+def fused(kind: str) -> list[Any]:
+    """Tables in which files have other tensors than memory, in several ways."""
+    from transformers import core_model_loading as ops
+
+    mlp, attention = r"\.mlp\.", r"\.self_attn\."
+    return {
+        "one above the other": [
+            converter(
+                rf"{mlp}gate_up\.weight",
+                [rf"{mlp}gate_proj\.weight", rf"{mlp}up_proj\.weight"],
+                ops.Chunk(dim=0),
+            )
+        ],
+        "transposed": [
+            converter(rf"{mlp}down\.weight", rf"{mlp}down_proj\.weight", ops.Transpose(0, 1))
+        ],
+        "several rows": [
+            converter(
+                rf"{attention}qkv\.weight",
+                [rf"{attention}{name}_proj\.weight" for name in "qkv"],
+                ops.Split(dim=0),
+            ),
+            ops.WeightRenaming(r"^model\.", "backbone."),
+        ],
+        "rows in turns": [
+            converter(rf"{mlp}down\.weight", rf"{mlp}down_proj\.weight", ops.Interleave(dim=0))
+        ],
+        "side by side": [
+            converter(
+                rf"{mlp}gate_up\.weight",
+                [rf"{mlp}gate_proj\.weight", rf"{mlp}up_proj\.weight"],
+                ops.Chunk(dim=1),
+            )
+        ],
+    }[kind]
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GPTNeoXForCausalLM", "LlamaForCausalLM"])
+def test_the_files_of_save_pretrained(tmp_path: Path, name: str) -> None:
+    assert compared(tiny_model(name, 1), tmp_path) == ([], "")
+
+
+@pytest.mark.parametrize("kind", ["one above the other", "transposed", "several rows"])
+def test_tensors_that_are_others(tables: Any, tmp_path: Path, kind: str) -> None:
+    tables["llama"] = fused(kind)
+    assert compared(tiny_model("LlamaForCausalLM", 1), tmp_path) == ([], "")
+    names = {*twins.read(tmp_path / "out")}
+    lost = {"one above the other": "gate_proj", "transposed": "down_proj", "several rows": "q_proj"}
+    assert not any(lost[kind] in name for name in names)
+
+
+@pytest.mark.parametrize("kind", ["rows in turns", "side by side"])
+def test_what_can_not_be_said_is_noted(tables: Any, tmp_path: Path, kind: str) -> None:
+    """Memory's names, which transformers loads; the note's way leads to the released ones."""
+    from transformers import AutoModelForCausalLM
+
+    tables["llama"] = fused(kind)
+    model = tiny_model("LlamaForCausalLM", 1)
+    source = on_paper(model, tmp_path)
+    model.save_pretrained(tmp_path / "want")
+    done = ucp.export_hf(source, tmp_path / "out", config=tmp_path / "want", verify=True)
+    assert any("have others, which can't be said without values" in note for note in done.notes)
+    assert {*twins.read(tmp_path / "out")} == {name for name, _ in model.named_parameters()}
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    del again._weight_conversions
+    again.save_pretrained(tmp_path / "again")
+    found = [twins.read(tmp_path / folder) for folder in ("again", "want")]
+    assert twins.same(*found) == []
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note says which readers the names suit; experts are found all the same."""
+    monkeypatch.setattr(released, "is_installed", lambda: False)
+    model = tiny_model("Qwen3MoeForCausalLM", 1)
+    source = on_paper(model, tmp_path)
+    model.save_pretrained(tmp_path / "want")
+    done = ucp.export_hf(source, tmp_path / "out", config=tmp_path / "want", verify=True)
+    assert any("transformers is not installed" in note for note in done.notes)
+    assert {*twins.read(tmp_path / "out")} == {name for name, _ in model.named_parameters()}
+    assert ucp.diff(source, tmp_path / "want") == []
+
+
+def test_a_config_without_the_name_of_its_class(tmp_path: Path) -> None:
+    """The first class of its model_type with these parameters; none where none has them."""
+    model = tiny_model("GPTNeoXForCausalLM", 1)
+    config = {**model.config.to_dict(), "architectures": None}
+    specs = {n: ParamSpec(n, tuple(p.shape), "float32") for n, p in model.named_parameters()}
+    found = released.released_names(config, specs)
+    assert found is not None and "embed_out.weight" in found.shares and found.are_others
+    wrapped = {f"policy.{name}": spec for name, spec in specs.items()}
+    assert released.released_names(config, wrapped) is None
+    config["architectures"] = ["GPTNeoXForSequenceClassification"]  # of another run
+    found = released.released_names(config, specs)
+    assert found is not None and "embed_out.weight" in found.shares
+
+
+def test_code_of_its_own_has_the_names_of_memory() -> None:
+    """As save_pretrained of such a class writes it; and nothing of it is looked for in the name."""
+    model = tiny_model("GPTNeoXForCausalLM", 1)
+    specs = {n: ParamSpec(n, tuple(p.shape), "float32") for n, p in model.named_parameters()}
+    config = model.config.to_dict()
+    assert released.released_names(config, specs) is not None
+    assert released.released_names(config, specs, "own.GPTNeoXForCausalLM") is None
+    assert released.released_names({**config, "architectures": ["Mine"]}, specs) is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "GPTNeoXForCausalLM"],
+)
+def test_from_pretrained_gives_the_head_that_was_trained(
+    tmp_path: Path, name: str, tied: bool
+) -> None:
+    """Tied by hand under a config that says false, in the config of the text too, and the other
+    way round. The flag as it was is the control: that head is drawn, or another one."""
+    import transformers
+
+    def saying(tree: dict[str, Any], value: bool) -> dict[str, Any]:
+        return {
+            key: value
+            if key == "tie_word_embeddings"
+            else saying(one, value)
+            if isinstance(one, dict)
+            else one
+            for key, one in tree.items()
+        }
+
+    model = tiny_model(name, 1)
+    table: Any = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    head.weight = table if tied else type(table)(table.detach() + 1)
+    own = dict(model.named_parameters())
+    every = model.named_parameters(remove_duplicate=False)
+    first, *aliases = [one for one, param in every if param is table]
+    specs = [ParamSpec(n, tuple(p.shape), "float32", "trainable") for n, p in own.items()]
+    ties = (Tie(first, tuple(aliases)),) if aliases else ()
+    manifest = Manifest(Keeper.ZERO_3, Mesh(), tuple(specs), (), ties=ties)
+    config = saying({**model.config.to_dict(), "architectures": [name]}, not tied)
+    twin = twin_of(manifest, config, "", "float32", "x")
+    assert "tie_word_embeddings" in twin.notes[0]
+    values = {n: own[share.param].detach().clone() for n, share in twin.shares.items()}
+    save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
+    for said in (twin.config, saying(dict(twin.config or {}), not tied)):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        found: Any = getattr(transformers, name).from_pretrained(tmp_path)
+        same = torch.equal(found.get_output_embeddings().weight, head.weight)
+        # transformers 5 keeps a head that the files have, whatever the flag says
+        assert same == (said is twin.config or not tied)
+
+
+def test_no_random_number_is_drawn() -> None:
+    model = tiny_model("MixtralForCausalLM", 1)
+    specs = {n: ParamSpec(n, tuple(p.shape), "float32") for n, p in model.named_parameters()}
+    before = torch.get_rng_state()
+    assert released.released_names(model.config.to_dict(), specs) is not None
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"depths": [2, 10**9]},
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": -3},
+        {"num_attention_heads": 0},
+        {"hidden_size": "x"},
+        {"architectures": ["os"]},
+        {"architectures": ["PreTrainedModel", 3, None]},
+        {"model_type": ["llama"]},
+        {"rope_parameters": {"rope_type": "of a later version"}},
+        {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
+    ],
+)
+def test_a_config_of_anybody(change: Mapping[str, Any]) -> None:
+    """Nothing is built that the checkpoint does not have, no code is run, and nothing is raised."""
+    model = tiny_model("LlamaForCausalLM", 1)
+    specs = {n: ParamSpec(n, tuple(p.shape), "float32") for n, p in model.named_parameters()}
+    config = json.loads(json.dumps({**model.config.to_dict(), **change}))
+    found = released.released_names(config, specs)
+    assert found is None or not found.are_others
+
+
+def test_folders_under_other_names(tmp_path: Path) -> None:
+    """Names of memory, of the base class and of the oldest files, as from_pretrained takes them."""
+    model = tiny_model("Qwen2VLForConditionalGeneration", 1)
+    specs = {n: ParamSpec(n, tuple(p.shape), "float32") for n, p in model.named_parameters()}
+    names = released.released_names(model.config.to_dict(), specs)
+    assert names is not None and names.are_others
+    in_memory = {name: spec.shape for name, spec in specs.items()}
+    assert {name: share.param for name, share in names.of_folder(in_memory).items()} == {
+        name: name for name in specs
+    }
+    bert = tiny_model("BertForMaskedLM", 1)
+    specs = {n: ParamSpec(n, tuple(p.shape), "float32") for n, p in bert.named_parameters()}
+    names = released.released_names(bert.config.to_dict(), specs)
+    assert names is not None
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): (name, spec.shape)
+        for name, spec in specs.items()
+    }
+    found = names.of_folder({name: shape for name, (_, shape) in old.items()})
+    assert {name: share.param for name, share in found.items()} == {
+        name: param for name, (param, _) in old.items()
+    }
+    base = {name.removeprefix("bert."): spec.shape for name, spec in specs.items()}
+    found = names.of_folder(base)
+    assert {share.param for share in found.values()} == {*specs}
+
+
+def test_places_of_elements() -> None:
+    """What torch does to tensors and to their places is the same."""
+    one, two = torch.arange(24).view(4, 3, 2), 100 + torch.arange(12).view(2, 3, 2)
+    values = {"one": one, "two": two}
+
+    def done(a: Any, b: Any) -> Any:
+        first, second = torch.chunk(a, 2, dim=0)
+        stacked = torch.stack([first, b], dim=1)
+        turned = torch.transpose(stacked, 0, 3).contiguous()
+        return torch.cat([turned, torch.stack([second, b], dim=1).transpose(0, 3)], dim=2)
+
+    want = done(one, two)
+    found = done(*(Traced.whole(name, tuple(value.shape)) for name, value in values.items()))
+    assert tuple(found.shape) == tuple(want.shape)
+    made = torch.full_like(want, -1)
+    for part in found.parts:
+        at = tuple(slice(a, a + n) for a, n in zip(part.start, part.extent, strict=True))
+        flat = values[part.name].reshape(-1)
+        made[at] = torch.as_strided(flat, part.extent, part.strides, part.offset)
+    assert torch.equal(made, want)
+    with pytest.raises(UntracedError):
+        torch.flip(Traced.whole("one", (2, 2)), [0])  # type: ignore[arg-type]
+    with pytest.raises(UntracedError):
+        Traced.whole("one", (2, 2)).reshape(4)
