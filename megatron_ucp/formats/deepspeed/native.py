@@ -22,6 +22,11 @@ from megatron_ucp.formats.deepspeed.autotp import is_uneven
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.doctor import refuse_mics, refuse_unusable, said_of
 from megatron_ucp.formats.deepspeed.evidence import compare
+from megatron_ucp.formats.deepspeed.expected_files import (
+    first_model_file,
+    require_expert_files,
+    require_layer_files,
+)
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.file_checks import check_file
 from megatron_ucp.formats.deepspeed.file_manifest import manifest_of
@@ -85,7 +90,7 @@ class NativeCheckpoint(TagFolder):
 
     def _opened(self, told: Told) -> OpenedFiles:
         """With the first model file, which says what kind of run wrote the others."""
-        name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
+        name = first_model_file(self.names)
         self.main_file = self.full_path(name)
         meta: Mapping[str, Any] = self.tree(name)
         if meta.get("mp_world_size") == 1:
@@ -139,7 +144,7 @@ def _ranks(step: OpenedFiles) -> RunRanks:
         uneven = any(buffer.share for buffer in step.recorded.buffers)
     else:  # AutoTP gives some ranks larger shares
         uneven = mesh.tp > 1 and not step.pipeline and is_uneven(info, step.main_file)
-    return after(
+    out = after(
         step,
         RunRanks,
         experts=experts,
@@ -148,6 +153,9 @@ def _ranks(step: OpenedFiles) -> RunRanks:
         uneven=uneven,
         places=mesh.holding(uneven),
     )
+    require_expert_files(out)
+    require_layer_files(out)
+    return out
 
 
 def _named(step: RunRanks) -> NamedWeights:
