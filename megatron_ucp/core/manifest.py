@@ -144,6 +144,13 @@ class Manifest:
         """Bytes of all files."""
         return sum(entry.size_bytes for entry in self.files)
 
+    @property
+    def taken_steps(self) -> int:
+        """Steps that the optimizer took: those that the run counts, but for the skipped ones."""
+        counts = [self.run.get(key) for key in ("global_steps", "skipped_steps")]
+        steps, skipped = (count if isinstance(count, int) else 0 for count in counts)
+        return steps - skipped
+
     def __post_init__(self) -> None:
         if len(self.by_name) != len(self.params):
             raise ContradictionError("a parameter is listed twice")

@@ -398,9 +398,7 @@ def check_not_lost(
 ) -> None:
     """Raises StateMismatchError for a checkpoint without optimizer states whose run took steps:
     they were never saved (SuperOffload writes such files), and are lost."""
-    counts = [source.run.get(key) for key in ("global_steps", "skipped_steps")]
-    steps, skipped = (count if isinstance(count, int) else 0 for count in counts)
-    taken = steps - skipped
+    taken = source.taken_steps
     if taken > 0 and keeps_states(optimizer, settings):
         raise StateMismatchError(
             "the run took steps, but the checkpoint holds no states of its optimizer",

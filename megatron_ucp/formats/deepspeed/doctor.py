@@ -50,7 +50,7 @@ def not_saved(config: Any, manifest: Manifest, has_optimizer: bool) -> list[str]
         out += [_PARTIAL] if isinstance(ratio, int | float) and ratio < 1 else []
     out += [_ZENFLOW] if settings.get("zenflow") else []
     version = manifest.run.get("ds_version")
-    if not has_optimizer and _stepped(manifest) and saved_no_bf16_optimizer(config, version):
+    if not has_optimizer and manifest.taken_steps > 0 and saved_no_bf16_optimizer(config, version):
         out.append(_BF16)
     if settings.get("zero_quantized_nontrainable_weights") and _quantized(manifest):
         out.append(_QUANTIZED)
@@ -117,15 +117,9 @@ def refuse_unusable(manifest: Manifest, file: str, allow: Any) -> None:
 def _lacks_moments(manifest: Manifest) -> bool:
     """Whether a buffer has masters alone, and yet the run took steps."""
     stepped = [buffer for buffer in manifest.buffers if buffer.stepped and buffer.members]
-    return _stepped(manifest) and any(
+    return manifest.taken_steps > 0 and any(
         [state for state, _ in buffer.states] == [MASTER] for buffer in stepped
     )
-
-
-def _stepped(manifest: Manifest) -> bool:
-    found = (manifest.run.get(key) for key in ("global_steps", "skipped_steps"))
-    steps, skipped = (count if isinstance(count, int) else 0 for count in found)
-    return steps > skipped
 
 
 def saved_no_bf16_optimizer(config: Any, version: Any) -> bool:
