@@ -93,6 +93,17 @@ class FileEntry:
     sha256: str = ""
 
 
+def differs_in_padding(have: ParamSpec, spec: ParamSpec) -> bool:
+    """Whether a parameter has other rows in a model (`spec`) than in a checkpoint (`have`) in the
+    padding of the vocabulary alone: both hold the rows of one tokenizer."""
+    return (
+        spec.extent is not None
+        and have.shape[1:] == spec.shape[1:]
+        and have.shape[0] >= spec.extent.true
+        and (have.extent is None or have.extent.true == spec.extent.true)
+    )
+
+
 @dataclass(frozen=True)
 class ParamGroup:
     """What the parameters of a group are stepped with: hyper-parameters as plain values, and the

@@ -117,6 +117,16 @@ class TagFiles:
         kinds = (self.model, self.optimizer, self.layers, self.experts, self.expert_optimizer)
         return sorted(name for kind in kinds for name in kind.values())
 
+    @property
+    def without_optimizer(self) -> "TagFiles":
+        """The files that hold weights, at other stages than ZeRO-3."""
+        return replace(self, optimizer={}, prefixes=(), expert_optimizer={})
+
+
+def is_optimizer_file(name: str) -> bool:
+    """Whether a file of that name holds states of an optimizer, and nothing else."""
+    return any(pattern.fullmatch(name) for pattern in (OPTIMIZER, EXPERT_OPTIMIZER))
+
 
 def without_sequence_ranks(names: TagFiles) -> TagFiles:
     """The files of a run without model-parallel ranks as what they are, whatever number of those is

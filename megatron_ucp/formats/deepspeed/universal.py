@@ -71,7 +71,8 @@ _GLOBAL = f"{ATOMS}/{GLOBAL}"
 class UniversalCheckpoint(TagFolder):
     """One opened universal folder. `specs` or `rules`
     declare layouts, which stock's folders do not hold; `names` or `rules` those of a pipeline's
-    parameters; `classes` may stand as names in plain values.
+    parameters; `classes` may stand as names in plain values; `weights`: the optimizer's states are
+    not wanted, and may be lost.
 
     Raises a UcpError for anything that its directories and pickles can show. Tensor bytes are not
     read.
@@ -84,8 +85,10 @@ class UniversalCheckpoint(TagFolder):
         names: Mapping[str, str] | None = None,
         rules: RuleSet | None = None,
         classes: frozenset[str] | None = frozenset(),
+        weights: bool = False,
     ) -> None:
         super().__init__(folder, classes)
+        self._weights = weights
         with ExitStack() as undo:
             undo.callback(self.close)
             self._read(specs, names, rules)
@@ -135,7 +138,7 @@ class UniversalCheckpoint(TagFolder):
         """Raises NotFoundError where a trained parameter lacks a state that its group's optimizer
         keeps: one that another parameter of the group has, or that the hyper-parameters tell of.
         A manifest lists the states itself."""
-        if self.recorded is not None:
+        if self.recorded is not None or self._weights:
             return
         stepped = [buffer for buffer in self.manifest.buffers if buffer.group is not None]
         took_steps = self.manifest.taken_steps > 0
@@ -593,4 +596,6 @@ class UniversalFormat:
         return is_universal(folder)
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
-        return UniversalCheckpoint(folder, told.specs, told.names, told.rules, told.classes)
+        return UniversalCheckpoint(
+            folder, told.specs, told.names, told.rules, told.classes, told.weights
+        )
