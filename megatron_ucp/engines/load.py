@@ -23,7 +23,7 @@ from megatron_ucp.engines.recall import Looked, adopt, look
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.formats.memory_folder import KeptShare
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.allowances import LOAD, MEMORY, Wanted, check_acting, check_words
+from megatron_ucp.reshard.allowances import LOAD, MEMORY, LoadWanted, check_acting, check_words
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.load_options import check_options
 from megatron_ucp.reshard.report import Report
@@ -120,10 +120,10 @@ def load(
     return fill(engine, path, tag, family, how)
 
 
-def _wanted(engine: Any, how: How) -> Wanted:
+def _wanted(engine: Any, how: How) -> LoadWanted:
     """What a load is asked for, as far as allowances need it."""
     has_optimizer = not hasattr(engine, "optimizer") or engine.optimizer is not None
-    return Wanted(
+    return LoadWanted(
         optimizer=how.optimizer and has_optimizer,
         scheduler=how.scheduler and not how.module_only,
         steps_in_memory=steps_of(engine) is not None,

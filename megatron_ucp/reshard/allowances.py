@@ -18,18 +18,18 @@ from typing import Any
 from megatron_ucp.errors import UsageError
 
 LOAD, MEMORY, CONVERT, EXPORT, IMPORT = "load", "memory", "convert", "export", "import"
-LIVE = frozenset({LOAD, MEMORY})
-FILES = frozenset({LOAD})
+OF_LOADS = frozenset({LOAD, MEMORY})
+OF_FILES = frozenset({LOAD})
 
 
 @dataclass(frozen=True)
 class Allowance:
     """What a word lets happen, and the `doors` at which it acts. `needs` is what a load must be
-    asked for, by the fields of `Wanted` below, and `otherwise` what to do where it is not.
+    asked for, by the fields of `LoadWanted` below, and `otherwise` what to do where it is not.
     `of_parts`: the word may name parameters by what their names begin with ("new:vision_tower")."""
 
     meaning: str
-    doors: frozenset[str] = LIVE
+    doors: frozenset[str] = OF_LOADS
     needs: str = ""
     otherwise: str = "leave it out"
     of_parts: bool = False
@@ -37,8 +37,10 @@ class Allowance:
 
 _STATES = "leave it out, or load the optimizer's states"
 TABLE = {
-    "narrow": Allowance("values may be rounded to a narrower dtype", LIVE | {CONVERT, IMPORT}),
-    "mean": Allowance("copies of a Partial parameter may be averaged", LIVE | {CONVERT, EXPORT}),
+    "narrow": Allowance("values may be rounded to a narrower dtype", OF_LOADS | {CONVERT, IMPORT}),
+    "mean": Allowance(
+        "copies of a Partial parameter may be averaged", OF_LOADS | {CONVERT, EXPORT}
+    ),
     "vocab": Allowance(
         "rows of a vocabulary may be dropped; new ones are zeros where they are padding, else as "
         "the engine has them"
@@ -49,10 +51,10 @@ TABLE = {
     ),
     "stale": Allowance(
         "masters may differ from the weights beside them; the masters are loaded",
-        FILES | {CONVERT, EXPORT},
+        OF_FILES | {CONVERT, EXPORT},
     ),
     "positions": Allowance(
-        "states in stage-0 files without a manifest are taken in the order of the groups", FILES
+        "states in stage-0 files without a manifest are taken in the order of the groups", OF_FILES
     ),
     "scheduler": Allowance(
         "the engine's scheduler may get the state of one of another class",
@@ -68,22 +70,22 @@ TABLE = {
         "values of classes that this program has not are left as the engine has them, or out"
     ),
     "per_rank": Allowance(
-        "what differed from rank to rank is rank 0's on another mesh", LIVE | {CONVERT}
+        "what differed from rank to rank is rank 0's on another mesh", OF_LOADS | {CONVERT}
     ),
     "weights": Allowance(
         "the optimizer's states may be damaged or lost; the weights beside them are loaded",
-        FILES | {EXPORT},
+        OF_FILES | {EXPORT},
         needs="weights",
         otherwise="give load_optimizer_states=False with it: the optimizer's states are what it "
         "leaves out",
     ),
     "hybrid": Allowance(
         "a GPTModel's layers become those of a hybrid model, which counts otherwise, or back",
-        FILES,
+        OF_FILES,
     ),
     "memory": Allowance(
         "a newer step in memory may be taken in the place of the tag that is named",
-        FILES,
+        OF_FILES,
         needs="steps_in_memory",
         otherwise='leave it out, or attach the engine with keep="memory"',
     ),
@@ -102,7 +104,7 @@ TABLE = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadWanted:
     """What a load is asked for, as far as allowances need it: the states of an optimizer that the
     engine has, the state of the scheduler, steps that are kept in memory."""
 
@@ -150,7 +152,7 @@ def check_words(allow: Any, doors: Collection[str]) -> None:
         )
 
 
-def check_acting(allow: Collection[str], wanted: Wanted) -> None:
+def check_acting(allow: Collection[str], wanted: LoadWanted) -> None:
     """Raises UsageError for a word that can't act in a load of what is wanted."""
     for word in sorted(allow):
         needs = TABLE[_word(word)].needs

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.reshard.allowances import LIVE, check_words
+from megatron_ucp.reshard.allowances import OF_LOADS, check_words
 from megatron_ucp.reshard.arguments import check_switch
 
 
@@ -41,4 +41,4 @@ def check_options(
             found=repr(per_rank)[:200],
             fix="give a function, or leave per_rank out",
         )
-    check_words(allow, LIVE)
+    check_words(allow, OF_LOADS)

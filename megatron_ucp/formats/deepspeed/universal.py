@@ -220,10 +220,22 @@ class UniversalCheckpoint(TagFolder):
         return slices_of(name, self._stacked[name]) if name in self._stacked else [name]
 
     def _check_listed(self) -> None:
-        """Raises ForeignFileError for an atom that the manifest does not list. Earlier manifests
-        list none of them."""
+        """Raises ForeignFileError for an atom that the manifest does not list, NotFoundError for
+        one that it lists and that is not there. Earlier manifests list none of them."""
         listed = [name for name in self.evidence.files if name.startswith(f"{ATOMS}/")]
-        extra = sorted(set(self.file_names) - set(self.evidence.files)) if listed else []
+        there = set(self.file_names)
+        needed = f"/{MASTER}.pt" if self._weights else ""
+        lost = [name for name in listed if name not in there and name.endswith(needed)]
+        if lost:
+            raise missing_files(
+                "state file",
+                len(lost),
+                self.folder / lost[0],
+                f"{len(listed)} files, as the manifest lists them",
+                some_of(lost, 4),
+                "; or convert again",
+            )
+        extra = sorted(there - set(self.evidence.files)) if listed else []
         if extra:
             raise ForeignFileError(
                 "a state file is not part of the folder that the manifest describes",
