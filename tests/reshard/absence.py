@@ -57,15 +57,15 @@ def removals(folder: Path) -> dict[str, list[str]]:
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     classes: dict[str, list[str]] = {}
     for name in names:
-        base, _, ending = name.rpartition("/")[2].rpartition("_")
+        words = re.split("[-_]", name.rpartition("/")[2])
         found = {
             f"file {name}",
             f"all of {name.rpartition('/')[0] or 'the top'}",
             f"all named {name.rpartition('/')[2]}",
-            f"all that end with {ending}",
+            *(f"all that end with {'_'.join(words[-count:])}" for count in (1, 2)),
             f"all like {re.sub('[0-9]+', 'N', name)}",
             *(f"all of {word} {int(number)}" for word, number in _NUMBERED.findall(name)),
-            *(f"all with {word}" for word, _ in _NUMBERED.findall(base)),
+            *(f"all with {word}" for word, _ in _NUMBERED.findall(name)),
         }
         for one in found:
             classes.setdefault(one, []).append(name)
