@@ -168,8 +168,15 @@ def answer(ask: Callable[[Save, Path], Any], save: Save, run: Path) -> str:
     return ""
 
 
-def loaded(save: Save, run: Path) -> str:
-    """The digest of what a load reads, or what it says."""
+Loads = Callable[[Save, list[Path]], list[str]]
+
+
+def loaded(save: Save, runs: list[Path]) -> list[str]:
+    """Of each run the digest of what a load reads, or what it says."""
+    return [_loaded(save, run) for run in runs]
+
+
+def _loaded(save: Save, run: Path) -> str:
     try:
         return _load(save, run)
     except UcpError as error:
@@ -178,51 +185,59 @@ def loaded(save: Save, run: Path) -> str:
 
 @dataclass
 class Table:
-    """A save, and what was found wrong with the answers about what is left of it. `load` is in the
-    place of `loaded`: what a real engine says."""
+    """A save, and what was found wrong with the answers about what is left of it. `loads` is in the
+    place of `loaded`: what real engines say. `spare` is what a load does without."""
 
     save: Save
     scratch: Path
-    load: Callable[[Save, Path], str] = loaded
+    loads: Loads = loaded
     cases: int = 0
-    spare: list[str] = field(default_factory=list[str])  # a load does without these
+    spare: list[str] = field(default_factory=list[str])
 
-    def wrong(self, only: Callable[[str], bool] = lambda one: True) -> Iterator[str]:
+    def wrong(self, only: Callable[[str], bool] = lambda one: True) -> list[str]:
         """Every breach of the law, by what was removed and the verb."""
-        want = self.load(self.save, self.save.run)
+        found = {what: names for what, names in removals(self.save.folder).items() if only(what)}
+        runs = [self._left(number, names) for number, names in enumerate(found.values())]
+        want, *verdicts = self.loads(self.save, [self.save.run, *runs])
         assert ":" not in want, want
-        content = {name for name, ask in VERBS.items() if not answer(ask, self.save, self.save.run)}
-        plain = self._plain()
-        for what, names in removals(self.save.folder).items():
-            if not only(what):
-                continue
-            self.cases += 1
-            run = linked(self.save.folder, self.scratch / f"left{self.cases}", self.save.tag)
-            remove(run / self.save.tag, names)
+        content, plain = self._content(self.save.run), self._plain()
+        self.cases, self.spare, out = len(found), [], list[str]()
+        for (what, names), run, verdict in zip(found.items(), runs, verdicts, strict=True):
             of_plain = any(name.rpartition("/")[2] == FILE_NAME for name in names)
-            yield from self._breaches(what, run, want, plain if of_plain else content)
+            out += self._breaches(what, run, verdict, want, plain if of_plain else content)
             shutil.rmtree(run)
+        return out
+
+    def _left(self, number: int, names: list[str]) -> Path:
+        run = linked(self.save.folder, self.scratch / f"left{number}", self.save.tag)
+        remove(run / self.save.tag, names)
+        return run
+
+    def _content(self, run: Path) -> set[str]:
+        """The verbs that are content with a run."""
+        return {name for name, ask in VERBS.items() if not answer(ask, self.save, run)}
 
     def _plain(self) -> set[str]:
         """The verbs that are content with the save without what this package put beside it."""
         run = linked(self.save.folder, self.scratch / "plain", self.save.tag)
-        remove(run / self.save.tag, [p.name for p in (run / self.save.tag).glob(f"{OURS}*")])
-        found = {name for name, ask in VERBS.items() if not answer(ask, self.save, run)}
+        plain_of(run / self.save.tag)
+        found = self._content(run)
         shutil.rmtree(run)
         return found
 
-    def _breaches(self, what: str, run: Path, want: str, content: set[str]) -> Iterator[str]:
-        found = self.load(self.save, run)
-        if found == want:
+    def _breaches(
+        self, what: str, run: Path, verdict: str, want: str, content: set[str]
+    ) -> Iterator[str]:
+        if verdict == want:
             self.spare.append(what)
         for name, ask in VERBS.items():
             said = answer(ask, self.save, run)
             if said.startswith("BARE"):
                 yield f"{what}: {name} ends in {said}"
-            elif found == want and said and name in content:
+            elif verdict == want and said and name in content:
                 yield f"{what}: a load is exact, and {name} says {said}"
-            elif found != want and not said and name not in LENIENT:
-                yield f"{what}: {name} is content, and a load says {found}"
+            elif verdict != want and not said and name not in LENIENT:
+                yield f"{what}: {name} is content, and a load says {verdict}"
 
 
 def told_of(folder: Path) -> Told:

@@ -76,7 +76,7 @@ def slow_but(cases: list[str], quick: set[str]) -> list[object]:
 )
 def test_what_is_missing_is_missed_by_every_verb(case: str, tmp_path: Path) -> None:
     table = Table(save_of(case, tmp_path), tmp_path)
-    assert [*table.wrong()] == []
+    assert table.wrong() == []
     assert table.cases >= len({*table.save.folder.rglob("*")}) > 0
     # of DeepSpeed's and Megatron's own files every one is needed
     assert {re.sub(r"\d+", "N", one) for one in table.spare} <= {"file ucp_manifest.json"}
@@ -127,7 +127,7 @@ def test_a_conversion_of_which_something_is_missing(kind: str, plain: bool, tmp_
     if plain:
         plain_of(made)
     table = Table(Save(linked(made, tmp_path / "run", "s1"), "s1", told), tmp_path)
-    assert [*table.wrong()] == []
+    assert table.wrong() == []
     assert table.cases > 0
 
 
@@ -150,7 +150,7 @@ def hugging_face(scratch: Path) -> Path:
 def test_a_hugging_face_folder_of_which_something_is_missing(tmp_path: Path) -> None:
     save = Save(linked(hugging_face(tmp_path), tmp_path / "run", "hf"), "hf")
     table = Table(save, tmp_path)
-    assert [*table.wrong()] == []
+    assert table.wrong() == []
     assert {"file config.json", "file README.md"} <= {*table.spare}  # of which no weight depends
     assert not any(".safetensors" in one and "index" not in one for one in table.spare)
 
@@ -249,7 +249,7 @@ def test_a_verb_that_does_not_look_breaks_the_law(
         rank_counts, "has_optimizer_files", lambda opened: bool(opened.names.optimizer)
     )
     monkeypatch.setattr(native, "require_layer_files", lambda _: None)
-    found = [*table.wrong(lambda one: one.startswith("all") and "optim" in one)]
+    found = table.wrong(lambda one: one.startswith("all") and "optim" in one)
     for verb in ("verify", "verify --deep", "ls", "newest_whole", "inspect"):
         assert any(f"{verb} is content" in one for one in found), verb
 
@@ -261,15 +261,15 @@ def test_a_universal_folder_that_asks_nobody_breaks_the_law(
     made = plain_of(universal(tmp_path))
     table = Table(Save(linked(made, tmp_path / "run", "s1"), "s1"), tmp_path)
     monkeypatch.setattr(UniversalCheckpoint, "_require_states", lambda _: None)
-    found = [*table.wrong(lambda one: one == "all named exp_avg.pt")]
+    found = table.wrong(lambda one: one == "all named exp_avg.pt")
     assert any("convert is content" in one for one in found)
 
 
 def test_one_lying_verb_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(save_of("zero1", tmp_path), tmp_path)
-    assert [*table.wrong()] == []
+    assert table.wrong() == []
     monkeypatch.setitem(VERBS, "ls", lambda save, run: None)
-    found = [*table.wrong()]
+    found = table.wrong()
     assert len(found) == table.cases // 2 and all("ls is content" in one for one in found)
     monkeypatch.setitem(VERBS, "ls", lambda save, run: 1 / 0)
     assert all("ZeroDivisionError" in one for one in table.wrong())
