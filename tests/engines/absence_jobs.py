@@ -9,6 +9,7 @@ import torch
 
 import megatron_ucp as ucp
 from tests.engines import moe_pipe_jobs
+from tests.engines.canonical import differences
 
 EXACT = "exact"
 
@@ -32,11 +33,11 @@ def loads(making: str, states: str, setup: Any, oracle: str, tags: list[str]) ->
 
 def _load(engine: Any, tag: str, want: dict[str, Any], values: Any) -> str:
     values.fill(engine)
-    if not values.differences(want, values.canonical(engine)):
+    if not differences(want, values.canonical(engine)):
         return "the engine had these values before the load: nothing is shown"
     try:
         ucp.load(engine, tag)
     except ucp.UcpError as error:
         return f"{type(error).__name__}: {error}"
-    other = values.differences(want, values.canonical(engine))
+    other = differences(want, values.canonical(engine))
     return f"other values: {other[:3]}" if other else EXACT
