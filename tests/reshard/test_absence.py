@@ -270,7 +270,7 @@ def test_one_lying_verb_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert table.wrong() == []
     monkeypatch.setitem(VERBS, "ls", lambda save, run: None)
     found = table.wrong()
-    assert len(found) == table.cases // 2 and all("ls is content" in one for one in found)
+    assert len(found) == table.cases > 2 and all("ls is content" in one for one in found)
     monkeypatch.setitem(VERBS, "ls", lambda save, run: 1 / 0)
     assert all("ZeroDivisionError" in one for one in table.wrong())
 
