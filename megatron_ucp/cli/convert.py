@@ -16,6 +16,7 @@ from megatron_ucp.cli.output import (
 )
 from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
 from megatron_ucp.errors import UsageError
+from megatron_ucp.reshard.allowances import CONVERT
 
 HELP = "write files for another mesh, a universal folder, or one for Megatron-LM"
 EXAMPLE = "convert runs/llama converted/global_step80 --mesh dp=3,zero=1"
@@ -44,15 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default without), torch_dist (for Megatron-LM)",
     )
     add_target(parser)
-    add_allow(
-        parser,
-        {
-            "narrow": "values are rounded to fewer bits",
-            "mean": "copies that differ are averaged",
-            "stale": "master weights may differ from the weights beside them",
-            "per_rank": "rank 0's of values that differ from rank to rank",
-        },
-    )
+    add_allow(parser, CONVERT)
 
 
 def run(args: Any) -> int:

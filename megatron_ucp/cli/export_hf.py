@@ -17,6 +17,7 @@ from megatron_ucp.cli.output import (
     named,
     show,
 )
+from megatron_ucp.reshard.allowances import EXPORT
 
 HELP = "write the weights as a folder that transformers loads"
 EXAMPLE = "export-hf runs/llama hf --dtype bf16 --verify"
@@ -55,14 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="where neither the checkpoint nor its config says one",
     )
-    add_allow(
-        parser,
-        {
-            "mean": "copies that differ are averaged",
-            "stale": "master weights may differ from the weights beside them",
-            "weights": "a damaged optimizer of a Megatron folder does not matter",
-        },
-    )
+    add_allow(parser, EXPORT)
 
 
 def run(args: Any) -> int:

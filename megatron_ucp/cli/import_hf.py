@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ucp.cli.output import add_allow, allowed, named, show
 from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
+from megatron_ucp.reshard.allowances import IMPORT
 
 HELP = "write DeepSpeed's files from a folder of a Hugging Face model"
 EXAMPLE = "import-hf hf start/global_step0 --mesh tp=2,dp=2,zero=1"
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS",
         help="of the vocabulary with padding, which is zeros (default: as many as there are)",
     )
-    add_allow(parser, {"narrow": "a folder in fp64 is rounded to fp32 master weights"})
+    add_allow(parser, IMPORT)
 
 
 def run(args: Any) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UcpError, UsageError
+from megatron_ucp.reshard.allowances import TABLE, words_at
 
 DONE, FOUND, UNUSABLE = 0, 1, 2
 SCHEMA_VERSION = 1  # of what --json prints; a field may come without a new number, none may go
@@ -103,9 +104,10 @@ RULES = {
 }
 
 
-def add_allow(parser: argparse.ArgumentParser, words: Mapping[str, str]) -> None:
-    """--allow, whose words each say what may happen."""
-    listed = "; ".join(f"{word}: {what}" for word, what in words.items())
+def add_allow(parser: argparse.ArgumentParser, door: str) -> None:
+    """--allow, whose words each say what may happen: those that act at a door (see
+    `reshard.allowances`)."""
+    listed = "; ".join(f"{word}: {TABLE[word].meaning}" for word in words_at(door))
     parser.add_argument(
         "--allow",
         metavar="WORDS",

@@ -95,6 +95,17 @@ class FileEntry:
     sha256: str = ""
 
 
+def differs_in_padding(have: ParamSpec, spec: ParamSpec) -> bool:
+    """Whether a parameter has other rows in a model (`spec`) than in a checkpoint (`have`) in the
+    padding of the vocabulary alone: both hold the rows of one tokenizer."""
+    return (
+        spec.extent is not None
+        and have.shape[1:] == spec.shape[1:]
+        and have.shape[0] >= spec.extent.true
+        and (have.extent is None or have.extent.true == spec.extent.true)
+    )
+
+
 @dataclass(frozen=True)
 class ParamGroup:
     """What the parameters of a group are stepped with: hyper-parameters as plain values, and the
@@ -145,6 +156,13 @@ class Manifest:
     def size_bytes(self) -> int:
         """Bytes of all files."""
         return sum(entry.size_bytes for entry in self.files)
+
+    @property
+    def taken_steps(self) -> int:
+        """Steps that the optimizer took: those that the run counts, but for the skipped ones."""
+        counts = [self.run.get(key) for key in ("global_steps", "skipped_steps")]
+        steps, skipped = (count if isinstance(count, int) else 0 for count in counts)
+        return steps - skipped
 
     def __post_init__(self) -> None:
         if len(self.by_name) != len(self.params):

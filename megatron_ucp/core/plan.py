@@ -8,8 +8,9 @@ from typing import Any
 from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Partial, Piece
-from megatron_ucp.core.manifest import BufferPart, Manifest
+from megatron_ucp.core.manifest import BufferPart, Manifest, differs_in_padding
 from megatron_ucp.core.mesh import Coords, index_on
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import InexactError, PlanError
 
 # (from, to) of casts that keep every value
@@ -87,11 +88,12 @@ class Mean:
 @dataclass(frozen=True, slots=True)
 class Fill:
     """Zeros in [start, stop) of a slot: its padding, or vocabulary rows that the source does not
-    have."""
+    have. `is_kept`: the rows of new tokens, whose weights stay as the target has them."""
 
     slot: Slot
     start: int
     stop: int
+    is_kept: bool = False
 
 
 Op = Copy | Cast | Mean
@@ -144,7 +146,8 @@ def make_plan(
             places[place] = list(planner.moves(slot, state))
         for move in places[place]:
             if isinstance(move, Fill):
-                fills.append(Fill(slot, move.start, move.stop))
+                kept = move.is_kept and slot.state in (MASTER, VALUE)
+                fills.append(Fill(slot, move.start, move.stop, kept))
             else:
                 ops.append(planner.op(slot, state, move))
         fills += padding(target.buffers[slot.buffer], slot)
@@ -263,8 +266,8 @@ class _Planner:
                         yield from self._supply(slot, state, fragment.member, member, part)
 
     def _new_rows(self, slot: Slot, member: Member, want: Piece) -> Iterator[Fill]:
-        """Zeros for rows of a vocabulary that is larger than the source's; `match_params` let that
-        pass by name."""
+        """What stands in rows of a vocabulary that is larger than the source's; `match_params` let
+        that pass by name."""
         source = self.source.by_name.get(member.param)
         target = self.target.by_name[member.param]
         if source is None or not target.shape or source.shape[0] >= target.shape[0]:
@@ -273,7 +276,8 @@ class _Planner:
         if new is not None:
             buffer = self.target.buffers[slot.buffer].of(slot.state)
             start = buffer.offset(member, slot.part, new.flat_start)
-            yield Fill(slot, start, start + new.flat_stop - new.flat_start)
+            stop = start + new.flat_stop - new.flat_start
+            yield Fill(slot, start, stop, is_kept=not differs_in_padding(source, target))
 
     def _supply(
         self, slot: Slot, state: str, index: int, member: Member, want: Piece

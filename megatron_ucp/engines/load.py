@@ -25,6 +25,7 @@ from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.memory_folder import KeptShare
 from megatron_ucp.formats.tags import content_id
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.allowances import LOAD, MEMORY, LoadWanted, check_acting, check_words
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.load_options import check_options
 from megatron_ucp.reshard.report import Report
@@ -122,6 +123,9 @@ def load(
     asked["load_optimizer_states"] = bool(load_optimizer_states)
     agree.require_same(agree.gather(asked))
     check_options(hyper=given["hyper"], allow=given["allow"], per_rank=per_rank)
+    if allow is not None:  # what `attach` got is for all loads, whatever each has a use for
+        check_words(allow, {MEMORY if isinstance(path, HeldRun) else LOAD})
+        check_acting(how.allow, _wanted(engine, how))
     # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
     if (kept := steps_of(engine)) is not None and not isinstance(path, HeldRun):
         adopt(kept, Path(path))
@@ -137,6 +141,16 @@ _DEFAULTS: Mapping[str, Any] = {
     "loader": None,
     "per_rank": None,
 }
+
+
+def _wanted(engine: Any, how: How) -> LoadWanted:
+    """What a load is asked for, as far as allowances need it."""
+    has_optimizer = not hasattr(engine, "optimizer") or engine.optimizer is not None
+    return LoadWanted(
+        optimizer=how.optimizer and has_optimizer,
+        scheduler=how.scheduler and not how.module_only,
+        steps_in_memory=steps_of(engine) is not None,
+    )
 
 
 def _words(allow: Any) -> frozenset[str]:

@@ -16,6 +16,7 @@ import torch
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import TWISTER_WORDS, Checkpoint
+from megatron_ucp.formats.of_ranks import RANDOM_STATES
 
 # Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where
 # a program uses it.
@@ -32,7 +33,7 @@ CONVERTED = (
 
 
 def file_name(rank: int) -> str:
-    return f"ucp_rng_{rank:05d}.safetensors"
+    return f"{RANDOM_STATES}{rank:05d}.safetensors"
 
 
 def write(folder: Path, rank: int) -> Path:

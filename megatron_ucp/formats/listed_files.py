@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -19,12 +19,18 @@ from megatron_ucp.formats import of_ranks
 class Recorded:
     """The manifest of a tag folder; `manifest` is None and `files` are empty where there is none.
 
-    `state_files` are the names that were found there. Raises NotFoundError for a file that is
-    missing, ForeignFileError for one too many.
+    `state_files` are the names that were found there; `unneeded` says of a file that it may be
+    missing. Raises NotFoundError for another one that is missing, ForeignFileError for one too
+    many.
     """
 
-    def __init__(self, folder: Path, state_files: Iterable[str]) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        state_files: Iterable[str],
+        unneeded: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        self.folder, self._unneeded = folder, unneeded
         self.manifest: Manifest | None = None
         self.files: Mapping[str, FileEntry] = {}
         path = folder / FILE_NAME
@@ -58,7 +64,8 @@ class Recorded:
         self.files = {entry.name: entry for entry in manifest.files}
         # os.path, as a Path for each takes longer; what lies in folders the format itself looks for
         plain = [name for name in self.files if "/" not in name]
-        missing = [name for name in plain if not os.path.isfile(f"{self.folder}/{name}")]
+        gone = [name for name in plain if not os.path.isfile(f"{self.folder}/{name}")]
+        missing = [name for name in gone if not self._unneeded(name)]
         if missing:
             raise NotFoundError(
                 "a file that the manifest lists is missing",

@@ -18,6 +18,7 @@ from megatron_ucp.errors import DamagedFileError, StateMismatchError, some_of
 PER_RANK = "per_rank"  # of a manifest's run
 BUFFERS, CLIENT_STATE, SCHEDULER = "buffers", "client_state", "lr_scheduler"
 FILES = "ucp_rank_"  # how their names begin
+RANDOM_STATES = "ucp_rng_"  # and those of the files with the random states of each rank
 MAX_BYTES, MAX_VALUES = 2**31, 2**25  # of one file: it has the bytes of a rank's own tensors
 _NAMED = 5
 

@@ -5,7 +5,7 @@ schedulefree 1.4, Transformer Engine 2.3 and Apex, each optimizer's `step`, `_in
 `init_state`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,9 @@ _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
 }
 
 
+_REGISTERED: set[str] = set()  # names that `register_optimizer` added
+
+
 DECOUPLED = "decoupled_weight_decay"  # of a group: the decay is none of the gradient's
 _OF_ADAM = frozenset(
     {
@@ -220,6 +223,7 @@ def register_optimizer(
     ELEMENT.update(kept.element)
     SCALAR.update(kept.scalar)
     _TABLE[name] = lambda _: kept
+    _REGISTERED.add(name)
 
 
 def _kept(name: Any, element: Any, scalar: Any, step: Any) -> Kept:
@@ -303,6 +307,49 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
             "a load can also leave the optimizer out (Python: load_optimizer_states=False)",
         )
     return _TABLE[optimizer](group)
+
+
+# What torch's classes, and those after their example, keep for a group that has these
+# hyper-parameters: files of DeepSpeed's don't name the class.
+_BY_SETTINGS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
+    (frozenset({"betas", "eps"}), ("exp_avg", "exp_avg_sq")),
+    (frozenset({"betas"}), ("exp_avg",)),
+    (frozenset({"rho", "eps"}), ("square_avg", "acc_delta")),
+    (frozenset({"alpha", "centered"}), ("square_avg",)),
+    (frozenset({"lambd", "t0"}), ("ax",)),
+    (frozenset({"etas", "step_sizes"}), ("prev", "step_size")),
+    (frozenset({"lr_decay", "initial_accumulator_value"}), ("sum",)),
+)
+_IN_PLACE_OF = {  # a state -> those that some optimizers keep instead
+    "exp_avg": ("z", "state1"),
+    "exp_avg_sq": ("exp_inf", "state2"),
+}
+_BY_SWITCH = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+
+
+def untold_states(settings: Mapping[str, Any], found: Collection[str]) -> list[str]:
+    """The element-wise states that a group with these hyper-parameters has after its first step
+    besides those `found`, whatever class steps it. For example, a group with betas and eps of which
+    exp_avg was found also has exp_avg_sq."""
+    if any({*found} == {*_TABLE[name](settings).element} for name in _REGISTERED):
+        return []
+    usual = next((kept for keys, kept in _BY_SETTINGS if keys <= settings.keys()), ())
+    wanted = [*usual, *(state for key, state in _BY_SWITCH.items() if settings.get(key) is True)]
+    if isinstance(momentum := settings.get("momentum"), int | float) and momentum:
+        wanted.append("momentum_buffer")
+    if settings.get("use_muon"):
+        wanted = ["momentum_buffer"]
+    others = {state: _IN_PLACE_OF.get(state, ()) for state in dict.fromkeys(wanted)}
+    return [one for one, instead in others.items() if not {one, *instead} & {*found}]
+
+
+def counts_steps(settings: Mapping[str, Any], states: Collection[str]) -> bool:
+    """Whether an optimizer with these hyper-parameters, which keeps these states, has a step for
+    each parameter: those of Adam's kind do, but for schedule-free ones."""
+    own = [_TABLE[name](settings) for name in _REGISTERED]
+    if any({*states} == {*kept.element} and "step" not in kept.scalar for kept in own):
+        return False
+    return {"betas", "eps"} <= settings.keys() and "z" not in states
 
 
 def steps_in_group(optimizer: str) -> bool:

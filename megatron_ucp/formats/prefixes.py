@@ -1,5 +1,6 @@
 """Wrappers of a model show as prefixes of its names, on one side only: then no name is found."""
 
+from collections import Counter
 from collections.abc import Collection
 
 from megatron_ucp.errors import ModelMismatchError
@@ -54,3 +55,33 @@ def _prefix_of(longer: set[str], shorter: set[str]) -> str:
         if named <= longer or longer <= named:
             return prefix
     return ""
+
+
+def likely_renaming(saved: Collection[str], wanted: Collection[str]) -> str:
+    """What most names of a checkpoint have in the place of what the model's names begin with, in
+    words; "" where few end alike. For example, `language_model.model.layers.0.bias` and
+    `model.language_model.layers.0.bias` end alike from `layers` on."""
+    ends: dict[str, list[str]] = {}
+    for name in saved:
+        parts = name.split(".")
+        for first in range(len(parts) - 1):
+            ends.setdefault(".".join(parts[first:]), []).append(".".join(parts[:first]))
+    found = Counter[tuple[str, str]]()
+    for name in wanted:
+        parts = name.split(".")
+        common = (n for n in range(len(parts) - 1) if ".".join(parts[n:]) in ends)
+        first = next(common, None)
+        if first is not None:
+            before = ".".join(parts[:first])
+            found.update((theirs, before) for theirs in ends[".".join(parts[first:])])
+    if not found:
+        return ""
+    (theirs, ours), count = found.most_common(1)[0]
+    if 2 * count < len(wanted) or theirs == ours:
+        return ""
+    said = f"{count} of {len(wanted)} names match where the checkpoint's begin with "
+    return f"{said}`{_dotted(theirs)}` and the model's with `{_dotted(ours)}`"
+
+
+def _dotted(prefix: str) -> str:
+    return f"{prefix}." if prefix else ""

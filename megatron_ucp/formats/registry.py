@@ -1,8 +1,10 @@
 """The table of formats: opens a checkpoint, whatever its format. A new one is one more row."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.base import Checkpoint, Format, Told
@@ -11,6 +13,8 @@ from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat, refuse_unnamed
 from megatron_ucp.formats.megatron.formats import TorchDistFormat
 from megatron_ucp.formats.megatron.legacy import LegacyFormat
+from megatron_ucp.formats.of_ranks import FILES as OF_RANKS
+from megatron_ucp.formats.of_ranks import RANDOM_STATES
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.formats.tags import FoundTag, find_tag
 
@@ -59,11 +63,27 @@ def find_checkpoint(path: str | Path, tag: str | None = None) -> FoundTag:
     if isinstance(path, str | Path) and tag is None and is_hugging_face(Path(path)):
         return FoundTag(Path(path))
     try:
-        return find_tag(path, tag)
+        found = find_tag(path, tag)
     except NotFoundError:
         if tag is None and Path(path).is_dir():  # it may be a model's, under names of its own
             refuse_unnamed(Path(path))
         raise
+    return replace(found, notes=(*found.notes, *_lost_manifest(found.folder)))
+
+
+def _lost_manifest(folder: Path) -> list[str]:
+    """A note where files that a manifest lists are in a folder, and no manifest is."""
+    if os.path.lexists(folder / FILE_NAME):
+        return []
+    with os.scandir(folder) as entries:
+        lost = any(entry.name.startswith((RANDOM_STATES, OF_RANKS)) for entry in entries)
+    return [LOST_MANIFEST] if lost else []
+
+
+LOST_MANIFEST = (
+    f"{FILE_NAME} is missing, as files beside it show: the folder is read as the program alone "
+    "would have written it, without random states and what else the manifest alone says"
+)
 
 
 def is_hugging_face(folder: Path) -> bool:

@@ -3,12 +3,12 @@
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.errors import UsageError, did_you_mean
+from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed.target import Target
 
 _SECTIONS = ("bf16", "fp16", "bfloat16", "zero_optimization", "optimizer", "checkpoint")
@@ -30,25 +30,6 @@ def absolute_path(path: Any) -> Path:
     """The path of a folder as it is meant at the call, wherever the program goes before it is used.
     Raises UsageError for what is no path."""
     return Path(os.path.abspath(plain_path(path)))
-
-
-def check_allow(allow: Any, known: Collection[str]) -> None:
-    """Raises UsageError for allowances that an operation does not know."""
-    listed = ", ".join(sorted(known))
-    if isinstance(allow, str) or not isinstance(allow, Collection):
-        raise UsageError(
-            "allow is a set of words that say what may happen",
-            expected=f"some of {listed}",
-            found=repr(allow)[:200],
-            fix='give a set, such as {"narrow"}',
-        )
-    if unknown := [word for word in allow if not isinstance(word, str) or word not in known]:
-        raise UsageError(
-            "this is nothing that can be allowed here",
-            expected=f"some of {listed}",
-            found=", ".join(sorted(map(str, unknown)))[:200],
-            fix=did_you_mean(unknown[0], known, "leave it out"),
-        )
 
 
 def check_switch(name: str, value: object) -> None:

@@ -17,8 +17,8 @@ from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.allowances import CONVERT, check_words
 from megatron_ucp.reshard.arguments import (
-    check_allow,
     check_switch,
     no_mesh,
     one_target,
@@ -36,10 +36,8 @@ from megatron_ucp.reshard.folder_sink import (
 from megatron_ucp.reshard.outputs.table import Writable, default_target, refuse_unused, writable
 from megatron_ucp.reshard.pointing import check_name, point_at
 from megatron_ucp.reshard.source_settings import Origin
-from megatron_ucp.reshard.transfer import NARROW, TransferRun, transfer
+from megatron_ucp.reshard.transfer import TransferRun, transfer
 from megatron_ucp.reshard.wanted import Wanted
-
-ALLOWED = NARROW | {"mean", "stale", "per_rank", "replicas"}
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _check_arguments(
     allow: Collection[str],
 ) -> tuple[Target | None, Writable]:
     """The target, None where nobody said one, and the format. Raises UsageError."""
-    check_allow(allow, ALLOWED)
+    check_words(allow, {CONVERT})
     check_switch("latest", latest)
     given = one_target(mesh, target)
     row = writable(to, given)

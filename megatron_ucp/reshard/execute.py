@@ -136,6 +136,8 @@ def tensor_of(value: Stand) -> torch.Tensor:
 def fill_padding(fills: Sequence[Fill], target: TensorOf) -> None:
     """Writes the zeros of a plan."""
     for fill in fills:
+        if fill.is_kept:
+            continue
         target(fill.slot)[fill.start : fill.stop].zero_()
 
 

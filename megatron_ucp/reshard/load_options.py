@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megatron_ucp.errors import UsageError, did_you_mean
+from megatron_ucp.errors import UsageError
+from megatron_ucp.reshard.allowances import OF_LOADS, check_words
 from megatron_ucp.reshard.arguments import check_switch
-from megatron_ucp.reshard.match import ALLOWANCES
 
 
 def check_options(
@@ -41,17 +41,4 @@ def check_options(
             found=repr(per_rank)[:200],
             fix="give a function, or leave per_rank out",
         )
-    words = isinstance(allow, Collection) and not isinstance(allow, str)
-    odd = (
-        [one for one in allow if not isinstance(one, str) or one not in ALLOWANCES] if words else []
-    )
-    wrong = sorted(map(str, odd)) if words else [repr(allow)]
-    if wrong:
-        raise UsageError(
-            "allow names what may happen",
-            expected=" ".join(ALLOWANCES),
-            found=", ".join(wrong),
-            fix=did_you_mean(
-                next(iter(wrong)), ALLOWANCES, 'give a set of these, such as allow={"missing"}'
-            ),
-        )
+    check_words(allow, OF_LOADS)

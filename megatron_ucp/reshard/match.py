@@ -8,36 +8,16 @@ from typing import Any
 
 from megatron_ucp.core.flat import Member
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.manifest import DIVERGED, Manifest, ParamSpec
+from megatron_ucp.core.manifest import DIVERGED, Manifest, ParamSpec, differs_in_padding
 from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
 from megatron_ucp.errors import ForeignFileError, ModelMismatchError, StateMismatchError, some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.optimizers import keeps_states, rule_of, rule_untold
-from megatron_ucp.formats.prefixes import other_prefix
+from megatron_ucp.formats.prefixes import likely_renaming, other_prefix
 from megatron_ucp.formats.schedules import regrouped
-
-ALLOWANCES = {
-    "narrow": "values may be rounded to a narrower dtype",
-    "mean": "copies of a Partial parameter may be averaged",
-    "vocab": "rows of a padded vocabulary may be dropped, or added as zeros",
-    "missing": "frozen parameters and buffers that the checkpoint lacks keep the engine's values",
-    "stale": "masters may differ from the weights beside them; the masters are loaded",
-    "replicas": "copies that differed between ranks are loaded: elsewhere than on those ranks, one",
-    "positions": "states in stage-0 files without a manifest are taken in the order of the groups",
-    "scheduler": "the engine's scheduler may get the state of one of another class",
-    "optimizer": "the engine's optimizer may step by another rule than the run's",
-    "values": "values of classes that this program has not are left as the engine has them, or out",
-    "per_rank": "what differed from rank to rank is rank 0's on another mesh",
-    "weights": "the optimizer's states may be damaged; the weights beside them are loaded",
-    "hybrid": "a GPTModel's layers become those of a hybrid model, which counts otherwise, or back",
-    "memory": "a newer step in memory may be taken in the place of the tag that is named",
-    "extra": "frozen parameters and buffers that the model lacks are dropped",
-    "unfreeze": "parameters that were frozen are trained from here on, with fresh states",
-    "freeze": "parameters that were trained are frozen from here on; their states are dropped",
-    "new": "trainable parameters that the checkpoint lacks keep the engine's values, states afresh",
-}
+from megatron_ucp.reshard.allowances import is_allowed, is_named
 
 
 @dataclass(frozen=True)
@@ -63,6 +43,73 @@ class Fit:
         return {*self.unfrozen, *self.new}
 
 
+# ------------------------------------------------ nothing of the model, or of a part of it
+
+
+def require_known_parts(
+    source: Manifest, target: Manifest, allow: Collection[str], file: str
+) -> None:
+    """Raises ModelMismatchError where the checkpoint holds no parameter of the model, or none of
+    one of its parts: what is loaded then is nothing, whatever is allowed. `allow` may name a part
+    ("new:vision_tower"). A part without anything that is trained may be lacking with "missing", as
+    in a save without frozen weights, unless the checkpoint has parameters of other names."""
+    wanted = [spec.name for spec in target.params]
+    held = {*source.by_name, *(alias for tie in source.ties for alias in tie.aliases)}
+    lacking = {name for name in wanted if name not in held}
+    if not lacking:
+        return
+    others = [name for name in source.by_name if name not in target.by_name]
+    renamed = likely_renaming(others, [*lacking]) if others else ""
+    if len(lacking) == len(wanted):
+        raise ModelMismatchError(
+            "the checkpoint holds no parameter of the model",
+            file=file,
+            expected=some_of(wanted, 4),
+            found=some_of([*source.by_name], 4) or "none",
+            fix=_OTHER_NAMES.format(renamed or "no name of one side is one of the other"),
+        )
+    for part, names in parts_of(wanted).items():
+        named = all(is_named("new", n, allow) or is_named("missing", n, allow) for n in names)
+        if named or not lacking.issuperset(names):
+            continue
+        trained = any(target.by_name[name].kind == "trainable" for name in names)
+        if trained or others:
+            raise ModelMismatchError(
+                "the checkpoint holds no parameter of a part of the model",
+                file=file,
+                parameter=part,
+                expected=f"{len(names)} parameters, such as {names[0]}",
+                found=f"none; others of the checkpoint: {some_of(others, 4) or 'none'}",
+                fix=_OTHER_NAMES.format(renamed or "no name of this part is there")
+                + f'; or name the part that begins anew, as with allow={{"new:{part}"}} '
+                f'("missing:{part}" of frozen ones)',
+            )
+
+
+_OTHER_NAMES = "build the model as the run did: {}"
+
+
+def parts_of(names: Collection[str]) -> dict[str, list[str]]:
+    """The parts of a model, by what their names begin with: each list of numbered layers
+    (`vision_tower.encoder.layers`), and each child of the model with several modules in it."""
+    lists: dict[str, dict[str, list[str]]] = {}
+    children: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        head, _, rest = name.partition(".")
+        children.setdefault(head, {}).setdefault(rest.rpartition(".")[0], []).append(name)
+        parts = name.split(".")
+        number = next((n for n, one in enumerate(parts) if n and one.isdecimal()), 0)
+        if number:
+            layers = lists.setdefault(".".join(parts[:number]), {})
+            layers.setdefault(parts[number], []).append(name)
+    several = [*lists.items(), *children.items()]
+    return {
+        part: [name for found in pieces.values() for name in found]
+        for part, pieces in several
+        if len(pieces) > 1
+    }
+
+
 _FIRST_NAME = (
     "a save without frozen weights leaves out their first names alone: load it with "
     'allow={"missing", "extra"}, which keeps the model\'s own'
@@ -71,13 +118,16 @@ _FIRST_NAME = (
 
 def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file: str) -> Fit:
     """Raises ModelMismatchError unless both sides hold the same parameters with the same shapes,
-    kinds and ties."""
+    kinds and ties, but for what is allowed. That the checkpoint holds nothing of the model, or
+    nothing of a part that `allow` does not name, is never allowed."""
     if wrapped := other_prefix(source.by_name, target.by_name, file):
         raise wrapped
+    require_known_parts(source, target, allow, file)
     passed = defaultdict[str, list[str]](list)  # lines about what is let pass, by the field of Fit
+    rows = _one_resize(source, target)
     for spec in target.params:
         have = source.by_name.get(spec.name)
-        for fate, line in _fates(have, spec, source, target, allow, file):
+        for fate, line in _fates(have, spec, source, target, allow, rows, file):
             passed[fate].append(line)
     wanted = {spec.name for spec in target.params}
     extra = [spec for spec in source.params if spec.name not in wanted]
@@ -104,49 +154,40 @@ def _fates(
     source: Manifest,
     target: Manifest,
     allow: frozenset[str],
+    rows: bool,
     file: str,
 ) -> Iterator[tuple[str, str]]:
-    """What is let pass of a parameter of the target, which is `have` in the source."""
+    """What is let pass of a parameter of the target, which is `have` in the source. `rows`: all
+    shapes that differ do so as a resized vocabulary's."""
     if have is not None:
         if source.keeper in (Keeper.NOBODY, Keeper.WEIGHTS) and have.kind == "frozen":
             have = replace(have, kind=spec.kind)  # nobody says what was trained
-        yield from _match_one(have, spec, allow, target.mesh.tp, file)
-    elif spec.kind != "trainable" and "missing" in allow:
+        yield from _match_one(have, spec, allow, target.mesh.tp, rows, file)
+    elif spec.kind != "trainable" and is_allowed("missing", spec.name, allow):
         yield "skipped", spec.name
-    elif spec.kind == "trainable" and "new" in allow:
+    elif spec.kind == "trainable" and is_allowed("new", spec.name, allow):
         yield "new", spec.name
     else:
         _missing(spec.name, spec.kind, source, target, file)
 
 
 def _match_one(
-    have: ParamSpec, spec: ParamSpec, allow: frozenset[str], tp: int, file: str
+    have: ParamSpec, spec: ParamSpec, allow: frozenset[str], tp: int, rows: bool, file: str
 ) -> Iterator[tuple[str, str]]:
     """What is allowed of a shape or a kind that differs. Raises ModelMismatchError for what is
     not."""
-    if have.shape != spec.shape and _is_vocabulary(have, spec):
-        may_resize = _only_padded(have, spec)
-        if "vocab" not in allow or not may_resize:
-            raise ModelMismatchError(
-                "the padded vocabulary has another size in the checkpoint",
-                file=file,
-                parameter=spec.name,
-                expected=f"{have.shape[0]} rows",
-                found=f"{spec.shape[0]} rows in the model",
-                fix=_keep_vocabulary(have, tp) + (_RESIZE if may_resize else _OTHER_TOKENIZER),
-                id="vocabulary",
-            )
+    if have.shape != spec.shape:
+        if "vocab" not in allow or not (rows or differs_in_padding(have, spec)):
+            raise _other_shape(have, spec, allow, tp, rows, file)
         change = spec.shape[0] - have.shape[0]
-        what = "added as zeros" if change > 0 else "dropped"
-        yield "resized", f"{spec.name}: {abs(change)} rows {what}"
-    elif have.shape != spec.shape:
-        raise ModelMismatchError(
-            "a parameter has another shape in the checkpoint",
-            file=file,
-            parameter=spec.name,
-            expected=f"{spec.shape} as in the model",
-            found=have.shape,
+        what = (
+            "dropped"
+            if change < 0
+            else "added as zeros"
+            if differs_in_padding(have, spec)
+            else _FRESH
         )
+        yield "resized", f"{spec.name}: {abs(change)} rows {what}"
     if have.kind != spec.kind and "trainable" in (spec.kind, have.kind):
         yield _match_kind(have, spec, allow, file), spec.name
 
@@ -170,25 +211,66 @@ def _match_kind(have: ParamSpec, spec: ParamSpec, allow: frozenset[str], file: s
     )
 
 
-def _is_vocabulary(have: ParamSpec, spec: ParamSpec) -> bool:
-    """Whether two shapes of a vocabulary parameter differ in their rows alone."""
-    return spec.extent is not None and have.shape[1:] == spec.shape[1:]
+_FRESH = "begin with the engine's values, their states with zeros"
 
 
-def _only_padded(have: ParamSpec, spec: ParamSpec) -> bool:
-    """Whether the rows differ in padding alone: both sides hold the tokenizer's."""
-    return (
-        spec.extent is not None
-        and have.shape[0] >= spec.extent.true
-        and (have.extent is None or have.extent.true == spec.extent.true)
+def _other_shape(
+    have: ParamSpec, spec: ParamSpec, allow: frozenset[str], tp: int, rows: bool, file: str
+) -> ModelMismatchError:
+    """What to raise for a parameter of another shape; `rows` as in `_fates`."""
+    if _is_vocabulary(have, spec) and spec.extent is not None:
+        way_on = _RESIZE if differs_in_padding(have, spec) else _OTHER_TOKENIZER if rows else ""
+        return ModelMismatchError(
+            "the padded vocabulary has another size in the checkpoint",
+            file=file,
+            parameter=spec.name,
+            expected=f"{have.shape[0]} rows",
+            found=f"{spec.shape[0]} rows in the model",
+            fix=_keep_vocabulary(have, tp) + way_on,
+            id="vocabulary",
+        )
+    usual = "build the model with the configuration that the checkpoint was trained with"
+    fix = None
+    if rows:
+        fix = usual + _OTHER_TOKENIZER
+    elif "vocab" in allow:
+        fix = (
+            f'{usual}; "vocab" is for parameters that all have the same number of rows there, and '
+            "another one here, and differ in nothing else"
+        )
+    return ModelMismatchError(
+        "a parameter has another shape in the checkpoint",
+        file=file,
+        parameter=spec.name,
+        expected=f"{spec.shape} as in the model",
+        found=have.shape,
+        fix=fix,
+        id="vocabulary" if rows else None,
     )
+
+
+def _one_resize(source: Manifest, target: Manifest) -> bool:
+    """Whether all parameters of another shape differ in their first dim alone, and go from one
+    number of rows to one other, as those of a vocabulary that was resized: 96 to 104."""
+    pairs = ((source.by_name.get(spec.name), spec) for spec in target.params)
+    other = [(one, two) for one, two in pairs if one is not None and one.shape != two.shape]
+    counts = {(one.shape[:1], two.shape[:1]) for one, two in other if _is_vocabulary(one, two)}
+    return len(counts) == 1 and all(_is_vocabulary(one, two) for one, two in other)
+
+
+def _is_vocabulary(have: ParamSpec, spec: ParamSpec) -> bool:
+    """Whether two shapes differ in their rows alone, and both have some."""
+    return 0 not in (*have.shape, *spec.shape) and have.shape[1:] == spec.shape[1:] != have.shape
 
 
 _RESIZE = (
     "; or drop rows, or add rows of zeros, with --allow-vocab-resize (Python: "
     'allow={"vocab"}), which shifts the loss: padding is part of the softmax'
 )
-_OTHER_TOKENIZER = "; both sides must know one tokenizer's size, or rows can't be dropped or added"
+_OTHER_TOKENIZER = (
+    "; or go on with the rows that both have: --allow-vocab-resize (Python: "
+    'allow={"vocab"}), which drops rows, or leaves new ones as the engine has them'
+)
 _USUAL_DIVISOR = 128  # of Megatron-LM's --make-vocab-size-divisible-by
 
 
@@ -432,9 +514,7 @@ def check_not_lost(
 ) -> None:
     """Raises StateMismatchError for a checkpoint without optimizer states whose run took steps:
     they were never saved (SuperOffload writes such files), and are lost."""
-    counts = [source.run.get(key) for key in ("global_steps", "skipped_steps")]
-    steps, skipped = (count if isinstance(count, int) else 0 for count in counts)
-    taken = steps - skipped
+    taken = source.taken_steps
     if taken > 0 and keeps_states(optimizer, settings):
         raise StateMismatchError(
             "the run took steps, but the checkpoint holds no states of its optimizer",

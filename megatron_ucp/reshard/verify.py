@@ -141,7 +141,8 @@ def verify(
         findings = [one for one in (*findings, finding_of(error)) if one.file not in seen] + more
         notes = [*found.notes]
     once = tuple(dict.fromkeys(findings))
-    return Verified(str(found.folder), once, tuple(notes), files, read_bytes, deep)
+    said = tuple(dict.fromkeys(notes))
+    return Verified(str(found.folder), once, said, files, read_bytes, deep)
 
 
 def _look(

@@ -40,9 +40,7 @@ class Net(torch.nn.Module):
         x = self.embed(tokens[:, :-1])
         x = x + self.down(torch.tanh(self.up(x))) * self.gain + self.frozen(x)
         logits = self.head(self.norm(x) * self.scale.to(x.dtype)).float()
-        return torch.nn.functional.cross_entropy(
-            logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1)
-        )
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].reshape(-1))
 
 
 class Wider(Net):
@@ -89,6 +87,74 @@ class MoreBuffers(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("another", torch.zeros(3))
+
+
+class MoreRows(Net):
+    """Three tokens more, as `resize_token_embeddings` adds them."""
+
+    ROWS = VOCAB + 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(self.ROWS, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, self.ROWS, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class FewerRows(MoreRows):
+    ROWS = VOCAB - 2
+
+
+class MoreRowsUntied(MoreRows):
+    """A head of its own, with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(WIDTH, self.ROWS)
+
+
+class UntiedBias(Net):
+    """The same head for the rows that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(WIDTH, VOCAB)
+
+
+class WithTower(Net):
+    """A tower of two layers beside the rest, which the loss needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)
+        )
+        self.norm.register_forward_pre_hook(self.through)
+
+    def through(self, _: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        x = inputs[0]
+        for layer in self.tower:
+            x = x + layer(x)
+        return (x,)
+
+
+class WithFrozenTower(WithTower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower.requires_grad_(False)
+
+
+class Strange(torch.nn.Module):
+    """No name of another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCAB, WIDTH)
+        self.out = torch.nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.out(self.words(tokens[:, :-1])).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].reshape(-1))
 
 
 class Twins(Net):
@@ -153,6 +219,13 @@ NETS = {
         Untied,
         Thawed,
         MoreBuffers,
+        MoreRows,
+        FewerRows,
+        MoreRowsUntied,
+        UntiedBias,
+        WithTower,
+        WithFrozenTower,
+        Strange,
         Twins,
         Empty,
         Tiny,

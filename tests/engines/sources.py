@@ -32,7 +32,7 @@ class Sources:
 
 def without_manifest(folder: Path) -> Path:
     """As stock DeepSpeed would have written it."""
-    for path in folder.rglob("ucp_manifest.json"):
+    for path in [*folder.rglob("ucp_*")]:
         path.unlink()
     return folder
 

@@ -45,7 +45,7 @@ PLAIN_REFUSALS: list[tuple[type[ucp.UcpError], str, dict[str, Any]]] = [
     (RuleError, "nobody declared", {"target": ucp.Mesh(tp=2)}),
     (UnsupportedError, "not known", {"target": PP}),
     (UnsupportedError, "not known", {"target": PP, "to": "universal"}),
-    (UsageError, "can be allowed", {"target": ucp.Mesh(), "allow": {"narow"}}),
+    (UsageError, "allow names what may happen", {"target": ucp.Mesh(), "allow": {"narow"}}),
     (UsageError, "ZeRO 0 and 1", {"target": ucp.Mesh(pp=2, zero=2)}),
     (
         UsageError,

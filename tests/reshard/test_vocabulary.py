@@ -61,13 +61,16 @@ def test_a_tp_that_does_not_divide() -> None:
     assert "--make-vocab-size-divisible-by" not in error.what_to_do
 
 
-@pytest.mark.parametrize("allow", [(), ("vocab",)])
-def test_sizes_that_nobody_knows_the_tokenizer_of(allow: tuple[str, ...]) -> None:
-    """As Megatron-LM's own program says them: what is padding can't be known, so that nothing can
-    be dropped or added; the value is named all the same."""
-    error = refused(model(64, 64, 1), model(256, 256, 4), *allow)
+def test_sizes_that_nobody_knows_the_tokenizer_of() -> None:
+    """As Megatron-LM's own program says them: what is padding can't be known. The value that keeps
+    the size is named; where it is allowed new rows are the engine's own, and no zeros."""
+    error = refused(model(64, 64, 1), model(256, 256, 4))
     assert "--make-vocab-size-divisible-by 16 at tp=4" in error.what_to_do
-    assert "--allow-vocab-resize" not in error.what_to_do
+    assert "or leaves new ones as the engine has them" in error.what_to_do
+    fit = match_params(model(64, 64, 1), model(256, 256, 4), frozenset({"vocab"}), "")
+    assert fit.resized[0].startswith(f"{WORDS}: 192 rows begin with the engine's values")
+    fit = match_params(model(256, 256, 4), model(64, 64, 1), frozenset({"vocab"}), "")
+    assert fit.resized[0] == f"{WORDS}: 192 rows dropped"
 
 
 def test_what_is_allowed_is_listed() -> None:

@@ -49,7 +49,8 @@ def not_saved(config: Any, manifest: Manifest, has_optimizer: bool) -> list[str]
         out += [_SUPER] if offload.get("super_offload") else []
         out += [_PARTIAL] if isinstance(ratio, int | float) and ratio < 1 else []
     out += [_ZENFLOW] if settings.get("zenflow") else []
-    if not has_optimizer and _stepped(manifest) and _without_bf16_optimizer(config, manifest):
+    version = manifest.run.get("ds_version")
+    if not has_optimizer and manifest.taken_steps > 0 and saved_no_bf16_optimizer(config, version):
         out.append(_BF16)
     if settings.get("zero_quantized_nontrainable_weights") and _quantized(manifest):
         out.append(_QUANTIZED)
@@ -116,20 +117,19 @@ def refuse_unusable(manifest: Manifest, file: str, allow: Any) -> None:
 def _lacks_moments(manifest: Manifest) -> bool:
     """Whether a buffer has masters alone, and yet the run took steps."""
     stepped = [buffer for buffer in manifest.buffers if buffer.stepped and buffer.members]
-    return _stepped(manifest) and any(
+    return manifest.taken_steps > 0 and any(
         [state for state, _ in buffer.states] == [MASTER] for buffer in stepped
     )
 
 
-def _stepped(manifest: Manifest) -> bool:
-    found = (manifest.run.get(key) for key in ("global_steps", "skipped_steps"))
-    steps, skipped = (count if isinstance(count, int) else 0 for count in found)
-    return steps > skipped
-
-
-def _without_bf16_optimizer(config: Any, manifest: Manifest) -> bool:
+def saved_no_bf16_optimizer(config: Any, version: Any) -> bool:
+    """Whether a run's DeepSpeed saved nothing of the optimizer that it stepped in bf16: without
+    ZeRO, or at ZeRO-1 with sums in fp32."""
     bf16 = any(_section(config, key).get("enabled") is True for key in ("bf16", "bfloat16"))
-    return bf16 and str(manifest.run.get("ds_version")).startswith(_BF16_VERSIONS)
+    stage = _section(config, "zero_optimization").get("stage")
+    fp32_sums = _section(config, "data_types").get("grad_accum_dtype") == "fp32"
+    without = not stage or (stage == 1 and fp32_sums)
+    return bf16 and without and str(version).startswith(_BF16_VERSIONS)
 
 
 def _quantized(manifest: Manifest) -> list[str]:

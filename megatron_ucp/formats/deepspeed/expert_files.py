@@ -1,5 +1,6 @@
 """Expert files of a tag: one per expert of each mixture of a stage, at each model-parallel rank."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -19,11 +20,12 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 from megatron_ucp.formats.deepspeed.autoep import AutoEP, autoep_of
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.paths import expert_file_name
+from megatron_ucp.formats.deepspeed.paths import expert_file_name, missing_files
 from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.weights import Weights
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
+_GROUP_OF_EXPERTS = re.compile(r"ep_size_(?P<ranks>[1-9]\d{0,5})")  # a group's name
 Shares = dict[str, tuple[TensorRef, str]]  # name in the module -> tensor, name of its file
 
 
@@ -111,12 +113,12 @@ class ExpertFiles:
             wanted = told[layer] if known else max(numbers, default=-1) + 1
             missing = sorted({*range(wanted)} - numbers)
             if missing:
-                raise NotFoundError(
-                    "an expert file is missing",
-                    file=self._folder.folder / expert_file_name(layer, missing[0], 0),
-                    expected=f"experts 0 to {wanted - 1}",
-                    found=f"{len(numbers)} of them",
-                    fix="restore it, or load another tag",
+                raise missing_files(
+                    "expert file",
+                    len(missing),
+                    self._folder.folder / expert_file_name(layer, missing[0], 0),
+                    f"experts 0 to {wanted - 1} of mixture {layer}",
+                    f"{len(numbers)} of them",
                 )
 
     def _require_ranks_of_run(self) -> None:
@@ -145,22 +147,35 @@ class ExpertFiles:
         files of stage 0, or by the experts that the model file lists for one rank."""
         if self.autoep:
             return self.autoep.ranks
-        if self._folder.names.expert_optimizer:
-            return 1 + max(ep for ep, _ in self._folder.names.expert_optimizer)
+        if self._folder.names.expert_optimizer or meta.get("param_shapes") is None:
+            there = 1 + max((ep for ep, _ in self._folder.names.expert_optimizer), default=0)
+            return max(self._ranks_by_groups(), there)
         shapes = shapes_by_group(meta, file) or []
         return ranks_of(counts_of(name for named in shapes for name in named), self.counts, file)
 
+    def _ranks_by_groups(self) -> int:
+        """Expert-parallel ranks as DeepSpeed names the optimizer's groups of experts ("ep_size_2");
+        1 where no file of stage 0 says it."""
+        names = self._folder.names
+        for file in (*sorted(names.model.values()), *sorted(names.expert_optimizer.values())):
+            tree = self._folder.tree(file).get("optimizer")
+            groups: Any = tree.get("param_groups") if isinstance(tree, dict) else None
+            listed: list[Any] = groups if isinstance(groups, list) else []
+            named = [group.get("name") for group in listed if isinstance(group, dict)]
+            sizes = [_GROUP_OF_EXPERTS.match(name) for name in named if isinstance(name, str)]
+            if found := [int(size["ranks"]) for size in sizes if size is not None]:
+                return max(found)
+        return 1
+
     def lost(self, layer: str, number: int, mp: int) -> NotFoundError:
         """The error for an expert without a file."""
-        return NotFoundError(
-            "an expert file is missing",
-            file=self._folder.folder
-            / expert_file_name(0, number, mp).replace("layer_0", "layer_*"),
-            parameter=f"{layer}.{number}",
-            expected=f"expert {number} in a file of model-parallel rank {mp}",
-            found="no such file",
-            fix="restore it, or load another tag",
+        file = expert_file_name(0, number, mp).replace("layer_0", "layer_*")
+        expected = f"expert {number} in a file of model-parallel rank {mp}"
+        error = missing_files(
+            "expert file", 1, self._folder.folder / file, expected, "no such file"
         )
+        error.parameter = f"{layer}.{number}"
+        return error
 
     def local(self, mesh: Mesh, index: int) -> LocalExperts:
         """What an expert-parallel rank has of them."""

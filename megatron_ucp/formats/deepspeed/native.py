@@ -22,6 +22,12 @@ from megatron_ucp.formats.deepspeed.autotp import is_uneven
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.doctor import refuse_mics, refuse_unusable, said_of
 from megatron_ucp.formats.deepspeed.evidence import compare
+from megatron_ucp.formats.deepspeed.expected_files import (
+    first_model_file,
+    is_partitioned,
+    require_expert_files,
+    require_layer_files,
+)
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.file_checks import check_file
 from megatron_ucp.formats.deepspeed.file_manifest import manifest_of
@@ -49,6 +55,8 @@ from megatron_ucp.formats.foreign import texts
 from megatron_ucp.formats.of_ranks import PER_RANK, OwnValues, PerRank
 from megatron_ucp.formats.tags import tag_folder
 
+_WEIGHTS_ALONE = "the weights alone were looked at, as allowed: master weights begin as these"
+
 
 class NativeCheckpoint(TagFolder):
     """One opened tag folder. `told` is what the caller knows and files may not say: the order of
@@ -68,9 +76,11 @@ class NativeCheckpoint(TagFolder):
         positions_too: bool = False,
     ) -> None:
         told = told or Told()
-        super().__init__(tag_folder(path, tag), told.classes)
+        super().__init__(tag_folder(path, tag), told.classes, told.weights)
         with ExitStack() as undo:
             undo.callback(self.close)
+            if told.weights:
+                told = self._told_of_weights(told)
             if is_universal(self.folder):
                 raise UnsupportedError(
                     "this is a universal folder, not a native one",
@@ -84,9 +94,27 @@ class NativeCheckpoint(TagFolder):
             self.known.declared.check_patterns()
             undo.pop_all()
 
+    def _told_of_weights(self, told: Told) -> Told:
+        """What is known of the weights alone: of what a manifest says layouts and names, as the
+        rest of it is about an optimizer that nobody looks at. Raises UnsupportedError at ZeRO-3."""
+        if is_partitioned(self.names):
+            raise UnsupportedError(
+                "at ZeRO-3 the weights lie in the optimizer's files, so that they can't be loaded "
+                "without these",
+                file=self.folder,
+                expected="ZeRO-0 to ZeRO-2",
+                found="a model file of each partition",
+                fix='restore the files and leave "weights" out, or load another tag',
+            )
+        said, self.evidence.manifest = self.evidence.manifest, None
+        if said is None:
+            return told
+        renamed: Any = said.run.get(RENAMED) or {}
+        return replace(told, specs=said.by_name, names=said.names, renamed=renamed)
+
     def _opened(self, told: Told) -> OpenedFiles:
         """With the first model file, which says what kind of run wrote the others."""
-        name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
+        name = first_model_file(self.names)
         self.main_file = self.full_path(name)
         meta: Mapping[str, Any] = self.tree(name)
         if meta.get("mp_world_size") == 1:
@@ -100,8 +128,10 @@ class NativeCheckpoint(TagFolder):
     def notes(self) -> list[str]:
         positions = [MATCHED] if by_position(self.known) else []
         declared = self.known.declared.notes
+        alone = [_WEIGHTS_ALONE] if self.known.told.weights else []
         side = said_of_side_data(self.known.weights.side_data())
-        return [*self.led_here, *declared, *positions, *said_of(self.manifest), *side]
+        told = (*self.led_here, *alone, *declared, *positions)
+        return [*told, *said_of(self.manifest), *side]
 
     def read_extras(self) -> Extras:
         return extras_of(self.known)
@@ -141,7 +171,7 @@ def _ranks(step: OpenedFiles) -> RunRanks:
         uneven = any(buffer.share for buffer in step.recorded.buffers)
     else:  # AutoTP gives some ranks larger shares
         uneven = mesh.tp > 1 and not step.pipeline and is_uneven(info, step.main_file)
-    return after(
+    out = after(
         step,
         RunRanks,
         experts=experts,
@@ -150,6 +180,9 @@ def _ranks(step: OpenedFiles) -> RunRanks:
         uneven=uneven,
         places=mesh.holding(uneven),
     )
+    require_expert_files(out)
+    require_layer_files(out)
+    return out
 
 
 def _named(step: RunRanks) -> NamedWeights:

@@ -10,12 +10,18 @@ from typing import Any, TypeVar
 from megatron_ucp.core.experts import LocalExperts, Spread, counts_of, etp_of, file_rank
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, Mesh, stage_of
-from megatron_ucp.errors import DamagedFileError, NotFoundError
+from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.declared import LayoutSource
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents, OptimizerFile
-from megatron_ucp.formats.deepspeed.paths import TagFiles, expert_optimizer_name, tp_of
+from megatron_ucp.formats.deepspeed.paths import (
+    TagFiles,
+    expert_optimizer_name,
+    missing_files,
+    model_name,
+    tp_of,
+)
 from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.weights import Weights
 from megatron_ucp.formats.foreign import at_key_or
@@ -47,12 +53,8 @@ class OpenedFiles:
         """Name of the model file of a model-parallel rank (at ZeRO-3 of one partition)."""
         found = self.names.model.get((None, mp)) or self.names.model.get((part, mp))
         if found is None:
-            raise NotFoundError(
-                "a model file is missing",
-                file=self.files.folder,
-                found="no file",
-                expected=f"partition {part}, model-parallel rank {mp}",
-            )
+            file, expected = model_name(mp, part), f"partition {part}, model-parallel rank {mp}"
+            raise missing_files("model file", 1, self.files.folder / file, expected, "no file")
         return found
 
     def optimizer_tree(self, part: int, mp: int = 0) -> Any:
@@ -126,12 +128,9 @@ class RunRanks(OpenedFiles):
         ep, etp = self.mesh.expert_place(rank)
         place = ep, file_rank(self.mesh, self.mesh.coord(rank).pp, ep, etp)
         if place not in self.names.expert_optimizer:
-            raise NotFoundError(
-                "the optimizer file of an expert-parallel rank is missing",
-                file=self.files.folder / expert_optimizer_name(*place),
-                expected=f"expert-parallel rank {place[0]}, model-parallel rank {place[1]}",
-                found="no such file",
-            )
+            file = self.files.folder / expert_optimizer_name(*place)
+            expected = f"expert-parallel rank {place[0]}, model-parallel rank {place[1]}"
+            raise missing_files("expert optimizer file", 1, file, expected, "no such file")
         return self.names.expert_optimizer[place]
 
 

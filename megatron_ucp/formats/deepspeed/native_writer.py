@@ -34,6 +34,7 @@ from megatron_ucp.formats.deepspeed.paths import (
     at_tp,
     expert_file_name,
     expert_optimizer_name,
+    layer_name,
     model_name,
     optimizer_name,
 )
@@ -264,7 +265,7 @@ class NativeWriter(OptimizerTrees):
         layers = self.layers
         if layers is None or position not in layers.filed:
             return None
-        output = Output(f"layer_{position:02d}-model_{tp:02d}-model_states.pt")
+        output = Output(layer_name(position, tp))
         names = dict(zip(layers.held[position], layers.canonical[position], strict=True))
         stage = self._stage_with({*names.values()})
         own = self._own(self.mesh.sharers_at(stage, tp)[0])

@@ -59,6 +59,40 @@ def expert_optimizer_name(ep: int, mp: int) -> str:
     return f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt"
 
 
+def layer_name(layer: int, tp: int) -> str:
+    """The file of a pipeline's layer, by its position, at a tensor-parallel rank."""
+    return f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"
+
+
+def missing_files(
+    kind: str, count: int, first: Path, expected: str, found: str, more: str = ""
+) -> NotFoundError:
+    """The error for `count` files of a kind that are not there, of which `first` is the first one;
+    `more` is what else can be done than to restore them."""
+    article = "an" if kind[0] in "aeiou" else "a"
+    one = count == 1
+    return NotFoundError(
+        f"{article} {kind} is missing" if one else f"{count} {kind}s are missing",
+        file=first,
+        expected=expected,
+        found=found,
+        fix=f"restore {'it' if one else 'them'}, or load another tag{more}",
+    )
+
+
+def missing_layers(folder: Path, count: int, layer: int, tp: int) -> NotFoundError:
+    """The error for layer files of a pipeline, of which the first one is of a position and a
+    tensor-parallel rank."""
+    return missing_files(
+        "layer file",
+        count,
+        folder / layer_name(layer, tp),
+        f"position {layer}, tensor-parallel rank {tp}",
+        "no such file",
+        "; or build the model with as many layers as the run had",
+    )
+
+
 @dataclass(frozen=True)
 class TagFiles:
     """The state files of one tag folder, by (partition, model-parallel rank); partition is None for
@@ -82,6 +116,16 @@ class TagFiles:
     def names(self) -> list[str]:
         kinds = (self.model, self.optimizer, self.layers, self.experts, self.expert_optimizer)
         return sorted(name for kind in kinds for name in kind.values())
+
+    @property
+    def without_optimizer(self) -> "TagFiles":
+        """The files that hold weights, at other stages than ZeRO-3."""
+        return replace(self, optimizer={}, prefixes=(), expert_optimizer={})
+
+
+def is_optimizer_file(name: str) -> bool:
+    """Whether a file of that name holds states of an optimizer, and nothing else."""
+    return any(pattern.fullmatch(name) for pattern in (OPTIMIZER, EXPERT_OPTIMIZER))
 
 
 def without_sequence_ranks(names: TagFiles) -> TagFiles:

@@ -5,22 +5,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
+from megatron_ucp.errors import DamagedFileError, UnsupportedError
+from megatron_ucp.formats.deepspeed.expected_files import has_optimizer_files, require_rank_files
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles
 from megatron_ucp.formats.deepspeed.native_steps import OpenedFiles
-from megatron_ucp.formats.deepspeed.paths import TagFiles, optimizer_name
+from megatron_ucp.formats.deepspeed.paths import TagFiles, expert_file_name, missing_files
 from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.plain_values import number
 
 
 def count_ranks(opened: OpenedFiles, experts: ExpertFiles) -> tuple[Mesh, int]:
     """The mesh without its ZeRO stage, as the model file says it, and the optimizer files of one
-    model-parallel rank (1 without any). As many files must be there: raises NotFoundError for one
-    that is missing, ForeignFileError for one too many, DamagedFileError for what is no number of
-    ranks."""
+    model-parallel rank (1 without any). Raises as `require_rank_files`, and DamagedFileError for
+    what is no number of ranks."""
     folder, meta, file = opened.files, opened.meta, opened.main_file
     dp, ranks = (_count(meta, key, file) for key in ("dp_world_size", "mp_world_size"))
-    partitions = _partitions(folder, dp, ranks)
+    require_rank_files(opened, dp, ranks)
+    partitions = dp if has_optimizer_files(opened) else 1
     stages, tp = _degrees(opened, ranks)
     ep, etp = _of_experts(folder, meta, file, tp, experts)
     return Mesh(tp=tp, pp=stages, dp=dp, ep=ep, etp=etp), partitions
@@ -44,12 +45,15 @@ def _of_experts(
     if folder.names.experts or _is_in_shards(folder, meta, experts):
         return experts.ranks(meta, file), _cuts_of_experts(folder.names, tp)
     if meta.get("num_experts"):
-        raise NotFoundError(
-            "the expert files are missing, and without them local numbers say nothing",
-            file=folder.folder,
-            expected=f"layer_*_expert_*_model_states.pt for {meta['num_experts']} experts",
-            found="no such file",
-            fix="restore them, or load another tag",
+        counts: Any = meta["num_experts"]
+        known = [n for n in (counts if isinstance(counts, list) else []) if type(n) is int]
+        raise missing_files(
+            "expert file",
+            max(2, sum(known)),
+            folder.folder / expert_file_name(0, 0, 0),
+            f"a file of each of {known or number(counts)} experts: without them "
+            "local numbers say nothing",
+            "no such file",
         )
     return 1, tp
 
@@ -83,51 +87,9 @@ def _count(meta: Mapping[str, Any], key: str, file: str) -> int:
     return value or 1
 
 
-def _partitions(folder: TagFolder, dp: int, ranks: int) -> int:
-    """Optimizer files of one model-parallel rank."""
-    names = folder.names
-    prefixes = names.prefixes
-    if not names.optimizer or not prefixes:
-        return 1
-    if len(names.prefixes) > 1:
-        raise ForeignFileError(
-            "optimizer files of two precisions lie in one folder",
-            file=folder.folder,
-            expected="one prefix",
-            found=" and ".join(repr(prefix) for prefix in names.prefixes),
-        )
-    wanted = ((part, rank) for part in range(dp) for rank in range(ranks))
-    missing = next((place for place in wanted if place not in names.optimizer), None)
-    if missing is not None:
-        raise NotFoundError(
-            "an optimizer file is missing",
-            file=folder.folder / optimizer_name(*missing, prefixes[0]),
-            expected=f"{dp} partitions of {ranks} model-parallel ranks",
-            found=f"no file of partition {missing[0]}, model-parallel rank {missing[1]}",
-            fix="restore it, or load another tag",
-        )
-    if len(names.optimizer) != dp * ranks:
-        raise ForeignFileError(
-            "there are more optimizer files than the run had partitions",
-            file=folder.folder,
-            expected=dp * ranks,
-            found=len(names.optimizer),
-        )
-    return dp
-
-
 def _degrees(opened: OpenedFiles, ranks: int) -> tuple[int, int]:
     """Pipeline stages and tensor-parallel ranks."""
     folder = opened.files
-    have = {mp for _, mp in folder.names.model}
-    if len(have) != ranks or max(have) >= ranks:
-        raise NotFoundError(
-            "a model file is missing, or there is one too many",
-            file=folder.folder,
-            expected=f"model-parallel ranks 0 to {ranks - 1}",
-            found=", ".join(map(str, sorted(have))),
-            fix="restore the files of one save, or load another tag",
-        )
     if not opened.pipeline:
         return 1, ranks
     degrees = opened.meta.get("checkpoint_parallel_dimensions")

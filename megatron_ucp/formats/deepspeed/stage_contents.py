@@ -53,7 +53,7 @@ def _first_of_place(
     """What a place's first rank holds, in the order `wanted` where its file names nothing."""
     tree, name = step.optimizer_of_rank(rank)
     unnamed = not step.names.optimizer and wanted is None and positions_too
-    if tree is None or unnamed:
+    if tree is None or unnamed or step.told.weights:
         return PlainFile(step.weight_dtype), Contents(Keeper.NOBODY, (), (), LossScale(), ())
     file = step.files.full_path(name)
     reader = reader_for(tree, file, step.weight_dtype, step.meta.get("ds_config"))

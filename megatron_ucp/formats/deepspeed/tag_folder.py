@@ -13,7 +13,7 @@ from megatron_ucp.formats.deepspeed.keys import (
     OF_ARGUMENTS,
     OWN_KEYS,
 )
-from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
+from megatron_ucp.formats.deepspeed.paths import TagFiles, is_optimizer_file, scan
 from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.opened_folder import OpenedFolder
 from megatron_ucp.formats.pt.reader import PtFile
@@ -28,15 +28,24 @@ _OF_PROGRAMS = frozenset({"lr_scheduler", *HELPERS})
 class TagFolder(OpenedFolder):
     """The files of DeepSpeed's folders; `evidence` is what the manifest beside them lists."""
 
-    def __init__(self, folder: Path, classes: frozenset[str] | None = frozenset()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        classes: frozenset[str] | None = frozenset(),
+        without_optimizer: bool = False,
+    ) -> None:
         super().__init__(folder)
         self._told_classes = classes
-        self.names: TagFiles = scan(folder)
+        self._without_optimizer = without_optimizer
+        names = scan(folder)
+        self.names: TagFiles = names.without_optimizer if without_optimizer else names
         self._trees: dict[str, Any] = {}
         self._closing.callback(self.evidence.close)
 
     @cached_property
     def evidence(self) -> Recorded:
+        if self._without_optimizer:
+            return Recorded(self.folder, self.names.names, is_optimizer_file)
         return Recorded(self.folder, self.names.names)
 
     def file(self, name: str) -> PtFile:
@@ -95,7 +104,8 @@ class TagFolder(OpenedFolder):
     def check_beside(self) -> None:
         """Compares what the manifest lists besides state files. Raises ForeignFileError."""
         for name in self.evidence.files.keys() - set(self.file_names):
-            self.evidence.read(name)
+            if not (self._without_optimizer and is_optimizer_file(name)):
+                self.evidence.read(name)
 
 
 def _is_value(key: str) -> bool:

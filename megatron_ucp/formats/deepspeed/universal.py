@@ -8,7 +8,7 @@ files that say which parameters belong together (reference: `ds_to_universal.py`
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -23,26 +23,35 @@ from megatron_ucp.core.experts import (
     slices_of,
 )
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
+from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ForeignFileError,
+    NotFoundError,
+    UnsupportedError,
+    some_of,
+)
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
+from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
 from megatron_ucp.formats.deepspeed.file_manifest import run_of
 from megatron_ucp.formats.deepspeed.joined_rows import refuse_joined
 from megatron_ucp.formats.deepspeed.model_file import (
     buffer_names,
+    frozen_shapes,
     shapes_by_group,
     shared_params,
     training_dtype,
 )
-from megatron_ucp.formats.deepspeed.paths import is_universal
+from megatron_ucp.formats.deepspeed.paths import is_universal, missing_files, model_name
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.saved_extras import from_meta
 from megatron_ucp.formats.deepspeed.steppers import with_rules
@@ -51,7 +60,7 @@ from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
 from megatron_ucp.formats.foreign import as_float, at_key_or
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.optimizers import ELEMENT
+from megatron_ucp.formats.optimizers import ELEMENT, counts_steps, untold_states
 from megatron_ucp.formats.plain_values import param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
@@ -62,7 +71,8 @@ _GLOBAL = f"{ATOMS}/{GLOBAL}"
 class UniversalCheckpoint(TagFolder):
     """One opened universal folder. `specs` or `rules`
     declare layouts, which stock's folders do not hold; `names` or `rules` those of a pipeline's
-    parameters; `classes` may stand as names in plain values.
+    parameters; `classes` may stand as names in plain values; `weights`: the optimizer's states are
+    not wanted, and may be lost.
 
     Raises a UcpError for anything that its directories and pickles can show. Tensor bytes are not
     read.
@@ -75,8 +85,10 @@ class UniversalCheckpoint(TagFolder):
         names: Mapping[str, str] | None = None,
         rules: RuleSet | None = None,
         classes: frozenset[str] | None = frozenset(),
+        weights: bool = False,
     ) -> None:
         super().__init__(folder, classes)
+        self._weights = weights
         with ExitStack() as undo:
             undo.callback(self.close)
             self._read(specs, names, rules)
@@ -103,7 +115,86 @@ class UniversalCheckpoint(TagFolder):
         self._check_listed()
         self._experts = {**counts_of(self._atoms), **self._stacked}
         self.manifest = self._manifest(self._groups(), recorded)
+        self._require_model_files()
+        self._require_states()
         self._compare_with(recorded, rules)
+
+    def _require_model_files(self) -> None:
+        """Raises NotFoundError where a model-parallel rank of the run that was converted has no
+        model file, which says what is in its groups."""
+        there = {mp for _, mp in self.names.model}
+        told: Any = self.meta.get("mp_world_size")
+        count = told if type(told) is int else 1
+        first = next((rank for rank in range(count) if rank not in there), None)
+        if first is not None:
+            lost = max(1, count - len(there))
+            found = f"{len(there)} of them"
+            expected = f"model-parallel ranks 0 to {count - 1}"
+            raise missing_files(
+                "model file", lost, self.folder / model_name(first), expected, found
+            )
+
+    def _require_states(self) -> None:
+        """Raises NotFoundError where a trained parameter lacks a state that its group's optimizer
+        keeps: one that another parameter of the group has, or that the hyper-parameters tell of.
+        A manifest lists the states itself."""
+        if self.recorded is not None or self._weights:
+            return
+        stepped = [buffer for buffer in self.manifest.buffers if buffer.group is not None]
+        took_steps = self.manifest.taken_steps > 0
+        lost: list[tuple[str, str]] = []  # of each file: the parameter, the state
+        for number, group in enumerate(self.manifest.groups):
+            held = {
+                buffer.first_param: [state for state, _ in buffer.states if state != MASTER]
+                for buffer in stepped
+                if buffer.group == number
+            }
+            states = dict.fromkeys(state for found in held.values() for state in found)
+            wanted = [*states, *(untold_states(group.settings, [*states]) if took_steps else ())]
+            lost += [
+                (name, state)
+                for name, found in held.items()
+                for state in wanted
+                if state not in found
+            ]
+            if wanted and counts_steps(group.settings, wanted):
+                lost += [(n, STEP) for n in held if STEP not in self.manifest.scalars_of(n)]
+        if lost:
+            name, state = lost[0]
+            error = missing_files(
+                "state file",
+                len(lost),
+                self._path(name) / f"{state}.pt",
+                "the states that the group's optimizer keeps of each parameter",
+                f"no {state} of {name}",
+                "; or convert again",
+            )
+            error.parameter = name
+            raise error
+
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        """Opens a file. With the one that names them also: whether each frozen parameter and each
+        buffer has its value, which stock's converter leaves out. Raises NotFoundError."""
+        super().check(name, allow, optimizer)
+        if self.full_path(name) != self.main_file or "missing" in allow:
+            return
+        if lost := self._lost_values():
+            raise missing_files(
+                "value",
+                len(lost),
+                self.folder / ATOMS / lost[0] / f"{MASTER}.pt",
+                "a file of each frozen parameter and buffer that the model file lists",
+                some_of(lost),
+                "; or convert again with megatron-ucp; or keep the engine's values: "
+                'allow={"missing"}',
+            )
+
+    def _lost_values(self) -> list[str]:
+        """Frozen parameters and buffers that the model file lists, and that no file holds."""
+        said = [*buffer_names(self.meta, self.main_file), *frozen_shapes(self.meta, self.main_file)]
+        tied = shared_params(self.meta, self.main_file)
+        named = [own for one in said if one not in tied for own in self._own_names(self._name(one))]
+        return [one for one in dict.fromkeys(named) if one not in self._atoms]
 
     def _compare_with(self, recorded: Manifest | None, rules: RuleSet | None) -> None:
         """What the manifest beside the files and rules say must be so; without a manifest, that
@@ -129,10 +220,22 @@ class UniversalCheckpoint(TagFolder):
         return slices_of(name, self._stacked[name]) if name in self._stacked else [name]
 
     def _check_listed(self) -> None:
-        """Raises ForeignFileError for an atom that the manifest does not list. Earlier manifests
-        list none of them."""
+        """Raises ForeignFileError for an atom that the manifest does not list, NotFoundError for
+        one that it lists and that is not there. Earlier manifests list none of them."""
         listed = [name for name in self.evidence.files if name.startswith(f"{ATOMS}/")]
-        extra = sorted(set(self.file_names) - set(self.evidence.files)) if listed else []
+        there = set(self.file_names)
+        needed = f"/{MASTER}.pt" if self._weights else ""
+        lost = [name for name in listed if name not in there and name.endswith(needed)]
+        if lost:
+            raise missing_files(
+                "state file",
+                len(lost),
+                self.folder / lost[0],
+                f"{len(listed)} files, as the manifest lists them",
+                some_of(lost, 4),
+                "; or convert again",
+            )
+        extra = sorted(there - set(self.evidence.files)) if listed else []
         if extra:
             raise ForeignFileError(
                 "a state file is not part of the folder that the manifest describes",
@@ -245,9 +348,11 @@ class UniversalCheckpoint(TagFolder):
         told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref))
         said = with_rules(told, self.meta.get("ds_config"))
         run = run_of(self.meta)
+        if lost := self._lost_values():
+            run[NOT_SAVED] = [f"values of frozen parameters or buffers: {some_of(lost)}"]
         params, buffers = tuple(spec for spec, _ in found), tuple(buffer for _, buffer in found)
         if recorded is None:
-            return Manifest(Keeper.UNIVERSAL, Mesh(), params, buffers, said, run=run)
+            return Manifest(Keeper.UNIVERSAL, Mesh(), params, buffers, said, self._ties(), run=run)
         if len(recorded.groups) == len(said):
             said = tuple(
                 replace(group, optimizer=other.optimizer, steps_as=other.steps_as)
@@ -262,6 +367,12 @@ class UniversalCheckpoint(TagFolder):
             groups=said,
             run={**recorded.run, **run},
         )
+
+    def _ties(self) -> tuple[Tie, ...]:
+        """Further names of parameters, as the model file says them."""
+        said = shared_params(self.meta, self.main_file)
+        named = grouped((self._name(name), self._name(alias)) for alias, name in said.items())
+        return tuple(Tie(name, tuple(aliases)) for name, aliases in named.items())
 
     def _trainable(
         self, groups: list[dict[str, Ints]], recorded: Manifest | None
@@ -497,4 +608,6 @@ class UniversalFormat:
         return is_universal(folder)
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
-        return UniversalCheckpoint(folder, told.specs, told.names, told.rules, told.classes)
+        return UniversalCheckpoint(
+            folder, told.specs, told.names, told.rules, told.classes, told.weights
+        )

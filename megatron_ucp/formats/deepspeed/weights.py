@@ -6,13 +6,14 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Tie
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.errors import DamagedFileError, ForeignFileError
 from megatron_ucp.formats.deepspeed.model_file import (
     buffer_names,
     find_ties,
     frozen_shapes,
     shapes_by_group,
 )
+from megatron_ucp.formats.deepspeed.paths import missing_layers
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.side_data import without_side_data
 from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
@@ -189,15 +190,7 @@ class LayerFiles(PipelineWeights):
         }
         missing = sorted(wanted - set(self._files))
         if missing:
-            layer, rank = missing[0]
-            raise NotFoundError(
-                "a layer file of the pipeline is missing",
-                file=folder.folder,
-                found="no such file",
-                expected=f"position {layer}, tensor-parallel rank {rank}",
-                fix="restore it, or load another tag; or build the model with as many layers as "
-                "the run had",
-            )
+            raise missing_layers(folder.folder, len(missing), *missing[0])
         extra = sorted(set(self._files) - wanted)
         if extra:
             raise ForeignFileError(

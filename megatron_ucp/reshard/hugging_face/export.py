@@ -22,7 +22,8 @@ from megatron_ucp.formats.base import Checkpoint, Readable, Told
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.arguments import check_allow, plain_path
+from megatron_ucp.reshard.allowances import EXPORT, check_words
+from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.diff import Difference, unequal, weight_differences
 from megatron_ucp.reshard.file_source import THREADS, FileSource, Memory
 from megatron_ucp.reshard.findings import Progress, checked
@@ -47,7 +48,6 @@ from megatron_ucp.reshard.hugging_face.twin import needs_family, pipe_names, twi
 from megatron_ucp.reshard.match import replica_notes, require_one_copy
 from megatron_ucp.reshard.transfer import TransferRun, WindowSource, proved, transfer
 
-_ALLOWED = frozenset({"mean", "stale", "weights"})
 _OF_FILES = ("tag", "rules", "family", "merge", "verify", "force", "allow")
 LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
 
@@ -253,7 +253,7 @@ def check_output(
             found=name,
             fix="give one of these",
         )
-    check_allow(allow, _ALLOWED)
+    check_words(allow, {EXPORT})
     return name
 
 

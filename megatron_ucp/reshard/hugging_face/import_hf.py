@@ -22,8 +22,8 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.reshard.allowances import IMPORT, check_words
 from megatron_ucp.reshard.arguments import (
-    check_allow,
     check_switch,
     needed_target,
     parsed_config,
@@ -39,7 +39,6 @@ from megatron_ucp.reshard.outputs.table import NATIVE, refuse_unused
 from megatron_ucp.reshard.source_settings import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.stage_division import with_stages
 from megatron_ucp.reshard.target import target_manifest
-from megatron_ucp.reshard.transfer import NARROW
 from megatron_ucp.reshard.wanted import Wanted
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
@@ -136,7 +135,7 @@ def _checked(
     allow: Collection[str],
 ) -> Target:
     """The target. Raises UsageError for arguments of an import that can't be."""
-    check_allow(allow, NARROW)
+    check_words(allow, {IMPORT})
     check_switch("latest", latest)
     given = needed_target(mesh, target, "native files are")
     require_plain(folder)

@@ -1,0 +1,115 @@
+"""What is missing of an engine's save is missed by every verb, and by the load of a real engine.
+`tests/reshard/absence.py` has the law and the table."""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import autoep_jobs, autotp_jobs, moe_jobs, moe_pipe_jobs
+from tests.engines.absence_jobs import EXACT
+from tests.engines.model import Setup
+from tests.engines.pipeline_jobs import Staged
+from tests.engines.sources import Sources
+from tests.engines.test_mixtral import mixtral
+from tests.reshard.absence import Save, Table, linked, plain_of
+
+pytestmark = pytest.mark.ranks
+MEGATRON = "tests.engines.pipeline_jobs:make"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Engines of one kind on `world` ranks: how one is made, the job that saves, the module that
+    gathers its values."""
+
+    world: int
+    setup: Any
+    making: str
+    states: str = "tests.engines.canonical"
+
+    @property
+    def job(self) -> str:
+        module = self.making.partition(":")[0]
+        return f"{module if module != 'tests.engines.model' else 'tests.engines.jobs'}:save"
+
+
+KINDS: dict[str, Kind] = {
+    **{
+        f"ZeRO-{zero} {dtype}": Kind(2, Setup(zero, dtype), "tests.engines.model:make_engine")
+        for zero in range(4)
+        for dtype in ("bf16", "fp32")
+    },
+    **{
+        f"DeepSpeed's experts, ZeRO-{zero}": Kind(
+            4, moe_jobs.Moe(2, zero), "tests.engines.moe_jobs:make"
+        )
+        for zero in range(3)
+    },
+    **{
+        f"AutoEP, ZeRO-{zero}": Kind(4, autoep_jobs.Auto(2, zero), "tests.engines.autoep_jobs:make")
+        for zero in (0, 1, 3)
+    },
+    "megatron-core's experts": Kind(4, mixtral(2), MEGATRON),
+    "megatron-core's experts, stage 0": Kind(4, mixtral(2, zero=0), MEGATRON),
+    "megatron-core's experts, tp=2": Kind(4, mixtral(2, tp=2), MEGATRON),
+    "megatron-core's experts, tp=2, stage 0": Kind(4, mixtral(2, tp=2, zero=0), MEGATRON),
+    "megatron-core's experts, tp=2, etp=1": Kind(4, mixtral(2, tp=2, etp=1), MEGATRON),
+    "megatron-core's experts, pp=2": Kind(4, mixtral(2, pp=2), MEGATRON),
+    "a pipeline, stage 0": Kind(4, Staged("gpt", 2, 0, pp=2), MEGATRON),
+    "a pipeline, ZeRO-1": Kind(4, Staged("gpt", 2, 1, pp=2), MEGATRON),
+    "a pipeline with tied embeddings": Kind(4, Staged("gpt", 1, 1, pp=2, tied=True), MEGATRON),
+    "DeepSpeed's experts in a pipeline": Kind(
+        4, moe_pipe_jobs.Piped(2, 1, pp=2), "tests.engines.moe_pipe_jobs:make"
+    ),
+    **{
+        f"AutoTP, ZeRO-{zero}": Kind(
+            4,
+            autotp_jobs.Auto("even", 2, zero),
+            "tests.engines.autotp_jobs:make",
+            "tests.engines.autotp_states",
+        )
+        for zero in (0, 1, 3)
+    },
+    "AutoTP, uneven": Kind(
+        4,
+        autotp_jobs.Auto("llama", 2, 1),
+        "tests.engines.autotp_jobs:make",
+        "tests.engines.autotp_states",
+    ),
+}
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_missing_of_a_save(
+    sources: Sources, tmp_path: Path, kind: str, attached: bool
+) -> None:
+    row = KINDS[kind]
+    source = Path(sources.get(row.world, row.setup, row.job, more=0))
+    shutil.copytree(source / "trained", tmp_path / "copied")
+    if not attached:  # as stock DeepSpeed would have written it
+        plain_of(tmp_path / "copied")
+
+    def loads(_: Save, runs: list[Path]) -> list[str]:
+        setup = replace(row.setup, seed=9)
+        tags = [str(run / "trained") for run in runs]
+        given = row.making, row.states, setup, str(source), tags
+        job = "tests.engines.absence_jobs:loads"
+        ranks = sources.ranks.run(row.world, job, *given, timeout_s=400)
+        # ranks agree what a load did, but for their own numbers in a message
+        assert all(
+            [one == EXACT for one in rank] == [one == EXACT for one in ranks[0]] for rank in ranks
+        )
+        return ranks[0]
+
+    save = Save(linked(tmp_path / "copied", tmp_path / "run", "trained"), "trained")
+    table = Table(save, tmp_path, loads)
+    assert table.wrong() == []
+    # stages that share a tied module each write its file: one of them has all of it
+    shared = (
+        {"file layer_00-model_00-model_states.pt"} if "tied" in kind and not attached else set()
+    )
+    assert table.cases > 0 and {*table.spare} <= {"file ucp_manifest.json", *shared}
