@@ -172,8 +172,8 @@ class Checkpoint(Readable, Protocol):
         ...
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        """Compares one file with the others. `allow` names what may be (of `allowances.TABLE`, "stale"
-        and "positions" are asked here); `optimizer` says whether its states are wanted. Raises
+        """Compares one file with the others. `allow` names what may be ("stale" and "positions" are
+        asked here); `optimizer` says whether its states are wanted. Raises
         ForeignFileError for a file of another run, step or mesh, StateMismatchError where nothing
         in it says whose its states are, DamagedFileError."""
         ...

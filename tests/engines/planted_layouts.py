@@ -57,6 +57,19 @@ def _whole_sinks(model: Any) -> Any:
     return mock.patch.object(attention, "sharded_state_dict", said)
 
 
+def _forgotten_cut(model: Any) -> Any:
+    """A module says that every rank has all of a matrix, which its layer marks as cut."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    linear = model.decoder.layers[0].mlp.linear_fc2
+
+    def said(prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        held = linear.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(held, prefix, {}, sharded_offsets)
+
+    return mock.patch.object(linear, "sharded_state_dict", said)
+
+
 def _fails_on_rank_1(model: Any) -> Any:
     """A module whose method fails, on one rank."""
     layer = model.decoder.layers[0]
@@ -72,6 +85,7 @@ def _fails_on_rank_1(model: Any) -> Any:
 
 PLANTS: dict[str, Any] = {
     "a method that fails": _fails_on_rank_1,
+    "a forgotten cut": _forgotten_cut,
     "swapped experts": _swapped_experts,
     "later prediction": _later_prediction,
     "cut by columns": lambda model: _cut_by_columns(

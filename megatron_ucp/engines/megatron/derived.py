@@ -89,7 +89,9 @@ def derived_table(
                 shape = tuple(entry.data.shape)
                 pieces = _pieces(name, entry, offsets, shape)
                 _check_numbers(name, pieces)
-                declared = _declared(name, shape, pieces, _share_of(name, place))
+                share = _share_of(name, place)
+                declared = _declared(name, shape, pieces, share)
+                _check_mark(name, entry.data, declared, share)
                 out.setdefault(name, _with_extent(declared, entry, model))
         wanted = filter(None, (_known(own, names) for own in params.values()))
         missing = sorted({*wanted} - out.keys())
@@ -104,6 +106,21 @@ def derived_table(
             id="layout-unknown",
         )
     return out
+
+
+def _check_mark(name: str, param: Any, declared: Declared, share: AxisShare) -> None:
+    """Raises LayoutError for a parameter that megatron-core's layers mark as cut, and of which the
+    model says that every rank has all: a save would have one rank's part of it."""
+    is_marked = getattr(param, "tensor_model_parallel", False) and share.parts > 1
+    if is_marked and isinstance(declared.layout, Replicate):
+        raise LayoutError(
+            "a parameter is marked as cut, and the model says that every rank has all of it",
+            parameter=name,
+            expected=f"a cut along dim {param.partition_dim} in {SOURCE}",
+            found=f"{declared.shape} on each of {share.parts} ranks",
+            fix="let the sharded_state_dict of its module say how it is cut, or take the mark "
+            "tensor_model_parallel away where all ranks do have the same",
+        )
 
 
 def digest_of(table: Mapping[str, Declared]) -> str:
