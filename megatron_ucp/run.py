@@ -21,10 +21,9 @@ USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]
 
 Runs a training script unchanged: its saves are atomic, and it loads what any mesh saved.
 Every engine that deepspeed.initialize makes is attached; one that can't be is left as it is, with a
-note, unless its config asks for it. The section "universal_checkpoint" of its
-config may add options, {"enabled": false} there leaves an engine alone. Megatron-LM's
-pretrain_gpt.py, and any program that calls `pretrain`, gets this load_checkpoint and
-save_checkpoint, which follow its flags."""
+note. The section "universal_checkpoint" of its config may add options, {"enabled": false} there
+leaves an engine alone. Megatron-LM's pretrain_gpt.py, and any program that calls `pretrain`, gets
+this load_checkpoint and save_checkpoint, which follow its flags."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 _TRAINING = "megatron.training.training"  # where Megatron-LM's `pretrain` lies, in every version
 _REPLACED = ("load_checkpoint", "save_checkpoint")  # names of that module, which it calls

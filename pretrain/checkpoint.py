@@ -336,10 +336,17 @@ def padded_vocab(vocab: int, args: argparse.Namespace, saved: Saved | None) -> i
     return stored
 
 
-def _allowed(args: argparse.Namespace, saved: Saved) -> set[str]:
-    """What a load may do: Megatron's own scheduler fits this program's."""
-    vocab = {"vocab"} if args.allow_vocab_resize else set[str]()
-    return vocab | {"scheduler"} if saved.has_schedule else vocab
+def _allowed(args: argparse.Namespace, saved: Saved, tag: str | None) -> set[str]:
+    """What a load may do: Megatron's own scheduler fits this program's; what is newer in memory may
+    stand for a tag that was not named by the user."""
+    takes_schedule = saved.has_schedule and not (args.finetune or args.no_load_optim)
+    keeps_steps = args.keep_memory_every is not None
+    words = {
+        "vocab": args.allow_vocab_resize,
+        "scheduler": takes_schedule,
+        "memory": tag and keeps_steps,
+    }
+    return {word for word, is_meant in words.items() if is_meant}
 
 
 def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position, Report]:
@@ -357,7 +364,7 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
         load_lr_scheduler_states=keep and (saved.has_schedule or args.engine == MEGATRON),
         family=args.model_family,
         rng=not args.no_load_rng,
-        allow=_allowed(args, saved) | ({"memory"} if tag else set()),
+        allow=_allowed(args, saved, tag),
     )
     for line in saved.passed_over:
         say(f"  passed over {line}")

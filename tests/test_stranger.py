@@ -30,8 +30,9 @@ def environment(folder: Path) -> Path:
 def test_no_step_needs_a_second_try(tmp_path: Path) -> None:
     python, work, copy = environment(tmp_path / "venv"), tmp_path / "work", tmp_path / "checkout"
     work.mkdir()
-    (copy / "tests").mkdir(parents=True)
-    for name in (*CHECKOUT, "tests/stranger.sh"):
+    for folder in ("tests", "docs"):
+        (copy / folder).mkdir(parents=True)
+    for name in (*CHECKOUT, "tests/stranger.sh", "docs/troubleshooting.md"):
         to = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         to(ROOT / name, copy / name)
     own = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

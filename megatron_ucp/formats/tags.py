@@ -95,7 +95,9 @@ def checkpoints_below(path: Path) -> list[str]:
     found: list[tuple[float, str]] = []
     for folder in path.iterdir():
         with suppress(OSError):
-            if folder.is_dir() and not is_unfinished(folder.name) and not nothing_there(folder):
+            if not folder.is_dir() or is_unfinished(folder.name) or has_state_files(folder):
+                continue  # a tag is found by its own name
+            if not nothing_there(folder):
                 there = [folder / name for name in POINTERS if (folder / name).is_file()]
                 found.append(
                     (max((one.stat().st_mtime for one in there), default=0.0), folder.name)

@@ -123,7 +123,7 @@ def convert(
         check_source(source, folder, allow)
         refuse_lost_moments(source.manifest, str(source.folder))
         origin = Origin(source, rules is not None)
-        wanted = _wanted(origin, asked, row, config)
+        wanted = _wanted(origin, asked, row, config, allow)
         origin.take_values(wanted.target.mesh if row.for_ranks else None, allow)
         output = row.plan(origin, wanted, config, folder)
         mesh = str(wanted.target.mesh) if row.for_ranks else row.name
@@ -131,12 +131,16 @@ def convert(
 
 
 def _wanted(
-    origin: Origin, asked: Target | None, to: Writable, config: Mapping[str, Any] | None
+    origin: Origin,
+    asked: Target | None,
+    to: Writable,
+    config: Mapping[str, Any] | None,
+    allow: Collection[str],
 ) -> Wanted:
     """What is written, with all that nobody said. Raises UsageError for what the format lacks."""
     asked = (asked or default_target(origin, to)).with_zero_of(origin.manifest.mesh)
     refuse_unused(asked, to)
-    return origin.wanted(asked, config)
+    return origin.wanted(asked, config, allow)
 
 
 @dataclass(frozen=True)

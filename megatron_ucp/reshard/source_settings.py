@@ -52,7 +52,6 @@ class Origin:
         refused, or the first rank's is taken where that is allowed.
 
         Raises StateMismatchError, UnsafePickleError, UnsupportedError."""
-        self.notes += require_one_copy(self.source, self.manifest.by_name, allow)
         apart = apart_in(self.source)
         self._check_names(apart)
         if not apart.what:
@@ -86,9 +85,12 @@ class Origin:
             listed = ", ".join(sorted(names))[:200]
             self.notes.append(f"values name classes of the program that wrote them: {listed}")
 
-    def wanted(self, target: Target, config: Mapping[str, Any] | None) -> Wanted:
+    def wanted(
+        self, target: Target, config: Mapping[str, Any] | None, allow: Collection[str] | None = None
+    ) -> Wanted:
         """What is asked for: the target with everything that the config of its job says, or else
         the source's. Raises UsageError; LayoutError where no engine could be built so."""
+        self.notes += require_one_copy(self.source, self.manifest.by_name, allow)
         self.notes += replica_notes(self.manifest)
         if config is None and self.extras.config is None and target.dtype is None:
             target = replace(target, dtype=self.dtype)

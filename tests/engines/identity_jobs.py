@@ -186,15 +186,18 @@ def two_stacks(folder: str) -> tuple[str, int]:
     world = World(Mcore(), (FOLDER_OF_MEMORY,) * dist.get_world_size())
     os.environ[NODE] = FOLDER_OF_MEMORY
     first = make(world, folder, every=1)
-    stack_jobs.train(first, 2)
+    for step in range(2):
+        stack_jobs.train(first, 1, first=step)
+        ucp.wait(first.handle)
     said, anew = "attached", partial(mock.patch, "megatron_ucp.engines.megatron.models.start")
     try:
         with anew():
             make(world, folder, every=1)
     except ucp.UsageError as error:
         said = str(error)
-    stack_jobs.train(first, 2, first=2)
-    ucp.wait(first.handle)
+    for step in (2, 3):
+        stack_jobs.train(first, 1, first=step)
+        ucp.wait(first.handle)
     steps = ucp.report(first.handle).memory.steps
     first.handle.ucp.close()
     with anew():

@@ -140,6 +140,7 @@ ACTS = {
     "optimizer": "L DH",
     "values": "LSMDH",
     "per_rank": "LSMDH C",
+    "replicas": "LSMDH C",
     "weights": "SM E",
     "hybrid": "LSMD",
     "memory": "",  # but for an engine that keeps steps in memory

@@ -59,7 +59,7 @@ PLAIN_REFUSALS: list[tuple[type[ucp.UcpError], str, dict[str, Any]]] = [
     ),
 ]
 LLAMA_REFUSALS: list[tuple[type[ucp.UcpError], str, dict[str, Any]]] = [
-    (LayoutError, "can't be cut", {"target": ucp.Mesh(tp=5)}),
+    (LayoutError, "does not divide attention heads", {"target": ucp.Mesh(tp=5)}),
     (UsageError, "do not add up", {"target": ucp.Target(PP, stages=(1, 1))}),
 ]
 

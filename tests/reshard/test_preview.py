@@ -396,7 +396,7 @@ def test_refused_for_a_checkpoint(sources: Sources, capsys: pytest.CaptureFixtur
     for folder, mesh, words in (
         (plain, "tp=2", "nobody declared"),
         (plain, "pp=2", "not known"),
-        (llama, "tp=5", "can't be cut"),
+        (llama, "tp=5", "does not divide attention heads"),
     ):
         assert main(["plan", folder, "--mesh", mesh]) == 2
         assert words in capsys.readouterr().err
