@@ -62,10 +62,9 @@ def guard_removals() -> None:
 
 
 def _may_remove(path: Any) -> bool:
-    """Whether a folder may be removed, once saves beside it are whole; not where one failed. A
-    thread of a save removes what it may."""
+    """Whether a folder may be removed, once saves beside it are whole; not where one failed."""
     if threading.current_thread().name.startswith(THREAD_NAMES) or not isinstance(path, str | Path):
-        return True
+        return True  # a thread of a save can't wait for itself
     removed = Path(os.path.abspath(path))
     for turn in last_saves():
         folder = Path(turn.what).parent  # of the tag: what the program gave

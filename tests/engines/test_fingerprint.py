@@ -200,7 +200,7 @@ def test_a_fault_in_any_file_is_named_by_a_load_onto_any_mesh(
                 assert f"{name} ({state})" in refused, (mesh, folder, refused)
                 assert unseen == "", (mesh, folder, unseen)
     for folder in wanted:
-        with pytest.raises(ucp.ForeignFileError, match="is not what was saved|are not those of"):
+        with pytest.raises(ucp.ForeignFileError, match=r"is not what was saved|are not those of"):
             ucp.fingerprint(tmp_path / folder)
 
 

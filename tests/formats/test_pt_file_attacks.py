@@ -303,7 +303,7 @@ def test_errors_of_the_system_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     for call in ("open", "fstat", "preadv"):
         with (
             monkeypatch.context() as patch,
-            pytest.raises(UcpError, match="can't be|may not be") as caught,
+            pytest.raises(UcpError, match=r"can't be|may not be") as caught,
         ):
             patch.setattr(pt_file.os, call, refuse)
             PtFile(tmp_path / "x.pt")
