@@ -3,11 +3,10 @@ all of them."""
 
 import argparse
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, print_json
+from megatron_ucp.cli.output import DONE, nearest, print_json
 from megatron_ucp.errors import HELP_FILE, DamagedFileError, UsageError
 
 HELP = "says more about an error, by the id in its last line"
@@ -25,12 +24,11 @@ def run(args: Any) -> int:
     if args.id is None:
         return print_json({"ids": [*found]}, DONE) if args.json else _listed(found)
     if args.id not in found:
-        near = get_close_matches(args.id, found, n=1)
         raise UsageError(
             f"there is no help for {args.id[:80]!r}",
             expected=", ".join(found),
             found=args.id[:200],
-            fix=f"did you mean {near[0]}?" if near else "see `megatron-ucp help`",
+            fix=nearest(args.id, [*found], "megatron-ucp help"),
         )
     if args.json:
         return print_json({"id": args.id, "text": found[args.id]}, DONE)

@@ -57,13 +57,13 @@ from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.engines.trainers import guard_removals, guard_trainers
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
-from megatron_ucp.errors import NotFoundError, UcpError, UsageError, did_you_mean
+from megatron_ucp.errors import NotFoundError, UcpError, UsageError
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.deepspeed.keys import PATTERNS
 from megatron_ucp.formats.durable import manifest_of
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import absolute_path, plain_path
+from megatron_ucp.reshard.arguments import absolute_path, plain_path, require_known
 from megatron_ucp.reshard.ds_section import SECTION, options_of
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
@@ -162,7 +162,7 @@ class _Attachment:
 def _attach(engine: Any, options: Mapping[str, Any], by_install: bool = False) -> None:
     """Collective. Raises a UcpError on every rank."""
     agree.require_same(agree.gather(_comparable(options)))
-    _require_known(options)
+    require_known(options, _KNOWN)
     before: _Attachment | None = engine.__dict__.get(_ATTACHED)
     if before is None:
         _attach_first(engine, dict(options), by_install)
@@ -175,17 +175,6 @@ def _attach(engine: Any, options: Mapping[str, Any], by_install: bool = False) -
 def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as ranks, and two calls, compare them."""
     return {key: agree.plain_option(value) for key, value in options.items()}
-
-
-def _require_known(options: Mapping[str, Any]) -> None:
-    unknown = [key for key in options if key not in _KNOWN]
-    if unknown:
-        raise UsageError(
-            "an option is not known",
-            expected=", ".join(_KNOWN),
-            found=", ".join(unknown),
-            fix=did_you_mean(unknown[0], _KNOWN, "give one of these options"),
-        )
 
 
 def _more_than(before: _Attachment, options: Mapping[str, Any]) -> bool:

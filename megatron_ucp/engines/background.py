@@ -28,7 +28,6 @@ from megatron_ucp.reshard.arguments import check_saves
 
 BACKGROUNDS = "_ucp_background"  # of an engine: what works beside its training, by what it does
 _SAVES = "saves"
-THREAD_NAMES = "ucp-"  # how the names of this package's threads begin
 _LONGER_S = 1.0  # than its deadline a save is waited for: the ranks name the one that is late
 
 
@@ -132,10 +131,8 @@ class SaveTurn:
             self._wait_for(writer)
             ended()
 
-        writer = threading.Thread(target=write, name=f"{THREAD_NAMES}save", daemon=True)
-        self._keeper = threading.Thread(
-            target=keep, name=f"{THREAD_NAMES}save-keeper", daemon=False
-        )
+        writer = threading.Thread(target=write, name="ucp-save", daemon=True)
+        self._keeper = threading.Thread(target=keep, name="ucp-save-keeper", daemon=False)
         writer.start()  # before the keeper: a program that ends starts no threads any more
         self._keeper.start()
 
@@ -402,7 +399,7 @@ class Alongside(threading.Thread):
     pool of `concurrent.futures`: these take no work from the moment when the main thread ends."""
 
     def __init__(self, work: Callable[[], Any], is_lowest: bool = False) -> None:
-        super().__init__(name=f"{THREAD_NAMES}alongside", daemon=True)
+        super().__init__(name="ucp-alongside", daemon=True)
         self._work, self._is_lowest, self._kept = work, is_lowest, agree.KeptBack()
         self._value: Any = None
         self.start()

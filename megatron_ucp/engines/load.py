@@ -122,7 +122,8 @@ def load(
     asked = asked_of(path, tag, how, given["family"])
     asked["load_optimizer_states"] = bool(load_optimizer_states)
     agree.require_same(agree.gather(asked))
-    check_options(hyper=given["hyper"], allow=given["allow"], per_rank=per_rank)
+    of_both = {key: given[key] for key in ("hyper", "checksums", "allow", "rng")}
+    check_options(**of_both, per_rank=per_rank)
     if allow is not None:  # what `attach` got is for all loads, whatever each has a use for
         check_words(allow, {MEMORY if isinstance(path, HeldRun) else LOAD})
         check_acting(how.allow, _wanted(engine, how))

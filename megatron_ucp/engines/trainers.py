@@ -10,14 +10,13 @@ import functools
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.after_import import AfterImport
-from megatron_ucp.engines.background import THREAD_NAMES, background_of, last_saves
+from megatron_ucp.engines.background import background_of, last_saves
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.pointers import LATEST, newest_named
 from megatron_ucp.formats.tags import has_state_files, is_unfinished
@@ -63,8 +62,8 @@ def guard_removals() -> None:
 
 def _may_remove(path: Any) -> bool:
     """Whether a folder may be removed, once saves beside it are whole; not where one failed."""
-    if threading.current_thread().name.startswith(THREAD_NAMES) or not isinstance(path, str | Path):
-        return True  # a thread of a save can't wait for itself
+    if not isinstance(path, str | Path):
+        return True
     removed = Path(os.path.abspath(path))
     for turn in last_saves():
         folder = Path(turn.what).parent  # of the tag: what the program gave

@@ -206,11 +206,18 @@ def nothing_there(path: str | Path) -> bool:
         return True
     return (
         path.is_dir()
-        and not any((path / name).exists() for name in POINTERS)
-        and not has_state_files(path)
-        and not any(p.is_dir() and has_state_files(p) for p in path.iterdir())
+        and not has_tags(path)
         and not any(path.glob("*.safetensors"))  # of a Hugging Face folder
         and not weights_as_pickles(path)
+    )
+
+
+def has_tags(path: Path) -> bool:
+    """Whether a folder is a tag, has tags in it, or has what names one."""
+    return path.is_dir() and (
+        any((path / name).exists() for name in POINTERS)
+        or has_state_files(path)
+        or any(one.is_dir() and has_state_files(one) for one in path.iterdir())
     )
 
 

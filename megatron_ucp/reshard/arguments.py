@@ -3,12 +3,12 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import UsageError, did_you_mean
 from megatron_ucp.formats.deepspeed.target import Target
 
 _SECTIONS = ("bf16", "fp16", "bfloat16", "zero_optimization", "optimizer", "checkpoint")
@@ -30,6 +30,17 @@ def absolute_path(path: Any) -> Path:
     """The path of a folder as it is meant at the call, wherever the program goes before it is used.
     Raises UsageError for what is no path."""
     return Path(os.path.abspath(plain_path(path)))
+
+
+def require_known(options: Iterable[str], known: Sequence[str]) -> None:
+    """Raises UsageError, with the nearest known one, for options that a function does not take."""
+    if unknown := [name for name in options if name not in known]:
+        raise UsageError(
+            "an option is not known",
+            expected=", ".join(known),
+            found=", ".join(sorted(unknown)),
+            fix=did_you_mean(unknown[0], known, "give one of these options"),
+        )
 
 
 def check_switch(name: str, value: object) -> None:

@@ -10,8 +10,8 @@ from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.pointers import Named, newest_named, saved_at
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import (
-    POINTERS,
     has_state_files,
+    has_tags,
     is_unfinished,
     require_folder,
     state_files,
@@ -81,15 +81,6 @@ def newest_whole(
         found="; ".join(passed) or "no tag",
         fix="restore the files of one of them",
         id="missing-file",
-    )
-
-
-def has_tags(path: Path) -> bool:
-    """Whether a folder is a tag, has tags in it, or has what names one."""
-    return path.is_dir() and (
-        any((path / name).is_file() for name in POINTERS)
-        or has_state_files(path)
-        or any(one.is_dir() and has_state_files(one) for one in path.iterdir())
     )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines import attach as attaching
+from megatron_ucp.engines import memory_steps
 from megatron_ucp.formats.memory_folder import NODE
 from megatron_ucp.reshard import agree
 from tests.engines import stack_jobs
@@ -216,7 +217,8 @@ def around_one_model(folder: str) -> str:
     optimizer = torch.optim.AdamW(params)
     again, *_ = deepspeed.initialize(model=first.module, optimizer=optimizer, config=config)
     ucp.attach(again, keep="memory", every=1, folder=folder)
-    return "taken over"
+    old, new = (memory_steps.steps_of(one) for one in (first, again))
+    return "taken over" if old.path is None and new.path == Path(folder).resolve() else "not"
 
 
 def damaged_descriptions(folder: str) -> str:

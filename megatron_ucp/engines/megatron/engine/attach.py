@@ -34,9 +34,9 @@ from megatron_ucp.engines.taking import LentRun, Taking
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
-from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Family
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import require_known
 
 _WAYS = (DIRECT, BACKGROUND)  # there is no code of a program's own that "stock" could mean
 
@@ -116,13 +116,7 @@ def _saved_how(
     with agree.together():
         if way not in (None, *_WAYS):
             refuse_way(way, _WAYS)
-        if unknown := {*options} - {*BESIDE, *IN_MEMORY}:
-            raise UsageError(
-                "an option is not known",
-                expected=", ".join(("save", *BESIDE, *IN_MEMORY)),
-                found=", ".join(sorted(unknown)),
-                fix="give one of these options",
-            )
+        require_known(options, ("save", *BESIDE, *IN_MEMORY))
         of_memory = {key: options.pop(key) for key in IN_MEMORY if key in options}
         how, in_memory = beside_training(way == BACKGROUND, options), in_memory_as(of_memory)
     return how, in_memory
