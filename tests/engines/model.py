@@ -144,7 +144,7 @@ class WithFrozenTower(WithTower):
         self.tower.requires_grad_(False)
 
 
-class Strange(torch.nn.Module):
+class Unlike(torch.nn.Module):
     """No name of another model."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ NETS = {
         UntiedBias,
         WithTower,
         WithFrozenTower,
-        Strange,
+        Unlike,
         Twins,
         Empty,
         Tiny,

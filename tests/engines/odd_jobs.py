@@ -11,6 +11,8 @@ from tests.engines.canonical import canonical, differences
 from tests.engines.model import NETS, Setup, make_engine, train
 from tests.engines.odd_models import NAMED
 
+if taken := NETS.keys() & NAMED.keys():  # warm ranks keep what one job imported for the next
+    raise ValueError(f"two models of one name: {sorted(taken)}")
 NETS |= NAMED
 STEPS, MORE = 2, 3
 Change = Callable[[Any], None]

@@ -74,7 +74,7 @@ def test_a_load_that_finds_nothing_fails_whatever_is_allowed(sources: Sources) -
     folder = sources.get(2, Setup(1, "bf16"), more=0)
     weights = {**ALL, "load_module_only": True}
     for rank in sources.ranks.run(
-        2, JOBS + "attempts", Setup(1, "bf16", net="Strange"), folder, [{}, ALL, weights]
+        2, JOBS + "attempts", Setup(1, "bf16", net="Unlike"), folder, [{}, ALL, weights]
     ):
         for found in rank:
             assert "holds no parameter of the model" in found["error"] and found["unchanged"]
