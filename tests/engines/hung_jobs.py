@@ -124,8 +124,6 @@ class Run:
                 self.engine.save_checkpoint(self.folder, tag=f"step{self.step}")
             else:
                 own: dict[str, Any] = {"keep_latest": self.keep}
-                if self.kind == "older":
-                    own |= {"ckpt_format": "torch"}
                 ucp.save(self.handle, self.folder, **own)
             ucp.wait(self.handle)
         except ucp.UcpError as error:

@@ -393,9 +393,8 @@ def sharded(engine: Engine, content: dict[str, Any], loading: bool) -> dict[str,
 
 def write(engine: Engine, folder: Path, kind: str) -> None:
     """By this package ("ours"), or by stock in one of its kinds."""
-    if kind in ("ours", "torch"):  # the latter as its older files
-        format_ = "torch" if kind == "torch" else "torch_dist"
-        ucp.save(engine.handle, folder, arguments=arguments(engine), ckpt_format=format_)
+    if kind == "ours":
+        ucp.save(engine.handle, folder, arguments=arguments(engine))
     elif kind == "legacy":
         legacy_save(engine, folder)
     else:

@@ -16,24 +16,19 @@ from megatron_ucp.formats.megatron.torch_dist import BACKEND as TORCH_DIST
 from megatron_ucp.formats.pointers import iteration_name
 from megatron_ucp.reshard import agree
 
-TORCH = "torch"  # as Megatron-LM calls its older files
-WRITTEN = (TORCH_DIST, TORCH)
+TORCH = "torch"  # as Megatron-LM calls its older files: they are read, and written by itself
 
 
 @dataclass(frozen=True)
 class AskedOfStack:
-    """What is saved, and how: in one of the `WRITTEN`. `retain_interval`: the save before this one
-    goes, unless its iteration is a multiple (None: it stays)."""
+    """What is saved, and how. `retain_interval`: the save before this one goes, unless its
+    iteration is a multiple (None: it stays)."""
 
     stack: MegatronStack
     folder: Path
     arguments: Any
     how: Saving
     retain_interval: int | None = None
-    ckpt_format: str = TORCH_DIST
-
-    def __post_init__(self) -> None:
-        require_written(self.ckpt_format)
 
     @cached_property
     def tag(self) -> str:
@@ -47,14 +42,14 @@ class AskedOfStack:
 
 
 def require_written(ckpt_format: object) -> None:
-    """Raises UnsupportedError for a format that is not `WRITTEN`."""
-    if ckpt_format not in WRITTEN:
+    """Raises UnsupportedError for another format than torch_dist, the one that is written."""
+    if ckpt_format != TORCH_DIST:
         raise UnsupportedError(
-            "this format of Megatron-LM's is not written, only loaded",
-            expected=" or ".join(f"--ckpt-format {one}" for one in WRITTEN),
+            "this format of Megatron-LM's is loaded here, but not written",
+            expected=f"--ckpt-format {TORCH_DIST}",
             found=f"--ckpt-format {ckpt_format}",
-            fix="give one of these (Python: ckpt_format=), or leave it out; or call Megatron-LM's "
-            "own save_checkpoint",
+            fix="leave it out (Python: ckpt_format=): Megatron-LM and every engine here load "
+            "torch_dist on any mesh; or call Megatron-LM's own save_checkpoint",
         )
 
 

@@ -8,7 +8,12 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait
 from megatron_ucp.engines.load import load
-from megatron_ucp.engines.megatron.engine.asked import TORCH_DIST, AskedOfStack, require_written
+from megatron_ucp.engines.megatron.engine.asked import (
+    TORCH,
+    TORCH_DIST,
+    AskedOfStack,
+    require_written,
+)
 from megatron_ucp.engines.megatron.engine.attach import attach_megatron
 from megatron_ucp.engines.megatron.engine.save import save_as
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
@@ -41,7 +46,8 @@ def load_checkpoint(
     `--no-load-rng` and `--exit-on-missing-checkpoint`. Raises a UcpError on every rank.
     """
     args = _arguments()
-    _refuse_format(args)  # before anybody trains
+    if getattr(args, "save", None) and not _saves_itself(args):
+        require_written(_format_of(args))  # before anybody trains
     stack = _stack_of(ddp_model, optimizer, opt_param_scheduler)
     wait(stack)  # the folder's newest save may be on its way
     folder, finetune = getattr(args, load_arg), bool(args.finetune)
@@ -85,12 +91,26 @@ def save_checkpoint(
     *,
     non_persistent_ckpt: bool = False,
     release: bool = False,
-    **_: Any,
+    **more: Any,
 ) -> None:
     """In place of Megatron-LM's own: a checkpoint in `--save` that every engine loads, stock
-    Megatron-LM too, as `--ckpt-format` says (torch_dist, torch). With `--async-save` training goes
-    on while it is written. Collective. Raises a UcpError on every rank."""
+    Megatron-LM too. With `--async-save` training goes on while it is written. Under
+    `--ckpt-format torch` Megatron-LM's own save runs, with a note. Collective. Raises a UcpError on
+    every rank."""
     args = _arguments()
+    if _saves_itself(args):
+        _save_by_megatron(
+            iteration,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            num_floating_point_operations_so_far,
+            checkpointing_context,
+            non_persistent_ckpt=non_persistent_ckpt,
+            release=release,
+            **more,
+        )
+        return
     _refuse(args, non_persistent_ckpt, release)
     stack = _stack_of(model, optimizer, opt_param_scheduler)
     folder, keep_latest = args.save, None
@@ -101,8 +121,7 @@ def save_checkpoint(
     stack.floating_point_operations = num_floating_point_operations_so_far
     how = Saving(keep_latest=keep_latest, rng=not args.no_save_rng)
     interval = None if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
-    format_ = _format_of(args)
-    save_as(AskedOfStack(stack, absolute_path(folder), args, how, interval, format_))
+    save_as(AskedOfStack(stack, absolute_path(folder), args, how, interval))
 
 
 def _arguments() -> Any:
@@ -143,11 +162,21 @@ def _is_empty(folder: str | None) -> bool:
     return bool(told.values[0])
 
 
-def _refuse_format(args: Any) -> None:
-    """Raises UnsupportedError for another format than the one that is written, of a run that saves.
-    One that is told none has Megatron-LM's default."""
-    if getattr(args, "save", None):
-        require_written(_format_of(args))
+def _saves_itself(args: Any) -> bool:
+    """Whether Megatron-LM's own save writes: its older files, which this package only loads."""
+    return _format_of(args) == TORCH
+
+
+def _save_by_megatron(*given: Any, **more: Any) -> None:
+    from megatron.training.checkpointing import (  # pyright: ignore[reportMissingImports]
+        save_checkpoint as own_save,
+    )
+
+    say.note(
+        "--ckpt-format torch: Megatron-LM's own save writes these files, which only the same mesh "
+        "continues in Megatron-LM itself; leave the flag out for a save that any mesh continues"
+    )
+    own_save(*given, **more)
 
 
 def _format_of(args: Any) -> str:
@@ -157,7 +186,7 @@ def _format_of(args: Any) -> str:
 def _refuse(args: Any, non_persistent: bool, release: bool) -> None:
     """Raises UnsupportedError for what this package's save does not write."""
     local = non_persistent and getattr(args, "non_persistent_ckpt_type", None) == "local"
-    _refuse_format(args)
+    require_written(_format_of(args))
     asked = {
         "--no-save-optim": getattr(args, "no_save_optim", None),
         "--non-persistent-ckpt-type local": local,

@@ -28,15 +28,14 @@ from megatron_ucp.engines.background import (
 )
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.asked import (
-    TORCH,
     TORCH_DIST,
     AskedOfStack,
     described_to_save,
+    require_written,
 )
 from megatron_ucp.engines.megatron.engine.besides import extras_of, values_of
 from megatron_ucp.engines.megatron.engine.flags import flags_of_model, plain_flags
 from megatron_ucp.engines.megatron.engine.inner import kind_of
-from megatron_ucp.engines.megatron.engine.legacy_save import save_legacy
 from megatron_ucp.engines.megatron.engine.output import StackOutput
 from megatron_ucp.engines.megatron.engine.planned import knows, planned, structure_of
 from megatron_ucp.engines.megatron.engine.present import PresentStates
@@ -99,8 +98,7 @@ def save(
         keep_latest: How many whole tags of this run are left. Default: all.
         rng: Whether random states are kept.
         loader: A `ResumableLoader`, whose position is kept.
-        ckpt_format: "torch_dist", or "torch": Megatron-LM's older files, which it loads on the same
-            mesh alone.
+        ckpt_format: "torch_dist", the one format of Megatron-LM's that is written.
 
     Returns:
         What was done: path, mesh, step, bytes, seconds, notes. Of a stack that is saved in the
@@ -111,6 +109,7 @@ def save(
         SaveError: Where a file can't be written, on every rank; older tags are as they were. In
             the background that is raised by what the program next asks for.
         UsageError: Before the first step, and for another engine.
+        UnsupportedError: For another `ckpt_format`.
 
     Example:
         >>> stack = ucp.attach_megatron(model, optimizer, opt_param_scheduler)
@@ -118,9 +117,10 @@ def save(
     """
     with agree.together():
         _refuse_other(stack)
+        require_written(ckpt_format)
         folder = absolute_path(save_dir)
         how = Saving(durable, keep_latest, rng, loader)
-        asked = AskedOfStack(stack, folder, arguments, how, None, ckpt_format)
+        asked = AskedOfStack(stack, folder, arguments, how)
     return save_as(asked)
 
 
@@ -129,7 +129,7 @@ def save_as(asked: AskedOfStack) -> SaveReport:
     stack, background = asked.stack, asked.background
     if (other := skipped(stack, stack.iteration)) is not None:
         return other
-    begin = partial(save_legacy if asked.ckpt_format == TORCH else _begun, asked)
+    begin = partial(_begun, asked)
     where = asked.folder / asked.tag
     report = begun_or_warned(stack, where, stack.iteration, begin)
     return report if background is not None else ended(stack, report)
@@ -162,7 +162,7 @@ def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
         require_left(tag.sync)
         structure = structure_of(asked.stack, present)
         block.value = (
-            (where_to(asked.folder, tag.name), asked.how.asked(ckpt_format=asked.ckpt_format)),
+            (where_to(asked.folder, tag.name), asked.how.asked()),
             knows(asked.stack, structure),
         )
     require_one_save([said for said, _ in block.values])
