@@ -6,7 +6,6 @@ so does DeepSpeed, which then asks for a group's name and for a module of its ow
 copies are where all others' are (see `groups.experts_are_apart`) are parameters like others.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from megatron_ucp.engines.megatron.groups import (
     expert_group_name,
     experts_are_apart,
 )
+from megatron_ucp.engines.megatron.names import expert_prefixes, moe_layers
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
 
 PATCHES = ("moe_router_gemm", "moe_dispatch_on_cpu", "uneven_gather_on_cpu")
@@ -178,15 +178,6 @@ def apply_patches() -> None:
         patches.apply(name)
 
 
-def moe_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """megatron-core's MoE layers, by name in the model."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer):
-            yield name, module
-
-
 def mark_experts(model: torch.nn.Module) -> None:
     """Gives the experts of a model their numbers, and what DeepSpeed asks for where it trains."""
     for _, layer in list(moe_layers(model)):
@@ -202,15 +193,6 @@ def mark_experts(model: torch.nn.Module) -> None:
                     param.group_name = expert_group_name()
         if experts_are_apart() and deepspeed_trains():
             _show_to_deepspeed(layer)
-
-
-def expert_prefixes(model: torch.nn.Module) -> dict[str, str]:
-    """What names of a rank's experts begin with -> what they do in the whole model."""
-    return {
-        f"{name}.experts.local_experts.{local}.": f"{name}.experts.local_experts.{number}."
-        for name, layer in moe_layers(model)
-        for local, number in enumerate(layer.local_expert_indices)
-    }
 
 
 def global_expert_names(model: torch.nn.Module) -> dict[str, str]:

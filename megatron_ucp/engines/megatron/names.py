@@ -2,9 +2,11 @@
 their numbers in the whole model, in the words of megatron-core's own modules."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_ucp.engines.megatron.experts import expert_prefixes
+import torch
+
 from megatron_ucp.formats.megatron.names import with_unfused_norms
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -78,3 +80,21 @@ def _expert_by_expert(name: str) -> str:
         return name
     experts, matrix, kind, local = found.groups()
     return f"{experts}.local_experts.{local}.{matrix}.{kind}"
+
+
+def moe_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """megatron-core's MoE layers, by name in the model."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            yield name, module
+
+
+def expert_prefixes(model: torch.nn.Module) -> dict[str, str]:
+    """What names of a rank's experts begin with -> what they do in the whole model."""
+    return {
+        f"{name}.experts.local_experts.{local}.": f"{name}.experts.local_experts.{number}."
+        for name, layer in moe_layers(model)
+        for local, number in enumerate(layer.local_expert_indices)
+    }

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ucp.engines.megatron.engine.known import refuse_unknown
-from megatron_ucp.engines.megatron.experts import moe_layers
-from megatron_ucp.engines.megatron.names import bare_model
+from megatron_ucp.engines.megatron.names import bare_model, moe_layers
 from megatron_ucp.errors import UnsupportedError, UsageError
 
 # settings of OptimizerConfig under which masters or states lie elsewhere
