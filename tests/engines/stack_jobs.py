@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models
-from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
+from pretrain.megatron import models
+from pretrain.megatron.chunks import Buffers, Stages, build, run_batch
 from tests.engines import fused_adam
 from tests.engines.grouped_experts import grouped_experts
 from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault, rank_folder
@@ -76,7 +76,7 @@ class Mcore:
 
     @property
     def experts(self) -> Any:
-        from megatron_ucp.engines.megatron.experts import Experts
+        from pretrain.megatron.experts import Experts
 
         score: Any = "sigmoid" if self.bias else "softmax"
         return Experts(

@@ -49,7 +49,7 @@ def load_own_buffers(setup: Mcore, folder: str, **options: Any) -> str:
 def export_in_place(setup: Mcore, folder: str) -> list[tuple[int, ...]]:
     """Exports the weights from memory, and those of a save; where each master lies before the
     export, and after it."""
-    from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, pieces_of
+    from megatron_ucp.engines.megatron.optimizer import inner_optimizers, pieces_of
 
     engine = make(setup)
     train(engine, 1)

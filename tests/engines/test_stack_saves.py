@@ -10,7 +10,7 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.rounding import is_rounded
+from megatron_ucp.formats.proof import is_rounded
 from tests.engines import stack_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
@@ -221,7 +221,7 @@ def test_groups_of_other_rules_than_megatrons(ranks: RankPool, tmp_path: Path) -
 def clip(engine: Any) -> int:
     """Scales queries and keys as `--qk-clip` does behind a step: the weight and its master apart.
     How many weights on this rank are no longer their rounded masters."""
-    from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, pieces_of
+    from megatron_ucp.engines.megatron.optimizer import inner_optimizers, pieces_of
 
     pieces = [piece for one in inner_optimizers(engine.optimizer) for piece in pieces_of(one)]
     apart = 0

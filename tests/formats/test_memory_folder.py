@@ -13,15 +13,9 @@ import torch
 from isal.isal_zlib import crc32
 
 from megatron_ucp.core.plan import Slot
+from megatron_ucp.engines import memory as memory_folder
+from megatron_ucp.engines.memory import KeptShare, KeptSlot, LifeLock, MemoryFolder, damaged
 from megatron_ucp.errors import SaveError
-from megatron_ucp.formats import memory_folder
-from megatron_ucp.formats.memory_folder import (
-    KeptShare,
-    KeptSlot,
-    LifeLock,
-    MemoryFolder,
-    damaged,
-)
 
 SLOT = Slot(3, (("tp", 1),), 2, "exp_avg")
 DATA = bytes(range(200))
