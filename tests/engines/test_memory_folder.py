@@ -100,7 +100,7 @@ def test_lives(folder: MemoryFolder) -> None:
 _HOLD = """
 import os, sys, time
 from pathlib import Path
-from megatron_ucp.formats import memory_folder
+from megatron_ucp.engines import memory as memory_folder
 memory_folder.PLACE = Path(sys.argv[1])
 folder = memory_folder.MemoryFolder(Path(sys.argv[2]))
 lock = memory_folder.LifeLock(folder, "abc", 0)
