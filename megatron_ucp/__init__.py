@@ -129,7 +129,7 @@ _HOMES = {
     "report": "engines.handle",
     "resize": "engines.hold",
     "ResumableLoader": "engines.resume_state",
-    "rules": "reshard.rules.comparison",
+    "rules": "reshard.rules",
     "save": "engines.megatron.save",
     "verify": "reshard.check",
     "wait": "engines.background",

@@ -24,6 +24,7 @@ from megatron_ucp.core.manifest import (
 )
 from megatron_ucp.core.mesh import EXPERT_RANK
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
+from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.checkpoint import Told
@@ -54,6 +55,7 @@ from megatron_ucp.formats.tags import (
 from megatron_ucp.reshard.check import check_size
 from megatron_ucp.reshard.execute import in_short
 from megatron_ucp.reshard.options import SECTION, options_of, parsed_config, plain_path
+from megatron_ucp.reshard.rules import NOTHING_KNOWN
 
 # ---- describe
 #
@@ -85,7 +87,9 @@ def describe(path: str | Path, tag: str | None = None, rules: str | Path | None 
         return checkpoint.manifest
 
 
-def look(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
+def look(
+    path: str | Path, tag: str | None = None, rules: str | Path | RuleSet | None = None
+) -> Manifest:
     """As `describe`, but a manifest is believed once every file that it lists is there with its
     size: none is opened.
 
@@ -514,8 +518,19 @@ def inspect(
         2
     """
     found = find_checkpoint(path, tag)
-    manifest = with_model(look(found.folder, None, rules))
-    return Inspected(str(found.folder), manifest, sizes(manifest), found.notes)
+    notes = tuple(found.notes)
+    try:
+        manifest = look(found.folder, None, rules)
+    except UcpError as error:
+        if error.id != "layout-unknown" or rules is not None:
+            raise
+        manifest = look(found.folder, None, NOTHING_KNOWN)
+        notes += (
+            "nothing says how tensor-parallel ranks cut the parameters: shapes are those that one "
+            "rank holds (give --rules FILE)",
+        )
+    manifest = with_model(manifest)
+    return Inspected(str(found.folder), manifest, sizes(manifest), notes)
 
 
 def date(seconds: float) -> str:
