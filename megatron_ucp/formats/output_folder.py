@@ -195,16 +195,6 @@ class OutFile:
             while done < len(data):  # one call moves at most 2 GiB
                 done += os.pwrite(self._handle, data[done:], place + done)
 
-    def write_joined(self, pieces: Sequence[memoryview], place: int) -> None:
-        """Pieces one after the other, from byte `place` on. Raises OSError."""
-        for first in range(0, len(pieces), _MOST_PIECES):
-            joined = pieces[first : first + _MOST_PIECES]
-            with self._named():
-                size, done = sum(map(len, joined)), os.pwritev(self._handle, joined, place)
-            if done < size:
-                self.write(b"".join(joined)[done:], place + done)
-            place += size
-
     @contextmanager
     def _named(self) -> Iterator[None]:
         try:

@@ -38,7 +38,9 @@ def plan_is_proved(pair: Pair, folder: Path) -> None:
     supply = planning._Planner._supply
 
     def lacking(own: Any, slot: Any, state: str, index: int, member: Any, want: Any) -> Any:
-        if not any(norm in member.param for norm in ("final_layernorm", "model.norm.", "ln_f")):
+        if not any(
+            norm in member.param for norm in ("final_layernorm", "model.norm.", "ln_f", "lora_B")
+        ):
             yield from supply(own, slot, state, index, member, want)
 
     with prepared(pair, folder) as source:
