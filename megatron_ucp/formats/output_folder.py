@@ -33,7 +33,13 @@ from megatron_ucp.formats.locks import (
     writing,
 )
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.tags import SAVING, is_unfinished, newest_named, require_no_pointer
+from megatron_ucp.formats.tags import (
+    SAVING,
+    is_unfinished,
+    newest_named,
+    pointers_in,
+    require_no_pointer,
+)
 
 _OURS = re.compile(
     r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
@@ -329,15 +335,15 @@ def prune(
     that somebody reads (see NativeCheckpoint), or saves. A tag stops looking like one before its
     first file goes.
     """
-    newest = newest_named(save_dir)
-    named = newest.tag if newest is not None else ""
+    named = {tag for tag in pointers_in(save_dir).values() if tag}
     manifests = {
         folder: manifest
         for folder in sorted(save_dir.iterdir())
         if not is_unfinished(folder.name) and (manifest := _manifest_or_none(folder)) is not None
     }
     if run is None:
-        newest_one = manifests.get(save_dir / named)
+        newest = newest_named(save_dir)
+        newest_one = None if newest is None else manifests.get(save_dir / newest.tag)
         run = str(newest_one.run.get(RUN, "")) if newest_one is not None else ""
     mine: list[tuple[bool, float, str]] = []
     kept: dict[str, list[str]] = {}
@@ -347,7 +353,7 @@ def prune(
         if reason := _not_ours(folder, manifest, run):
             kept.setdefault(reason, []).append(folder.name)
         else:
-            mine.append((folder.name == named, manifest.saved_at or 0.0, folder.name))
+            mine.append((folder.name in named, manifest.saved_at or 0.0, folder.name))
     older = [tag for is_named, _, tag in sorted(mine, reverse=True)[keep:] if not is_named]
     right = right or PublishRight()
     lines = [_remove(save_dir / tag, run, right) for tag in older]

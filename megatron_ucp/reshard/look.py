@@ -42,11 +42,12 @@ from megatron_ucp.formats.registry import (
 )
 from megatron_ucp.formats.tags import (
     LATEST_UNIVERSAL,
-    Named,
     has_state_files,
     has_tags,
     is_unfinished,
+    named_or_note,
     newest_named,
+    pointers_in,
     require_folder,
     saved_at,
     state_files,
@@ -187,7 +188,7 @@ def newest_whole(
     path = require_folder(path)
     if not has_tags(path) and (below := [one for one in path.iterdir() if has_tags(one)]):
         return _newest_of(path, below, specs, names)
-    named = newest_named(path) or Named("", "")
+    named = named_or_note(path)
     passed = [named.note] if named.note else []
     tags = {p.name: time_of_save(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
     if named.tag and named.tag not in tags:
@@ -707,9 +708,9 @@ def ls(path: str | Path) -> Listed:
         ['global_step80']
     """
     folder = Path(plain_path(path))
-    if not folder.is_dir() or (has_state_files(folder) and newest_named(folder) is None):
+    if not folder.is_dir() or (has_state_files(folder) and not pointers_in(folder)):
         return Listed(str(folder), (_listed(tag_folder(folder), ""),), ())
-    named = newest_named(folder) or Named("", "")
+    named = named_or_note(folder)
     found = [one for one in folder.iterdir() if one.is_dir() and has_state_files(one)]
     if not found:
         raise _no_tags(folder)

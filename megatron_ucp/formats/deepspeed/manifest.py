@@ -141,15 +141,14 @@ def _aspects(manifest: Manifest, stepped: int) -> dict[str, Any]:
 
 
 def _says(said: Any, found: Any) -> bool:
-    """Whether a manifest's value is the one that a file has. Manifests of before version 3 had
-    lists for tuples, and text for what JSON does not know."""
+    """Whether a manifest's value is the one that a file has."""
     if isinstance(said, list | tuple) and isinstance(found, list | tuple):
         return len(said) == len(found) and all(map(_says, said, found))
     if isinstance(said, dict) and isinstance(found, Mapping):
         return said.keys() == found.keys() and all(_says(said[key], found[key]) for key in said)
     if isinstance(said, Global) and not isinstance(found, Global):
         return True  # left to the engine that loads: the manifest has its class alone
-    return alike(said, found) or (type(said) is str and not isinstance(found, str))
+    return alike(said, found)
 
 
 # ---- frozen
