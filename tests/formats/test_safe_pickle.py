@@ -25,6 +25,7 @@ from megatron_ucp.formats.pt.unpickler import (
     ITEMSIZE,
     AllowedClasses,
     Global,
+    SafeUnpickler,
     Stand,
     StorageRef,
     TensorRef,
@@ -439,10 +440,43 @@ def test_registered_extensions_are_refused() -> None:
         copyreg.remove_extension(__name__, "Surprise", 0x7ABCDE)
 
 
+def test_python_reads_the_opcodes_that_only_push_plain_data() -> None:
+    """Python's unpickler in Python is private: a later one may look elsewhere, or do more."""
+    private, opcodes = pickle._Unpickler, SafeUnpickler.OPCODES
+    by_python = {code for code, read in opcodes.items() if read is private.dispatch[code[0]]}
+    assert b"".join(sorted(by_python)) == (
+        b"()012BCGJKMNQX]hjlqrt}\x85\x86\x87\x88\x89\x8a\x8c\x8f\x93\x94"
+    )
+    uses = {name for code in by_python for name in opcodes[code].__code__.co_names}
+    assert uses <= {
+        *("append", "stack", "metastack", "pop_mark", "memo", "read"),  # its own state
+        *("find_class", "persistent_load"),  # which are ours
+        *("unpack", "decode_long", "set", "tuple", "str", "type", "len", "pop", "maxsize"),
+        *("KeyError", "ValueError", "UnpicklingError"),
+    }
+
+
+def test_each_opcode_that_makes_or_fills_something_is_ours() -> None:
+    ours = {
+        name
+        for name, code in vars(pickle).items()
+        if isinstance(code, bytes)
+        and SafeUnpickler.OPCODES.get(code, None) is not None
+        and vars(SafeUnpickler).get(SafeUnpickler.OPCODES[code].__name__)
+        is SafeUnpickler.OPCODES[code]
+    }
+    assert ours == {
+        *("PROTO", "FRAME", "LONG4", "BINUNICODE8", "BINBYTES8", "BYTEARRAY8"),
+        *("GLOBAL", "FROZENSET", "DICT"),
+        *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"),
+        *("REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD"),
+    }
+
+
 def test_no_torch_is_imported() -> None:
     code = (
         "import sys, megatron_ucp.formats.pt.reader; "
-        "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy', 'deepspeed', 'pickle')))"
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy', 'deepspeed')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

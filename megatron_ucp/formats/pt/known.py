@@ -2,15 +2,16 @@
 
 A row's function gets plain values, TensorRefs, Stands and Globals, checks them, and returns one of
 these. No row imports what it stands for, and none allocates more than the pickle's size allows
-(`Machine.spend`).
+(`Reader.spend`).
 """
 
 import datetime
 import pathlib
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
+from typing import NoReturn, Protocol
 
 from megatron_ucp.core.values import (
     ARRAY,
@@ -28,7 +29,6 @@ from megatron_ucp.core.values import (
     shown,
 )
 from megatron_ucp.errors import UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.pt.machine import Machine
 from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
 
 _MAX_DIMS = 64
@@ -49,42 +49,53 @@ _STORAGES = {
 }
 
 
-# What calling a known global means: a function of (machine, name, args).
-_Build = Callable[[Machine, str, tuple[object, ...]], object]
+class Reader(Protocol):
+    """The unpickler, as a row's function sees it."""
+
+    file: str
+
+    def fail(self, problem: str, *, expected: object = None, found: object = None) -> NoReturn: ...
+    def spend(self, size_bytes: int) -> None: ...
+    def check_keys(self, keys: Iterable[object]) -> None: ...
+    def call(self, function: object, args: object) -> object: ...
 
 
-def stand(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+# What calling a known global means: a function of (reader, name, args).
+_Build = Callable[[Reader, str, tuple[object, ...]], object]
+
+
+def stand(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     return Stand(name, args)
 
 
-def _fragment(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _fragment(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) not in (0, 2):
-        machine.fail(f"{name} is malformed", expected="numel and start", found=args)
+        reader.fail(f"{name} is malformed", expected="numel and start", found=args)
     return Stand(name, (), dict(zip(("numel", "start"), args, strict=False)))
 
 
-def _counts(machine: Machine, value: object, what: str) -> tuple[int, ...]:
+def _counts(reader: Reader, value: object, what: str) -> tuple[int, ...]:
     """`value` as a tuple of sizes or strides."""
     if isinstance(value, tuple | list) and len(value) <= _MAX_DIMS:
         sizes = tuple([item for item in value if type(item) is int and 0 <= item < 2**63])
         if len(sizes) == len(value):
             return sizes
-    machine.fail(
+    reader.fail(
         f"a {what} is malformed", expected=f"at most {_MAX_DIMS} numbers of at least 0", found=value
     )
 
 
-def _size(machine: Machine, name: str, args: tuple[object, ...]) -> object:
-    sizes = _counts(machine, args[0] if len(args) == 1 else args, "torch.Size")
+def _size(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+    sizes = _counts(reader, args[0] if len(args) == 1 else args, "torch.Size")
     return Size(sizes)
 
 
 def _view(
-    machine: Machine, storage: object, offset: object, size: object, stride: object
+    reader: Reader, storage: object, offset: object, size: object, stride: object
 ) -> TensorRef:
     shape, steps = (
-        _counts(machine, size, "tensor's shape"),
-        _counts(machine, stride, "tensor's stride"),
+        _counts(reader, size, "tensor's shape"),
+        _counts(reader, stride, "tensor's stride"),
     )
     if (
         not isinstance(storage, StorageRef)
@@ -92,7 +103,7 @@ def _view(
         or offset < 0
         or len(shape) != len(steps)
     ):
-        machine.fail(
+        reader.fail(
             "a tensor is malformed",
             expected="a storage, an offset, a shape and a stride of equal length",
             found=(storage, offset, size, stride),
@@ -100,27 +111,27 @@ def _view(
     if 0 not in shape:
         last = offset + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
         if last >= storage.elems:
-            machine.fail(
+            reader.fail(
                 "a tensor reaches past its storage",
                 expected=f"at most {storage.elems} elements",
                 found=f"element {last} of storage {storage.key}",
             )
-        machine.spend(
+        reader.spend(
             max(0, prod(shape) - storage.elems) * ITEMSIZE[storage.dtype]
         )  # strides of 0: few bytes, any size
     return TensorRef(storage, offset, shape, steps)
 
 
-def _tensor(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _tensor(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """_rebuild_tensor(storage, offset, size, stride) and v2 (.., requires_grad, hooks[,
     metadata])."""
     if len(args) not in ((4,) if name.endswith("_tensor") else (6, 7)):
-        machine.fail("a tensor is malformed", found=args)
-    _check_metadata(machine, args[6:])
-    return _view(machine, *args[:4])
+        reader.fail("a tensor is malformed", found=args)
+    _check_metadata(reader, args[6:])
+    return _view(reader, *args[:4])
 
 
-def _tensor_v3(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _tensor_v3(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """v3: (untyped storage, offset, size, stride, requires_grad, hooks, dtype[, metadata]), for
     unsigned and 8-bit."""
     if (
@@ -128,60 +139,60 @@ def _tensor_v3(machine: Machine, name: str, args: tuple[object, ...]) -> object:
         or not isinstance(args[0], StorageRef)
         or not isinstance(args[6], str)
     ):
-        machine.fail("a tensor is malformed", found=args)
-    _check_metadata(machine, args[7:])
+        reader.fail("a tensor is malformed", found=args)
+    _check_metadata(reader, args[7:])
     storage, dtype = args[0], args[6].removeprefix("torch.")
     if dtype not in ITEMSIZE or storage.size_bytes % ITEMSIZE[dtype]:
-        machine.fail(
+        reader.fail(
             "a tensor is malformed",
             expected="a dtype whose size divides the storage",
             found=args[6],
         )
     return _view(
-        machine, StorageRef(storage.key, dtype, storage.size_bytes // ITEMSIZE[dtype]), *args[1:4]
+        reader, StorageRef(storage.key, dtype, storage.size_bytes // ITEMSIZE[dtype]), *args[1:4]
     )
 
 
-def _check_metadata(machine: Machine, rest: tuple[object, ...]) -> None:
+def _check_metadata(reader: Reader, rest: tuple[object, ...]) -> None:
     if rest and rest[0] and (not isinstance(rest[0], dict) or any(rest[0].values())):
         raise UnsupportedError(
             "a tensor is a lazy conjugate or negative: its stored bytes are not its values",
-            file=machine.file,
+            file=reader.file,
             fix="save it again after resolve_conj() and resolve_neg()",
         )
 
 
-def _parameter(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _parameter(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) not in (3, 4) or not isinstance(args[0], TensorRef):
-        machine.fail("a parameter is malformed", found=args)
+        reader.fail("a parameter is malformed", found=args)
     return args[0]
 
 
-def _from_type(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _from_type(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """A tensor that carries Python attributes (ZeRO-3 flats): (function, class, its arguments,
     attributes)."""
     if len(args) != 4 or not all(isinstance(item, Global) for item in args[:2]):
-        machine.fail("a tensor is malformed", found=args)
+        reader.fail("a tensor is malformed", found=args)
     func, kind, inner, state = args
     if kind.qualname not in _TENSOR_CLASSES or not isinstance(state, dict | tuple | None):  # type: ignore[union-attr]
-        machine.fail("a tensor's class or attributes are malformed", found=(kind, state))
-    tensor = machine.call(func, inner)
+        reader.fail("a tensor's class or attributes are malformed", found=(kind, state))
+    tensor = reader.call(func, inner)
     if not isinstance(tensor, TensorRef):
-        machine.fail("a tensor is malformed", found=func)
+        reader.fail("a tensor is malformed", found=func)
     return tensor
 
 
-def _zero_stage(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _zero_stage(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) != 1 or type(args[0]) is not int or not 0 <= args[0] <= 3:
-        machine.fail("a ZeRO stage is malformed", expected="0 to 3", found=args)
+        reader.fail("a ZeRO stage is malformed", expected="0 to 3", found=args)
     return args[0]
 
 
-def _enum_member(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _enum_member(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """`getattr(class, "member")`: how Python 3.11 pickles the members of an Enum. No attribute is
     looked up."""
     if len(args) != 2 or not isinstance(args[0], Global) or not isinstance(args[1], str):
-        machine.fail("an enum member is malformed", found=args)
+        reader.fail("an enum member is malformed", found=args)
     kind, member = args[0].qualname, args[1]
     if KNOWN.get(kind, stand) is _zero_stage:
         stages = {
@@ -195,43 +206,43 @@ def _enum_member(machine: Machine, name: str, args: tuple[object, ...]) -> objec
     is_name = member.isidentifier() and not member.startswith("__")
     if KNOWN.get(kind, stand) is not stand or not is_name:
         raise UnsafePickleError(
-            f"the pickle asks for an attribute of {kind}", file=machine.file, found=member
+            f"the pickle asks for an attribute of {kind}", file=reader.file, found=member
         )
     return Stand(kind, (member,), made="member")
 
 
-def _ordered_dict(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _ordered_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if args:
-        machine.fail(f"{name} is malformed", expected="no arguments", found=args)
+        reader.fail(f"{name} is malformed", expected="no arguments", found=args)
     return OrderedDict()
 
 
-def _counter(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _counter(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """A real Counter of the dict that it is pickled with (the milestones of torch's
     MultiStepLR)."""
     items = args[0] if args else {}
     if len(args) > 1 or type(items) is not dict:
-        machine.fail("a Counter is malformed", expected="a dict of counts", found=args)
-    machine.spend(64 * len(items))
+        reader.fail("a Counter is malformed", expected="a dict of counts", found=args)
+    reader.spend(64 * len(items))
     return Counter(items)
 
 
-def _deque(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _deque(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """A real deque: (items, longest length), its items mostly appended afterwards."""
     items, most = args[0] if args else (), args[1] if len(args) > 1 else None
     if len(args) <= 2 and isinstance(items, tuple | list):
         if most is None or type(most) is int and 0 <= most < 2**63:
-            machine.spend(16 * len(items))
+            reader.spend(16 * len(items))
             return deque(items, most)
-    machine.fail("a deque is malformed", expected="items and a longest length", found=args)
+    reader.fail("a deque is malformed", expected="items and a longest length", found=args)
 
 
-def _default_dict(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _default_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     factory = args[0] if args else None
     if len(args) > 1 or not (
         factory is None or isinstance(factory, Global) and factory.qualname in FACTORIES
     ):
-        machine.fail(
+        reader.fail(
             "a defaultdict's factory is none of the known ones",
             expected=", ".join(FACTORIES),
             found=args,
@@ -239,21 +250,21 @@ def _default_dict(machine: Machine, name: str, args: tuple[object, ...]) -> obje
     return defaultdict(FACTORIES[factory.qualname] if isinstance(factory, Global) else None)
 
 
-def _builtin(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _builtin(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """Plain values that have no opcode of their own in some protocol."""
     kind = _BUILTINS[name]
     if kind in (set, frozenset) and len(args) == 1 and isinstance(args[0], list):
-        machine.check_keys(args[0])
-        machine.spend(32 * len(args[0]))
+        reader.check_keys(args[0])
+        reader.spend(32 * len(args[0]))
         return kind(args[0])
     if kind in (bytearray, bytes):
-        return kind(_raw(machine, args))
+        return kind(_raw(reader, args))
     if kind is complex and [type(item) for item in args] == [float, float]:
         return complex(*args)  # type: ignore[arg-type]
     if kind in (range, slice) and len(args) == 3:
         if all(item is None or type(item) is int and abs(item) < 2**63 for item in args):
             return kind(*args)  # type: ignore[arg-type]
-    machine.fail(f"{name} is malformed", found=args)
+    reader.fail(f"{name} is malformed", found=args)
 
 
 _BUILTINS: dict[str, type] = {
@@ -262,157 +273,155 @@ _BUILTINS: dict[str, type] = {
 }
 
 
-def _raw(machine: Machine, args: tuple[object, ...]) -> bytes:
+def _raw(reader: Reader, args: tuple[object, ...]) -> bytes:
     """Bytes, or the text that Python 2's protocol writes for them with the name of its encoding."""
     if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
-        machine.spend(len(args[0]))
+        reader.spend(len(args[0]))
         return args[0].encode("latin-1")
     if len(args) == 1 and isinstance(args[0], bytes | bytearray):
-        machine.spend(len(args[0]))
+        reader.spend(len(args[0]))
         return bytes(args[0])
     if args:
-        machine.fail("bytes are malformed", found=args)
+        reader.fail("bytes are malformed", found=args)
     return b""
 
 
-def _encode(machine: Machine, name: str, args: tuple[object, ...]) -> object:
-    return _raw(machine, args)
+def _encode(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+    return _raw(reader, args)
 
 
-def _parts(machine: Machine, name: str, args: tuple[object, ...]) -> list[str]:
+def _parts(reader: Reader, name: str, args: tuple[object, ...]) -> list[str]:
     """Arguments that are texts."""
     parts = [part for part in args if isinstance(part, str)]
-    machine.spend(sum(map(len, parts)))
+    reader.spend(sum(map(len, parts)))
     if len(parts) != len(args):
-        machine.fail(f"{name} is malformed", found=args)
+        reader.fail(f"{name} is malformed", found=args)
     return parts
 
 
-def _path(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _path(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """The real class, which looks at no disk; of Windows the one that never does."""
     kinds = {"pathlib.PosixPath": pathlib.PosixPath, "pathlib.PurePosixPath": pathlib.PurePosixPath}
-    return kinds.get(name, pathlib.PureWindowsPath)(*_parts(machine, name, args))
+    return kinds.get(name, pathlib.PureWindowsPath)(*_parts(reader, name, args))
 
 
-def _device(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _device(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) == 2 and type(args[1]) is int:
         args = (args[0], str(args[1]))
-    text = ":".join(_parts(machine, name, args))
+    text = ":".join(_parts(reader, name, args))
     if not re.fullmatch(r"[a-z]{1,20}(:\d{1,4})?", text, re.ASCII):
-        machine.fail(f"{name} is malformed", found=args)
+        reader.fail(f"{name} is malformed", found=args)
     return DeviceName(text)
 
 
-def _version(machine: Machine, name: str, args: tuple[object, ...]) -> object:
-    return VersionName("".join(_parts(machine, name, args)))
+def _version(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+    return VersionName("".join(_parts(reader, name, args)))
 
 
-def _time(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _time(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """The real class: its constructors do nothing but check numbers."""
     if not all(
         type(item) in (int, bytes, str, datetime.timedelta, datetime.timezone) for item in args
     ):
-        machine.fail(f"{name} is malformed", found=args)
+        reader.fail(f"{name} is malformed", found=args)
     return getattr(datetime, name.removeprefix("datetime."))(*args)
 
 
 # ---- numpy, without numpy: dtype text, shape and bytes ----
 
 
-def _dtype(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _dtype(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     text = args[0] if args else None
     if isinstance(text, str) and text.lstrip("|<>=").startswith("O"):
-        raise UnsafePickleError(
-            "a numpy array holds pickled objects", file=machine.file, found=text
-        )
+        raise UnsafePickleError("a numpy array holds pickled objects", file=reader.file, found=text)
     if not isinstance(text, str) or not re.fullmatch(r"[biufcSU]\d{1,6}", text, re.ASCII):
         raise UnsupportedError(
             "a numpy array has a dtype that is no plain number or text",
-            file=machine.file,
+            file=reader.file,
             found=shown(text),
             fix="keep it as a plain list or a tensor, and save again",
         )
     return Stand(DTYPE, (), {"dtype": "|" + text})
 
 
-def _dtype_state(machine: Machine, target: Stand, state: object) -> None:
+def _dtype_state(reader: Reader, target: Stand, state: object) -> None:
     if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "="):
-        machine.fail("a numpy dtype is malformed", found=state)
+        reader.fail("a numpy dtype is malformed", found=state)
     if any(item is not None for item in state[2:5]):
         raise UnsupportedError(
             "a numpy array has a structured dtype",
-            file=machine.file,
+            file=reader.file,
             fix="keep its columns as plain lists or tensors, and save again",
         )
     target.state["dtype"] = f"{state[1]}{str(target.state['dtype'])[1:]}"
 
 
-def _empty_array(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _empty_array(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if not args or not isinstance(args[0], Global) or args[0].qualname != "numpy.ndarray":
-        machine.fail("a numpy array is malformed", found=args)
+        reader.fail("a numpy array is malformed", found=args)
     return Stand(ARRAY)
 
 
-def _array_state(machine: Machine, target: Stand, state: object) -> None:
+def _array_state(reader: Reader, target: Stand, state: object) -> None:
     if not isinstance(state, tuple) or len(state) != 5:
-        machine.fail("a numpy array is malformed", found=state)
+        reader.fail("a numpy array is malformed", found=state)
     _, shape, dtype, fortran_order, data = state
-    target.state.update(_array(machine, dtype, shape, bool(fortran_order), data))
+    target.state.update(_array(reader, dtype, shape, bool(fortran_order), data))
 
 
 def _array(
-    machine: Machine, dtype: object, shape: object, fortran_order: bool, data: object
+    reader: Reader, dtype: object, shape: object, fortran_order: bool, data: object
 ) -> dict[str, object]:
-    sizes = _counts(machine, shape, "numpy array's shape")
+    sizes = _counts(reader, shape, "numpy array's shape")
     if (
         not isinstance(dtype, Stand)
         or dtype.qualname != "numpy.dtype"
         or not isinstance(data, bytes | bytearray)
     ):
-        machine.fail("a numpy array is malformed", found=(dtype, shape))
+        reader.fail("a numpy array is malformed", found=(dtype, shape))
     kind = str(dtype.state["dtype"])
     expected = prod(sizes) * int(kind[2:]) * (4 if kind[1] == "U" else 1)
     if len(data) != expected:
-        machine.fail(
+        reader.fail(
             "a numpy array has too few or too many bytes", expected=expected, found=len(data)
         )
     return {"dtype": kind, "shape": sizes, "fortran_order": fortran_order, "data": bytes(data)}
 
 
-def _scalar(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _scalar(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) != 2:
-        machine.fail("a numpy scalar is malformed", found=args)
-    state = _array(machine, args[0], (), False, args[1])
+        reader.fail("a numpy scalar is malformed", found=args)
+    state = _array(reader, args[0], (), False, args[1])
     if not is_numpy_scalar(str(state["dtype"])):
         raise UnsupportedError(
             "a numpy scalar has a dtype that is not read",
-            file=machine.file,
+            file=reader.file,
             found=state["dtype"],
             fix="keep it as a plain Python number, and save again",
         )
     return numpy_scalar(str(state["dtype"]), bytes(args[1]))  # type: ignore[arg-type]
 
 
-def _from_buffer(machine: Machine, name: str, args: tuple[object, ...]) -> object:
+def _from_buffer(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) != 4 or args[3] not in ("C", "F"):
-        machine.fail("a numpy array is malformed", found=args)
-    return Stand(ARRAY, (), _array(machine, args[1], args[2], args[3] == "F", args[0]))
+        reader.fail("a numpy array is malformed", found=args)
+    return Stand(ARRAY, (), _array(reader, args[1], args[2], args[3] == "F", args[0]))
 
 
-def _index_state(machine: Machine, target: Stand, state: object) -> None:
+def _index_state(reader: Reader, target: Stand, state: object) -> None:
     """The index of a stored chunk: name of the tensor, where the chunk begins in it (None: no
     tensor). In the arguments, as it is a dict key, which no longer changes then."""
     fields = state if isinstance(state, dict) else {}
     name, offset = fields.get("fqn"), fields.get("offset")
     good = isinstance(name, str) and (offset is None or isinstance(offset, tuple))
     if target.args or not good:
-        machine.fail("the index of a chunk is malformed", found=state)
-    place = None if offset is None else tuple(_counts(machine, offset, "chunk's offset"))
+        reader.fail("the index of a chunk is malformed", found=state)
+    place = None if offset is None else tuple(_counts(reader, offset, "chunk's offset"))
     target.args = (name, place)
 
 
 # what BUILD means where it does not only set attributes
-STATES = {
+STATES: dict[str, Callable[[Reader, Stand, object], None]] = {
     "numpy.dtype": _dtype_state,
     "numpy.ndarray": _array_state,
     "torch.distributed.checkpoint.metadata.MetadataIndex": _index_state,

@@ -32,27 +32,14 @@ class Strangers:
 
 def refuse_outside(tree: object, strangers: Strangers, file: str) -> None:
     """Raises UnsafePickleError for a name that is not on the closed list in any other place."""
-    is_value = strangers.is_value
-    inside: dict[object, object] = tree if isinstance(tree, dict) else {None: tree}
-    left = [
+    outside = [
         value
-        for key, value in inside.items()
-        if not (isinstance(key, str) and (key == PARAM_GROUPS or is_value(key)))
+        for key, value in (tree.items() if isinstance(tree, dict) else [(None, tree)])
+        if not (isinstance(key, str) and (key == PARAM_GROUPS or strangers.is_value(key)))
     ]
-    seen = set[int]()
-    while left:
-        item = left.pop()
-        if isinstance(item, Global | Stand) and item.qualname in strangers.names:
+    for item in named_in(outside, without=PARAM_GROUPS):
+        if item.qualname in strangers.names:
             raise not_listed(item.qualname, file)
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, dict):
-            left += [*item, *(value for key, value in item.items() if key != PARAM_GROUPS)]
-        elif isinstance(item, Stand):
-            left += [*item.args, *item.state.values()]
-        elif isinstance(item, (list, tuple, set, frozenset, deque)):
-            left += item
 
 
 PARAM_GROUPS = "param_groups"  # of every optimizer's state dict
@@ -71,8 +58,9 @@ def not_listed(qualname: str, file: str | None) -> UnsafePickleError:
     )
 
 
-def named_in(value: object) -> Iterator[Global | Stand]:
-    """Every name of a class or function in a value, and every object of one."""
+def named_in(value: object, without: str | None = None) -> Iterator[Global | Stand]:
+    """Every name of a class or function in a value, and every object of one; not what dictionaries
+    have under the key `without`."""
     seen = set[int]()
     left = [value]
     while left:
@@ -85,6 +73,9 @@ def named_in(value: object) -> Iterator[Global | Stand]:
         if isinstance(item, Stand):
             left += [*item.args, *item.state.values()]
         elif isinstance(item, Mapping):
-            left += [*item, *item.values()]
+            left += [
+                *item,
+                *(part for key, part in item.items() if without is None or key != without),
+            ]
         elif isinstance(item, list | tuple | set | frozenset | deque):
             left += item
