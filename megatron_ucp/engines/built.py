@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from megatron_ucp.core.value_bytes import bytes_of_numpy, check_bytes, check_text
 from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
@@ -32,7 +31,10 @@ from megatron_ucp.core.values import (
     Stand,
     VersionName,
     alike,
+    bytes_of_numpy,
+    check_bytes,
     empty_like,
+    is_device,
 )
 from megatron_ucp.engines.values import (
     DICTS,
@@ -243,7 +245,8 @@ def _of_arguments(name: str) -> Any:
 
 
 def _device_of(item: DeviceName) -> torch.device:
-    check_text("DeviceName", item)
+    if not is_device(item):
+        raise ValueError(f"{item!r:.100} is no device")
     try:
         return torch.device(item)
     except RuntimeError as error:

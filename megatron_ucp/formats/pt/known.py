@@ -5,11 +5,10 @@ these. No row imports what it stands for, and none allocates more than the pickl
 (`Reader.spend`).
 """
 
-import datetime
 import pathlib
 import re
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sized
 from math import prod
 from typing import NoReturn, Protocol
 
@@ -19,11 +18,13 @@ from megatron_ucp.core.values import (
     FACTORIES,
     NAMED_TYPES,
     TENSOR,
+    VALUE_KINDS,
     DeviceName,
     Global,
     Size,
     Stand,
     VersionName,
+    is_device,
     is_numpy_scalar,
     numpy_scalar,
     shown,
@@ -217,26 +218,6 @@ def _ordered_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object
     return OrderedDict()
 
 
-def _counter(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    """A real Counter of the dict that it is pickled with (the milestones of torch's
-    MultiStepLR)."""
-    items = args[0] if args else {}
-    if len(args) > 1 or type(items) is not dict:
-        reader.fail("a Counter is malformed", expected="a dict of counts", found=args)
-    reader.spend(64 * len(items))
-    return Counter(items)
-
-
-def _deque(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    """A real deque: (items, longest length), its items mostly appended afterwards."""
-    items, most = args[0] if args else (), args[1] if len(args) > 1 else None
-    if len(args) <= 2 and isinstance(items, tuple | list):
-        if most is None or type(most) is int and 0 <= most < 2**63:
-            reader.spend(16 * len(items))
-            return deque(items, most)
-    reader.fail("a deque is malformed", expected="items and a longest length", found=args)
-
-
 def _default_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     factory = args[0] if args else None
     if len(args) > 1 or not (
@@ -250,27 +231,38 @@ def _default_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object
     return defaultdict(FACTORIES[factory.qualname] if isinstance(factory, Global) else None)
 
 
-def _builtin(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    """Plain values that have no opcode of their own in some protocol."""
-    kind = _BUILTINS[name]
-    if kind in (set, frozenset) and len(args) == 1 and isinstance(args[0], list):
-        reader.check_keys(args[0])
-        reader.spend(32 * len(args[0]))
-        return kind(args[0])
-    if kind in (bytearray, bytes):
-        return kind(_raw(reader, args))
-    if kind is complex and [type(item) for item in args] == [float, float]:
-        return complex(*args)  # type: ignore[arg-type]
-    if kind in (range, slice) and len(args) == 3:
-        if all(item is None or type(item) is int and abs(item) < 2**63 for item in args):
-            return kind(*args)  # type: ignore[arg-type]
-    reader.fail(f"{name} is malformed", found=args)
+def _plain(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+    """A plain value whose row says what it is called with."""
+    kind = _KIND_OF_CALL[name]
+    args += _DEFAULTS.get(name, ())[len(args) :]
+    too_large = any(type(part) is int and abs(part) >= 2**63 for part in args)
+    if too_large or not kind.takes(args):
+        reader.fail(f"{name} is malformed", found=args)
+    if kind.make in (set, frozenset):
+        reader.check_keys(args[0])  # type: ignore[arg-type]
+    size = sum(len(part) for part in args if isinstance(part, Sized))
+    reader.spend(size * _BYTES_OF_ITEM.get(name, 1))
+    return kind.make(*args)
 
 
-_BUILTINS: dict[str, type] = {
-    f"builtins.{kind.__name__}": kind
-    for kind in (set, frozenset, complex, bytearray, bytes, slice, range)
+_KIND_OF_CALL = {kind.call: kind for kind in VALUE_KINDS.values() if kind.call}
+_KIND_OF_CALL["pathlib.WindowsPath"] = VALUE_KINDS[pathlib.PureWindowsPath]  # looks at no disk
+_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "collections.Counter": ({},),
+    "collections.deque": ((), None),
 }
+_BYTES_OF_ITEM = {  # of memory, that a call takes for each item which a pickle may name again
+    "builtins.set": 32,
+    "builtins.frozenset": 32,
+    "collections.Counter": 64,
+    "collections.deque": 16,
+}
+
+
+def _complex(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+    if [type(part) for part in args] != [float, float]:
+        reader.fail("a complex number is malformed", found=args)
+    return complex(*args)  # type: ignore[arg-type]
 
 
 def _raw(reader: Reader, args: tuple[object, ...]) -> bytes:
@@ -286,8 +278,9 @@ def _raw(reader: Reader, args: tuple[object, ...]) -> bytes:
     return b""
 
 
-def _encode(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    return _raw(reader, args)
+def _bytes(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+    data = _raw(reader, args)
+    return bytearray(data) if name == "builtins.bytearray" else data
 
 
 def _parts(reader: Reader, name: str, args: tuple[object, ...]) -> list[str]:
@@ -299,32 +292,17 @@ def _parts(reader: Reader, name: str, args: tuple[object, ...]) -> list[str]:
     return parts
 
 
-def _path(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    """The real class, which looks at no disk; of Windows the one that never does."""
-    kinds = {"pathlib.PosixPath": pathlib.PosixPath, "pathlib.PurePosixPath": pathlib.PurePosixPath}
-    return kinds.get(name, pathlib.PureWindowsPath)(*_parts(reader, name, args))
-
-
 def _device(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) == 2 and type(args[1]) is int:
         args = (args[0], str(args[1]))
     text = ":".join(_parts(reader, name, args))
-    if not re.fullmatch(r"[a-z]{1,20}(:\d{1,4})?", text, re.ASCII):
+    if not is_device(text):
         reader.fail(f"{name} is malformed", found=args)
     return DeviceName(text)
 
 
 def _version(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     return VersionName("".join(_parts(reader, name, args)))
-
-
-def _time(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    """The real class: its constructors do nothing but check numbers."""
-    if not all(
-        type(item) in (int, bytes, str, datetime.timedelta, datetime.timezone) for item in args
-    ):
-        reader.fail(f"{name} is malformed", found=args)
-    return getattr(datetime, name.removeprefix("datetime."))(*args)
 
 
 # ---- numpy, without numpy: dtype text, shape and bytes ----
@@ -447,18 +425,15 @@ KNOWN: dict[str, _Build | None] = {
             *NAMED_TYPES,
         ]
     ),
-    **dict.fromkeys(_BUILTINS, _builtin),
-    **{f"datetime.{kind}": _time for kind in ("date", "datetime", "time", "timedelta", "timezone")},
-    **{f"pathlib.{kind}Path": _path for kind in ("Posix", "PurePosix", "Windows", "PureWindows")},
+    **dict.fromkeys(_KIND_OF_CALL, _plain),
+    **dict.fromkeys(("builtins.bytes", "builtins.bytearray", "_codecs.encode"), _bytes),
+    "builtins.complex": _complex,
     "torch.device": _device,
     "torch.torch_version.TorchVersion": _version,
-    "_codecs.encode": _encode,
     "builtins.getattr": _enum_member,
     "torch.Size": _size,
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": _default_dict,
-    "collections.Counter": _counter,
-    "collections.deque": _deque,
     "argparse.Namespace": stand,
     "types.SimpleNamespace": stand,
     "torch._utils._rebuild_tensor": _tensor,

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from megatron_ucp.core.value_bytes import is_name
 from megatron_ucp.core.values import (
     SCALARS,
     TENSOR,
@@ -30,6 +29,7 @@ from megatron_ucp.core.values import (
     Size,
     Stand,
     empty_like,
+    is_name,
     shown,
 )
 from megatron_ucp.errors import DamagedFileError
@@ -176,12 +176,10 @@ class SafeUnpickler(pickle._Unpickler):
             if code == b".":
                 break
             handler = opcodes.get(code)
+            if not code:
+                raise EOFError("no more bytes")
             if handler is None:
-                self.fail(
-                    f"the pickle holds opcode 0x{code.hex()}, which torch does not write"
-                    if code
-                    else "the pickle is truncated"
-                )
+                self.fail(f"the pickle holds opcode 0x{code.hex()}, which torch does not write")
             handler(self)
         else:
             self.fail("the pickle has more operations than any that this package reads")
