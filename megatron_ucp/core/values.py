@@ -4,9 +4,9 @@ state, counters and positions.
 This is the one closed representation of them, with Python's own library alone. Python's values are
 themselves. A value of numpy or torch is one of the inert classes here, with its type and bits; an
 object of any other class is a `Stand`, a function or class a `Global`: names, which nothing
-imports. `VALUE_KINDS` has one row for each kind of value, from which JSON, the pickles that are written
-and the calls that are read in pickles follow. `coded` writes a value as JSON, for manifests, and
-`decoded` reads that; `same` compares type and bits, `alike` numbers and order alone.
+imports. `VALUE_KINDS` has one row for each kind of value, from which JSON, the pickles that are
+written and the calls that are read in pickles follow. `coded` writes a value as JSON, for
+manifests, and `decoded` reads that; `same` compares type and bits, `alike` numbers and order alone.
 """
 
 import base64

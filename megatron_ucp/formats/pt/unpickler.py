@@ -177,7 +177,7 @@ class SafeUnpickler(pickle._Unpickler):
                 break
             handler = opcodes.get(code)
             if not code:
-                raise EOFError("no more bytes")
+                self.fail(f"the pickle is {'truncated' if self.size_bytes else 'malformed: empty'}")
             if handler is None:
                 self.fail(f"the pickle holds opcode 0x{code.hex()}, which torch does not write")
             handler(self)
