@@ -3,9 +3,9 @@ state, counters and positions.
 
 This is the one closed representation of them, with Python's own library alone. Python's values are
 themselves. A value of numpy or torch is one of the inert classes here, with its type and bits; an
-object of any other class is a `Stand`, a function or class a `Global`: names, which nothing
-imports. `VALUE_KINDS` has one row for each kind of value, from which JSON, the pickles that are
-written and the calls that are read in pickles follow. `coded` writes a value as JSON, for
+object of any other class is an `InertObject`, a function or class a `ClassName`: names, which
+nothing imports. `VALUE_KINDS` has one row for each kind of value, from which JSON, the pickles that
+are written and the calls that are read in pickles follow. `coded` writes a value as JSON, for
 manifests, and `decoded` reads that; `same` compares type and bits, `alike` numbers and order alone.
 """
 
@@ -143,7 +143,7 @@ def _python_value(dtype: str, data: bytes) -> tuple[Any, Any]:
     return (NumpyFloat if dtype[1] == "f" else NumpyInt), parts[0]
 
 
-class Stand:
+class InertObject:
     """Stands for an object: the name of its class, the arguments and the attributes, no behaviour.
 
     `made` says how a pickle makes it: by a "call" of the class, as a "new" object of it (without
@@ -172,7 +172,7 @@ class Stand:
         return self.state.get(name, default)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Stand):
+        if not isinstance(other, InertObject):
             return NotImplemented
         return (self.qualname, self.args, self.state) == (other.qualname, other.args, other.state)
 
@@ -182,10 +182,10 @@ class Stand:
     def __repr__(self) -> str:  # one level only, see `shown`
         args = ", ".join(brief(item) for item in self.args[:6])
         state = ", ".join(f"{name}={brief(item)}" for name, item in list(self.state.items())[:12])
-        return f"Stand({self.qualname!r}, ({args}), {state})"
+        return f"InertObject({self.qualname!r}, ({args}), {state})"
 
 
-class Global:
+class ClassName:
     """A class or function that a pickle names, as a value: only its name."""
 
     __slots__ = ("qualname",)
@@ -194,13 +194,13 @@ class Global:
         self.qualname = qualname
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Global) and other.qualname == self.qualname
+        return isinstance(other, ClassName) and other.qualname == self.qualname
 
     def __hash__(self) -> int:
         return hash(self.qualname)
 
     def __repr__(self) -> str:
-        return f"Global({self.qualname!r})"
+        return f"ClassName({self.qualname!r})"
 
 
 ARRAY, DTYPE, TENSOR = "numpy.ndarray", "numpy.dtype", "torch.Tensor"  # names of Stands
@@ -216,7 +216,7 @@ PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _NAMES: tuple[Any, ...] = (DtypeName, DeviceName, VersionName)
 SCALARS = frozenset(
     {
-        *(type(None), bool, int, float, complex, str, bytes, Global),
+        *(type(None), bool, int, float, complex, str, bytes, ClassName),
         *_NAMES,
         *NUMPY_SCALARS,
         *DATES,
@@ -261,7 +261,7 @@ class _Short(reprlib.Repr):
     def repr_instance(self, x: object, level: int) -> str:
         """What `reprlib` does not cut itself (an OrderedDict, a Counter, a bytearray) it would show
         in full."""
-        return repr(x)[:200] if isinstance(x, Stand | Global) or _is_small(x) else brief(x)
+        return repr(x)[:200] if isinstance(x, InertObject | ClassName) or _is_small(x) else brief(x)
 
 
 def _is_small(x: object) -> bool:
@@ -402,22 +402,22 @@ def _device_name(text: str) -> DeviceName:
     return DeviceName(_match(_DEVICE, text, "device")[0])
 
 
-def _global(qualname: str) -> Global:
-    return Global(_match(_CLASS_NAME, qualname, "name of a class")[0])
+def _class_name(qualname: str) -> ClassName:
+    return ClassName(_match(_CLASS_NAME, qualname, "name of a class")[0])
 
 
-def _stand(qualname: str, made: str, args: list[Any], state: dict[Any, Any]) -> Stand:
+def _inert_object(qualname: str, made: str, args: list[Any], state: dict[Any, Any]) -> InertObject:
     if made not in ("call", "new", "member"):
         raise ValueError(f"an object is made by {brief(made)}")
     if not all(type(name) is str for name in state):
         raise TypeError("an attribute whose name is no text")
-    stand = Stand(_global(qualname).qualname, tuple(args), state, made)
+    stand = InertObject(_class_name(qualname).qualname, tuple(args), state, made)
     if stand.qualname in (ARRAY, DTYPE, TENSOR):
         _check_array(stand)
     return stand
 
 
-def _check_array(stand: Stand) -> None:
+def _check_array(stand: InertObject) -> None:
     """Raises ValueError for an array, a dtype or a tensor that is malformed."""
     dtype = stand.get("dtype")
     size = bytes_of_torch(dtype) if stand.qualname == TENSOR else bytes_of_numpy(dtype)
@@ -480,12 +480,12 @@ VALUE_KINDS: dict[type, ValueKind] = {
     VersionName: ValueKind("VersionName", ("text",), lambda v: (str(v),), VersionName, (_TEXT,)),
     **{kind: _as_python_does(kind, _DATE_PARTS) for kind in DATES},
     **{kind: _as_python_does(kind, _TEXT) for kind in PATHS},
-    Global: ValueKind("name", ("name",), lambda v: (v.qualname,), _global, (_TEXT,)),
-    Stand: ValueKind(
+    ClassName: ValueKind("name", ("name",), lambda v: (v.qualname,), _class_name, (_TEXT,)),
+    InertObject: ValueKind(
         "object",
         ("name", "made", "args", "state"),
         lambda v: (v.qualname, v.made, v.args, v.state),
-        _stand,
+        _inert_object,
         (_TEXT, _TEXT, SEQUENCE, MAPPING),
     ),
 }
@@ -601,7 +601,7 @@ def loose(value: Any) -> Any:
         return tuple(sorted([(repr(key), loose(item)) for key, item in pairs], key=lambda p: p[0]))
     if isinstance(value, set | frozenset):
         return frozenset([loose(item) for item in cast("set[Any]", value)])
-    if isinstance(value, Stand):
+    if isinstance(value, InertObject):
         return value.qualname, loose(value.args), loose(value.state)
     if isinstance(value, _Name):  # manifests of version 2 have texts
         return str(value)

@@ -23,12 +23,12 @@ from megatron_ucp.core.values import (
     NOT_CODED,
     NUMPY_SCALARS,
     TENSOR,
+    ClassName,
     DeviceName,
     DtypeName,
-    Global,
+    InertObject,
     NumpyScalar,
     Size,
-    Stand,
     VersionName,
     alike,
     bytes_of_numpy,
@@ -47,7 +47,7 @@ from megatron_ucp.engines.values import (
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import OF_ARGUMENTS
-from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.execute import TORCH_DTYPES, tensor_at, tensor_of
 
 
@@ -159,7 +159,7 @@ class _Builder:
                 out[made] = part
         return out
 
-    def _stand(self, item: Stand, like: Any, place: str) -> Any:
+    def _stand(self, item: InertObject, like: Any, place: str) -> Any:
         if item.qualname in SPACES and not item.args:
             space = self._made[id(item)] = SPACES[item.qualname]()
             self._attributes(space, item, like, place)
@@ -168,14 +168,14 @@ class _Builder:
             return _OF_STANDS[item.qualname](item)
         return self._object(item, like, place)
 
-    def _attributes(self, space: Any, item: Stand, like: Any, place: str) -> None:
+    def _attributes(self, space: Any, item: InertObject, like: Any, place: str) -> None:
         beside = getattr(like, "__dict__", {})
         for name, one in item.state.items():
             part = self.of(one, beside.get(name), f"{place}.{name}")
             if part is not _NOTHING:
                 vars(space)[name] = part
 
-    def _object(self, item: Stand, like: Any, place: str) -> Any:
+    def _object(self, item: InertObject, like: Any, place: str) -> Any:
         kind = self._live(item.qualname)
         if item.made == "member" and isinstance(kind, enum.EnumMeta):
             if (name := item.args[0]) in kind.__members__:
@@ -195,7 +195,7 @@ class _Builder:
             return made
         return self._strange(item.qualname, like, place)
 
-    def _global(self, item: Global, like: Any, place: str) -> Any:
+    def _global(self, item: ClassName, like: Any, place: str) -> Any:
         found = NAMED_TYPES.get(item.qualname) or self._live(item.qualname)
         return self._strange(item.qualname, like, place) if found is None else found
 
@@ -227,8 +227,8 @@ class _Builder:
         DeviceName: lambda _, item, *__: _device_of(item),
         VersionName: lambda _, item, *__: TorchVersion(item),
         Size: lambda _, item, *__: torch.Size(item),
-        Stand: _stand,
-        Global: _global,
+        InertObject: _stand,
+        ClassName: _global,
         TensorRef: _tensor,
         bytearray: lambda _, item, *__: bytearray(item),
         **dict.fromkeys(NUMPY_SCALARS, _numpy),
@@ -253,7 +253,7 @@ def _device_of(item: DeviceName) -> torch.device:
         raise ValueError(str(error)) from error
 
 
-def _array_of(item: Stand) -> Any:
+def _array_of(item: InertObject) -> Any:
     """Of numbers or text whose bytes are all there: numpy itself follows what it takes for
     addresses of objects."""
     dtype, shape, data = _dtype_of(item), item.get("shape"), item.get("data")
@@ -262,17 +262,17 @@ def _array_of(item: Stand) -> Any:
     return np.ndarray(shape, dtype, bytearray(data), order=order)  # type: ignore[arg-type]
 
 
-def _dtype_of(item: Stand) -> "np.dtype[Any]":
+def _dtype_of(item: InertObject) -> "np.dtype[Any]":
     bytes_of_numpy(item.get("dtype"))
     return np.dtype(str(item.get("dtype")))
 
 
-def _tensor_of(item: Stand) -> torch.Tensor:
+def _tensor_of(item: InertObject) -> torch.Tensor:
     check_bytes(ITEMSIZE[str(item.get("dtype"))], item.get("shape"), item.get("data"))
     return tensor_of(item)
 
 
-_OF_STANDS: dict[str, Callable[[Stand], Any]] = {
+_OF_STANDS: dict[str, Callable[[InertObject], Any]] = {
     ARRAY: _array_of,
     DTYPE: _dtype_of,
     TENSOR: _tensor_of,

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.manifest_json import check_extent
-from megatron_ucp.core.values import TENSOR, Stand, coded
+from megatron_ucp.core.values import TENSOR, InertObject, coded
 from megatron_ucp.engines.values import inert
 from megatron_ucp.errors import SaveError, some_of
 from megatron_ucp.formats.per_rank import (
@@ -150,7 +150,7 @@ def _unordered(data: Any) -> Any:
     return out
 
 
-def _sum(tensor: torch.Tensor) -> Stand:
+def _sum(tensor: torch.Tensor) -> InertObject:
     data = bytes_of(tensor.cpu().contiguous()) if tensor.numel() else b""
     text = f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
-    return Stand(TENSOR, (text,))
+    return InertObject(TENSOR, (text,))

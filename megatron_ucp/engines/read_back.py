@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.values import TENSOR, Stand, coded, same
+from megatron_ucp.core.values import TENSOR, InertObject, coded, same
 from megatron_ucp.engines.values import (
     WHAT_TRAVELS,
     inert,
@@ -19,8 +19,7 @@ from megatron_ucp.engines.values import (
     strange,
 )
 from megatron_ucp.errors import UcpError, UnsupportedError
-from megatron_ucp.formats.pt.strangers import Strangers
-from megatron_ucp.formats.pt.unpickler import loads, with_tensors
+from megatron_ucp.formats.pt.unpickle import VouchedClasses, loads, with_tensors
 
 _PROTOCOL = 2  # torch.save's
 _FILE = "the file of the save"
@@ -57,8 +56,8 @@ def names_of(value: Any) -> list[str]:
 
 def _read(value: Any, known: frozenset[str] | None) -> tuple[Any, set[str]]:
     members = {(kind, one): name for kind, one, name in members_by_value(value)}
-    strangers = Strangers(lambda _: True, known, members)
-    return loads(_pickled(value), file=_FILE, strangers=strangers), strangers.names
+    vouched = VouchedClasses(lambda _: True, known, members)
+    return loads(_pickled(value), file=_FILE, vouched=vouched), vouched.names
 
 
 def written_out(item: Any, found: dict[int, int]) -> int:
@@ -76,8 +75,8 @@ def written_out(item: Any, found: dict[int, int]) -> int:
     return found[id(item)]
 
 
-def _outline(dtype: str, shape: tuple[int, ...]) -> Stand:
-    return Stand(TENSOR, (dtype, tuple(shape)))
+def _outline(dtype: str, shape: tuple[int, ...]) -> InertObject:
+    return InertObject(TENSOR, (dtype, tuple(shape)))
 
 
 class _Pickler(pickle.Pickler):

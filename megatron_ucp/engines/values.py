@@ -22,18 +22,18 @@ from megatron_ucp.core.values import (
     NAMED_TYPES,
     PATHS,
     SCALARS,
+    ClassName,
     DeviceName,
     DtypeName,
-    Global,
+    InertObject,
     Size,
-    Stand,
     VersionName,
     empty_like,
     is_numpy_scalar,
     numpy_scalar,
 )
 from megatron_ucp.formats.deepspeed.files import OF_ARGUMENTS
-from megatron_ucp.formats.pt.values import ITEMSIZE, tensor_stand
+from megatron_ucp.formats.pt.refs import ITEMSIZE, tensor_stand
 from megatron_ucp.reshard.execute import bytes_of
 
 WHAT_TRAVELS = (
@@ -130,8 +130,8 @@ def _inside(item: Any, place: str) -> list[tuple[str, Any]] | None:
     return keys + [(f"{place}[{key!r}]", inner) for key, inner in item.items()]
 
 
-def _parts_of(stand: Stand | Global, place: str) -> list[tuple[str, Any]]:
-    if isinstance(stand, Global) or stand.made == "member":
+def _parts_of(stand: InertObject | ClassName, place: str) -> list[tuple[str, Any]]:
+    if isinstance(stand, ClassName) or stand.made == "member":
         return []
     parts = [(f"{place}[{number}]", inner) for number, inner in enumerate(stand.args)]
     return parts + [(f"{place}.{name}", inner) for name, inner in stand.state.items()]
@@ -197,22 +197,26 @@ def _wrong_tensor(item: torch.Tensor) -> str:
 # ------------------------------------------------ objects of other classes
 
 
-def _object(item: Any) -> Stand | Global | None:
+def _object(item: Any) -> InertObject | ClassName | None:
     """An object of a class that is not in the table, as its name and parts, where these are all
     that a pickle of it says; None for any other."""
     if isinstance(item, types.FunctionType | types.BuiltinFunctionType | type):
-        return Global(_qualname(item)) if _is_found(item) else None
+        return ClassName(_qualname(item)) if _is_found(item) else None
     kind = type(item)
     if not _is_found(kind):
         return None
     if isinstance(item, enum.Enum):
         known = kind.__members__.get(item.name) is item  # no combination of flags
         readable = reduced(item)[0] is not kind or type(item.value) in SCALARS
-        return Stand(_qualname(kind), (item.name,), made="member") if known and readable else None
+        return (
+            InertObject(_qualname(kind), (item.name,), made="member")
+            if known and readable
+            else None
+        )
     return _plain_object(item, kind)
 
 
-def _plain_object(item: Any, kind: type) -> Stand | None:
+def _plain_object(item: Any, kind: type) -> InertObject | None:
     """Of an object that Python pickles as its class and attributes, or as a named tuple."""
     own = ("__reduce__", "__reduce_ex__", "__setstate__", "__getnewargs_ex__")
     named = isinstance(item, tuple) and hasattr(kind, "_fields")
@@ -223,7 +227,7 @@ def _plain_object(item: Any, kind: type) -> Stand | None:
     bare = all(part is None for part in more) and make is copyreg.__newobj__  # type: ignore[attr-defined]
     if not bare or not isinstance(state, dict | None) or (named and state):
         return None
-    return Stand(_qualname(kind), tuple(args[1:]), dict(state or {}), made="new")
+    return InertObject(_qualname(kind), tuple(args[1:]), dict(state or {}), made="new")
 
 
 def reduced(item: Any) -> tuple[Any, ...]:
@@ -258,7 +262,7 @@ def named_in(value: Any) -> dict[str, Any]:
     for item in _all_in(value):
         odd = _inside(item, "") is None and bool(_wrong_leaf(item))
         if odd and (stand := _object(item)) is not None:
-            out[stand.qualname] = item if isinstance(stand, Global) else type(item)
+            out[stand.qualname] = item if isinstance(stand, ClassName) else type(item)
     return out
 
 
@@ -270,7 +274,7 @@ def _all_in(value: Any) -> Iterator[Any]:
 # ------------------------------------------------ live to inert
 
 
-def inert(value: Any, of_tensor: Callable[[torch.Tensor], Stand] | None = None) -> Any:
+def inert(value: Any, of_tensor: Callable[[torch.Tensor], InertObject] | None = None) -> Any:
     """A live value in its inert form, detached from what a program goes on changing. Of one in
     which nothing is `strange`; what is becomes the name of its class. `of_tensor` makes something
     else of tensors than what holds their bytes."""
@@ -278,7 +282,7 @@ def inert(value: Any, of_tensor: Callable[[torch.Tensor], Stand] | None = None) 
 
 
 class _Inert:
-    def __init__(self, of_tensor: Callable[[torch.Tensor], Stand]) -> None:
+    def __init__(self, of_tensor: Callable[[torch.Tensor], InertObject]) -> None:
         self._of_tensor = of_tensor
         self._made: dict[int, Any] = {}
         self._kept: list[Any] = []  # that no other object gets their numbers
@@ -300,25 +304,25 @@ class _Inert:
         if kind is np.ndarray and not _wrong_leaf(item):
             return _of_array(item)
         if isinstance(item, np.dtype):
-            return Stand(DTYPE, (), {"dtype": item.str})
+            return InertObject(DTYPE, (), {"dtype": item.str})
         if kind in _RENAMED:
             return _RENAMED[kind](item)
         if isinstance(item, type) and item in NAMED_TYPES.values():
-            return Global(f"builtins.{item.__name__}")
+            return ClassName(f"builtins.{item.__name__}")
         if not _wrong_leaf(item):
             return item
         found = _object(item)
-        if isinstance(found, Stand) and found.made == "new":
+        if isinstance(found, InertObject) and found.made == "new":
             args = tuple(self.of(part) for part in found.args)
             state = {name: self.of(part) for name, part in found.state.items()}
-            return Stand(found.qualname, args, state, made="new")
-        return Global(_qualname(kind)) if found is None else found
+            return InertObject(found.qualname, args, state, made="new")
+        return ClassName(_qualname(kind)) if found is None else found
 
     def _container(self, item: Any, kind: type) -> Any:
         if kind in (tuple, frozenset):
             return kind([self.of(part) for part in item])
         if kind in SPACES.values():
-            space = self._made[id(item)] = Stand(_qualname(kind))
+            space = self._made[id(item)] = InertObject(_qualname(kind))
             space.state.update({name: self.of(part) for name, part in vars(item).items()})
             return space
         out = self._made[id(item)] = empty_like(item)
@@ -337,17 +341,17 @@ _RENAMED: dict[type, Callable[[Any], Any]] = {
 }
 
 
-def _of_tensor(item: torch.Tensor) -> Stand:
+def _of_tensor(item: torch.Tensor) -> InertObject:
     dtype = str(item.dtype).removeprefix("torch.")
     data = bytes(bytes_of(item.cpu().contiguous())) if item.numel() else b""
     return tensor_stand(dtype, tuple(item.shape), data)
 
 
-def _of_array(item: np.ndarray[Any, Any]) -> Stand:
+def _of_array(item: np.ndarray[Any, Any]) -> InertObject:
     fortran = item.flags.f_contiguous and not item.flags.c_contiguous
     data = item.tobytes("F" if fortran else "C")
     state = {"dtype": item.dtype.str, "shape": item.shape, "fortran_order": fortran, "data": data}
-    return Stand(ARRAY, (), state)
+    return InertObject(ARRAY, (), state)
 
 
 def members_by_value(value: Any) -> list[tuple[str, Any, str]]:

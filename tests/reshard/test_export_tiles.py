@@ -13,11 +13,11 @@ from megatron_ucp.errors import DamagedFileError, InexactError, SaveError
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.file_layout import TiledRows
 from megatron_ucp.formats.output_folder import OutFile
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import files
 from megatron_ucp.reshard import folder as folder_sink
 from megatron_ucp.reshard.hugging_face import export
-from tests.formats.test_pt_file import flip
+from tests.formats.pt.test_file import flip
 from tests.reshard import paper, twins
 from tests.reshard.test_export import digests
 from tests.reshard.test_export_edges import with_values

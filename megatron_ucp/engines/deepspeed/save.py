@@ -93,8 +93,8 @@ from megatron_ucp.formats.deepspeed.tp_patterns import (
     sub_shape,
 )
 from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.param_groups import GROUP_MARKS
 from megatron_ucp.formats.per_rank import PerRank
-from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.schedules import of_all_stages
 from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree

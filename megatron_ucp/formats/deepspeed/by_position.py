@@ -18,6 +18,7 @@ from megatron_ucp.core.manifest import Order
 from megatron_ucp.core.names import MASTER, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import ByteFile, Record
 from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.optimizers import (
@@ -30,9 +31,8 @@ from megatron_ucp.formats.deepspeed.optimizers import (
 )
 from megatron_ucp.formats.deepspeed.run import NamedWeights, SlotPlaces, shape_of
 from megatron_ucp.formats.deepspeed.weights import PipeNames
-from megatron_ucp.formats.foreign import at_key_or, of_kind
 from megatron_ucp.formats.proof import Run, same_run
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 # ---- stage order
 #
@@ -51,7 +51,7 @@ def orders_of(step: NamedWeights, order: Order | None) -> list[Order | None]:
     found = [step.optimizer_of(stage * step.mesh.tp) for stage in range(step.mesh.pp)]
     if any(tree is None for tree, _ in found):
         return same
-    sizes = [group_sizes(of_kind(tree, dict, "optimizer", file), file) for tree, file in found]
+    sizes = [group_sizes(expect.kind(tree, dict, "optimizer", file), file) for tree, file in found]
     in_elements = sizes[0][1]
     module = step.weights.module()
 
@@ -69,7 +69,7 @@ def group_sizes(tree: Mapping[str, Any], file: str) -> tuple[list[int], bool]:
     if isinstance(row, FusedFlatFile):
         return [ref.numel for ref in row.masters(tree, file)], True
     base = row.base(tree, file)
-    states, groups = at_key_or(base, "state", {}, file), groups_of(base, file)
+    states, groups = expect.key_or(base, "state", {}, file), groups_of(base, file)
     listed = [group.get("params", []) for group in groups]
     stepped = [
         len([i for i in indices if i in states and not is_empty(entry_of(states, i, file))])

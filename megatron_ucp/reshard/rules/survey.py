@@ -17,7 +17,7 @@ from megatron_ucp.core.rules import Rename, Rule, RuleSet
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.layout_sources import says_layouts
 from megatron_ucp.formats.deepspeed.tp_patterns import order_of
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import find_tag
 from megatron_ucp.reshard.check import HeldAt, read_copy

@@ -12,18 +12,18 @@ from megatron_ucp.core.values import (
     DTYPE,
     NUMPY_SCALARS,
     VALUE_KINDS,
+    ClassName,
     DeviceName,
     DtypeName,
-    Global,
+    InertObject,
     NumpyScalar,
-    Stand,
     VersionName,
     factory_name,
     is_name,
 )
 from megatron_ucp.errors import UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.pt.known import STORAGE_DTYPES, is_call
-from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
+from megatron_ucp.formats.pt.allowed_calls import STORAGE_DTYPES, is_call
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
 
 _STORAGE = {
     dtype: name
@@ -143,14 +143,14 @@ class _Pickle:
 
     def default_dict(self, value: "defaultdict[Any, Any]") -> None:
         factory = factory_name(value)
-        self.call("collections.defaultdict", () if factory is None else (Global(factory),))
+        self.call("collections.defaultdict", () if factory is None else (ClassName(factory),))
         self.items(value)
 
     def ordered_dict(self, value: "OrderedDict[Any, Any]") -> None:
         self.call("collections.OrderedDict", ())
         self.items(value)
 
-    def named(self, value: Global) -> None:
+    def named(self, value: ClassName) -> None:
         self.name(value.qualname)
 
     def dtype_name(self, value: DtypeName) -> None:
@@ -170,7 +170,7 @@ class _Pickle:
     def storage(self, value: StorageRef) -> None:
         if value.dtype not in _STORAGE:
             raise _no_dtype("tensors of this dtype can't be written", value.dtype, _STORAGE)
-        kind = Global(_STORAGE[value.dtype])
+        kind = ClassName(_STORAGE[value.dtype])
         self.several(("storage", kind, value.key, "cpu", value.elems), pickle.TUPLE)
         self.out += pickle.BINPERSID
 
@@ -191,14 +191,14 @@ class _Pickle:
 
     def numpy_array(self, state: Mapping[str, Any]) -> None:
         """As numpy pickles it."""
-        self.call("numpy._core.multiarray._reconstruct", (Global(ARRAY), (0,), b"b"))
+        self.call("numpy._core.multiarray._reconstruct", (ClassName(ARRAY), (0,), b"b"))
         dtype = _dtype_of(str(state["dtype"]))
         self.several(
             (1, state["shape"], dtype, state["fortran_order"], state["data"]), pickle.TUPLE
         )
         self.out += pickle.BUILD
 
-    def object(self, value: Stand) -> None:
+    def object(self, value: InertObject) -> None:
         """As Python pickles it: made by a call, as a new object, or as the member of an enum; then
         its attributes."""
         if value.qualname == ARRAY:
@@ -207,7 +207,7 @@ class _Pickle:
             return self.numpy_dtype(str(value.state["dtype"]))
         check_stand(value)
         if value.made == "member":
-            return self.call("builtins.getattr", (Global(value.qualname), *value.args))
+            return self.call("builtins.getattr", (ClassName(value.qualname), *value.args))
         self.name(value.qualname)
         self.several(value.args, pickle.TUPLE)
         self.out += pickle.REDUCE if value.args and value.made == "call" else pickle.NEWOBJ
@@ -217,8 +217,8 @@ class _Pickle:
         return None
 
 
-def _dtype_of(dtype: str) -> Stand:
-    return Stand(DTYPE, (), {"dtype": dtype})
+def _dtype_of(dtype: str) -> InertObject:
+    return InertObject(DTYPE, (), {"dtype": dtype})
 
 
 def _no_dtype(problem: str, dtype: str, known: Iterable[str]) -> UnsupportedError:
@@ -231,7 +231,7 @@ def _no_dtype(problem: str, dtype: str, known: Iterable[str]) -> UnsupportedErro
     )
 
 
-def check_stand(value: Stand) -> None:
+def check_stand(value: InertObject) -> None:
     """Raises UnsafePickleError for what only a call of somebody's function makes, UnsupportedError
     for an object of which its attributes alone can't be written."""
     if is_call(value) or (value.made == "member" and not _is_member(value)):
@@ -253,7 +253,7 @@ def check_stand(value: Stand) -> None:
 _NOT_ATTRIBUTES = {"__elements__", "__items__", "__state__"}  # as the reader calls what is none
 
 
-def _is_member(value: Stand) -> bool:
+def _is_member(value: InertObject) -> bool:
     """Whether arguments are a name that a member of an enum can have."""
     name = value.args[0] if len(value.args) == 1 else None
     return isinstance(name, str) and name.isidentifier() and not name.startswith("__")
@@ -282,8 +282,8 @@ _WRITERS: dict[type, Callable[[_Pickle, Any], None]] = {
     DtypeName: _Pickle.dtype_name,
     DeviceName: _Pickle.device_name,
     VersionName: _Pickle.version_name,
-    Global: _Pickle.named,
+    ClassName: _Pickle.named,
     StorageRef: _Pickle.storage,
     TensorRef: _Pickle.tensor,
-    Stand: _Pickle.object,
+    InertObject: _Pickle.object,
 }

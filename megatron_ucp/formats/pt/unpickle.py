@@ -2,13 +2,13 @@
 
 Python's own unpickler, the one that is written in Python, reads the opcodes that only push plain
 data. The opcodes that name, call, make or fill something are read here: a class or function of the
-file becomes a `Global`, an inert name that Python can't call. What a call of it means is a row of
-`KNOWN` (module `known`): a tensor becomes a `TensorRef`, a plain value what `core/values` has for
-it, a DeepSpeed object a `Stand`. A name without a row is refused; where somebody vouches for it, it
-may stand as a name, or as the class of an object that is made without a call. Protocols 2 to 5 are
+file becomes a `ClassName`, an inert name that Python can't call. What a call of it means is a row
+of `ALLOWED_CALLS`: a tensor becomes a `TensorRef`, a plain value what `core/values` has for it, an
+object of DeepSpeed an `InertObject`. A name without a row is refused, unless the caller allows or
+vouches for it: then it stands as a name, or as the class of an `InertObject`. Protocols 2 to 5 are
 read, of which torch.save writes 2.
 
-Opcodes that are not in the table are refused: Pickle's registry of numbered classes (EXT1 to EXT4)
+Opcodes that are not in the table are refused. Pickle's registry of numbered classes (EXT1 to EXT4)
 and the opcodes that run code before protocol 2 (INST, OBJ) are left out on purpose.
 """
 
@@ -17,39 +17,24 @@ import pickle
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 from megatron_ucp.core.values import (
     SCALARS,
     TENSOR,
+    ClassName,
     DtypeName,
-    Global,
+    InertObject,
     Size,
-    Stand,
     empty_like,
     is_name,
     shown,
 )
-from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.pt.known import KNOWN, STATES, STORAGE_DTYPES
-from megatron_ucp.formats.pt.strangers import Strangers, not_listed
-from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
-
-__all__ = [
-    "ITEMSIZE",
-    "MAX_OPERATIONS",
-    "MAX_PICKLE_BYTES",
-    "NOTHING_MORE",
-    "AllowedClasses",
-    "Global",
-    "Stand",
-    "StorageRef",
-    "TensorRef",
-    "loads",
-    "with_tensors",
-]
+from megatron_ucp.errors import DamagedFileError, UnsafePickleError
+from megatron_ucp.formats.pt.allowed_calls import ALLOWED_CALLS, BUILD_STATES, STORAGE_DTYPES
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
 
 MAX_PICKLE_BYTES = 256 * 2**20
 MAX_OPERATIONS = 20_000_000
@@ -65,7 +50,7 @@ _MAX_KEY_DEPTH, _MAX_KEY_ITEMS = 8, 1000
 @dataclass(frozen=True)
 class AllowedClasses:
     """Classes that a pickle may name besides those of every `.pt` file: each object of them becomes
-    an inert `Stand`, and none is imported.
+    an inert `InertObject`, and none is imported.
 
     `names` are whole names ("package.module.Class"). Below the package `enums_below` every class
     whose name is a class's may be an enum: a pickle may hold its members, by value
@@ -103,20 +88,90 @@ _MALFORMED = (
 )  # UnicodeDecodeError is a ValueError
 
 
+@dataclass
+class VouchedClasses:
+    """Names that are not on the closed list and may stand as names, as somebody vouches for them:
+    those `known` (None: all), under a key of the tree that `is_value` and in parameter groups,
+    where a program's own values are. They may name an object too; nothing of it is made. `members`
+    says the names of members of enums, by (class, value). `names` are those that were found."""
+
+    is_value: Callable[[str], bool]
+    known: frozenset[str] | None = None
+    members: Mapping[tuple[str, Any], str] = field(default_factory=dict[tuple[str, Any], str])
+    names: set[str] = field(default_factory=set[str])
+
+    def take(self, qualname: str) -> bool:
+        """Whether a name may stand as one; it is noted then."""
+        if self.known is not None and qualname not in self.known:
+            return False
+        self.names.add(qualname)
+        return True
+
+
+def refuse_outside(tree: object, vouched: VouchedClasses, file: str) -> None:
+    """Raises UnsafePickleError for a name that is not on the closed list in any other place."""
+    outside = [
+        value
+        for key, value in (tree.items() if isinstance(tree, dict) else [(None, tree)])
+        if not (isinstance(key, str) and (key == PARAM_GROUPS or vouched.is_value(key)))
+    ]
+    for item in named_in(outside, without=PARAM_GROUPS):
+        if item.qualname in vouched.names:
+            raise not_listed(item.qualname, file)
+
+
+PARAM_GROUPS = "param_groups"  # of every optimizer's state dict
+
+
+def not_listed(qualname: str, file: str | None) -> UnsafePickleError:
+    """A name in a pickle that nothing here knows."""
+    shown = ascii(qualname[:200])
+    return UnsafePickleError(
+        f"the pickle asks for {shown}, which is not on the closed list",
+        file=file,
+        found=shown,
+        expected="tensors, plain Python values and DeepSpeed's own records",
+        fix=UnsafePickleError.fix + '; in Python a load with allow={"values"} leaves such a '
+        "value of a scheduler, a group or the client state out",
+    )
+
+
+def named_in(value: object, without: str | None = None) -> Iterator[ClassName | InertObject]:
+    """Every name of a class or function in a value, and every object of one; not what dictionaries
+    have under the key `without`."""
+    seen = set[int]()
+    left = [value]
+    while left:
+        item = left.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, InertObject | ClassName):
+            yield item
+        if isinstance(item, InertObject):
+            left += [*item.args, *item.state.values()]
+        elif isinstance(item, Mapping):
+            left += [
+                *item,
+                *(part for key, part in item.items() if without is None or key != without),
+            ]
+        elif isinstance(item, list | tuple | set | frozenset | deque):
+            left += item
+
+
 def loads(
     data: bytes,
     *,
     file: str,
     allow: AllowedClasses = NOTHING_MORE,
-    strangers: Strangers | None = None,
+    vouched: VouchedClasses | None = None,
 ) -> object:
-    """The value in the pickle `data` of `file`, with a `TensorRef` for each tensor and a `Stand`
-    for each known object.
+    """The value in the pickle `data` of `file`: a `TensorRef` for each tensor, an `InertObject` for
+    each object of an allowed class.
 
-    `allow` has further classes whose objects become `Stand`s; their code is not run either. With
-    `strangers` others may stand as names, see there. Raises
-    UnsafePickleError for any other global, DamagedFileError for a malformed pickle or an impossible
-    tensor, and UnsupportedError for tensors and arrays whose bytes alone do not say their values.
+    Raises UnsafePickleError for a name that is neither in the table nor in `allow` nor `vouched`,
+    DamagedFileError for a malformed pickle or an impossible tensor, and UnsupportedError for
+    tensors and arrays whose bytes alone do not say their values.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise DamagedFileError(
@@ -125,7 +180,7 @@ def loads(
             expected=f"at most {MAX_PICKLE_BYTES} bytes",
             found=f"{len(data)} bytes",
         )
-    unpickler = SafeUnpickler(data, file, allow, strangers)
+    unpickler = SafeUnpickler(data, file, allow, vouched)
     try:
         value = unpickler.load()
         _check_extent(value, unpickler)
@@ -139,7 +194,8 @@ def loads(
 
 
 class SafeUnpickler(pickle._Unpickler):
-    """Reads one pickle. Every value on its stack is plain data, a TensorRef, Stand or Global."""
+    """Reads one pickle. Every value on its stack is plain data, a TensorRef, an InertObject or a
+    ClassName."""
 
     stack: list[Any]
     metastack: list[list[Any]]
@@ -153,15 +209,15 @@ class SafeUnpickler(pickle._Unpickler):
         data: bytes,
         file: str,
         allow: AllowedClasses = NOTHING_MORE,
-        strangers: Strangers | None = None,
+        vouched: VouchedClasses | None = None,
     ) -> None:
         self.source = io.BytesIO(data)
         super().__init__(self.source)
-        self.file, self._allow, self._vouched = file, allow, strangers
+        self.file, self._allow, self._vouched = file, allow, vouched
         self.size_bytes = len(data)
         # of copies that calls make: a small pickle can ask for a large value often
         self._budget_bytes = 2**24 + 8 * len(data)
-        self._names: dict[str, DtypeName | Global] = {}
+        self._names: dict[str, DtypeName | ClassName] = {}
         self._enums: set[str] = set()  # named in this pickle, and known by their package alone
         self._storages: dict[str, StorageRef] = {}
 
@@ -216,9 +272,9 @@ class SafeUnpickler(pickle._Unpickler):
         for _ in range(_MAX_KEY_DEPTH):
             below: list[object] = []
             for item in level:
-                if isinstance(item, Stand) and item.state:
+                if isinstance(item, InertObject) and item.state:
                     self.fail(f"an object of {item.qualname} is used as a dict key or set member")
-                parts = item.args if isinstance(item, Stand) else item
+                parts = item.args if isinstance(item, InertObject) else item
                 if isinstance(parts, tuple | frozenset):
                     count += len(parts)
                     if count > _MAX_KEY_ITEMS:
@@ -233,7 +289,7 @@ class SafeUnpickler(pickle._Unpickler):
 
     # ---- names, and what is made of them
 
-    def find_class(self, module: str, name: str) -> DtypeName | Global:
+    def find_class(self, module: str, name: str) -> DtypeName | ClassName:
         """The inert name of a class or function. Raises UnsafePickleError for one that may not be
         named."""
         if module == "__builtin__":  # protocol 2 writes Python 2's names
@@ -249,33 +305,37 @@ class SafeUnpickler(pickle._Unpickler):
                     self._enums.add(qualname)
                 elif self._vouched is None or not self._vouched.take(qualname):
                     raise not_listed(qualname, self.file)
-            self._names[qualname] = DtypeName(qualname) if is_dtype else Global(qualname)
+            self._names[qualname] = DtypeName(qualname) if is_dtype else ClassName(qualname)
         return self._names[qualname]
 
     def _is_listed(self, qualname: str) -> bool:
-        return qualname in KNOWN or qualname in self._allow.names
+        return qualname in ALLOWED_CALLS or qualname in self._allow.names
 
     def call(self, function: object, args: object) -> object:
         """What a call means; nothing is called."""
-        if not isinstance(function, Global) or not isinstance(args, tuple):
+        if not isinstance(function, ClassName) or not isinstance(args, tuple):
             self.fail("the pickle calls what is no function", found=function)
         name = function.qualname
         if name in self._enums:
             return self._enum_member(name, args)
-        if name in KNOWN:
-            build = KNOWN[name]
+        if name in ALLOWED_CALLS:
+            build = ALLOWED_CALLS[name]
             if build is None:
                 self.fail(f"the pickle makes an object of {name}, which torch does not write")
             return build(self, name, args)
         if name in self._allow.names:
-            return Stand(name, args)
+            return InertObject(name, args)
         if self._vouched is None:
             raise not_listed(name, self.file)
         has_name = len(args) == 1 and type(args[0]) in SCALARS
         member = self._vouched.members.get((name, args[0])) if has_name else None
-        return Stand(name, args) if member is None else Stand(name, (member,), made="member")
+        return (
+            InertObject(name, args)
+            if member is None
+            else InertObject(name, (member,), made="member")
+        )
 
-    def _enum_member(self, qualname: str, args: tuple[object, ...]) -> Stand:
+    def _enum_member(self, qualname: str, args: tuple[object, ...]) -> InertObject:
         """The member of an enum that has a value. Raises UnsafePickleError for a call with
         anything that is no number, word, or tuple of such: that is another class."""
         values = args[0] if len(args) == 1 and type(args[0]) is tuple else args
@@ -284,22 +344,22 @@ class SafeUnpickler(pickle._Unpickler):
         ]
         if len(args) != 1 or not all(plain):
             raise not_listed(qualname, self.file)
-        return Stand(qualname, args)
+        return InertObject(qualname, args)
 
     def _new(self, kind: object, args: object) -> object:
         """An object without a call of its class's `__init__`."""
-        if isinstance(kind, Global) and kind.qualname in self._enums:
+        if isinstance(kind, ClassName) and kind.qualname in self._enums:
             raise not_listed(kind.qualname, self.file)
-        if not isinstance(kind, Global) or self._is_listed(kind.qualname):
+        if not isinstance(kind, ClassName) or self._is_listed(kind.qualname):
             return self.call(kind, args)
         if not isinstance(args, tuple):
             self.fail("the pickle makes an object of no arguments", found=args)
-        return Stand(kind.qualname, args, made="new")
+        return InertObject(kind.qualname, args, made="new")
 
     def persistent_load(self, pid: Any) -> StorageRef:
         """The storage that torch names by ("storage", class, key, location, elements)."""
         match pid:
-            case ("storage", Global() as kind, str() as key, str(), int() as elems) if (
+            case ("storage", ClassName() as kind, str() as key, str(), int() as elems) if (
                 kind.qualname in STORAGE_DTYPES
                 and type(pid) is tuple
                 and type(elems) is int
@@ -326,13 +386,13 @@ class SafeUnpickler(pickle._Unpickler):
         """The value that the next opcode fills. Raises UnsafePickleError where a member of an enum
         would get attributes or content: then it is an object of another class."""
         target = self.stack[-1]
-        if self._enums and isinstance(target, Stand) and target.qualname in self._enums:
+        if self._enums and isinstance(target, InertObject) and target.qualname in self._enums:
             raise not_listed(target.qualname, self.file)
         return target
 
     def _extend(self, items: list[object]) -> None:
         target = self._target()
-        if isinstance(target, Stand):
+        if isinstance(target, InertObject):
             target = target.state.setdefault("__elements__", [])
         if not isinstance(target, list | deque):
             self.fail(f"the pickle appends to a {type(target).__name__}")
@@ -340,7 +400,7 @@ class SafeUnpickler(pickle._Unpickler):
 
     def _set_items(self, flat: list[object]) -> None:
         target = self._target()
-        if isinstance(target, Stand):
+        if isinstance(target, InertObject):
             target = target.state.setdefault("__items__", {})
         # Counter.update would count the pairs; it is pickled with its dict and gets no items
         # afterwards
@@ -437,17 +497,17 @@ class SafeUnpickler(pickle._Unpickler):
         self.load_newobj()
 
     def load_build(self) -> None:
-        """Sets attributes, of objects that are Stands alone."""
+        """Sets attributes, of objects that are InertObjects alone."""
         state = self.stack.pop()
         target = self._target()
         if isinstance(target, OrderedDict) and type(state) is dict:
             # the `_metadata` of a state_dict: the versions of the modules' classes, nothing of the
             # model
             return
-        if not isinstance(target, Stand):
+        if not isinstance(target, InertObject):
             self.fail(f"the pickle sets attributes of a {type(target).__name__}")
-        if target.qualname in STATES:
-            STATES[target.qualname](self, target, state)
+        if target.qualname in BUILD_STATES:
+            BUILD_STATES[target.qualname](self, target, state)
             return
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         if not all(part is None or isinstance(part, dict) for part in parts):
@@ -502,7 +562,7 @@ class SafeUnpickler(pickle._Unpickler):
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 # all containers that a pickle can make
-_HOLDERS = frozenset({*_CONTAINERS, dict, OrderedDict, defaultdict, Counter, Stand})
+_HOLDERS = frozenset({*_CONTAINERS, dict, OrderedDict, defaultdict, Counter, InertObject})
 
 
 def _check_extent(value: object, unpickler: SafeUnpickler) -> None:
@@ -543,7 +603,7 @@ def _check_extent(value: object, unpickler: SafeUnpickler) -> None:
 def _parts(item: object) -> tuple[int, list[object]]:
     """How many values a container holds, long texts counted as several, and which of them are
     containers."""
-    if isinstance(item, Stand):
+    if isinstance(item, InertObject):
         return 3, [part for part in (item.args, item.state) if part]
     inside: Collection[object] = ()
     if isinstance(item, dict):
@@ -567,8 +627,8 @@ def with_tensors(
     file: str | None = None,
     max_depth: int = 100,
 ) -> object:
-    """A copy of `value` with `convert(ref)` in the place of each TensorRef, and of each Stand of a
-    tensor, inside containers and other Stands.
+    """A copy of `value` with `convert(ref)` in the place of each TensorRef, and of each InertObject
+    of a tensor, inside containers and other InertObjects.
 
     Each shared object is copied once, so sharing and cycles stay as they are and `convert` sees
     each TensorRef object once. Raises DamagedFileError when the nesting is deeper than `max_depth`.
@@ -585,13 +645,15 @@ def with_tensors(
                 expected=f"at most {max_depth} levels",
             )
         copy = item
-        if isinstance(item, TensorRef) or (isinstance(item, Stand) and item.qualname == TENSOR):
+        if isinstance(item, TensorRef) or (
+            isinstance(item, InertObject) and item.qualname == TENSOR
+        ):
             copy = convert(item)
         elif isinstance(item, tuple) and type(item) is not Size:
             copy = tuple([copied(part, depth + 1) for part in item])
-        elif isinstance(item, Stand):
+        elif isinstance(item, InertObject):
             # a copy is noted before its parts are copied, as they may hold it
-            copy = copies[id(item)] = Stand(item.qualname, made=item.made)
+            copy = copies[id(item)] = InertObject(item.qualname, made=item.made)
             copy.args = tuple([copied(part, depth + 1) for part in item.args])
             for name, part in item.state.items():
                 copy.state[name] = copied(part, depth + 1)

@@ -1,8 +1,8 @@
-"""The closed list: every class and function that a `.pt` file may name, and what calling it makes.
+"""The closed list: the classes and functions that a `.pt` file may name, and what a call makes.
 
-A row's function gets plain values, TensorRefs, Stands and Globals, checks them, and returns one of
-these. No row imports what it stands for, and none allocates more than the pickle's size allows
-(`Reader.spend`).
+A row's function gets plain values, TensorRefs, InertObjects and ClassNames, checks them, and
+returns one of these. No row imports what it names, and none allocates more than the pickle's size
+allows (`Reader.spend`).
 """
 
 import pathlib
@@ -19,10 +19,10 @@ from megatron_ucp.core.values import (
     NAMED_TYPES,
     TENSOR,
     VALUE_KINDS,
+    ClassName,
     DeviceName,
-    Global,
+    InertObject,
     Size,
-    Stand,
     VersionName,
     is_device,
     is_numpy_scalar,
@@ -30,7 +30,7 @@ from megatron_ucp.core.values import (
     shown,
 )
 from megatron_ucp.errors import UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
 
 _MAX_DIMS = 64
 _STORAGES = {
@@ -65,14 +65,14 @@ class Reader(Protocol):
 _Build = Callable[[Reader, str, tuple[object, ...]], object]
 
 
-def stand(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    return Stand(name, args)
+def inert_object(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+    return InertObject(name, args)
 
 
 def _fragment(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) not in (0, 2):
         reader.fail(f"{name} is malformed", expected="numel and start", found=args)
-    return Stand(name, (), dict(zip(("numel", "start"), args, strict=False)))
+    return InertObject(name, (), dict(zip(("numel", "start"), args, strict=False)))
 
 
 def _counts(reader: Reader, value: object, what: str) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ def _parameter(reader: Reader, name: str, args: tuple[object, ...]) -> object:
 def _from_type(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """A tensor that carries Python attributes (ZeRO-3 flats): (function, class, its arguments,
     attributes)."""
-    if len(args) != 4 or not all(isinstance(item, Global) for item in args[:2]):
+    if len(args) != 4 or not all(isinstance(item, ClassName) for item in args[:2]):
         reader.fail("a tensor is malformed", found=args)
     func, kind, inner, state = args
     if kind.qualname not in _TENSOR_CLASSES or not isinstance(state, dict | tuple | None):  # type: ignore[union-attr]
@@ -192,10 +192,10 @@ def _zero_stage(reader: Reader, name: str, args: tuple[object, ...]) -> object:
 def _enum_member(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     """`getattr(class, "member")`: how Python 3.11 pickles the members of an Enum. No attribute is
     looked up."""
-    if len(args) != 2 or not isinstance(args[0], Global) or not isinstance(args[1], str):
+    if len(args) != 2 or not isinstance(args[0], ClassName) or not isinstance(args[1], str):
         reader.fail("an enum member is malformed", found=args)
     kind, member = args[0].qualname, args[1]
-    if KNOWN.get(kind, stand) is _zero_stage:
+    if ALLOWED_CALLS.get(kind, inert_object) is _zero_stage:
         stages = {
             "disabled": 0,
             "optimizer_states": 1,
@@ -205,11 +205,11 @@ def _enum_member(reader: Reader, name: str, args: tuple[object, ...]) -> object:
         }
         return stages[member]
     is_name = member.isidentifier() and not member.startswith("__")
-    if KNOWN.get(kind, stand) is not stand or not is_name:
+    if ALLOWED_CALLS.get(kind, inert_object) is not inert_object or not is_name:
         raise UnsafePickleError(
             f"the pickle asks for an attribute of {kind}", file=reader.file, found=member
         )
-    return Stand(kind, (member,), made="member")
+    return InertObject(kind, (member,), made="member")
 
 
 def _ordered_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object:
@@ -221,14 +221,14 @@ def _ordered_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object
 def _default_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     factory = args[0] if args else None
     if len(args) > 1 or not (
-        factory is None or isinstance(factory, Global) and factory.qualname in FACTORIES
+        factory is None or isinstance(factory, ClassName) and factory.qualname in FACTORIES
     ):
         reader.fail(
             "a defaultdict's factory is none of the known ones",
             expected=", ".join(FACTORIES),
             found=args,
         )
-    return defaultdict(FACTORIES[factory.qualname] if isinstance(factory, Global) else None)
+    return defaultdict(FACTORIES[factory.qualname] if isinstance(factory, ClassName) else None)
 
 
 def _plain(reader: Reader, name: str, args: tuple[object, ...]) -> object:
@@ -319,10 +319,10 @@ def _dtype(reader: Reader, name: str, args: tuple[object, ...]) -> object:
             found=shown(text),
             fix="keep it as a plain list or a tensor, and save again",
         )
-    return Stand(DTYPE, (), {"dtype": "|" + text})
+    return InertObject(DTYPE, (), {"dtype": "|" + text})
 
 
-def _dtype_state(reader: Reader, target: Stand, state: object) -> None:
+def _dtype_state(reader: Reader, target: InertObject, state: object) -> None:
     if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "="):
         reader.fail("a numpy dtype is malformed", found=state)
     if any(item is not None for item in state[2:5]):
@@ -335,12 +335,12 @@ def _dtype_state(reader: Reader, target: Stand, state: object) -> None:
 
 
 def _empty_array(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if not args or not isinstance(args[0], Global) or args[0].qualname != "numpy.ndarray":
+    if not args or not isinstance(args[0], ClassName) or args[0].qualname != "numpy.ndarray":
         reader.fail("a numpy array is malformed", found=args)
-    return Stand(ARRAY)
+    return InertObject(ARRAY)
 
 
-def _array_state(reader: Reader, target: Stand, state: object) -> None:
+def _array_state(reader: Reader, target: InertObject, state: object) -> None:
     if not isinstance(state, tuple) or len(state) != 5:
         reader.fail("a numpy array is malformed", found=state)
     _, shape, dtype, fortran_order, data = state
@@ -352,7 +352,7 @@ def _array(
 ) -> dict[str, object]:
     sizes = _counts(reader, shape, "numpy array's shape")
     if (
-        not isinstance(dtype, Stand)
+        not isinstance(dtype, InertObject)
         or dtype.qualname != "numpy.dtype"
         or not isinstance(data, bytes | bytearray)
     ):
@@ -383,10 +383,10 @@ def _scalar(reader: Reader, name: str, args: tuple[object, ...]) -> object:
 def _from_buffer(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     if len(args) != 4 or args[3] not in ("C", "F"):
         reader.fail("a numpy array is malformed", found=args)
-    return Stand(ARRAY, (), _array(reader, args[1], args[2], args[3] == "F", args[0]))
+    return InertObject(ARRAY, (), _array(reader, args[1], args[2], args[3] == "F", args[0]))
 
 
-def _index_state(reader: Reader, target: Stand, state: object) -> None:
+def _index_state(reader: Reader, target: InertObject, state: object) -> None:
     """The index of a stored chunk: name of the tensor, where the chunk begins in it (None: no
     tensor). In the arguments, as it is a dict key, which no longer changes then."""
     fields = state if isinstance(state, dict) else {}
@@ -399,7 +399,7 @@ def _index_state(reader: Reader, target: Stand, state: object) -> None:
 
 
 # what BUILD means where it does not only set attributes
-STATES: dict[str, Callable[[Reader, Stand, object], None]] = {
+BUILD_STATES: dict[str, Callable[[Reader, InertObject, object], None]] = {
     "numpy.dtype": _dtype_state,
     "numpy.ndarray": _array_state,
     "torch.distributed.checkpoint.metadata.MetadataIndex": _index_state,
@@ -415,7 +415,7 @@ STORAGE_DTYPES = {
 
 # A row is a class or function that may be named, and what calling it makes; None: it may be named
 # but not called.
-KNOWN: dict[str, _Build | None] = {
+ALLOWED_CALLS: dict[str, _Build | None] = {
     **dict.fromkeys(
         [
             *STORAGE_DTYPES,
@@ -434,8 +434,8 @@ KNOWN: dict[str, _Build | None] = {
     "torch.Size": _size,
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": _default_dict,
-    "argparse.Namespace": stand,
-    "types.SimpleNamespace": stand,
+    "argparse.Namespace": inert_object,
+    "types.SimpleNamespace": inert_object,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
@@ -457,16 +457,21 @@ KNOWN: dict[str, _Build | None] = {
             "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
             "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum",
         ],
-        stand,
+        inert_object,
     ),
 }
 
 
-def is_call(item: Stand) -> bool:
+def is_call(item: InertObject) -> bool:
     """Whether only a call makes an object that nobody here knows: not one of the table's."""
     if item.made != "call" or item.qualname in (ARRAY, DTYPE, TENSOR):
         return False
-    return KNOWN.get(item.qualname) not in _OF_STANDS
+    return ALLOWED_CALLS.get(item.qualname) not in _OF_STANDS
 
 
-_OF_STANDS = (stand, _fragment, _size, _zero_stage)  # of what they make or this package writes
+_OF_STANDS = (
+    inert_object,
+    _fragment,
+    _size,
+    _zero_stage,
+)  # of what they make or this package writes
