@@ -12,7 +12,7 @@ import torch
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.values import DeviceName, DtypeName, InertObject, coded, numpy_scalar
-from megatron_ucp.engines.built import Building, built
+from megatron_ucp.engines.values import Values
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.manifest_beside import Recorded
@@ -40,13 +40,13 @@ def array(dtype: str, shape: Any, data: Any) -> InertObject:
 )
 def test_a_malformed_value_is_refused_by_name(value: object) -> None:
     with pytest.raises(DamagedFileError, match="malformed") as caught:
-        built({"a": [value]}, Building("main.pt", "client_state"))
+        Values("main.pt").built({"a": [value]}, "client_state")
     assert caught.value.file == "main.pt" and "client_state" in str(caught.value)
 
 
 def test_good_ones_are_built() -> None:
     def of(value: object) -> Any:
-        return built(value, Building("", ""))
+        return Values("").built(value, "")
 
     assert of(DtypeName("torch.float16")) is torch.float16
     assert of(DeviceName("cpu")) == torch.device("cpu")
