@@ -13,7 +13,7 @@ import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.layout import Replicate, ShardNC
 from megatron_ucp.errors import ModelMismatchError, RuleError, UsageError
-from megatron_ucp.formats.patterns import problem_of
+from megatron_ucp.formats.rule_file import problem_of
 from megatron_ucp.reshard.rules import draft as rule_draft
 from megatron_ucp.reshard.rules.comparison import check_rules
 from megatron_ucp.reshard.rules.draft import draft_rules, write_draft

@@ -17,7 +17,7 @@ from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UcpError, UnsupportedError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.deepspeed.files import at_tp
-from megatron_ucp.formats.patterns import problem_of
+from megatron_ucp.formats.rule_file import problem_of
 
 # ---- autotp
 #

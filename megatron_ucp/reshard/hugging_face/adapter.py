@@ -21,7 +21,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     some_of,
 )
-from megatron_ucp.formats.patterns import problem_of
+from megatron_ucp.formats.rule_file import problem_of
 
 PREFIX = "base_model.model."  # peft's wrappers, before the names of the base model
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
