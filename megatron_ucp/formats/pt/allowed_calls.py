@@ -10,7 +10,7 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sized
 from math import prod
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from megatron_ucp.core.values import (
     ARRAY,
@@ -61,100 +61,79 @@ class Reader(Protocol):
     def call(self, function: object, args: object) -> object: ...
 
 
-# What calling a known global means: a function of (reader, name, args).
-_Build = Callable[[Reader, str, tuple[object, ...]], object]
+# What a call means: a function of (reader, name, args). NotImplemented: not with these arguments.
+_Build = Callable[[Reader, str, tuple[Any, ...]], object]
+MALFORMED = NotImplemented
 
 
-def inert_object(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+def inert_object(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
     return InertObject(name, args)
 
 
-def _fragment(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+def _fragment(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    """numel and start."""
     if len(args) not in (0, 2):
-        reader.fail(f"{name} is malformed", expected="numel and start", found=args)
+        return MALFORMED
     return InertObject(name, (), dict(zip(("numel", "start"), args, strict=False)))
 
 
-def _counts(reader: Reader, value: object, what: str) -> tuple[int, ...]:
-    """`value` as a tuple of sizes or strides."""
-    if isinstance(value, tuple | list) and len(value) <= _MAX_DIMS:
-        sizes = tuple([item for item in value if type(item) is int and 0 <= item < 2**63])
-        if len(sizes) == len(value):
-            return sizes
-    reader.fail(
-        f"a {what} is malformed", expected=f"at most {_MAX_DIMS} numbers of at least 0", found=value
-    )
+# ---- tensors
 
 
-def _size(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    sizes = _counts(reader, args[0] if len(args) == 1 else args, "torch.Size")
-    return Size(sizes)
+def _sizes(value: object) -> tuple[int, ...] | None:
+    """Sizes or strides: at most 64 numbers from 0; None for anything else."""
+    if not isinstance(value, tuple | list) or len(value) > _MAX_DIMS:
+        return None
+    is_good = all(type(size) is int and 0 <= size < 2**63 for size in value)
+    return tuple(value) if is_good else None
 
 
-def _view(
-    reader: Reader, storage: object, offset: object, size: object, stride: object
-) -> TensorRef:
-    shape, steps = (
-        _counts(reader, size, "tensor's shape"),
-        _counts(reader, stride, "tensor's stride"),
-    )
-    if (
-        not isinstance(storage, StorageRef)
-        or type(offset) is not int
-        or offset < 0
-        or len(shape) != len(steps)
-    ):
-        reader.fail(
-            "a tensor is malformed",
-            expected="a storage, an offset, a shape and a stride of equal length",
-            found=(storage, offset, size, stride),
-        )
+def _size(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    sizes = _sizes(args[0] if len(args) == 1 else args)
+    return MALFORMED if sizes is None else Size(sizes)
+
+
+def _view(reader: Reader, storage: Any, offset: Any, size: object, stride: object) -> object:
+    shape, strides = _sizes(size), _sizes(stride)
+    if shape is None or strides is None or len(shape) != len(strides):
+        return MALFORMED
+    if not isinstance(storage, StorageRef) or type(offset) is not int or offset < 0:
+        return MALFORMED
     if 0 not in shape:
-        last = offset + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+        last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if last >= storage.elems:
             reader.fail(
                 "a tensor reaches past its storage",
                 expected=f"at most {storage.elems} elements",
                 found=f"element {last} of storage {storage.key}",
             )
-        reader.spend(
-            max(0, prod(shape) - storage.elems) * ITEMSIZE[storage.dtype]
-        )  # strides of 0: few bytes, any size
-    return TensorRef(storage, offset, shape, steps)
+        # strides of 0: few bytes, any size
+        reader.spend(max(0, prod(shape) - storage.elems) * ITEMSIZE[storage.dtype])
+    return TensorRef(storage, offset, shape, strides)
 
 
-def _tensor(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    """_rebuild_tensor(storage, offset, size, stride) and v2 (.., requires_grad, hooks[,
-    metadata])."""
+def _tensor(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    """Storage, offset, size, stride; of version 2 also requires_grad, hooks[, metadata]."""
     if len(args) not in ((4,) if name.endswith("_tensor") else (6, 7)):
-        reader.fail("a tensor is malformed", found=args)
+        return MALFORMED
     _check_metadata(reader, args[6:])
     return _view(reader, *args[:4])
 
 
-def _tensor_v3(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    """v3: (untyped storage, offset, size, stride, requires_grad, hooks, dtype[, metadata]), for
-    unsigned and 8-bit."""
-    if (
-        len(args) not in (7, 8)
-        or not isinstance(args[0], StorageRef)
-        or not isinstance(args[6], str)
-    ):
-        reader.fail("a tensor is malformed", found=args)
+def _tensor_v3(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    """Untyped storage, offset, size, stride, requires_grad, hooks, dtype[, metadata]: of unsigned
+    and 8-bit numbers."""
+    if len(args) not in (7, 8) or not isinstance(args[0], StorageRef):
+        return MALFORMED
     _check_metadata(reader, args[7:])
-    storage, dtype = args[0], args[6].removeprefix("torch.")
+    storage, dtype = args[0], str(args[6]).removeprefix("torch.")
     if dtype not in ITEMSIZE or storage.size_bytes % ITEMSIZE[dtype]:
-        reader.fail(
-            "a tensor is malformed",
-            expected="a dtype whose size divides the storage",
-            found=args[6],
-        )
-    return _view(
-        reader, StorageRef(storage.key, dtype, storage.size_bytes // ITEMSIZE[dtype]), *args[1:4]
-    )
+        return MALFORMED
+    storage = StorageRef(storage.key, dtype, storage.size_bytes // ITEMSIZE[dtype])
+    return _view(reader, storage, *args[1:4])
 
 
-def _check_metadata(reader: Reader, rest: tuple[object, ...]) -> None:
+def _check_metadata(reader: Reader, rest: tuple[Any, ...]) -> None:
     if rest and rest[0] and (not isinstance(rest[0], dict) or any(rest[0].values())):
         raise UnsupportedError(
             "a tensor is a lazy conjugate or negative: its stored bytes are not its values",
@@ -163,83 +142,69 @@ def _check_metadata(reader: Reader, rest: tuple[object, ...]) -> None:
         )
 
 
-def _parameter(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if len(args) not in (3, 4) or not isinstance(args[0], TensorRef):
-        reader.fail("a parameter is malformed", found=args)
-    return args[0]
+def _parameter(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    return args[0] if len(args) in (3, 4) and isinstance(args[0], TensorRef) else MALFORMED
 
 
-def _from_type(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    """A tensor that carries Python attributes (ZeRO-3 flats): (function, class, its arguments,
-    attributes)."""
-    if len(args) != 4 or not all(isinstance(item, ClassName) for item in args[:2]):
-        reader.fail("a tensor is malformed", found=args)
-    func, kind, inner, state = args
-    if kind.qualname not in _TENSOR_CLASSES or not isinstance(state, dict | tuple | None):  # type: ignore[union-attr]
-        reader.fail("a tensor's class or attributes are malformed", found=(kind, state))
-    tensor = reader.call(func, inner)
-    if not isinstance(tensor, TensorRef):
-        reader.fail("a tensor is malformed", found=func)
-    return tensor
+def _from_type(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    """A tensor that carries Python attributes (ZeRO-3 flats): function, class, arguments of the
+    function, attributes."""
+    match args:
+        case (
+            ClassName() as function,
+            ClassName(qualname=kind),
+            arguments,
+            dict() | tuple() | None,
+        ):
+            tensor = reader.call(function, arguments) if kind in _TENSOR_CLASSES else None
+            return tensor if isinstance(tensor, TensorRef) else MALFORMED
+    return MALFORMED
 
 
-def _zero_stage(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if len(args) != 1 or type(args[0]) is not int or not 0 <= args[0] <= 3:
-        reader.fail("a ZeRO stage is malformed", expected="0 to 3", found=args)
-    return args[0]
+# ---- members of enums
+
+_ZERO_STAGES = {
+    "disabled": 0,
+    "optimizer_states": 1,
+    "gradients": 2,
+    "weights": 3,
+    "max_stage": 3,
+}
 
 
-def _enum_member(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+def _zero_stage(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    is_stage = len(args) == 1 and type(args[0]) is int and 0 <= args[0] <= 3
+    return args[0] if is_stage else MALFORMED
+
+
+def _enum_member(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
     """`getattr(class, "member")`: how Python 3.11 pickles the members of an Enum. No attribute is
     looked up."""
-    if len(args) != 2 or not isinstance(args[0], ClassName) or not isinstance(args[1], str):
-        reader.fail("an enum member is malformed", found=args)
-    kind, member = args[0].qualname, args[1]
-    if ALLOWED_CALLS.get(kind, inert_object) is _zero_stage:
-        stages = {
-            "disabled": 0,
-            "optimizer_states": 1,
-            "gradients": 2,
-            "weights": 3,
-            "max_stage": 3,
-        }
-        return stages[member]
-    is_name = member.isidentifier() and not member.startswith("__")
-    if ALLOWED_CALLS.get(kind, inert_object) is not inert_object or not is_name:
-        raise UnsafePickleError(
-            f"the pickle asks for an attribute of {kind}", file=reader.file, found=member
-        )
-    return InertObject(kind, (member,), made="member")
+    match args:
+        case (ClassName(qualname=kind), str() as member):
+            meaning = ALLOWED_CALLS.get(kind, inert_object)
+            if meaning is _zero_stage:
+                return _ZERO_STAGES.get(member, MALFORMED)
+            if meaning is inert_object and member.isidentifier() and not member.startswith("__"):
+                return InertObject(kind, (member,), made="member")
+            raise UnsafePickleError(
+                f"the pickle asks for an attribute of {kind}", file=reader.file, found=member
+            )
+    return MALFORMED
 
 
-def _ordered_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if args:
-        reader.fail(f"{name} is malformed", expected="no arguments", found=args)
-    return OrderedDict()
+# ---- plain values
 
 
-def _default_dict(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    factory = args[0] if args else None
-    if len(args) > 1 or not (
-        factory is None or isinstance(factory, ClassName) and factory.qualname in FACTORIES
-    ):
-        reader.fail(
-            "a defaultdict's factory is none of the known ones",
-            expected=", ".join(FACTORIES),
-            found=args,
-        )
-    return defaultdict(FACTORIES[factory.qualname] if isinstance(factory, ClassName) else None)
-
-
-def _plain(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+def _plain(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
     """A plain value whose row says what it is called with."""
     kind = _KIND_OF_CALL[name]
     args += _DEFAULTS.get(name, ())[len(args) :]
     too_large = any(type(part) is int and abs(part) >= 2**63 for part in args)
     if too_large or not kind.takes(args):
-        reader.fail(f"{name} is malformed", found=args)
+        return MALFORMED
     if kind.make in (set, frozenset):
-        reader.check_keys(args[0])  # type: ignore[arg-type]
+        reader.check_keys(args[0])
     size = sum(len(part) for part in args if isinstance(part, Sized))
     reader.spend(size * _BYTES_OF_ITEM.get(name, 1))
     return kind.make(*args)
@@ -251,7 +216,8 @@ _DEFAULTS: dict[str, tuple[object, ...]] = {
     "collections.Counter": ({},),
     "collections.deque": ((), None),
 }
-_BYTES_OF_ITEM = {  # of memory, that a call takes for each item which a pickle may name again
+# of memory, that a call takes for each item; a pickle may name the items again and again
+_BYTES_OF_ITEM = {
     "builtins.set": 32,
     "builtins.frozenset": 32,
     "collections.Counter": 64,
@@ -259,56 +225,55 @@ _BYTES_OF_ITEM = {  # of memory, that a call takes for each item which a pickle 
 }
 
 
-def _complex(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if [type(part) for part in args] != [float, float]:
-        reader.fail("a complex number is malformed", found=args)
-    return complex(*args)  # type: ignore[arg-type]
+def _ordered_dict(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    return MALFORMED if args else OrderedDict()
 
 
-def _raw(reader: Reader, args: tuple[object, ...]) -> bytes:
+def _default_dict(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    match args:
+        case () | (None,):
+            return defaultdict(None)
+        case (ClassName(qualname=factory),) if factory in FACTORIES:
+            return defaultdict(FACTORIES[factory])
+    return MALFORMED
+
+
+def _complex(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    return complex(*args) if [*map(type, args)] == [float, float] else MALFORMED
+
+
+def _bytes(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
     """Bytes, or the text that Python 2's protocol writes for them with the name of its encoding."""
-    if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
-        reader.spend(len(args[0]))
-        return args[0].encode("latin-1")
-    if len(args) == 1 and isinstance(args[0], bytes | bytearray):
-        reader.spend(len(args[0]))
-        return bytes(args[0])
-    if args:
-        reader.fail("bytes are malformed", found=args)
-    return b""
+    match args:
+        case ():
+            data = b""
+        case (bytes() | bytearray() as data,):
+            pass
+        case (str() as text, "latin1" | "latin-1"):
+            data = text.encode("latin-1")
+        case _:
+            return MALFORMED
+    reader.spend(len(data))
+    return bytearray(data) if name == "builtins.bytearray" else bytes(data)
 
 
-def _bytes(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    data = _raw(reader, args)
-    return bytearray(data) if name == "builtins.bytearray" else data
+def _device(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    """Kind and index, or the text of both."""
+    if not all(isinstance(part, str) or type(part) is int for part in args):
+        return MALFORMED
+    text = ":".join(map(str, args))
+    return DeviceName(text) if is_device(text) else MALFORMED
 
 
-def _parts(reader: Reader, name: str, args: tuple[object, ...]) -> list[str]:
-    """Arguments that are texts."""
-    parts = [part for part in args if isinstance(part, str)]
-    reader.spend(sum(map(len, parts)))
-    if len(parts) != len(args):
-        reader.fail(f"{name} is malformed", found=args)
-    return parts
+def _version(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    reader.spend(sum(len(part) for part in args))
+    return VersionName("".join(args))
 
 
-def _device(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if len(args) == 2 and type(args[1]) is int:
-        args = (args[0], str(args[1]))
-    text = ":".join(_parts(reader, name, args))
-    if not is_device(text):
-        reader.fail(f"{name} is malformed", found=args)
-    return DeviceName(text)
+# ---- numpy, without numpy: dtype, shape and bytes
 
 
-def _version(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    return VersionName("".join(_parts(reader, name, args)))
-
-
-# ---- numpy, without numpy: dtype text, shape and bytes ----
-
-
-def _dtype(reader: Reader, name: str, args: tuple[object, ...]) -> object:
+def _dtype(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
     text = args[0] if args else None
     if isinstance(text, str) and text.lstrip("|<>=").startswith("O"):
         raise UnsafePickleError("a numpy array holds pickled objects", file=reader.file, found=text)
@@ -322,9 +287,9 @@ def _dtype(reader: Reader, name: str, args: tuple[object, ...]) -> object:
     return InertObject(DTYPE, (), {"dtype": "|" + text})
 
 
-def _dtype_state(reader: Reader, target: InertObject, state: object) -> None:
+def _dtype_state(reader: Reader, target: InertObject, state: Any) -> object:
     if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "="):
-        reader.fail("a numpy dtype is malformed", found=state)
+        return MALFORMED
     if any(item is not None for item in state[2:5]):
         raise UnsupportedError(
             "a numpy array has a structured dtype",
@@ -332,74 +297,79 @@ def _dtype_state(reader: Reader, target: InertObject, state: object) -> None:
             fix="keep its columns as plain lists or tensors, and save again",
         )
     target.state["dtype"] = f"{state[1]}{str(target.state['dtype'])[1:]}"
+    return target
 
 
-def _empty_array(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if not args or not isinstance(args[0], ClassName) or args[0].qualname != "numpy.ndarray":
-        reader.fail("a numpy array is malformed", found=args)
-    return InertObject(ARRAY)
+def _empty_array(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    is_array = bool(args) and args[0] == ClassName(ARRAY)
+    return InertObject(ARRAY) if is_array else MALFORMED
 
 
-def _array_state(reader: Reader, target: InertObject, state: object) -> None:
+def _array_state(reader: Reader, target: InertObject, state: Any) -> object:
+    """Version, shape, dtype, whether in Fortran's order, bytes."""
     if not isinstance(state, tuple) or len(state) != 5:
-        reader.fail("a numpy array is malformed", found=state)
+        return MALFORMED
     _, shape, dtype, fortran_order, data = state
-    target.state.update(_array(reader, dtype, shape, bool(fortran_order), data))
+    array = _array(dtype, shape, bool(fortran_order), data)
+    if array is not MALFORMED:
+        target.state.update(array.state)
+    return array
 
 
-def _array(
-    reader: Reader, dtype: object, shape: object, fortran_order: bool, data: object
-) -> dict[str, object]:
-    sizes = _counts(reader, shape, "numpy array's shape")
-    if (
-        not isinstance(dtype, InertObject)
-        or dtype.qualname != "numpy.dtype"
-        or not isinstance(data, bytes | bytearray)
-    ):
-        reader.fail("a numpy array is malformed", found=(dtype, shape))
+def _array(dtype: object, shape: object, fortran_order: bool, data: Any) -> Any:
+    sizes = _sizes(shape)
+    if sizes is None or not isinstance(dtype, InertObject) or dtype.qualname != DTYPE:
+        return MALFORMED
     kind = str(dtype.state["dtype"])
-    expected = prod(sizes) * int(kind[2:]) * (4 if kind[1] == "U" else 1)
-    if len(data) != expected:
-        reader.fail(
-            "a numpy array has too few or too many bytes", expected=expected, found=len(data)
-        )
-    return {"dtype": kind, "shape": sizes, "fortran_order": fortran_order, "data": bytes(data)}
+    size = prod(sizes) * int(kind[2:]) * (4 if kind[1] == "U" else 1)
+    if not isinstance(data, bytes | bytearray) or len(data) != size:
+        return MALFORMED
+    state = {"dtype": kind, "shape": sizes, "fortran_order": fortran_order, "data": bytes(data)}
+    return InertObject(ARRAY, (), state)
 
 
-def _scalar(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if len(args) != 2:
-        reader.fail("a numpy scalar is malformed", found=args)
-    state = _array(reader, args[0], (), False, args[1])
-    if not is_numpy_scalar(str(state["dtype"])):
+def _from_buffer(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    """Bytes, dtype, shape, order."""
+    if len(args) != 4 or args[3] not in ("C", "F"):
+        return MALFORMED
+    return _array(args[1], args[2], args[3] == "F", args[0])
+
+
+def _scalar(reader: Reader, name: str, args: tuple[Any, ...]) -> object:
+    """dtype and bytes."""
+    array = _array(args[0], (), False, args[1]) if len(args) == 2 else MALFORMED
+    if array is MALFORMED:
+        return MALFORMED
+    dtype = str(array.state["dtype"])
+    if not is_numpy_scalar(dtype):
         raise UnsupportedError(
             "a numpy scalar has a dtype that is not read",
             file=reader.file,
-            found=state["dtype"],
+            found=dtype,
             fix="keep it as a plain Python number, and save again",
         )
-    return numpy_scalar(str(state["dtype"]), bytes(args[1]))  # type: ignore[arg-type]
+    return numpy_scalar(dtype, bytes(args[1]))
 
 
-def _from_buffer(reader: Reader, name: str, args: tuple[object, ...]) -> object:
-    if len(args) != 4 or args[3] not in ("C", "F"):
-        reader.fail("a numpy array is malformed", found=args)
-    return InertObject(ARRAY, (), _array(reader, args[1], args[2], args[3] == "F", args[0]))
+# ---- torch's index of chunks
 
 
-def _index_state(reader: Reader, target: InertObject, state: object) -> None:
+def _index_state(reader: Reader, target: InertObject, state: Any) -> object:
     """The index of a stored chunk: name of the tensor, where the chunk begins in it (None: no
     tensor). In the arguments, as it is a dict key, which no longer changes then."""
     fields = state if isinstance(state, dict) else {}
     name, offset = fields.get("fqn"), fields.get("offset")
-    good = isinstance(name, str) and (offset is None or isinstance(offset, tuple))
-    if target.args or not good:
-        reader.fail("the index of a chunk is malformed", found=state)
-    place = None if offset is None else tuple(_counts(reader, offset, "chunk's offset"))
+    place = _sizes(offset) if isinstance(offset, tuple) else None
+    if target.args or not isinstance(name, str) or (place is None and offset is not None):
+        return MALFORMED
     target.args = (name, place)
+    return target
 
+
+# ---- the list
 
 # what BUILD means where it does not only set attributes
-BUILD_STATES: dict[str, Callable[[Reader, InertObject, object], None]] = {
+BUILD_STATES: dict[str, Callable[[Reader, InertObject, Any], object]] = {
     "numpy.dtype": _dtype_state,
     "numpy.ndarray": _array_state,
     "torch.distributed.checkpoint.metadata.MetadataIndex": _index_state,

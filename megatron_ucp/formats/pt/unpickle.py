@@ -33,7 +33,12 @@ from megatron_ucp.core.values import (
     shown,
 )
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
-from megatron_ucp.formats.pt.allowed_calls import ALLOWED_CALLS, BUILD_STATES, STORAGE_DTYPES
+from megatron_ucp.formats.pt.allowed_calls import (
+    ALLOWED_CALLS,
+    BUILD_STATES,
+    MALFORMED,
+    STORAGE_DTYPES,
+)
 from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
 
 MAX_PICKLE_BYTES = 256 * 2**20
@@ -322,7 +327,10 @@ class SafeUnpickler(pickle._Unpickler):
             build = ALLOWED_CALLS[name]
             if build is None:
                 self.fail(f"the pickle makes an object of {name}, which torch does not write")
-            return build(self, name, args)
+            made = build(self, name, args)
+            if made is MALFORMED:
+                self.fail(f"a call of {name} is malformed", found=args)
+            return made
         if name in self._allow.names:
             return InertObject(name, args)
         if self._vouched is None:
@@ -507,7 +515,8 @@ class SafeUnpickler(pickle._Unpickler):
         if not isinstance(target, InertObject):
             self.fail(f"the pickle sets attributes of a {type(target).__name__}")
         if target.qualname in BUILD_STATES:
-            BUILD_STATES[target.qualname](self, target, state)
+            if BUILD_STATES[target.qualname](self, target, state) is MALFORMED:
+                self.fail(f"the state of a {target.qualname} is malformed", found=state)
             return
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         if not all(part is None or isinstance(part, dict) for part in parts):
