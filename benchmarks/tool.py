@@ -273,7 +273,7 @@ def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
     from megatron_ucp.formats.deepspeed.target import Target
     from megatron_ucp.formats.deepspeed.writer import NativeWriter, RunSettings
     from megatron_ucp.formats.loss_scale import LossScale
-    from megatron_ucp.formats.pt.writer import write_pt
+    from megatron_ucp.formats.pt.archive import write_pt
     from megatron_ucp.reshard.plan import paper_manifest, paper_sizes
     from megatron_ucp.reshard.target import Wanted, target_manifest
 

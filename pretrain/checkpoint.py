@@ -23,7 +23,7 @@ from megatron_ucp.families.family import Model, Sizes
 from megatron_ucp.formats.checkpoint import Told
 from megatron_ucp.formats.deepspeed.files import TagFiles, scan
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
 from megatron_ucp.formats.tags import has_state_files, iteration_name, nothing_there, tag_folder
 from megatron_ucp.reshard import agree

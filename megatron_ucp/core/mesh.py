@@ -237,7 +237,7 @@ class Mesh:
         return Coord(**at)
 
     def rank(self, coord: Coord) -> int:
-        """Global rank at the coordinates; the inverse of `coord`."""
+        """ClassName rank at the coordinates; the inverse of `coord`."""
         out = 0
         for axis in reversed(ORDERS[self.order]):
             out = out * self.size(axis) + int(getattr(coord, axis))

@@ -3,9 +3,10 @@ state, counters and positions.
 
 This is the one closed representation of them, with Python's own library alone. Python's values are
 themselves. A value of numpy or torch is one of the inert classes here, with its type and bits; an
-object of any other class is a `Stand`, a function or class a `Global`: names, which nothing
-imports. `coded` writes all of them as JSON, for manifests, and `decoded` reads that; `same`
-compares type and bits, `alike` numbers and order alone.
+object of any other class is an `InertObject`, a function or class a `ClassName`: names, which
+nothing imports. `VALUE_KINDS` has one row for each kind of value, from which JSON, the pickles that
+are written and the calls that are read in pickles follow. `coded` writes a value as JSON, for
+manifests, and `decoded` reads that; `same` compares type and bits, `alike` numbers and order alone.
 """
 
 import base64
@@ -13,19 +14,14 @@ import datetime
 import json
 import math
 import pathlib
+import re
 import reprlib
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
-
-from megatron_ucp.core.value_bytes import (
-    bytes_of_numpy,
-    bytes_of_torch,
-    check_bytes,
-    check_text,
-    is_name,
-)
 
 # ------------------------------------------------ inert classes
 
@@ -147,7 +143,7 @@ def _python_value(dtype: str, data: bytes) -> tuple[Any, Any]:
     return (NumpyFloat if dtype[1] == "f" else NumpyInt), parts[0]
 
 
-class Stand:
+class InertObject:
     """Stands for an object: the name of its class, the arguments and the attributes, no behaviour.
 
     `made` says how a pickle makes it: by a "call" of the class, as a "new" object of it (without
@@ -176,7 +172,7 @@ class Stand:
         return self.state.get(name, default)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Stand):
+        if not isinstance(other, InertObject):
             return NotImplemented
         return (self.qualname, self.args, self.state) == (other.qualname, other.args, other.state)
 
@@ -186,10 +182,10 @@ class Stand:
     def __repr__(self) -> str:  # one level only, see `shown`
         args = ", ".join(brief(item) for item in self.args[:6])
         state = ", ".join(f"{name}={brief(item)}" for name, item in list(self.state.items())[:12])
-        return f"Stand({self.qualname!r}, ({args}), {state})"
+        return f"InertObject({self.qualname!r}, ({args}), {state})"
 
 
-class Global:
+class ClassName:
     """A class or function that a pickle names, as a value: only its name."""
 
     __slots__ = ("qualname",)
@@ -198,13 +194,13 @@ class Global:
         self.qualname = qualname
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Global) and other.qualname == self.qualname
+        return isinstance(other, ClassName) and other.qualname == self.qualname
 
     def __hash__(self) -> int:
         return hash(self.qualname)
 
     def __repr__(self) -> str:
-        return f"Global({self.qualname!r})"
+        return f"ClassName({self.qualname!r})"
 
 
 ARRAY, DTYPE, TENSOR = "numpy.ndarray", "numpy.dtype", "torch.Tensor"  # names of Stands
@@ -220,7 +216,7 @@ PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _NAMES: tuple[Any, ...] = (DtypeName, DeviceName, VersionName)
 SCALARS = frozenset(
     {
-        *(type(None), bool, int, float, complex, str, bytes, Global),
+        *(type(None), bool, int, float, complex, str, bytes, ClassName),
         *_NAMES,
         *NUMPY_SCALARS,
         *DATES,
@@ -265,7 +261,7 @@ class _Short(reprlib.Repr):
     def repr_instance(self, x: object, level: int) -> str:
         """What `reprlib` does not cut itself (an OrderedDict, a Counter, a bytearray) it would show
         in full."""
-        return repr(x)[:200] if isinstance(x, Stand | Global) or _is_small(x) else brief(x)
+        return repr(x)[:200] if isinstance(x, InertObject | ClassName) or _is_small(x) else brief(x)
 
 
 def _is_small(x: object) -> bool:
@@ -278,89 +274,228 @@ shown: Callable[[object], str] = _Short().repr
 text never ends."""
 
 
+# ------------------------------------------------ what a value may say of itself
+
+_MAX_DIMS = 64
+_CLASS_NAME = re.compile(r"[\w<>-]+(\.[\w<>-]+)*")  # "<locals>" is part of some, dashes of modules
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufcSU](\d{1,9})", re.ASCII)
+_TENSOR_DTYPE = re.compile(r"(?:(?:b?float|u?int|complex)(8|16|32|64|128)(?:_\w+)?|bool)", re.ASCII)
+_TORCH_DTYPE = re.compile(r"torch\." + _TENSOR_DTYPE.pattern, re.ASCII)
+_DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?", re.ASCII)
+
+
+def is_name(qualname: str) -> bool:
+    """Whether a text may be the module and name of a class or function."""
+    return _CLASS_NAME.fullmatch(qualname) is not None
+
+
+def is_device(text: str) -> bool:
+    """Whether a text may be the name of a device ("cuda:0")."""
+    return _DEVICE.fullmatch(text) is not None
+
+
+def _match(pattern: re.Pattern[str], text: object, what: str) -> re.Match[str]:
+    match = pattern.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{reprlib.repr(text)} is no {what}")
+    return match
+
+
+def bytes_of_numpy(dtype: object) -> int:
+    """Bytes of one element. Raises ValueError for a dtype that is no plain number or text."""
+    match = _match(_NUMPY_DTYPE, dtype, "dtype of numpy's numbers or text")
+    return int(match[1]) * (4 if match[0][1] == "U" else 1)
+
+
+def bytes_of_torch(dtype: object) -> int:
+    """Bytes of one element of a tensor. Raises ValueError for what is no dtype."""
+    return int(_match(_TENSOR_DTYPE, dtype, "dtype of a tensor")[1] or 8) // 8
+
+
+def check_bytes(size: int, shape: object, data: object) -> None:
+    """Raises ValueError where elements of `size` bytes in a shape are not as many bytes."""
+    sizes = cast("tuple[Any, ...]", shape) if isinstance(shape, tuple) else (-1,)
+    good = len(sizes) <= _MAX_DIMS and all(type(one) is int and one >= 0 for one in sizes)
+    if not good or type(data) is not bytes or len(data) != prod(sizes) * size:
+        raise ValueError("an array or tensor whose shape does not fit its bytes")
+
+
+# ------------------------------------------------ one row for each kind
+
+_FLOAT, _COMPLEX = struct.Struct("<d"), struct.Struct("<dd")
+_Types = tuple[type, ...]
+SEQUENCE: _Types = (list, tuple, Size)
+MAPPING: _Types = (dict,)
+_TEXT: _Types = (str,)
+_BYTES: _Types = (bytes,)
+_NUMBER: _Types = (int, type(None))
+_DATE_PARTS: _Types = (int, bytes, str, datetime.timedelta, datetime.timezone)
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """One kind of plain value.
+
+    `parts` takes a value apart, `make` makes it of its parts, which have `types`. JSON calls the
+    kind `name` and its parts `fields`; without fields all parts are one list, `args`. A pickle
+    makes the value by a call of `call` with its parts, or else in a way of its own. Of a kind that
+    is `variadic` any number of parts has the one entry of `types`.
+
+    Example: `deque([1, 2], 5)` has the parts `[1, 2]` and 5; JSON has
+    `{"$": "deque", "items": [1, 2], "maxlen": 5}`, a pickle `collections.deque([1, 2], 5)`.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    parts: Callable[[Any], tuple[Any, ...]]
+    make: Callable[..., Any]
+    types: tuple[_Types, ...]
+    call: str = ""
+    variadic: bool = False
+
+    def takes(self, parts: "list[Any] | tuple[Any, ...]") -> bool:
+        """Whether a value can be made of parts, by their types."""
+        types = self.types * len(parts) if self.variadic else self.types
+        return len(parts) == len(types) and all(map(_is_of, parts, types))
+
+    def made(self, parts: "list[Any] | tuple[Any, ...]") -> Any:
+        """The value. Raises TypeError for parts of other types, and what `make` raises."""
+        if not self.takes(parts):
+            raise TypeError(f"a {self.name} of {brief(parts)}")
+        return self.make(*parts)
+
+
+def _is_of(part: Any, types: _Types) -> bool:
+    return type(part) in types
+
+
+def _bounds(value: Any) -> tuple[Any, ...]:
+    return value.start, value.stop, value.step
+
+
+def _python_arguments(value: Any) -> tuple[Any, ...]:
+    """The arguments with which Python pickles a date or path."""
+    return tuple(value.__reduce_ex__(2)[1])
+
+
+def _default_dict(items: Any, factory: str | None) -> Any:
+    return defaultdict[Any, Any](None if factory is None else FACTORIES[factory], items)
+
+
+def _whole_number(text: str) -> int:
+    return int(text, 16)
+
+
+def _float(data: bytes) -> float:
+    return _FLOAT.unpack(data)[0]
+
+
+def _complex(data: bytes) -> complex:
+    return complex(*_COMPLEX.unpack(data))
+
+
+def _dtype_name(text: str) -> DtypeName:
+    return DtypeName(_match(_TORCH_DTYPE, text, "dtype of torch")[0])
+
+
+def _device_name(text: str) -> DeviceName:
+    return DeviceName(_match(_DEVICE, text, "device")[0])
+
+
+def _class_name(qualname: str) -> ClassName:
+    return ClassName(_match(_CLASS_NAME, qualname, "name of a class")[0])
+
+
+def _inert_object(qualname: str, made: str, args: list[Any], state: dict[Any, Any]) -> InertObject:
+    if made not in ("call", "new", "member"):
+        raise ValueError(f"an object is made by {brief(made)}")
+    if not all(type(name) is str for name in state):
+        raise TypeError("an attribute whose name is no text")
+    stand = InertObject(_class_name(qualname).qualname, tuple(args), state, made)
+    if stand.qualname in (ARRAY, DTYPE, TENSOR):
+        _check_array(stand)
+    return stand
+
+
+def _check_array(stand: InertObject) -> None:
+    """Raises ValueError for an array, a dtype or a tensor that is malformed."""
+    dtype = stand.get("dtype")
+    size = bytes_of_torch(dtype) if stand.qualname == TENSOR else bytes_of_numpy(dtype)
+    if stand.args or stand.made != "call":
+        raise ValueError(f"{stand.qualname} with arguments")
+    if stand.qualname != DTYPE:
+        check_bytes(size, stand.get("shape"), stand.get("data"))
+
+
+def _as_python_does(kind: type[Any], types: _Types) -> ValueKind:
+    call = f"{kind.__module__.partition('._')[0]}.{kind.__name__}"
+    return ValueKind(kind.__name__, (), _python_arguments, kind, (types,), call, variadic=True)
+
+
+_ITEMS, _DATA = ("items",), ("data",)
+_NUMPY_SCALAR = ValueKind(
+    "numpy.scalar", ("dtype", "data"), lambda v: (v.dtype, v.data), numpy_scalar, (_TEXT, _BYTES)
+)
+VALUE_KINDS: dict[type, ValueKind] = {
+    tuple: ValueKind("tuple", _ITEMS, lambda v: (v,), tuple, (SEQUENCE,)),
+    set: ValueKind("set", _ITEMS, lambda v: ([*v],), set, (SEQUENCE,), "builtins.set"),
+    frozenset: ValueKind(
+        "frozenset", _ITEMS, lambda v: ([*v],), frozenset, (SEQUENCE,), "builtins.frozenset"
+    ),
+    Size: ValueKind("Size", _ITEMS, lambda v: (tuple(v),), Size, (SEQUENCE,), "torch.Size"),
+    dict: ValueKind("dict", _ITEMS, lambda v: (v,), dict, (MAPPING,)),
+    OrderedDict: ValueKind("OrderedDict", _ITEMS, lambda v: (dict(v),), OrderedDict, (MAPPING,)),
+    Counter: ValueKind(
+        "Counter", _ITEMS, lambda v: (dict(v),), Counter, (MAPPING,), "collections.Counter"
+    ),
+    defaultdict: ValueKind(
+        "defaultdict",
+        ("items", "factory"),
+        lambda v: (dict(v), factory_name(v)),
+        _default_dict,
+        (MAPPING, (str, type(None))),
+    ),
+    deque: ValueKind(
+        "deque",
+        ("items", "maxlen"),
+        lambda v: ([*v], v.maxlen),
+        deque,
+        (SEQUENCE, _NUMBER),
+        "collections.deque",
+    ),
+    int: ValueKind("int", ("hex",), lambda v: (hex(v),), _whole_number, (_TEXT,)),
+    float: ValueKind("float", _DATA, lambda v: (_FLOAT.pack(v),), _float, (_BYTES,)),
+    complex: ValueKind(
+        "complex", _DATA, lambda v: (_COMPLEX.pack(v.real, v.imag),), _complex, (_BYTES,)
+    ),
+    bytes: ValueKind("bytes", _DATA, lambda v: (v,), bytes, (_BYTES,)),
+    bytearray: ValueKind(
+        "bytearray", _DATA, lambda v: (bytes(v),), bytearray, (_BYTES,), "builtins.bytearray"
+    ),
+    range: ValueKind("range", (), _bounds, range, (_NUMBER,) * 3, "builtins.range"),
+    slice: ValueKind("slice", (), _bounds, slice, (_NUMBER,) * 3, "builtins.slice"),
+    **dict.fromkeys(NUMPY_SCALARS, _NUMPY_SCALAR),
+    DtypeName: ValueKind("DtypeName", ("text",), lambda v: (str(v),), _dtype_name, (_TEXT,)),
+    DeviceName: ValueKind("DeviceName", ("text",), lambda v: (str(v),), _device_name, (_TEXT,)),
+    VersionName: ValueKind("VersionName", ("text",), lambda v: (str(v),), VersionName, (_TEXT,)),
+    **{kind: _as_python_does(kind, _DATE_PARTS) for kind in DATES},
+    **{kind: _as_python_does(kind, _TEXT) for kind in PATHS},
+    ClassName: ValueKind("name", ("name",), lambda v: (v.qualname,), _class_name, (_TEXT,)),
+    InertObject: ValueKind(
+        "object",
+        ("name", "made", "args", "state"),
+        lambda v: (v.qualname, v.made, v.args, v.state),
+        _inert_object,
+        (_TEXT, _TEXT, SEQUENCE, MAPPING),
+    ),
+}
+_KIND_OF_NAME = {kind.name: kind for kind in VALUE_KINDS.values()}
+
+
 # ------------------------------------------------ as JSON
 
 _MARK = "$"  # the key that tells a coded value from a dict
 _PLAIN_BITS = 2**12  # of a whole number that JSON may write in digits
-_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": Size}
-_MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-_TEXTS: dict[str, Any] = {kind.__name__: kind for kind in _NAMES}
-_CALLED: dict[str, Any] = {kind.__name__: kind for kind in (*DATES, *PATHS)}
-
-
-def coded(value: Any) -> Any:
-    """A value as JSON has it. Raises TypeError for one that is none of these."""
-    kind = cast("type[Any]", type(value))
-    if value is None or kind in (bool, str):
-        return value
-    if kind is list:
-        return [coded(item) for item in value]
-    if kind is dict and all(type(key) is str and key != _MARK for key in value):
-        return {key: coded(item) for key, item in value.items()}
-    if kind is int and value.bit_length() < _PLAIN_BITS:
-        return value
-    if kind is float and math.isfinite(value):
-        return value
-    return _marked(value, kind)
-
-
-def _marked(value: Any, kind: type[Any]) -> dict[str, Any]:
-    name = kind.__name__
-    if name in _SEQUENCES and kind is _SEQUENCES[name]:
-        items = [coded(item) for item in value]
-        if kind in (set, frozenset):  # the same text whatever order the process has them in
-            items.sort(key=lambda item: json.dumps(item, sort_keys=True))
-        return {_MARK: name, "items": items}
-    if kind in (dict, OrderedDict, Counter, defaultdict, deque):
-        return _marked_container(value, name)
-    if isinstance(value, NumpyScalar):
-        return {_MARK: "numpy.scalar", "dtype": value.dtype, "data": _base64(value.data)}
-    if kind in _NAMES:
-        return {_MARK: name, "text": str(value)}
-    if name in _CALLED and kind is _CALLED[name]:
-        return {_MARK: name, "args": [coded(part) for part in value.__reduce_ex__(2)[1]]}
-    if kind is Stand:
-        return {
-            _MARK: "object",
-            "name": value.qualname,
-            "made": value.made,
-            "args": [coded(part) for part in value.args],
-            "state": [[part, coded(item)] for part, item in value.state.items()],
-        }
-    if kind is Global:
-        return {_MARK: "name", "name": value.qualname}
-    return _marked_scalar(value, kind)
-
-
-def _marked_container(value: Any, name: str) -> dict[str, Any]:
-    if isinstance(value, deque):
-        items = [coded(item) for item in cast("deque[Any]", value)]
-        return {_MARK: name, "items": items, "maxlen": value.maxlen}
-    pairs = [[coded(key), coded(item)] for key, item in value.items()]
-    if not isinstance(value, defaultdict):
-        return {_MARK: name, "items": pairs}
-    factory = factory_name(cast("defaultdict[Any, Any]", value))
-    return {_MARK: name, "items": pairs, "factory": factory}
-
-
-def _marked_scalar(value: Any, kind: type[Any]) -> dict[str, Any]:
-    if kind is int:
-        return {_MARK: "int", "hex": hex(value)}
-    if kind is float:
-        return {_MARK: "float", "data": _base64(struct.pack("<d", value))}
-    if kind is complex:
-        return {_MARK: "complex", "data": _base64(struct.pack("<dd", value.real, value.imag))}
-    if kind in (bytes, bytearray):
-        return {_MARK: kind.__name__, "data": _base64(value)}
-    if kind in (range, slice):
-        return {_MARK: kind.__name__, "args": [value.start, value.stop, value.step]}
-    raise TypeError(f"a value of class {kind.__module__}.{kind.__qualname__} has no JSON form")
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
 NOT_CODED = (
     ValueError,
     KeyError,
@@ -374,92 +509,66 @@ NOT_CODED = (
 """What `decoded` raises."""
 
 
+def coded(value: Any) -> Any:
+    """A value as JSON has it. Raises TypeError for one that is of no kind."""
+    kind = cast("type[Any]", type(value))
+    if value is None or kind in (bool, str):
+        return value
+    if kind is list:
+        return [coded(item) for item in value]
+    if kind is dict and all(type(key) is str and key != _MARK for key in value):
+        return {key: coded(item) for key, item in value.items()}
+    if kind is int and value.bit_length() < _PLAIN_BITS:
+        return value
+    if kind is float and math.isfinite(value):
+        return value
+    if kind not in VALUE_KINDS:
+        raise TypeError(f"a value of class {kind.__module__}.{kind.__qualname__} has no JSON form")
+    row = VALUE_KINDS[kind]
+    parts = row.parts(value)
+    if not row.fields:
+        return {_MARK: row.name, "args": [coded(part) for part in parts]}
+    fields = dict(zip(row.fields, map(_coded_part, parts), strict=True))
+    if kind in (set, frozenset):  # the same text whatever order the process has them in
+        fields["items"].sort(key=_text_of)
+    return {_MARK: row.name, **fields}
+
+
+def _coded_part(part: Any) -> Any:
+    """Of a list a list, of a mapping a list of pairs, of bytes their text in base64."""
+    if type(part) is bytes:
+        return base64.b64encode(part).decode("ascii")
+    if type(part) in SEQUENCE:
+        return [coded(item) for item in part]
+    if type(part) in MAPPING:
+        return [[coded(key), coded(item)] for key, item in part.items()]
+    return coded(part)
+
+
 def decoded(data: Any) -> Any:
     """The value that `coded` wrote. Raises one of `NOT_CODED` for what it did not write."""
     if isinstance(data, list):
         return [decoded(item) for item in cast("list[Any]", data)]
     if not isinstance(data, dict):
         return data
-    found = cast("dict[str, Any]", data)
-    if _MARK not in found:
-        return {key: decoded(item) for key, item in found.items()}
-    kind = found[_MARK]
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]([decoded(item) for item in found["items"]])
-    if kind in _TEXTS:
-        check_text(kind, _text(found["text"]))
-        return _TEXTS[kind](_text(found["text"]))
-    if kind in _CALLED:
-        return _CALLED[kind](*[decoded(part) for part in found["args"]])
-    return _DECODERS[kind](found)
+    entry = cast("dict[str, Any]", data)
+    if _MARK not in entry:
+        return {key: decoded(item) for key, item in entry.items()}
+    row = _KIND_OF_NAME[entry[_MARK]]
+    if not row.fields:
+        return row.made([decoded(part) for part in entry["args"]])
+    pairs = zip(row.fields, row.types, strict=True)
+    return row.made([_decoded_part(entry[field], types) for field, types in pairs])
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
-
-
-def _pairs(found: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    return [(decoded(key), decoded(item)) for key, item in found["items"]]
-
-
-def _name(value: Any) -> str:
-    if not is_name(_text(value)):
-        raise ValueError(f"{brief(value)} is no name of a class")
-    return value
-
-
-def _object(found: Mapping[str, Any]) -> Stand:
-    args = tuple(decoded(part) for part in found["args"])
-    state = {_text(name): decoded(item) for name, item in found["state"]}
-    made = _text(found["made"])
-    if made not in ("call", "new", "member"):
-        raise ValueError(f"an object is made by {brief(made)}")
-    stand = Stand(_name(found["name"]), args, state, made)
-    if stand.qualname in (ARRAY, DTYPE, TENSOR):
-        _check_bytes(stand)
-    return stand
-
-
-def _check_bytes(stand: Stand) -> None:
-    """Raises ValueError for an array, a dtype or a tensor that is malformed."""
-    dtype = stand.get("dtype")
-    size = bytes_of_torch(dtype) if stand.qualname == TENSOR else bytes_of_numpy(dtype)
-    if stand.args or stand.made != "call":
-        raise ValueError(f"{stand.qualname} with arguments")
-    if stand.qualname != DTYPE:
-        check_bytes(size, stand.get("shape"), stand.get("data"))
-
-
-def _bounds(found: Mapping[str, Any]) -> list[Any]:
-    bounds: list[Any] = found["args"]
-    if not all(bound is None or type(bound) is int for bound in bounds):
-        raise ValueError("a range or slice of what is no number")
-    return bounds
-
-
-def _bytes(found: Mapping[str, Any]) -> bytes:
-    return base64.b64decode(_text(found["data"]), validate=True)
-
-
-_DECODERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    **{name: lambda f, kind=kind: kind(dict(_pairs(f))) for name, kind in _MAPPINGS.items()},
-    "defaultdict": lambda f: defaultdict(
-        None if f["factory"] is None else FACTORIES[f["factory"]], _pairs(f)
-    ),
-    "deque": lambda f: deque([decoded(item) for item in f["items"]], f["maxlen"]),
-    "numpy.scalar": lambda f: numpy_scalar(_text(f["dtype"]), _bytes(f)),
-    "object": _object,
-    "name": lambda f: Global(_name(f["name"])),
-    "int": lambda f: int(_text(f["hex"]), 16),
-    "float": lambda f: struct.unpack("<d", _bytes(f))[0],
-    "complex": lambda f: complex(*struct.unpack("<dd", _bytes(f))),
-    "bytes": _bytes,
-    "bytearray": lambda f: bytearray(_bytes(f)),
-    "range": lambda f: range(*_bounds(f)),
-    "slice": lambda f: slice(*_bounds(f)),
-}
+def _decoded_part(data: Any, types: _Types) -> Any:
+    if types is _BYTES:
+        return base64.b64decode(data, validate=True)
+    if types is SEQUENCE:
+        return [decoded(item) for item in data]
+    if types is MAPPING:
+        return {decoded(key): decoded(item) for key, item in data}
+    return data
 
 
 # ------------------------------------------------ compared
@@ -468,11 +577,11 @@ _DECODERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 def same(one: Any, other: Any) -> bool:
     """Whether two values are the same in type and bits, in containers of any order that has no
     meaning. Raises TypeError as `coded`."""
-    return _exact(one) == _exact(other)
+    return _text_of(coded(one)) == _text_of(coded(other))
 
 
-def _exact(value: Any) -> str:
-    return json.dumps(coded(value), sort_keys=True)
+def _text_of(coded_value: Any) -> str:
+    return json.dumps(coded_value, sort_keys=True)
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -492,7 +601,7 @@ def loose(value: Any) -> Any:
         return tuple(sorted([(repr(key), loose(item)) for key, item in pairs], key=lambda p: p[0]))
     if isinstance(value, set | frozenset):
         return frozenset([loose(item) for item in cast("set[Any]", value)])
-    if isinstance(value, Stand):
+    if isinstance(value, InertObject):
         return value.qualname, loose(value.args), loose(value.state)
     if isinstance(value, _Name):  # manifests of version 2 have texts
         return str(value)

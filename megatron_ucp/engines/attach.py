@@ -21,7 +21,6 @@ from megatron_ucp.engines.background import (
     skipped,
     wait_together,
 )
-from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.model import (
     as_it_says,
@@ -34,6 +33,7 @@ from megatron_ucp.engines.deepspeed.optimizer import remember_stepped
 from megatron_ucp.engines.deepspeed.refuse import carried_as, refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Asked, empty_extra_state, info_of, save, taken
 from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
+from megatron_ucp.engines.deepspeed.state import saved_by_engine
 from megatron_ucp.engines.handle import Handle, check_versions
 from megatron_ucp.engines.hold import HANDLE, LentRun, Taking
 from megatron_ucp.engines.live import require_usable
@@ -46,10 +46,10 @@ from megatron_ucp.engines.memory import (
     keep_steps,
     steps_of,
 )
-from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.resume_state import ResumableLoader
 from megatron_ucp.engines.save import BACKGROUND, STOCK, SaveReport, Saving, ended
 from megatron_ucp.engines.trainers import guard_removals, guard_trainers
+from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
 from megatron_ucp.families.family import Family, Model
 from megatron_ucp.formats.deepspeed.files import PATTERNS
@@ -253,7 +253,7 @@ def _model_of(engine: Any, family: Any, rules: Any, how: Saving) -> Model | None
         refuse_engine(engine, model)
         refuse_writer(engine)
         taken_as = carried_as(engine)
-        refuse_strange(kept.of_engine(engine), left=how.values_left)
+        refuse_strange(saved_by_engine(engine), left=how.values_left)
     for note in [*([taken_as] if taken_as else []), *quantized_note(engine.module)]:
         say.note(note)
     return model

@@ -12,9 +12,9 @@ from megatron_ucp.core.manifest import ORIGIN, BufferPart, Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines import resume_state
 from megatron_ucp.engines.background import wait_together
-from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.resume_state import ResumableLoader
 from megatron_ucp.engines.save import position_of, run_of
+from megatron_ucp.engines.values import LiveValues
 from megatron_ucp.errors import RankError, UsageError
 from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.checkpoint import Extras

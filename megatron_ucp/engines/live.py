@@ -16,8 +16,7 @@ from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import alike, shown
-from megatron_ucp.engines.built import Building, built
-from megatron_ucp.engines.values import inert
+from megatron_ucp.engines.values import Values, inert
 from megatron_ucp.errors import (
     EngineUnusableError,
     LayoutError,
@@ -156,12 +155,11 @@ def built_groups(
     """The hyper-parameters of a checkpoint as live values, and notes of those that are left out.
     Raises UnsafePickleError."""
     out: list[Mapping[str, Any]] = []
-    left: list[str] = []
+    values = Values(file, allow)
     for number, (group, settings) in enumerate(zip(live, saved, strict=True)):
         like = {key: value for key, value in group.items() if key != "params"}
-        how = Building(file, f"param_groups[{number}]", like, None, allow, left)
-        out.append(built(dict(settings), how))
-    return out, [f"left as the engine has it: {one}" for one in left]
+        out.append(values.built(dict(settings), f"param_groups[{number}]", like))
+    return out, [f"left as the engine has it: {one}" for one in values.left]
 
 
 def set_group(

@@ -12,7 +12,6 @@ import torch
 
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait_together
-from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.model import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
@@ -20,6 +19,7 @@ from megatron_ucp.engines.hold import HANDLE, HeldRun, refuse_tag, resume_held
 from megatron_ucp.engines.memory import KeptShare, Looked, adopt, look, steps_of
 from megatron_ucp.engines.resume_state import ResumableLoader
 from megatron_ucp.engines.save import LOADED, go_on_with
+from megatron_ucp.engines.values import reducing
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.tags import content_id
 from megatron_ucp.reshard import agree

@@ -21,7 +21,7 @@ from torch.serialization import location_tag
 from megatron_ucp.engines.background import Alongside
 from megatron_ucp.engines.save import SnapshotMemory
 from megatron_ucp.formats.output_folder import OutFile, Syncs
-from megatron_ucp.formats.pt.writer import ArchiveLayout, archive_of
+from megatron_ucp.formats.pt.archive import ArchiveLayout, archive_of
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.folder import begin_sync
 

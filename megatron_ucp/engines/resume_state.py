@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.built import Values
+from megatron_ucp.engines.values import Values
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
 from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale

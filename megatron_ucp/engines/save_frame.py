@@ -15,7 +15,6 @@ from megatron_ucp.core.manifest import FileEntry, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines import resume_state
 from megatron_ucp.engines.background import Alongside, Background, SaveTurn
-from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.pt_files import RankFiles, Replicas, WrittenRange
 from megatron_ucp.engines.save import (
     SaveReport,
@@ -28,6 +27,7 @@ from megatron_ucp.engines.save import (
     publish,
     under_way,
 )
+from megatron_ucp.engines.values import LiveValues
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.per_rank import PerRank
 from megatron_ucp.reshard import agree

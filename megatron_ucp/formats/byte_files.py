@@ -14,7 +14,7 @@ from isal.isal_zlib import crc32_combine
 
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
 from megatron_ucp.formats.checkpoint import ByteFile, Record, Where
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 
 # ---- open file
 #

@@ -15,12 +15,12 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.tensor_parts import Share
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import Recorded
 from megatron_ucp.formats.per_rank import Apart, OwnValues, PerRank
-from megatron_ucp.formats.pt.values import (
+from megatron_ucp.formats.pt.refs import (
     ITEMSIZE,
     MAX_ELEMS,
     TensorRef,
@@ -430,7 +430,7 @@ class OpenedFolder:
         for (path, _), record in self._read_apart.items():
             self.opened(path).check(record)
 
-    def tensor(self, path: str, ref: TensorRef, max_elems: int = MAX_ELEMS) -> Stand:
+    def tensor(self, path: str, ref: TensorRef, max_elems: int = MAX_ELEMS) -> InertObject:
         """A small tensor, as a plain value. Raises UnsupportedError for a larger one."""
         return tensor_at(self.place_apart(path, ref), ref, max_elems)
 
@@ -439,7 +439,7 @@ class OpenedFolder:
         return number_in(self.tensor(path, ref), path)
 
 
-def tensor_at(where: Where, ref: TensorRef, max_elems: int = MAX_ELEMS) -> Stand:
+def tensor_at(where: Where, ref: TensorRef, max_elems: int = MAX_ELEMS) -> InertObject:
     """A small tensor at a place, as a plain value. Raises UnsupportedError."""
     data = bytearray(ref.span_bytes if ref.numel <= max_elems else 0)
     where.file.read_into(where.record, where.offset_bytes, memoryview(data))

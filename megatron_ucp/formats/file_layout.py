@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 
 Blob = tuple[int, bytes]  # the byte of the file that it begins at, and its bytes
 Crcs = Mapping[int, int]  # the CRC-32 of each piece of a file, by the byte that it begins at

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megatron_ucp.core.values import Stand
-from megatron_ucp.formats.plain_values import number
+from megatron_ucp.core.values import InertObject
+from megatron_ucp.formats.param_groups import number
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LossScale:
     @classmethod
     def pickled(cls, value: Any) -> Self:
         """Of a scaler in a file of DeepSpeed; none of anything else."""
-        return cls.of_deepspeed(value.state if isinstance(value, Stand) else {})
+        return cls.of_deepspeed(value.state if isinstance(value, InertObject) else {})
 
     @classmethod
     def of_megatron(

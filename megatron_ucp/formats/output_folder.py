@@ -32,7 +32,7 @@ from megatron_ucp.formats.locks import (
     removing,
     writing,
 )
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.tags import (
     SAVING,
     is_unfinished,

@@ -10,7 +10,7 @@ from megatron_ucp.core.box import Ints, whole
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.checkpoint import Where
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 
 if TYPE_CHECKING:
     import torch

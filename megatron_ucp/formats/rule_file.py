@@ -5,14 +5,15 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.mesh import CUTTING
-from megatron_ucp.core.rules import FIELD, Rename, Rule, RuleSet
+from megatron_ucp.core.rules import FIELD, LONGEST_NAME, Rename, Rule, RuleSet
 from megatron_ucp.errors import NotFoundError, RuleError, UsageError
-from megatron_ucp.formats.patterns import problem_of
 
 FORMAT = 1
 _OURS = Path(__file__).parent / "rules"  # files that come with the package, known by name
@@ -290,3 +291,81 @@ def _rename(entry: _Entry) -> Rename:
                 found=field[1],
             )
     return Rename(pattern, name, tied)
+
+
+# ---- patterns that can be matched in bounded time
+
+_LONGEST_PATTERN = 1000  # characters
+_MOST_WAYS = (LONGEST_NAME + 2) ** 2  # two `.*` in one pattern, each of which may be optional
+_parser: Any = import_module("re._parser")  # what `re` itself compiles from
+_compiler: Any = import_module("re._compiler")
+_ONE_CHARACTER = ("LITERAL", "NOT_LITERAL", "IN", "ANY")
+_TOO_MANY_WAYS = (
+    "too many ways to match: at most two open repeats like .* in one pattern, none in another"
+)
+
+
+@lru_cache(maxsize=4096)
+def problem_of(pattern: str) -> str:
+    """Why a pattern is refused; "" for a good one.
+
+    Python's matcher tries one way after the other, so the number of ways to match a name is
+    bounded: a repeat may end anywhere unless the next character can't belong to it, a choice may go
+    each way, and the ways of neighbours multiply. Example: `\\d+\\.` has one way, `.*a.*` about
+    512 * 512.
+    """
+    if len(pattern) > _LONGEST_PATTERN:
+        return f"a pattern of {len(pattern)} characters; at most {_LONGEST_PATTERN} are allowed"
+    try:
+        re.compile(pattern)
+        parsed = _parser.parse(pattern)
+        if parsed.state.flags != re.UNICODE:
+            return "flags are not allowed in a pattern"
+        return "" if _ways(parsed, is_last=True) <= _MOST_WAYS else _TOO_MANY_WAYS
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"no regular expression: {error}"
+    except ValueError as error:
+        return str(error)
+
+
+def _ways(parsed: Any, is_last: bool) -> int:
+    """A bound of the ways in which a parsed sequence matches a name; nothing follows the `last`.
+    Raises ValueError for what is not allowed."""
+    ways = 1
+    for number, (operator, argument) in enumerate(parsed):
+        name, rest = str(operator), parsed[number + 1 :]
+        ends = is_last and not len(rest)
+        if name == "SUBPATTERN" and not (argument[1] or argument[2]):  # without flags
+            ways *= _ways(argument[-1], ends)
+        elif name == "ATOMIC_GROUP":
+            ways *= _ways(argument, ends)
+        elif name == "BRANCH":
+            ways *= sum(_ways(branch, ends) for branch in argument[1])
+        elif name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            ways *= _ways_of_repeat(*argument, rest, is_last)
+        elif name not in (*_ONE_CHARACTER, "AT"):
+            what = "a back-reference" if name.startswith("GROUPREF") else "a look-around or flag"
+            raise ValueError(f"{what} is not allowed in a pattern")
+        if ways > _MOST_WAYS:
+            return ways
+    return ways
+
+
+def _ways_of_repeat(low: int, high: int, body: Any, rest: Any, is_last: bool) -> int:
+    high = min(high, LONGEST_NAME)
+    if high > 1 and body.getwidth()[0] == 0:
+        raise ValueError("a repeat of what may be empty is not allowed in a pattern")
+    inner = _ways(body, is_last=False)
+    if inner > 1:
+        return inner + 1 if high == 1 else _MOST_WAYS + 1
+    return 1 if low == high or _ends_surely(body, rest, is_last) else high - low + 1
+
+
+def _ends_surely(body: Any, rest: Any, is_last: bool) -> bool:
+    """Whether a repeat of one character ends where the next one can't belong to it."""
+    if len(body) != 1 or str(body[0][0]) not in _ONE_CHARACTER:
+        return False
+    if not len(rest):
+        return is_last
+    operator, argument = rest[0]
+    return str(operator) == "LITERAL" and not _compiler.compile(body).fullmatch(chr(argument))

@@ -38,9 +38,9 @@ from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
 from megatron_ucp.formats.manifest_beside import open_regular
 from megatron_ucp.formats.megatron.arguments import one_spelling
 from megatron_ucp.formats.per_rank import Apart
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.strangers import Strangers
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.formats.pt.unpickle import VouchedClasses
 from megatron_ucp.formats.registry import (
     checkpoint_folder,
     find_checkpoint,
@@ -138,7 +138,7 @@ def read_copy(
 
 
 _FILE_BLOCK_BYTES = 2 * 2**20
-_ANYTHING = Strangers(lambda key: True, None, {})  # names alone: nothing is made of them
+_ANYTHING = VouchedClasses(lambda key: True, None, {})  # names alone: nothing is made of them
 
 
 def damaged_files(folder: Path, deep: bool) -> tuple[list[Finding], int, int]:
@@ -186,7 +186,7 @@ def _listed(folder: Path) -> dict[str, FileEntry]:
 def _compare(path: Path, found: list[Finding]) -> int:
     """Adds each record with a wrong checksum; returns the bytes of all records."""
     total = 0
-    with PtFile(path, strangers=_ANYTHING) as file:
+    with PtFile(path, vouched=_ANYTHING) as file:
         for record in file.records.values():
             total += record.size_bytes
             if _sum_of(file, record) != record.crc32:
@@ -214,7 +214,7 @@ def _open(path: Path, entry: FileEntry | None) -> None:
     if entry is not None:
         check_size(str(path), entry)
     if path.suffix == ".pt":
-        with PtFile(path, strangers=_ANYTHING) as file:
+        with PtFile(path, vouched=_ANYTHING) as file:
             file.tree  # noqa: B018  reading it is the check
     elif path.suffix == ".safetensors":
         SafetensorsFile(path).close()

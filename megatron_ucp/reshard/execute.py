@@ -18,10 +18,10 @@ from isal import isal_zlib
 
 from megatron_ucp.core.box import Ints, span, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import UcpError, UnsupportedError
 from megatron_ucp.formats.checkpoint import Checkpoint, Record, Where
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.checksums import CRC_CHUNK_BYTES, SummedRun
 
 # ---- findings
@@ -265,7 +265,7 @@ def tensor_at(where: Where, ref: TensorRef) -> torch.Tensor:
     return torch.as_strided(memory.view(dtype), ref.shape, ref.stride).clone()
 
 
-def tensor_of(value: Stand) -> torch.Tensor:
+def tensor_of(value: InertObject) -> torch.Tensor:
     """The tensor that a plain value is."""
     dtype, shape = TORCH_DTYPES[str(value.get("dtype"))], value.get("shape")
     out = torch.empty(cast("Any", shape), dtype=dtype)

@@ -23,7 +23,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, UsageError, some_of
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.optimizers import rule_of
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import of_runs, shifted, standard

@@ -21,7 +21,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece
 from megatron_ucp.formats.output_folder import OutFile
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.tags import require_no_pointer
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of

@@ -25,7 +25,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint, Told, differing, ranks_o
 from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_unless
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, FingerprintCheck, Holder, How, Report, TakenExtras

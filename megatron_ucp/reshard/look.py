@@ -33,7 +33,7 @@ from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.manifest_beside import Recorded
 from megatron_ucp.formats.megatron.distcp import SUFFIX
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import (
     checkpoint_folder,
     find_checkpoint,

@@ -16,7 +16,7 @@ from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Mean, Op, Plan, Side, Slot
 from megatron_ucp.core.plan import Windows as Planner
 from megatron_ucp.errors import PlanError, UnsupportedError
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender
 from megatron_ucp.reshard.execute import NEVER, TORCH_DTYPES, OfOp, TensorOf, UsedUp

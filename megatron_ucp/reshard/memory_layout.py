@@ -13,7 +13,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, UsageError
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.in_memory import RunInMemory, TakenRun
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import (
     Sums,

@@ -22,7 +22,7 @@ from megatron_ucp.families import find_family
 from megatron_ucp.families.family import Family, Model, Sizes
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.writer import state_file
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.convert import refuse_unused
 from megatron_ucp.reshard.options import needed_target, parsed_config

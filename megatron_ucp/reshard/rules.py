@@ -31,7 +31,7 @@ from megatron_ucp.formats.deepspeed.layout_sources import (
     renamed,
     says_layouts,
 )
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.rule_file import is_ours, read_rules
 from megatron_ucp.formats.tags import find_tag

@@ -22,7 +22,7 @@ from megatron_ucp.core.layout import Chunks, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of, stage_of
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
-from megatron_ucp.core.values import TENSOR, Stand
+from megatron_ucp.core.values import TENSOR, InertObject
 from megatron_ucp.errors import (
     LayoutError,
     RuleError,
@@ -45,9 +45,9 @@ from megatron_ucp.formats.deepspeed.writer import RunSettings
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import kept_by, refuse_step_in_group, require_equal
 from megatron_ucp.formats.per_rank import Apart, refuse_unless
-from megatron_ucp.formats.pt.known import KNOWN
-from megatron_ucp.formats.pt.pickler import check_stand
-from megatron_ucp.formats.pt.strangers import named_in
+from megatron_ucp.formats.pt.allowed_calls import ALLOWED_CALLS
+from megatron_ucp.formats.pt.pickle import check_stand
+from megatron_ucp.formats.pt.unpickle import named_in
 from megatron_ucp.reshard.match import (
     check_not_lost,
     match_ties,
@@ -367,12 +367,12 @@ class Origin:
         kept += [own.scheduler for own in apart.ranks]
         for item in named_in(kept):
             try:
-                if isinstance(item, Stand):
+                if isinstance(item, InertObject):
                     check_stand(item)
             except UcpError as error:
                 error.file = self.source.main_file
                 raise
-            if item.qualname not in (*KNOWN, TENSOR):
+            if item.qualname not in (*ALLOWED_CALLS, TENSOR):
                 names.add(item.qualname)
         if names:
             listed = ", ".join(sorted(names))[:200]

@@ -54,11 +54,10 @@ from megatron_ucp.formats.megatron.writer import (
     plan_torch_dist,
 )
 from megatron_ucp.formats.per_rank import PER_RANK, Apart, file_name, text_of
-from megatron_ucp.formats.pt.known import KNOWN
-from megatron_ucp.formats.pt.output import Output, Stored, Weight
-from megatron_ucp.formats.pt.strangers import named_in
-from megatron_ucp.formats.pt.values import storages_of
-from megatron_ucp.formats.pt.writer import ArchiveLayout, archive_layout
+from megatron_ucp.formats.pt.allowed_calls import ALLOWED_CALLS
+from megatron_ucp.formats.pt.archive import ArchiveLayout, Output, Stored, Weight, archive_layout
+from megatron_ucp.formats.pt.refs import storages_of
+from megatron_ucp.formats.pt.unpickle import named_in
 from megatron_ucp.reshard.execute import bytes_of, tensor_at
 from megatron_ucp.reshard.fingerprint import recorded_in, true_shape
 from megatron_ucp.reshard.folder import FolderOutput, require_free
@@ -424,7 +423,7 @@ def _refuse_classes(source: Manifest, file: str) -> None:
     """Raises UnsupportedError where a group's values name classes of the program that wrote them:
     nothing in a folder for Megatron vouches for them, so no load would take it."""
     found = named_in([group.settings for group in source.groups])
-    names = {item.qualname for item in found} - {*KNOWN, TENSOR}
+    names = {item.qualname for item in found} - {*ALLOWED_CALLS, TENSOR}
     if names:
         raise UnsupportedError(
             "a parameter group holds values of the program's own classes, which a folder for "

@@ -13,7 +13,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.layout import Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource
 from megatron_ucp.formats.deepspeed.tp_patterns import INTERLEAVED, SPLIT, order_of
@@ -212,10 +212,10 @@ def test_arguments_that_are_none_decide_nothing() -> None:
     kind = "argparse.Namespace"
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
     assert order_of(None) == order_of({"ds_sequence_parallel_fpdt": False}) == ""
-    assert order_of(Stand(kind, (), heads)) == ""
-    assert order_of(Stand(kind, (), {**heads, "num_key_value_heads": 2})) == INTERLEAVED
-    assert order_of(Stand(kind, (), {**heads, "num_key_value_heads": True})) == ""
-    assert order_of(Stand(kind, (), {**heads, "ds_sequence_parallel_fpdt": False})) == SPLIT
+    assert order_of(InertObject(kind, (), heads)) == ""
+    assert order_of(InertObject(kind, (), {**heads, "num_key_value_heads": 2})) == INTERLEAVED
+    assert order_of(InertObject(kind, (), {**heads, "num_key_value_heads": True})) == ""
+    assert order_of(InertObject(kind, (), {**heads, "ds_sequence_parallel_fpdt": False})) == SPLIT
 
 
 def test_rules_that_a_live_layer_contradicts(sources: Sources) -> None:

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from megatron_ucp.core.manifest import FILE_NAME
-from megatron_ucp.core.values import DeviceName, DtypeName, Stand, coded, numpy_scalar
-from megatron_ucp.engines.built import Building, built
+from megatron_ucp.core.values import DeviceName, DtypeName, InertObject, coded, numpy_scalar
+from megatron_ucp.engines.values import Values
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.manifest_beside import Recorded
 from megatron_ucp.formats.per_rank import OwnValues, listed, recorded_of, text_of
 
 
-def array(dtype: str, shape: Any, data: Any) -> Stand:
-    return Stand("numpy.ndarray", (), {"dtype": dtype, "shape": shape, "data": data})
+def array(dtype: str, shape: Any, data: Any) -> InertObject:
+    return InertObject("numpy.ndarray", (), {"dtype": dtype, "shape": shape, "data": data})
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def array(dtype: str, shape: Any, data: Any) -> Stand:
         array("O,i4", (1,), bytes(24)),
         array("<i4", (2,), bytes(4)),
         array("<f3", (1,), bytes(3)),
-        Stand("numpy.dtype", (), {"dtype": "O"}),
-        Stand("torch.Tensor", (), {"dtype": "float32", "shape": (10**12,), "data": b""}),
+        InertObject("numpy.dtype", (), {"dtype": "O"}),
+        InertObject("torch.Tensor", (), {"dtype": "float32", "shape": (10**12,), "data": b""}),
         DtypeName("torch.load"),
         DtypeName("torch.int3"),
         DeviceName("zzz"),
@@ -40,13 +40,13 @@ def array(dtype: str, shape: Any, data: Any) -> Stand:
 )
 def test_a_malformed_value_is_refused_by_name(value: object) -> None:
     with pytest.raises(DamagedFileError, match="malformed") as caught:
-        built({"a": [value]}, Building("main.pt", "client_state"))
+        Values("main.pt").built({"a": [value]}, "client_state")
     assert caught.value.file == "main.pt" and "client_state" in str(caught.value)
 
 
 def test_good_ones_are_built() -> None:
     def of(value: object) -> Any:
-        return built(value, Building("", ""))
+        return Values("").built(value, "")
 
     assert of(DtypeName("torch.float16")) is torch.float16
     assert of(DeviceName("cpu")) == torch.device("cpu")
@@ -74,7 +74,7 @@ def test_values_of_a_rank_that_can_not_be(monkeypatch: pytest.MonkeyPatch) -> No
     for wrong in (
         {"$": "timedelta", "args": [10**20]},
         {"$": "float", "data": ""},
-        {"$": "Stand"},
+        {"$": "InertObject"},
         coded(array("O", (1,), bytes(8))),
     ):
         text = json.dumps({**good, "lr_scheduler": wrong}).encode()

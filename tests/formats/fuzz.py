@@ -20,9 +20,10 @@ import torch
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.pt.pickler import dumps
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import StorageRef, TensorRef, loads
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.pickle import dumps
+from megatron_ucp.formats.pt.refs import StorageRef, TensorRef
+from megatron_ucp.formats.pt.unpickle import loads
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.look import look
 from tests.formats.craft import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from tests.formats.craft import (
     Entry,
     text,

@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
-from megatron_ucp.formats.pt import pickler
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.values import StorageRef, storages_of
-from megatron_ucp.formats.pt.writer import write_pt
+from megatron_ucp.formats.pt import pickle as pt_pickle
+from megatron_ucp.formats.pt.archive import write_pt
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import StorageRef, storages_of
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron"
 GOLDEN_LATER = GOLDEN.parent / "megatron_later"
@@ -132,7 +132,7 @@ def rewritten(path: Path, change: Callable[[Any], None]) -> None:
         tree: Any = file.tree
         data = {ref.key: file_bytes(file, ref) for ref in storages_of(tree)}
     change(tree)
-    with mock.patch.object(pickler, "is_call", return_value=False):  # Megatron's own enums
+    with mock.patch.object(pt_pickle, "is_call", return_value=False):  # Megatron's own enums
         write_pt(path, tree, lambda storage: [data[storage.key]])
 
 

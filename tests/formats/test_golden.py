@@ -20,7 +20,7 @@ from megatron_ucp.errors import DamagedFileError, UcpError
 from megatron_ucp.formats.checkpoint import Told
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizers import reader_for
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard.check import read_state
 
 from .golden.make import CASES, FOLDER

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.manifest import ParamGroup
-from megatron_ucp.core.values import DtypeName, Global, Stand
+from megatron_ucp.core.values import ClassName, DtypeName, InertObject
 from megatron_ucp.errors import UcpError, UnsafePickleError, UnsupportedError
 from megatron_ucp.formats.megatron.writer import CommonFile
 from megatron_ucp.formats.per_rank import Apart, OwnValues
-from megatron_ucp.formats.pt.pickler import dumps
-from megatron_ucp.formats.pt.strangers import Strangers, refuse_outside
-from megatron_ucp.formats.pt.unpickler import loads
+from megatron_ucp.formats.pt.pickle import dumps
+from megatron_ucp.formats.pt.unpickle import VouchedClasses, loads, refuse_outside
 from megatron_ucp.reshard import target as origins
 from megatron_ucp.reshard.target import Origin
 
@@ -23,15 +22,15 @@ INJECTED = "builtins.list\n0cposix\nsystem\n(X\x04\0\0\0trueR0cbuiltins\nlist"
 @pytest.mark.parametrize(
     "value",
     [
-        Global(INJECTED),
-        Global("list"),
-        Stand(INJECTED, made="new"),
+        ClassName(INJECTED),
+        ClassName("list"),
+        InertObject(INJECTED, made="new"),
         DtypeName(INJECTED),
         DtypeName("torch.load"),
-        Stand("posix.system", ("true",)),
-        Stand("builtins.getattr", (Global("posix"), "system")),
-        Stand("posix.system", (("true",),), made="member"),
-        Stand("posix", ("__dict__",), made="member"),
+        InertObject("posix.system", ("true",)),
+        InertObject("builtins.getattr", (ClassName("posix"), "system")),
+        InertObject("posix.system", (("true",),), made="member"),
+        InertObject("posix", ("__dict__",), made="member"),
     ],
 )
 def test_no_name_or_call_of_a_value_becomes_code(value: object) -> None:
@@ -42,16 +41,16 @@ def test_no_name_or_call_of_a_value_becomes_code(value: object) -> None:
 @pytest.mark.parametrize("key", ["__items__", "__elements__", "__state__"])
 def test_what_only_its_class_can_take_is_refused_by_name(key: str) -> None:
     with pytest.raises(UnsupportedError, match=r"program\.Sub") as caught:
-        dumps([Stand("program.Sub", (), {key: {1: 2}}, made="new")])
+        dumps([InertObject("program.Sub", (), {key: {1: 2}}, made="new")])
     assert key in str(caught.value)
 
 
 def test_a_name_of_a_pickle_is_one_line() -> None:
     module, _, name = INJECTED.encode().partition(b".")
     texts = b"".join(b"X" + len(one).to_bytes(4, "little") + one for one in (module, name))
-    for strangers in (None, Strangers(lambda _: True)):
+    for vouched in (None, VouchedClasses(lambda _: True)):
         with pytest.raises(UnsafePickleError):
-            loads(b"\x80\x04" + texts + b"\x93.", file="x", strangers=strangers)
+            loads(b"\x80\x04" + texts + b"\x93.", file="x", vouched=vouched)
 
 
 def source_with(value: Any, place: str) -> Any:
@@ -74,8 +73,8 @@ def test_a_conversion_looks_at_values_everywhere(
     monkeypatch.setattr(origins, "says_layouts", lambda _: False)
     monkeypatch.setattr(origins, "training_dtype", lambda *_: "float32")
     for value, error in (
-        (Stand("posix.system", ("true",)), UnsafePickleError),
-        (Stand("program.Sub", (), {"__items__": {}}, made="new"), UnsupportedError),
+        (InertObject("posix.system", ("true",)), UnsafePickleError),
+        (InertObject("program.Sub", (), {"__items__": {}}, made="new"), UnsupportedError),
     ):
         ranks = [OwnValues(), OwnValues({}, {"a": [value]})] if place == "rank" else []
         apart = Apart(ranks=ranks)
@@ -86,8 +85,8 @@ def test_a_conversion_looks_at_values_everywhere(
 
 
 def test_groups_may_name_classes_of_the_program() -> None:
-    known = Strangers(lambda _: False, names={"program.Kind"})
-    member = Stand("program.Kind", ("A",), made="member")
+    known = VouchedClasses(lambda _: False, names={"program.Kind"})
+    member = InertObject("program.Kind", ("A",), made="member")
     refuse_outside({"param_groups": [{"kind": member}]}, known, "x")
     with pytest.raises(UnsafePickleError):
         refuse_outside({"state": [{"kind": member}]}, known, "x")

@@ -27,7 +27,7 @@ from megatron_ucp.formats.megatron.writer import (
     finish_files,
     plan_torch_dist,
 )
-from megatron_ucp.formats.pt.output import Output
+from megatron_ucp.formats.pt.archive import Output
 from tests.formats.megatron_files import by_torch
 
 ROWS, COLUMNS, LAYERS = 6, 4, 2

@@ -13,7 +13,7 @@ from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.checkpoint import Told
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard.check import read_state
 from tests.engines.model import Net, Setup, param_groups
 from tests.formats.golden.make_older import FOLDER, ULYSSES, VERSIONS, cases_of, values_of

@@ -13,7 +13,7 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.deepspeed import manifest, run
 from megatron_ucp.formats.deepspeed import universal as universal_reader
@@ -87,7 +87,7 @@ def test_a_fault_of_ours_shows_as_itself(
 
 def places(tree: Any, seen: set[int]) -> list[tuple[Any, Any]]:
     """Every (container, key) of a tree of dicts, lists and attributes, once."""
-    tree = tree.state if isinstance(tree, Stand) else tree
+    tree = tree.state if isinstance(tree, InertObject) else tree
     if id(tree) in seen or not isinstance(tree, dict | list):
         return []
     seen.add(id(tree))

@@ -15,8 +15,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats.deepspeed import tp_patterns
-from megatron_ucp.formats.patterns import problem_of
-from megatron_ucp.formats.rule_file import read_rules
+from megatron_ucp.formats.rule_file import problem_of, read_rules
 
 GOOD = r"""
 format = 1

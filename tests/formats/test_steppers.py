@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.manifest import ParamGroup
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.formats.optimizers import with_rules
 
 FUSED = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -28,7 +28,7 @@ def _rule(settings: Any, kind: Any, optimizer: str = "", **params: Any) -> str:
         ("Muon", {"adam_w_mode": False}, "Adam"),
         ("Lion", {}, ""),
         (None, {}, ""),
-        (Stand("x.Y"), {}, ""),
+        (InertObject("x.Y"), {}, ""),
     ],
 )
 def test_the_config_says_which_adam_it_was(kind: Any, params: Any, rule: str) -> None:

@@ -24,7 +24,7 @@ from megatron_ucp.families import families
 from megatron_ucp.families.mixtral import MixtralSizes
 from megatron_ucp.formats.checkpoint import Where
 from megatron_ucp.formats.deepspeed import buffers as formulas
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import execute
 
 HIDDEN, FFN, EXPERTS = 8, 4, 4

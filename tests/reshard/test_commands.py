@@ -14,7 +14,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import COMMANDS, main
 from megatron_ucp.core.manifest import FILE_NAME
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES, edited, target
 

@@ -20,7 +20,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega

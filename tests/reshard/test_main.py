@@ -164,7 +164,7 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(small: Path) -> None:
         "--deep",
         str(small),
         code=(
-            "import os, signal\nfrom megatron_ucp.formats.pt.reader import PtFile\n"
+            "import os, signal\nfrom megatron_ucp.formats.pt.file import PtFile\n"
             "PtFile.check = PtFile.read_into = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
         ),
     )

@@ -15,7 +15,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Copy
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import execute
 from megatron_ucp.reshard import plan as preview
 from tests.engines.model import Setup

@@ -14,7 +14,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.plan import Slot, padding
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
-from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.file import PtFile
 from tests.core.strategies import SHARE
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged

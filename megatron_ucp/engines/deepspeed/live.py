@@ -13,11 +13,10 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.deepspeed.kept import of_engine
 from megatron_ucp.engines.deepspeed.modules import check_side_data
 from megatron_ucp.engines.deepspeed.optimizer import LiveBuffer, drop_gradients, stepper_of
 from megatron_ucp.engines.deepspeed.shard import LiveValue, OwnStage, Part, one_order
-from megatron_ucp.engines.deepspeed.state import DeepSpeedExtras
+from megatron_ucp.engines.deepspeed.state import DeepSpeedExtras, saved_by_engine
 from megatron_ucp.engines.live import (
     LivePlaces,
     check_model,
@@ -92,7 +91,7 @@ class LiveEngine(LivePlaces):
     def told(self) -> Told:
         model, order = self.own.model, self.order if self.has_optimizer else None
         classes = frozenset(
-            name for kept in of_engine(self.engine) for name in named_in(kept.value)
+            name for kept in saved_by_engine(self.engine) for name in named_in(kept.value)
         )
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:

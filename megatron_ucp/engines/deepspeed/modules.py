@@ -10,7 +10,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import check_files, is_expert
 from megatron_ucp.core.layout import Layout, Replicate
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.built import Values
+from megatron_ucp.engines.values import Values
 from megatron_ucp.errors import LayoutError, ModelMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.autoep import stacks_in
@@ -315,7 +315,7 @@ def check_side_data(source: Checkpoint, module: torch.nn.Module) -> None:
     if not of_files:
         return  # adapters alone, as trainers save them: the base is the engine's own
     live = side_data_of(module)
-    values = Values(source, False)
+    values = Values.of(source, False)
     other = [
         name
         for name in sorted(of_files)

@@ -35,7 +35,6 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.engines import resume_state
 from megatron_ucp.engines.background import Background, background_of, begun_or_warned
-from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe, held_by
 from megatron_ucp.engines.deepspeed.optimizer import (
     Wrapper,
@@ -50,13 +49,13 @@ from megatron_ucp.engines.deepspeed.state import (
     batch_of,
     check_states,
     class_of,
+    saved_by_caller,
+    saved_by_engine,
     states_of,
 )
 from megatron_ucp.engines.hold import LentRun, RankValues, Taking, lent
 from megatron_ucp.engines.live import recorded_settings, require_usable
-from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.pt_files import RankFiles, replicas_of
-from megatron_ucp.engines.read_back import names_of, refuse_strange
 from megatron_ucp.engines.resume_state import STEPS
 from megatron_ucp.engines.save import (
     BACKGROUND,
@@ -78,7 +77,14 @@ from megatron_ucp.engines.save_frame import (
     saved_as_taken,
     write_beside,
 )
-from megatron_ucp.engines.values import inert, members_by_value, named_in
+from megatron_ucp.engines.values import (
+    LiveValues,
+    inert,
+    members_by_value,
+    named_in,
+    names_of,
+    refuse_strange,
+)
 from megatron_ucp.errors import SaveError
 from megatron_ucp.families.family import Declared, Model
 from megatron_ucp.families.settings import recorded
@@ -93,8 +99,8 @@ from megatron_ucp.formats.deepspeed.tp_patterns import (
     sub_shape,
 )
 from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.param_groups import GROUP_MARKS
 from megatron_ucp.formats.per_rank import PerRank
-from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.schedules import of_all_stages
 from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
@@ -267,7 +273,7 @@ def said_of(live: LiveEngine, found: Besides) -> dict[str, Any]:
     import deepspeed
 
     engine, model = live.engine, live.own.model
-    kept = [one.value for one in of_engine(engine)]
+    kept = [one.value for one in saved_by_engine(engine)]
     module = engine.module
     optional = {
         RECORDED: recorded_settings(module) if model is None else recorded(model.sizes, module),
@@ -301,8 +307,8 @@ def taken(engine: Any, model: Model | None, how: Taking, values_left: bool) -> L
     with agree.together():
         require_usable(engine)
         check_states(engine)
-        refuse_strange(of_caller(how.client_state, engine, None))
-        refuse_strange(of_engine(engine), left=values_left)
+        refuse_strange(saved_by_caller(how.client_state, engine, None))
+        refuse_strange(saved_by_engine(engine), left=values_left)
     live = describe(engine, model, present=True)
     found = besides(live, how.client_state)
     stages = agree.collect(lambda: _schedule(live))
@@ -508,8 +514,8 @@ def _begin(asked: Asked, sync: output_folder.Syncs, left: ExitStack) -> None:
             )
         check_states(engine)
         file = Path(engine._get_ckpt_name(str(asked.folder), asked.tag))
-        refuse_strange(of_caller(asked.client_state, engine, file), SaveError, file)
-        refuse_strange(of_engine(engine), SaveError, file, left=how.values_left)
+        refuse_strange(saved_by_caller(asked.client_state, engine, file), SaveError, file)
+        refuse_strange(saved_by_engine(engine), SaveError, file, left=how.values_left)
         if agree.world()[0] == 0:
             left.enter_context(output_folder.begin(asked.folder, asked.tag, sync.right))
     require_one_save(block.values)

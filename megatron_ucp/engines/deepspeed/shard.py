@@ -46,7 +46,7 @@ from megatron_ucp.families.family import Model
 from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.weights import PipeNames, by_dotted_name
 from megatron_ucp.formats.optimizers import Kept, is_element, is_scalar, kept_by, name_in_table
-from megatron_ucp.formats.plain_values import GROUP_MARKS
+from megatron_ucp.formats.param_groups import GROUP_MARKS
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What resumes in a DeepSpeed engine besides tensors: scheduler, counters, loss scale, client
 state, extra states of modules, random states, data position."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,19 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.built import Values
-from megatron_ucp.engines.deepspeed.optimizer import Wrapper
+from megatron_ucp.engines.deepspeed.optimizer import Wrapper, wrapper_of
 from megatron_ucp.engines.deepspeed.shard import parallel_of
 from megatron_ucp.engines.resume_state import CommonExtras
-from megatron_ucp.engines.values import WHAT_TRAVELS, strange
-from megatron_ucp.errors import ModelMismatchError, StateMismatchError, UnsupportedError, some_of
+from megatron_ucp.engines.values import WHAT_TRAVELS, SavedValue, Values, saved_values, strange
+from megatron_ucp.errors import (
+    ModelMismatchError,
+    StateMismatchError,
+    UnsupportedError,
+    UsageError,
+    some_of,
+)
 from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.deepspeed.files import OWN_KEYS, PATTERNS
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.schedules import counted_groups
 from megatron_ucp.reshard.engine import How
@@ -311,7 +317,7 @@ class DeepSpeedExtras:
         """`groups` are the checkpoint's for each group of the engine's stage; `place` is this
         rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
         counts other groups than the engine has, or the data position does not fit the loader."""
-        values = Values(source, "values" in how.allow)
+        values = Values.of(source, "values" in how.allow)
         engine, ranks = wrapper.engine, source.manifest.mesh
         found, notes = _schedule(source, engine, groups, how, values) if scheduler else (None, [])
         notes += _of_the_position(source, engine, how)
@@ -436,3 +442,36 @@ def set_scaler(engine: Any, wrapper: Any, saved: LossScale, notes: list[str]) ->
             setattr(scaler, name, value)
         elif value is not None:
             notes.append(f"loss scaler: {key}={value} has no counterpart in this engine")
+
+
+# ---- plain values that a save keeps
+
+
+def saved_by_engine(engine: Any) -> Iterator[SavedValue]:
+    """The state of the scheduler, and the hyper-parameters of every group."""
+    groups = getattr(wrapper_of(engine).base, "param_groups", [])
+    return saved_values("lr_scheduler", engine.lr_scheduler, groups, in_manifest=True)
+
+
+def saved_by_caller(client_state: Any, engine: Any, file: object) -> Iterator[SavedValue]:
+    """The client state. Raises UsageError for what is no dict, or has a key that
+    DeepSpeed itself writes."""
+    reserved = OWN_KEYS
+    # a method of Megatron-DeepSpeed's models, whose result it puts into the client state
+    if callable(getattr(engine.module, PATTERNS, None)):
+        reserved = OWN_KEYS - {PATTERNS}
+    if not isinstance(client_state, Mapping):
+        raise UsageError(
+            "client_state is a dictionary",
+            found=type(client_state).__qualname__,
+            fix='give client_state as a dictionary, such as {"epoch": 3}',
+        )
+    taken = sorted(key for key in client_state if isinstance(key, str) and key in reserved)
+    if taken:
+        raise UsageError(
+            "client_state has keys that DeepSpeed writes itself, and would replace their values",
+            file=file,
+            found=", ".join(taken),
+            fix="give these values other names",
+        )
+    yield SavedValue("client_state", dict(client_state), live=False)

@@ -49,8 +49,6 @@ from megatron_ucp.engines.megatron.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.model import bare_model, keys_of_chunks
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers, kind_of
 from megatron_ucp.engines.megatron.shard import MegatronStack
-from megatron_ucp.engines.own_values import LiveValues
-from megatron_ucp.engines.read_back import KeptValue, kept_of, refuse_strange
 from megatron_ucp.engines.resume_state import ResumableLoader
 from megatron_ucp.engines.save import (
     SaveReport,
@@ -69,7 +67,7 @@ from megatron_ucp.engines.save import (
     under_way,
     where_to,
 )
-from megatron_ucp.engines.values import inert
+from megatron_ucp.engines.values import LiveValues, SavedValue, inert, refuse_strange, saved_values
 from megatron_ucp.errors import PlanError, SaveError, UcpError, UnsupportedError, UsageError
 from megatron_ucp.families.settings import recorded
 from megatron_ucp.formats import per_rank
@@ -608,11 +606,11 @@ def described(stack: MegatronStack, error: type[UcpError]) -> PresentStates:
     return replace(found, manifest=replace(found.manifest, run=run))
 
 
-def _kept(stack: MegatronStack) -> Iterator[KeptValue]:
+def _kept(stack: MegatronStack) -> Iterator[SavedValue]:
     """Plain values that are taken along."""
     for inner in inner_optimizers(stack.optimizer):
         groups = inner.optimizer.param_groups
-        yield from kept_of("scheduler", stack.scheduler, groups, live=False)
+        yield from saved_values("scheduler", stack.scheduler, groups, live=False)
 
 
 def values_of(live: LiveMegatron) -> LiveValues:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ucp.engines.built import Values
 from megatron_ucp.engines.resume_state import CommonExtras
+from megatron_ucp.engines.values import Values
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
@@ -54,7 +54,7 @@ class MegatronExtras:
         is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
         than the checkpoint's, or the data position does not fit the loader."""
         saved, notes = source.extras, list[str]()
-        values = Values(source, "values" in how.allow)
+        values = Values.of(source, "values" in how.allow)
         schedule: dict[str, Any] = {}
         samples = None
         if scheduler and stack.scheduler is not None:

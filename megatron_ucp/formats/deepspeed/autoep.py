@@ -14,7 +14,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import ExpertName, expert_name, refuse_slices, slices_of
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
-from megatron_ucp.formats.plain_values import number
+from megatron_ucp.formats.param_groups import number
 
 _STACKS = ("w1", "w2", "w3")  # of each mixture: gate, down, up
 LAYERS = ("ds_autoep_layers", "autoep_layers")

@@ -23,7 +23,7 @@ from megatron_ucp.formats.deepspeed.optimizers import (
 )
 from megatron_ucp.formats.deepspeed.run import SlotPlaces
 from megatron_ucp.formats.proof import Run, same_run
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 MATCHED = (
     "optimizer states were matched by position, in the order of the engine's groups: files of "

@@ -22,9 +22,9 @@ from megatron_ucp.formats.deepspeed.manifest import difference, read_contents, r
 from megatron_ucp.formats.deepspeed.optimizers import Contents, sharing
 from megatron_ucp.formats.deepspeed.run import SlotPlaces
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
-from megatron_ucp.formats.plain_values import number
+from megatron_ucp.formats.param_groups import number
 from megatron_ucp.formats.proof import is_rounded
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 # ---- file checks
 #

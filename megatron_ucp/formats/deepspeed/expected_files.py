@@ -21,7 +21,7 @@ from megatron_ucp.formats.deepspeed.files import (
 from megatron_ucp.formats.deepspeed.lost_states import saved_no_bf16_optimizer
 from megatron_ucp.formats.deepspeed.run import OpenedFiles, RunRanks
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
-from megatron_ucp.formats.plain_values import number
+from megatron_ucp.formats.param_groups import number
 
 # ---- expected files
 #

@@ -21,7 +21,7 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.deepspeed.autoep import AutoEP, autoep_of
 from megatron_ucp.formats.deepspeed.files import TagFolder, expert_file_name, missing_files
 from megatron_ucp.formats.deepspeed.weights import Weights, shapes_by_group
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.refs import TensorRef
 
 _GROUP_OF_EXPERTS = re.compile(r"ep_size_(?P<ranks>[1-9]\d{0,5})")  # a group's name
 Shares = dict[str, tuple[TensorRef, str]]  # name in the module -> tensor, name of its file

@@ -14,7 +14,7 @@ from megatron_ucp.formats.deepspeed.files import COUNTERS, HELPERS, OWN_KEYS, Ta
 from megatron_ucp.formats.deepspeed.run import SlotPlaces
 from megatron_ucp.formats.deepspeed.weights import is_nothing
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.pt.refs import TensorRef
 from megatron_ucp.formats.schedules import of_all_stages, regrouped
 
 

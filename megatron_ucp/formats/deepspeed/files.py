@@ -12,8 +12,8 @@ from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.checkpoint import OpenedFolder
 from megatron_ucp.formats.manifest_beside import Recorded
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.strangers import Strangers
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.unpickle import VouchedClasses
 
 # ---- keys
 #
@@ -307,8 +307,8 @@ class TagFolder(OpenedFolder):
         if name not in self._open:
             _allow_descriptors(len(self._open))
             is_value = _is_value if name in self.names.model.values() else _is_no_value
-            strangers = Strangers(is_value, self._classes, self._members)
-            file = self._closing.enter_context(PtFile(self.folder / name, strangers=strangers))
+            vouched = VouchedClasses(is_value, self._classes, self._members)
+            file = self._closing.enter_context(PtFile(self.folder / name, vouched=vouched))
             self._open[name] = file
             self.evidence.compare(name, file.size_bytes, file.directory_sha256)
         return self._open[name]

@@ -12,7 +12,7 @@ from megatron_ucp.core.layout import Chunks, Replicate, Shard, same_layout
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import (
     LayoutError,
     RuleError,
@@ -29,7 +29,7 @@ from megatron_ucp.formats.deepspeed.tp_patterns import (
     order_of,
 )
 from megatron_ucp.formats.deepspeed.weights import frozen_shapes, no_extra_state, shapes_by_group
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.refs import TensorRef
 
 # ---- joined rows
 #
@@ -44,7 +44,7 @@ def refuse_joined(
     then. `meta` is a model file of the run that was converted; `held` are parameters with their
     names in it."""
     arguments, info = meta.get("args"), meta.get(PATTERNS)
-    said = arguments.state if isinstance(arguments, Stand) else {}
+    said = arguments.state if isinstance(arguments, InertObject) else {}
     ranks = said.get("tensor_model_parallel_size", meta.get("mp_world_size"))
     if ranks == 1 or order_of(arguments) == INTERLEAVED:
         return

@@ -13,7 +13,7 @@ from megatron_ucp.core.join_ranks import Stage, join
 from megatron_ucp.core.manifest import Manifest, Order, ParamSpec, Tie
 from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.names import VALUE, Keeper
-from megatron_ucp.core.values import Global, alike, shown
+from megatron_ucp.core.values import ClassName, alike, shown
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -22,6 +22,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     some_of,
 )
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import same_bytes
 from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED, not_saved
@@ -41,11 +42,10 @@ from megatron_ucp.formats.deepspeed.weights import (
     shapes_by_group,
     training_dtype,
 )
-from megatron_ucp.formats.foreign import of_kind
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import with_rules
-from megatron_ucp.formats.plain_values import number
-from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.param_groups import number
+from megatron_ucp.formats.pt.refs import TensorRef
 
 # ---- evidence
 #
@@ -145,7 +145,7 @@ def _says(said: Any, found: Any) -> bool:
         return len(said) == len(found) and all(map(_says, said, found))
     if isinstance(said, dict) and isinstance(found, Mapping):
         return said.keys() == found.keys() and all(_says(said[key], found[key]) for key in said)
-    if isinstance(said, Global) and not isinstance(found, Global):
+    if isinstance(said, ClassName) and not isinstance(found, ClassName):
         return True  # left to the engine that loads: the manifest has its class alone
     return alike(said, found)
 
@@ -548,7 +548,9 @@ def read_contents(
     """What the optimizer of a rank holds, with canonical names: its state dict, and its file."""
     tree, file = held
     found = OptimizerTree(
-        of_kind(tree, dict, "the optimizer", file), file, lambda ref: step.files.tensor(file, ref)
+        expect.kind(tree, dict, "the optimizer", file),
+        file,
+        lambda ref: step.files.tensor(file, ref),
     )
     contents = reader.contents(found, flattened(step, found, order, rank), step.spread)
     check_momentum(contents.groups, contents.buffers, file)

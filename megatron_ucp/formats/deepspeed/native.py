@@ -17,6 +17,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.by_position import MATCHED, by_position
 from megatron_ucp.formats.deepspeed.checks import TrainedWeights, check_file, trained_weights
@@ -56,7 +57,6 @@ from megatron_ucp.formats.deepspeed.weights import (
     WholeModel,
     said_of_side_data,
 )
-from megatron_ucp.formats.foreign import texts
 from megatron_ucp.formats.per_rank import PER_RANK, OwnValues, PerRank
 from megatron_ucp.formats.tags import tag_folder
 
@@ -234,7 +234,7 @@ def _renamed(step: RunRanks) -> Mapping[str, str]:
     said: Any = step.told.renamed if step.recorded is None else step.recorded.run.get(RENAMED)
     if not isinstance(said, dict):
         return {}
-    texts([*said, *said.values()], RENAMED, step.files.folder / FILE_NAME)
+    expect.texts([*said, *said.values()], RENAMED, step.files.folder / FILE_NAME)
     return said
 
 

@@ -20,14 +20,13 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.deepspeed import buffers as formulas
 from megatron_ucp.formats.deepspeed.weights import Tree
-from megatron_ucp.formats.foreign import as_float, at_key, at_key_or, each, of_kind, sizes
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import check_known, is_element
-from megatron_ucp.formats.plain_values import Tensors, param_groups
-from megatron_ucp.formats.pt.unpickler import TensorRef
-from megatron_ucp.formats.pt.values import number_in
+from megatron_ucp.formats.param_groups import Tensors, param_groups
+from megatron_ucp.formats.pt.refs import TensorRef, number_in
 
 # ---- muon
 #
@@ -273,7 +272,7 @@ class OptimizerFile:
         in the optimizer's order. Raises a UcpError."""
         base, masters = self.base(found.tree, found.file), self.masters(found.tree, found.file)
         self.check(found, masters, shapes, spread)
-        groups, states = groups_of(base, found.file), at_key_or(base, "state", {}, found.file)
+        groups, states = groups_of(base, found.file), expect.key_or(base, "state", {}, found.file)
         buffers: list[FlatBuffer] = []
         indices: list[int] = []
         for named, index, group in self.listed(groups, states, shapes, found.file):
@@ -289,7 +288,7 @@ class OptimizerFile:
         return Contents(self.keeper_of(found.tree), tuple(buffers), told, scaler, tuple(indices))
 
     def _master(self, masters: Sequence[TensorRef], index: int, file: str) -> TensorRef:
-        return of_kind(
+        return expect.kind(
             masters[index] if 0 <= index < len(masters) else None, TensorRef, self.masters_key, file
         )
 
@@ -299,18 +298,18 @@ class OptimizerFile:
         if state == MASTER:
             masters = self.masters(tree, file)
             return self._master(masters, index, file) if self.masters_key else None
-        states = at_key_or(self.base(tree, file), "state", {}, file)
+        states = expect.key_or(self.base(tree, file), "state", {}, file)
         found = entry_of(states, index, file).get(state)
-        return None if found is None else of_kind(found, TensorRef, state, file)
+        return None if found is None else expect.kind(found, TensorRef, state, file)
 
     def base(self, tree: Tree, file: str) -> Tree:
         """The base optimizer's state dict."""
-        return of_kind(required(tree, self.base_key, file), dict, self.base_key, file)
+        return expect.kind(required(tree, self.base_key, file), dict, self.base_key, file)
 
     def masters(self, tree: Tree, file: str) -> Sequence[TensorRef]:
         """The masters in the optimizer's order; none where the training weights are the masters."""
         found = required(tree, self.masters_key, file)
-        return each(found, TensorRef, self.masters_key, file)
+        return expect.each(found, TensorRef, self.masters_key, file)
 
     def keeper_of(self, tree: Tree) -> Keeper:
         return self.keeper
@@ -347,9 +346,9 @@ class OptimizerFile:
 
 def groups_of(base: Tree, file: str) -> Sequence[Tree]:
     """The parameter groups, each with a list of indices."""
-    groups = each(base.get("param_groups", []), dict, "param_groups", file)
+    groups = expect.each(base.get("param_groups", []), dict, "param_groups", file)
     for group in groups:
-        each(group.get("params", []), int, "params", file)
+        expect.each(group.get("params", []), int, "params", file)
     return groups
 
 
@@ -361,7 +360,7 @@ def _group_of(index: int, groups: Sequence[Tree]) -> int | None:
 def entry_of(states: Tree, index: Any, file: str) -> Tree:
     """What an optimizer's `state` holds under an index, on one level; empty where it holds
     nothing. Raises DamagedFileError."""
-    entry = of_kind(states.get(index, {}), dict, f"state of {index}", file)
+    entry = expect.kind(states.get(index, {}), dict, f"state of {index}", file)
     inner = entry.get(_WRAPPED)
     if not isinstance(inner, dict):
         return entry
@@ -389,11 +388,11 @@ def _split(entry: Tree, found: OptimizerTree) -> tuple[dict[str, TensorRef], dic
     scalars: dict[str, float] = {}
     for key, value in kept.items():
         if is_element(key):
-            element[key] = of_kind(value, TensorRef, key, file)
+            element[key] = expect.kind(value, TensorRef, key, file)
         elif isinstance(value, TensorRef):
             scalars[key] = number_in(found.tensor(value), file)
         else:
-            scalars[key] = as_float(value, key, file)
+            scalars[key] = expect.number(value, key, file)
     return element, scalars
 
 
@@ -459,7 +458,7 @@ class Zero12File(OptimizerFile):
         listed = required(tree, self.base_key, file)
         if not isinstance(listed, list):
             return super().base(tree, file)
-        entries, key = each(listed, dict, self.base_key, file), f"{self.base_key}_step"
+        entries, key = expect.each(listed, dict, self.base_key, file), f"{self.base_key}_step"
         step = {"step": tree[key]} if key in tree else {}
         return {
             "state": {index: {**step, **entry} for index, entry in enumerate(entries)},
@@ -495,10 +494,10 @@ def _starts(one: IndexStates, found: OptimizerTree) -> tuple[list[int], int]:
     """Where members begin, with gaps behind the tensors that keep them, and the end of the last
     one."""
     tensors = stored_tensors(one.named)
-    said = at_key_or(found.tree, "param_alignment_paddings", [], found.file)
+    said = expect.key_or(found.tree, "param_alignment_paddings", [], found.file)
     gaps = (0,) * len(tensors)
     if said:
-        gaps = sizes(said[one.index] if one.index < len(said) else None, "gaps", found.file)
+        gaps = expect.sizes(said[one.index] if one.index < len(said) else None, "gaps", found.file)
     _check_groups(gaps, tensors, "tensors", found.file)
     starts, at = list[int](), 0
     for tensor, gap in zip(tensors, gaps, strict=True):
@@ -525,7 +524,7 @@ class Zero3File(OptimizerFile):
         _check_count(found.tree, [spread.dense], found.file)
         _check_groups(masters, shapes, "sub-groups", found.file)
         said, partitions = sharing(found.tree, found.file), _first_partitions(shapes, spread)
-        counts = [at_key(one, "partition_count", int, found.file) for one in said or ()]
+        counts = [expect.key(one, "partition_count", int, found.file) for one in said or ()]
         if said is not None and counts != partitions:
             raise ForeignFileError(
                 "a sub-group was shared by other ranks than the mesh says",
@@ -552,7 +551,7 @@ class Zero3File(OptimizerFile):
 def sharing(tree: Tree, file: str) -> Sequence[Tree] | None:
     """Which ranks share each sub-group, where a file of ZeRO-3 says it."""
     said = tree.get(_SHARING)
-    return None if said is None else each(said, dict, _SHARING, file)
+    return None if said is None else expect.each(said, dict, _SHARING, file)
 
 
 # ---- stage 0 files
@@ -615,8 +614,8 @@ class UnfusedFile(Unpartitioned):
     masters_key = "fp32_groups"
 
     def masters(self, tree: Tree, file: str) -> Sequence[TensorRef]:
-        groups = each(required(tree, self.masters_key, file), list, self.masters_key, file)
-        return [ref for group in groups for ref in each(group, TensorRef, "a master", file)]
+        groups = expect.each(required(tree, self.masters_key, file), list, self.masters_key, file)
+        return [ref for group in groups for ref in expect.each(group, TensorRef, "a master", file)]
 
 
 class PlainFile(Unpartitioned):
@@ -749,7 +748,7 @@ def reader_for(
     """The format of an optimizer state dict; `weight_dtype` is that of a weight in the model file,
     `config` the DeepSpeed config of the run. Raises DamagedFileError where no known key is
     present."""
-    keys = of_kind(tree, dict, "the optimizer", file).keys()
+    keys = expect.kind(tree, dict, "the optimizer", file).keys()
     rows = (
         Zero3File(),
         Zero12File(is_offloaded(config)),

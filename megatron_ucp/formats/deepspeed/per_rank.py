@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ucp.core.experts import number_and_count
-from megatron_ucp.core.values import TENSOR, Stand, same
+from megatron_ucp.core.values import TENSOR, InertObject, same
 from megatron_ucp.formats.deepspeed.files import OWN_KEYS
 from megatron_ucp.formats.deepspeed.run import NamedWeights
 from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank
-from megatron_ucp.formats.pt.unpickler import TensorRef, with_tensors
+from megatron_ucp.formats.pt.refs import TensorRef
+from megatron_ucp.formats.pt.unpickle import with_tensors
 
 
 def differs_in(source: NamedWeights, name: str) -> PerRank:
@@ -107,14 +108,14 @@ class _Pair:
         if not record.crc32 or found.span_bytes <= _READ_BYTES:
             return self._digested(file, found)
         placed = (found.shape, found.stride, found.offset_elems, found.storage.dtype)
-        return Stand(TENSOR, (placed, record.crc32, record.size_bytes))
+        return InertObject(TENSOR, (placed, record.crc32, record.size_bytes))
 
     def _digested(self, file: str, found: Any) -> Any:
         if not isinstance(found, TensorRef):
             return found
         value = _tensor(self.source, self.source.files.full_path(file), found)
         digest = hashlib.sha256(value.state.pop("data")).hexdigest()
-        return Stand(TENSOR, (digest,), value.state)
+        return InertObject(TENSOR, (digest,), value.state)
 
 
 def _held_names(source: NamedWeights, file: str) -> list[str]:

@@ -14,6 +14,7 @@ from megatron_ucp.core.mesh import EXPERTS, Coords, Mesh, stage_of
 from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import Told, Where
 from megatron_ucp.formats.deepspeed.experts import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.files import (
@@ -35,8 +36,7 @@ from megatron_ucp.formats.deepspeed.optimizers import (
     own_slice,
 )
 from megatron_ucp.formats.deepspeed.weights import Weights, shapes_by_group
-from megatron_ucp.formats.foreign import at_key, at_key_or, each, of_kind, texts
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.refs import TensorRef
 from megatron_ucp.formats.wrapped_model import other_prefix
 
 # ---- native steps
@@ -94,7 +94,9 @@ class OpenedFiles:
         """One partition of a frozen parameter, as ZeRO-3 keeps it."""
         file = self.model_of(tp, part)
         held = self.files.tree(file)
-        return at_key_or(held, "frozen_param_fragments", {}, self.files.full_path(file)).get(name)
+        return expect.key_or(held, "frozen_param_fragments", {}, self.files.full_path(file)).get(
+            name
+        )
 
 
 @dataclass(frozen=True)
@@ -278,8 +280,8 @@ def _in_order(step: NamedWeights, found: OptimizerTree, order: Order, mp: int) -
         return shapes
     base = found.tree
     if "optimizer_state_dict" in base:
-        base = at_key(base, "optimizer_state_dict", dict, found.file)
-    groups = each(base.get("param_groups"), dict, "param_groups", found.file)
+        base = expect.key(base, "optimizer_state_dict", dict, found.file)
+    groups = expect.each(base.get("param_groups"), dict, "param_groups", found.file)
     return as_listed(shapes, groups, step.told.shapes or {}, found.file)
 
 
@@ -325,8 +327,8 @@ def _by_slices(step: NamedWeights, rank: int, model: str) -> list[list[str]]:
 def _slices(step: NamedWeights, partition: int, mp: int) -> list[list[str]]:
     """What a partition owns of each group. Raises DamagedFileError."""
     file = step.files.full_path(step.names.optimizer[partition, mp])
-    groups = each(step.optimizer_tree(partition, mp).get(_SLICES), dict, _SLICES, file)
-    return [texts(list(group), _SLICES, file) for group in groups]
+    groups = expect.each(step.optimizer_tree(partition, mp).get(_SLICES), dict, _SLICES, file)
+    return [expect.texts(list(group), _SLICES, file) for group in groups]
 
 
 # ---- slot places
@@ -392,7 +394,9 @@ class SlotPlaces(Optimizers):
             return self.weight(param, slot.cut)
         tree, file = self.optimizer_of_rank(rank, not EXPERTS.isdisjoint(buffer.axes))
         index, path = self.contents.indices[slot.buffer], self.files.full_path(file)
-        ref = reader.element(of_kind(tree, dict, "the optimizer", path), index, slot.state, path)
+        ref = reader.element(
+            expect.kind(tree, dict, "the optimizer", path), index, slot.state, path
+        )
         if isinstance(reader, Unpartitioned):
             ref = own_slice(ref, self.manifest.by_name[param].shape, param)
         return ref, file

@@ -13,11 +13,11 @@ from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, 
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.core.rules import LONGEST_NAME
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UcpError, UnsupportedError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.deepspeed.files import at_tp
-from megatron_ucp.formats.foreign import at_key, at_key_or, each, no_such, of_kind, sizes
-from megatron_ucp.formats.patterns import problem_of
+from megatron_ucp.formats.rule_file import problem_of
 
 # ---- autotp
 #
@@ -59,11 +59,11 @@ def entry_of(info: Mapping[str, Any], name: str, file: str | None) -> Mapping[st
     AutoTP names each parameter in full, in the form of a pattern. Raises DamagedFileError."""
     params, form = _maps(info, file), f"{re.escape(name)}$"
     found = params.get(f"^{form}", params.get(form))
-    return None if found is None else of_kind(found, dict, _MAP, file)
+    return None if found is None else expect.kind(found, dict, _MAP, file)
 
 
 def _maps(info: Mapping[str, Any], file: str | None) -> Mapping[str, Any]:
-    return at_key_or(at_key_or(info, _MAP, {}, file), "params", {}, file)
+    return expect.key_or(expect.key_or(info, _MAP, {}, file), "params", {}, file)
 
 
 def version_of(info: Mapping[str, Any]) -> Any:
@@ -75,17 +75,17 @@ def is_uneven(info: Any, file: str) -> bool:
     """Whether ranks have shares of different sizes of some parameter. Raises DamagedFileError for a
     map of another structure."""
     params = _maps(info, file) if isinstance(info, dict) else {}
-    entries = (of_kind(entry, dict, _MAP, file) for entry in params.values())
+    entries = (expect.kind(entry, dict, _MAP, file) for entry in params.values())
     return any(len({rank.shape for rank in _ranks(entry, file)}) > 1 for entry in entries)
 
 
 def _ranks(entry: Mapping[str, Any], file: str | None) -> list[_RankShare]:
     """The share of each rank. Raises DamagedFileError."""
-    said = at_key(entry, "ranks", dict, file)
+    said = expect.key(entry, "ranks", dict, file)
     if not all(str(rank).isdecimal() for rank in said):
-        raise no_such("ranks: numbers", said, file)
+        raise expect.other_structure("ranks: numbers", said, file)
     return [
-        _share(of_kind(said[rank], dict, "a rank", file), file)
+        _share(expect.kind(said[rank], dict, "a rank", file), file)
         for rank in sorted(said, key=lambda rank: int(str(rank)))
     ]
 
@@ -93,21 +93,21 @@ def _ranks(entry: Mapping[str, Any], file: str | None) -> list[_RankShare]:
 def _share(said: Mapping[str, Any], file: str | None) -> _RankShare:
     blocks = [
         _Block(
-            sizes(one.get("shape"), "shape", file),
+            expect.sizes(one.get("shape"), "shape", file),
             _address(one.get("source"), file),
             _address(one.get("dest"), file),
             one.get("scale", 1.0),
         )
-        for one in each(said.get("pieces"), dict, "pieces", file)
+        for one in expect.each(said.get("pieces"), dict, "pieces", file)
     ]
-    return _RankShare(sizes(said.get("shard_shape"), "shard_shape", file), blocks)
+    return _RankShare(expect.sizes(said.get("shard_shape"), "shard_shape", file), blocks)
 
 
 def _address(said: Any, file: str | None) -> tuple[int, Ints]:
     """Offset and strides. Raises DamagedFileError."""
     if not isinstance(said, list | tuple) or len(said) != 2:
-        raise no_such("an offset and strides", said, file)
-    return sizes([said[0]], "an offset", file)[0], sizes(said[1], "strides", file)
+        raise expect.other_structure("an offset and strides", said, file)
+    return expect.sizes([said[0]], "an offset", file)[0], expect.sizes(said[1], "strides", file)
 
 
 def affine_layout(
@@ -122,7 +122,7 @@ def affine_layout(
     """
     if version != _VERSION:
         _refuse("a map of another version", name, file, f"version {_VERSION}", version)
-    shape = sizes(entry.get("logical_shape"), "logical_shape", file)
+    shape = expect.sizes(entry.get("logical_shape"), "logical_shape", file)
     ranks = _ranks(entry, file)
     dim = _dim_of(ranks, shape, name, file)
     if dim is None:
@@ -233,7 +233,7 @@ _OF_SPLIT_CODE = "ds_sequence_parallel_fpdt"  # came with the change of the orde
 def order_of(arguments: Any) -> str:
     """The order of the rows of query_key_value where the arguments of the run decide it, "" where
     they don't. Fewer key-value heads than heads: the code with the split order can't train that."""
-    said = arguments.state if isinstance(arguments, Stand) else {}
+    said = arguments.state if isinstance(arguments, InertObject) else {}
     heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
     if type(heads) is int and type(groups) is int and 0 < groups < heads:
         return INTERLEAVED
@@ -325,7 +325,7 @@ def unused(info: Mapping[str, Any], names: Iterable[str], file: str) -> str | No
 
 def _refuse_unsupported(name: str, info: Mapping[str, Any], file: str) -> None:
     """Raises UnsupportedError for a parameter of which AutoTP says that nothing describes it."""
-    reasons = at_key_or(info, UNSUPPORTED, {}, file)
+    reasons = expect.key_or(info, UNSUPPORTED, {}, file)
     for pattern in usable(list(reasons), UNSUPPORTED, file):
         if re.match(pattern, name):
             raise UnsupportedError(
@@ -356,7 +356,7 @@ def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, A
             if re.match(pattern, name)
         ]
     for entry in _listed(info.get(SUB_PARAMS), SUB_PARAMS, file):
-        fields: Any = entry.state if isinstance(entry, Stand) else entry
+        fields: Any = entry.state if isinstance(entry, InertObject) else entry
         patterns = fields.get("patterns") if isinstance(fields, Mapping) else fields
         found += [
             (SUB_PARAMS, fields)
@@ -519,8 +519,8 @@ def _layout(
 def _sub_params(entry: Any, local: Ints, file: str) -> tuple[int, Ints]:
     """The dim that is cut of a fused parameter, and the sizes of its parts along it. Raises
     DamagedFileError."""
-    said = of_kind(entry, dict, SUB_PARAMS, file)
-    dim, shape = at_key(said, "partition_dim", int, file), said.get("shape")
+    said = expect.kind(entry, dict, SUB_PARAMS, file)
+    dim, shape = expect.key(said, "partition_dim", int, file), said.get("shape")
     if not isinstance(shape, list | tuple) or not 0 <= dim < min(len(shape), len(local)):
-        raise no_such(f"shape: a tuple with dim {dim}", shape, file)
-    return dim, sizes(shape[dim], "shape", file)
+        raise expect.other_structure(f"shape: a tuple with dim {dim}", shape, file)
+    return dim, expect.sizes(shape[dim], "shape", file)

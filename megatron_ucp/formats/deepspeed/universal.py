@@ -27,7 +27,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -35,6 +35,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     some_of,
 )
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.extras import from_meta
@@ -61,12 +62,11 @@ from megatron_ucp.formats.deepspeed.writer import (
     scalar_tensor,
     scaler_of,
 )
-from megatron_ucp.formats.foreign import as_float, at_key_or
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import ELEMENT, counts_steps, untold_states, with_rules
-from megatron_ucp.formats.plain_values import param_groups
-from megatron_ucp.formats.pt.output import Output
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.param_groups import param_groups
+from megatron_ucp.formats.pt.archive import Output
+from megatron_ucp.formats.pt.refs import TensorRef
 
 # ---- universal writer
 #
@@ -160,11 +160,11 @@ class UniversalWriter:
         }
         return output
 
-    def _shapes(self, names: list[str]) -> dict[str, Stand]:
+    def _shapes(self, names: list[str]) -> dict[str, InertObject]:
         """Whole shapes under the names of the folder."""
         by_name = self.manifest.by_name
         return OrderedDict(
-            (self._names[name], Stand("torch.Size", (by_name[name].shape,))) for name in names
+            (self._names[name], InertObject("torch.Size", (by_name[name].shape,))) for name in names
         )
 
     def _global(self) -> Output:
@@ -183,7 +183,7 @@ class UniversalWriter:
             "param_groups": groups,
             "partition_count": 1,
             "ds_version": self.run.version,
-            "zero_stage": Stand("deepspeed.runtime.zero.config.ZeroStageEnum", (1,)),
+            "zero_stage": InertObject("deepspeed.runtime.zero.config.ZeroStageEnum", (1,)),
             "optimizer_state_dict": {"state": state, "param_groups": groups},
         }
         return output
@@ -196,7 +196,7 @@ def _cut(spec: ParamSpec) -> dict[str, Any]:
         if len(set(spec.layout.parts)) == 1 and spec.layout.dim == 0:
             return {"cat_dim": 0, "param_n_sub_params": len(spec.layout.parts)}
         said = fused([re.escape(spec.name)], sub_shape(spec.layout, spec.shape))
-        return {"cat_dim": spec.layout.dim, "sub_param_shape": Stand(_SUB_PARAMS, (), said)}
+        return {"cat_dim": spec.layout.dim, "sub_param_shape": InertObject(_SUB_PARAMS, (), said)}
     cuts = spec.layout.cuts()
     return {"cat_dim": cuts[0].dim if cuts else 0}
 
@@ -455,7 +455,7 @@ class UniversalCheckpoint(TagFolder):
         """The group of each of `count` entries of a model file: ZeRO-3 has one for each sub-group,
         which is a parameter here."""
         where = self.full_path(_GLOBAL)
-        sizes = [len(at_key_or(group, "params", [], where)) for group in groups]
+        sizes = [len(expect.key_or(group, "params", [], where)) for group in groups]
         if count != len(groups) and sum(sizes) == count:
             return [number for number, size in enumerate(sizes) for _ in range(size)]
         if count > len(groups):
@@ -613,7 +613,7 @@ class UniversalCheckpoint(TagFolder):
             return self.scalar(path, value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DamagedFileError("a step is no number", file=path, found=type(value).__name__)
-        return as_float(value, STEP, path)
+        return expect.number(value, STEP, path)
 
     def _common_step(self) -> Mapping[str, float]:
         """Stock's folders of ZeRO-3 keep one step for all parameters."""
@@ -737,7 +737,7 @@ class UniversalCheckpoint(TagFolder):
     def read_extras(self) -> Extras:
         scaler = LossScale.pickled(self._global.get("loss_scaler"))
         scheduler = self.meta.get("lr_scheduler")
-        module = at_key_or(self.meta, "module", {}, self.main_file)
+        module = expect.key_or(self.meta, "module", {}, self.main_file)
         kept = {name: value for name, value in module.items() if is_extra_state(name)}
         return from_meta(self, self.meta, self._global, scheduler, scaler, kept)
 

@@ -12,9 +12,9 @@ from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.deepspeed.files import TagFolder, missing_layers
-from megatron_ucp.formats.foreign import at_key_or, of_kind, sizes, texts
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.refs import TensorRef
 
 # ---- model file
 #
@@ -55,19 +55,22 @@ def shapes_by_group(meta: Tree, file: str) -> list[dict[str, Ints]] | None:
 
 def frozen_shapes(meta: Tree, file: str) -> dict[str, Ints]:
     """Names and shapes of frozen parameters, as a model file says them. Raises DamagedFileError."""
-    said = at_key_or(meta, _FROZEN, {}, file)
-    return {of_kind(name, str, _FROZEN, file): sizes(one, name, file) for name, one in said.items()}
+    said = expect.key_or(meta, _FROZEN, {}, file)
+    return {
+        expect.kind(name, str, _FROZEN, file): expect.sizes(one, name, file)
+        for name, one in said.items()
+    }
 
 
 def buffer_names(meta: Tree, file: str) -> list[str]:
     """What a model file says of module buffers. Raises DamagedFileError."""
-    return texts(meta.get("buffer_names"), "buffer_names", file)
+    return expect.texts(meta.get("buffer_names"), "buffer_names", file)
 
 
 def shared_params(meta: Tree, file: str) -> dict[str, str]:
     """Further names of parameters, with the first ones. Raises DamagedFileError."""
-    said = at_key_or(meta, _SHARED, {}, file)
-    texts([*said, *said.values()], _SHARED, file)
+    said = expect.key_or(meta, _SHARED, {}, file)
+    expect.texts([*said, *said.values()], _SHARED, file)
     return said
 
 
@@ -315,7 +318,7 @@ class WholeModel(Weights):
                 found=type(module).__name__,
             )
         module = by_dotted_name(module)
-        texts(list(module), "module", self._folder.full_path(self._files[tp]))
+        expect.texts(list(module), "module", self._folder.full_path(self._files[tp]))
         return _under_own_names(module, self._renamed) if self._renamed else module
 
     def module(self, tp: int = 0) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import EXPERT_CUT, Coords, Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.values import Global, Stand
+from megatron_ucp.core.values import ClassName, InertObject
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.autoep import LAYERS, group_name, key_in_file, layers_tree
 from megatron_ucp.formats.deepspeed.files import (
@@ -46,8 +46,8 @@ from megatron_ucp.formats.deepspeed.files import (
 from megatron_ucp.formats.deepspeed.tp_patterns import patterns_of
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.per_rank import Apart, OwnValues
-from megatron_ucp.formats.pt.output import Output, Weight
-from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.pt.archive import Output, Weight
+from megatron_ucp.formats.pt.refs import TensorRef
 
 # ---- native structure
 #
@@ -259,7 +259,7 @@ class OptimizerTrees(Structure):
                 self._flat(output, own, number, MASTER, buffer.partition_elems - padding)
                 for (number, buffer), padding in zip(buffers, paddings, strict=True)
             ],
-            "zero_stage": Stand(_STAGE, (2 if self.mesh.zero == 2 else 1,)),
+            "zero_stage": InertObject(_STAGE, (2 if self.mesh.zero == 2 else 1,)),
             "group_paddings": paddings,
             "param_alignment_paddings": [_gaps(buffer) for _, buffer in buffers],
             "partition_count": [buffer.partitions for _, buffer in buffers],
@@ -281,12 +281,12 @@ class OptimizerTrees(Structure):
             "param_slice_mappings": self._slices(own),
         }
 
-    def _slices(self, own: Own) -> list[dict[str, Stand]]:
+    def _slices(self, own: Own) -> list[dict[str, InertObject]]:
         """What a rank's partition of each buffer owns of each tensor of the module; of a stacked
         one the experts together."""
         return [self._owned(buffer, number, own) for number, buffer in self._buffers(own)]
 
-    def _owned(self, buffer: FlatBuffer, number: int, own: Own) -> dict[str, Stand]:
+    def _owned(self, buffer: FlatBuffer, number: int, own: Own) -> dict[str, InertObject]:
         found = grouped(
             (self._in_module(buffer.members[fragment.member].param, own), fragment)
             for fragment in buffer.fragments(own.parts[number][1])
@@ -299,7 +299,7 @@ class OptimizerTrees(Structure):
     def _zero3(self, output: Output, own: Own) -> dict[str, Any]:
         scaler, dynamic = scaler_of(self.run)
         return {
-            "zero_stage": Stand(_STAGE, (3,)),
+            "zero_stage": InertObject(_STAGE, (3,)),
             "loss_scaler": scaler,
             "dynamic_loss_scale": dynamic,
             "overflow": False,
@@ -378,14 +378,14 @@ def group_tree(output: Output, group: ParamGroup, params: list[int]) -> dict[str
     return {**settings, **marks, "params": params}
 
 
-def scaler_of(run: RunSettings) -> tuple[Stand, bool]:
+def scaler_of(run: RunSettings) -> tuple[InertObject, bool]:
     """The pickled loss scaler, and whether it is dynamic."""
     saved = run.scaler.said if run.dtype == "float16" else {"dynamic": False}
     if not saved.get("dynamic", True):
         fields = {"cur_scale": saved.get("cur_scale", 1.0), "dynamic": False}
-        return Stand(f"{_SCALER}.LossScaler", (), fields), False
-    fields = {**_DYNAMIC, **saved, "dtype": Global("torch.float16")}
-    return Stand(f"{_SCALER}.DynamicLossScaler", (), fields), True
+        return InertObject(f"{_SCALER}.LossScaler", (), fields), False
+    fields = {**_DYNAMIC, **saved, "dtype": ClassName("torch.float16")}
+    return InertObject(f"{_SCALER}.DynamicLossScaler", (), fields), True
 
 
 def scalar_tensor(output: Output, value: float) -> TensorRef:
@@ -414,8 +414,8 @@ def _gaps(buffer: FlatBuffer) -> list[int]:
     )
 
 
-def _address(elems: int, start: int) -> Stand:
-    return Stand(_FRAGMENT, (), {"numel": elems, "start": start})
+def _address(elems: int, start: int) -> InertObject:
+    return InertObject(_FRAGMENT, (), {"numel": elems, "start": start})
 
 
 # ---- native writer
@@ -597,11 +597,11 @@ class NativeWriter(OptimizerTrees):
             )
         return out
 
-    def _param_shapes(self, own: Own) -> list[dict[str, Stand]]:
+    def _param_shapes(self, own: Own) -> list[dict[str, InertObject]]:
         """Names and shapes of the module's tensors in each buffer."""
-        out: list[dict[str, Stand]] = []
+        out: list[dict[str, InertObject]] = []
         for _, buffer in self._buffers(own):
-            named: dict[str, Stand] = OrderedDict()
+            named: dict[str, InertObject] = OrderedDict()
             for names in stored_tensors(member.param for member in buffer.members):
                 shape, stacked = self._local(names[0]), is_stacked(names[0])
                 whole = (len(names), *shape) if stacked else shape
@@ -704,8 +704,8 @@ def _nothing(output: Output, value: Any) -> Any:
     )
 
 
-def _size(shape: Ints) -> Stand:
-    return Stand("torch.Size", (shape,))
+def _size(shape: Ints) -> InertObject:
+    return InertObject("torch.Size", (shape,))
 
 
 def state_file(manifest: Manifest, slot: Slot) -> str:

@@ -38,7 +38,7 @@ from megatron_ucp.formats.hugging_face.fp8_blocks import (
 from megatron_ucp.formats.hugging_face.safetensors_file import Entry, SafetensorsFile, header_of
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
 from megatron_ucp.formats.manifest_beside import open_regular
-from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.formats.tags import (
     AS_SAFETENSORS,
     POINTERS,

@@ -17,7 +17,7 @@ from typing import Any, cast
 from megatron_ucp.core.box import Ints
 from megatron_ucp.formats.byte_files import OpenFile, damaged
 from megatron_ucp.formats.checkpoint import Record, Where
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 
 DTYPES = {
     "F64": "float64",

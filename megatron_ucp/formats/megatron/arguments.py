@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.values import DeviceName, DtypeName, Stand, VersionName
+from megatron_ucp.core.values import DeviceName, DtypeName, InertObject, VersionName
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.foreign import as_float
-from megatron_ucp.formats.plain_values import number
-from megatron_ucp.formats.pt.unpickler import AllowedClasses
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats import expect
+from megatron_ucp.formats.param_groups import number
+from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.formats.pt.unpickle import AllowedClasses
 
 # ---- kinds
 #
@@ -31,7 +31,7 @@ class Kind(Enum):
 # ---- closed list
 #
 # The classes that Megatron's pickles may name besides those of every `.pt` file. Each becomes an
-# inert `Stand`; none is imported.
+# inert `InertObject`; none is imported.
 #
 # Sources: what Megatron-core 0.16.1 to 0.19.2 with torch 2.13 writes, and its own list
 # (`safe_globals.py`). Its enums are not listed: each version adds some, and the arguments of a
@@ -149,7 +149,7 @@ SIZES = (
 def plain_arguments(tree: Any) -> dict[str, Any]:
     """Every argument as a plain value: members of enums become their values, dtypes their names,
     what is neither a mark of its type. Empty for what is no Namespace."""
-    if not isinstance(tree, Stand) or not tree.qualname.endswith("Namespace"):
+    if not isinstance(tree, InertObject) or not tree.qualname.endswith("Namespace"):
         return {}
     return {str(name): _plain(value) for name, value in tree.state.items()}
 
@@ -157,7 +157,7 @@ def plain_arguments(tree: Any) -> dict[str, Any]:
 def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, DtypeName | DeviceName | VersionName):
         return str(value)
-    if isinstance(value, Stand) and len(value.args) == 1 and not value.state:
+    if isinstance(value, InertObject) and len(value.args) == 1 and not value.state:
         return number(value.args[0])
     if isinstance(value, list | tuple) and depth < 3 and len(value) <= 4096:
         return [_plain(item, depth + 1) for item in value]
@@ -174,7 +174,7 @@ def rate(arguments: Mapping[str, Any], name: str) -> float | None:
     """A number; None where the arguments say none."""
     value = arguments.get(name)
     said = isinstance(value, int | float) and value is not True
-    return as_float(value, name, "the arguments") if said else None
+    return expect.number(value, name, "the arguments") if said else None
 
 
 def mesh_of(arguments: Mapping[str, Any]) -> Mesh:

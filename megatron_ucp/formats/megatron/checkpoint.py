@@ -19,8 +19,8 @@ from megatron_ucp.errors import (
     UnsupportedError,
     some_of,
 )
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import NO_RANDOM_STATES, Extras, Generators, OpenedFolder, Told
-from megatron_ucp.formats.foreign import no_such, of_kind
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import Recorded
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments
@@ -158,9 +158,9 @@ class MegatronFolder(OpenedFolder):
         if isinstance(found, str):
             return found
         entry, place, file = found
-        ranks = of_kind(entry, list, "rng_state", file)
+        ranks = expect.kind(entry, list, "rng_state", file)
         if not ranks:
-            raise no_such("rng_state of data-parallel ranks", None, file)
+            raise expect.other_structure("rng_state of data-parallel ranks", None, file)
         if len(ranks) not in (1, here.dp):
             return self.of_another_mesh
         return generators(entry, here.coord(rank).dp, place, file)

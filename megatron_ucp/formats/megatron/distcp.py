@@ -13,21 +13,21 @@ from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.grouping import grouped
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import (
     DamagedFileError,
     NotFoundError,
     UnsupportedError,
     some_of,
 )
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import OpenFile, damaged
 from megatron_ucp.formats.checkpoint import Record
-from megatron_ucp.formats.foreign import at_key, each, of_kind
 from megatron_ucp.formats.manifest_beside import open_regular
 from megatron_ucp.formats.megatron.arguments import OF_METADATA, OF_VALUES
-from megatron_ucp.formats.pt.reader import PtArchive
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, MAX_PICKLE_BYTES, TensorRef, loads
-from megatron_ucp.formats.pt.values import storages_of
+from megatron_ucp.formats.pt.file import PtArchive
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, storages_of
+from megatron_ucp.formats.pt.unpickle import MAX_PICKLE_BYTES, loads
 
 # ---- index
 #
@@ -134,16 +134,18 @@ class _Reader:
         self.path = path
 
     def index(self, tree: Any) -> Index:
-        said = of_kind(tree, Stand, "the index", self.path).state
-        entries = at_key(said, "state_dict_metadata", dict, self.path)
-        places = self._places(at_key(said, "storage_data", dict, self.path))
+        said = expect.kind(tree, InertObject, "the index", self.path).state
+        entries = expect.key(said, "state_dict_metadata", dict, self.path)
+        places = self._places(expect.key(said, "storage_data", dict, self.path))
         tensors: dict[str, StoredTensor] = {}
         objects: dict[str, ArchivePlace] = {}
         at_place: dict[ArchivePlace, StoredTensor] = {}  # of the first chunk
         for key, entry in entries.items():
             if not isinstance(key, str):
                 self._fail("a key is no text", None, type(key).__name__)
-            if of_kind(entry, Stand, key, self.path).qualname.endswith(".TensorStorageMetadata"):
+            if expect.kind(entry, InertObject, key, self.path).qualname.endswith(
+                ".TensorStorageMetadata"
+            ):
                 tensor = self._tensor(key, entry, places)
                 first = tensor.chunks[0].place if tensor.chunks else None
                 if first is None or not _is_copy(tensor, at_place.setdefault(first, tensor)):
@@ -159,21 +161,23 @@ class _Reader:
         """Where things lie, by key and first element; of what is no tensor by its key and None."""
         out: dict[Any, ArchivePlace] = {}
         for index, info in listed.items():
-            key, *start = of_kind(index, Stand, "a place", self.path).args or (None,)
+            key, *start = expect.kind(index, InertObject, "a place", self.path).args or (None,)
             at = tuple(None if one is None else self._ints(str(key), one) for one in start[:1])
-            out[(key, *at)] = self._place(of_kind(info, Stand, "a place", self.path))
+            out[(key, *at)] = self._place(expect.kind(info, InertObject, "a place", self.path))
         return out
 
-    def _tensor(self, key: str, entry: Stand, places: dict[Any, ArchivePlace]) -> StoredTensor:
+    def _tensor(
+        self, key: str, entry: InertObject, places: dict[Any, ArchivePlace]
+    ) -> StoredTensor:
         said = entry.state
-        properties = at_key(said, "properties", Stand, self.path).state
-        dtype, *_ = at_key(properties, "__state__", tuple, self.path) or ("",)
+        properties = expect.key(said, "properties", InertObject, self.path).state
+        dtype, *_ = expect.key(properties, "__state__", tuple, self.path) or ("",)
         dtype = str(dtype).removeprefix("torch.")
         shape = self._ints(key, said.get("size"))
         if dtype not in ITEMSIZE:
             self._fail("a tensor has a dtype that is not known", key, dtype)
         chunks: list[Chunk] = []
-        for one in each(said.get("chunks"), Stand, key, self.path):
+        for one in expect.each(said.get("chunks"), InertObject, key, self.path):
             start, size = (self._ints(key, one.get(name)) for name in ("offsets", "sizes"))
             chunks.append(Chunk(start, size, self._taken(places, key, start)))
         if fault := tiling_fault(shape, chunks):

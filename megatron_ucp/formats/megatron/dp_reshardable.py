@@ -18,11 +18,11 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import AssembledTensor
 from megatron_ucp.formats.checkpoint import ByteFile, Record, Told, Where, tensor_at
-from megatron_ucp.formats.foreign import of_kind
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.buffers import (
     BUFFER_STATES,
@@ -37,7 +37,7 @@ from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.params import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.run_state import loss_scale_of
 from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.refs import TensorRef
 
 _PREFIX = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 _KEY = re.compile(
@@ -71,7 +71,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         Raises StateMismatchError where they are not."""
         found: dict[int, list[SavedGroup]] = {}
         for key, number in self._objects("optimizer"):
-            tree = of_kind(self.object(key), dict, key, self.folder)
+            tree = expect.kind(self.object(key), dict, key, self.folder)
             tensor = partial(self._tensor_in, key)
             own = saved_groups(tree.get("param_groups"), None, tensor, self.main_file, number)
             first = found.setdefault(number, own)
@@ -92,7 +92,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             if (found := _OBJECT.fullmatch(key)) and found["what"] == what:
                 yield key, int(found["optimizer"] or 0)
 
-    def _tensor_in(self, key: str, ref: TensorRef) -> Stand:
+    def _tensor_in(self, key: str, ref: TensorRef) -> InertObject:
         """A small tensor of an object."""
         return tensor_at(self.place_in(key, ref), ref)
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
-from megatron_ucp.formats.foreign import as_float, each
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.megatron.arguments import rate
-from megatron_ucp.formats.plain_values import MEGATRON, Tensors, param_groups
-from megatron_ucp.formats.pt.unpickler import TensorRef
-from megatron_ucp.formats.pt.values import number_in
+from megatron_ucp.formats.param_groups import MEGATRON, Tensors, param_groups
+from megatron_ucp.formats.pt.refs import TensorRef, number_in
 
 # How a group came to be, and which optimizer steps it.
 IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer")
@@ -60,7 +59,7 @@ def saved_groups(
 ) -> list[SavedGroup]:
     """The groups of one optimizer, of its `param_groups`. Raises DamagedFileError."""
     out: list[SavedGroup] = []
-    for tree in each(trees, dict, "param_groups", file):
+    for tree in expect.each(trees, dict, "param_groups", file):
         own = {key: _own(tree, key) for key in MEGATRON_KEYS if _own(tree, key) is not None}
         rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
         if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
@@ -94,7 +93,7 @@ def _step(value: Any, common: float | None, tensors: Tensors, file: str) -> floa
         value = number_in(tensors(value), file)
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise DamagedFileError("a step is no number", file=file, found=type(value).__name__)
-    return as_float(value, "step", file)
+    return expect.number(value, "step", file)
 
 
 def _class_name(settings: Mapping[str, Any]) -> str:

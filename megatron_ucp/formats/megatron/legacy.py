@@ -27,15 +27,15 @@ from megatron_ucp.core.mesh import (
 )
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
     StateMismatchError,
     UnsupportedError,
 )
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import Checkpoint, Told, Where
-from megatron_ucp.formats.foreign import each, of_kind
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.buffers import (
@@ -70,7 +70,7 @@ from megatron_ucp.formats.megatron.rank_dirs import (
 )
 from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
 from megatron_ucp.formats.proof import Run, same_run
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.refs import TensorRef
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # as a part numbers its own
 
@@ -142,7 +142,7 @@ class LegacyCheckpoint(RankFolders):
             self._by_position[rank] = found.found
         return self._by_position[rank]
 
-    def _tensor(self, ref: TensorRef) -> Stand:
+    def _tensor(self, ref: TensorRef) -> InertObject:
         """A small tensor of the main file."""
         return self.tensor(self.main_file, ref)
 
@@ -301,17 +301,17 @@ class LegacyCheckpoint(RankFolders):
         tree, file = self._tree(name), self.folder / name
         optimizer = tree
         if isinstance(self.file(name).tree, list):
-            optimizer = of_kind(tree.get(one.optimizer), dict, "optimizer", file)
+            optimizer = expect.kind(tree.get(one.optimizer), dict, "optimizer", file)
         if not optimizer.get("buckets_coalesced"):
             raise UnsupportedError(
                 "the optimizer's file has a form of before February 2024",
                 file=self.main_file,
                 fix="load and save it again with a later Megatron-LM",
             )
-        buffers = of_kind(optimizer.get(one.number), dict, "a buffer", file)
-        (by_state,) = each([*buffers.values()][:1] or [None], dict, "a buffer", file)
+        buffers = expect.kind(optimizer.get(one.number), dict, "a buffer", file)
+        (by_state,) = expect.each([*buffers.values()][:1] or [None], dict, "a buffer", file)
         theirs = next(theirs for theirs, ours in BUFFER_STATES.items() if ours == state)
-        return of_kind(by_state.get(theirs), TensorRef, theirs, file)
+        return expect.kind(by_state.get(theirs), TensorRef, theirs, file)
 
     def _check_size(self, ref: Any, buffer: FlatBuffer, number: int, cut: Coords) -> None:
         good = isinstance(ref, TensorRef) and ref.is_contiguous

@@ -16,11 +16,11 @@ from megatron_ucp.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from megatron_ucp.formats.foreign import at_key, at_key_or, each, of_kind, texts
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
 from megatron_ucp.formats.megatron.checkpoint import MegatronFolder
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import TensorRef
 
 # ---- rank folder
 #
@@ -75,14 +75,14 @@ class RankFolders(MegatronFolder):
         tree, path = self.file(name).tree, self.folder / name
         if isinstance(tree, list):
             tree = dict(enumerate(tree))
-        return of_kind(tree, dict, "the file", path)
+        return expect.kind(tree, dict, "the file", path)
 
     def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
         """The weights of a chunk of a rank, by their local names."""
         name = self._model_file(rank)
         key = "model" if self.saved_on.vpp == 1 else f"model{chunk}"
-        held = at_key(self._tree(name), key, dict, self.folder / name)
-        texts(list(held), key, self.folder / name)
+        held = expect.key(self._tree(name), key, dict, self.folder / name)
+        expect.texts(list(held), key, self.folder / name)
         return held
 
     def file(self, name: str) -> PtFile:
@@ -168,7 +168,7 @@ class RankFolders(MegatronFolder):
         """The optimizer of a file, or each one of a chain; none where there is none."""
         found = self._tree(name).get("optimizer") or []
         listed = found if isinstance(found, list) else [found]
-        return [*each(listed, dict, "optimizer", self.full_path(name))]
+        return [*expect.each(listed, dict, "optimizer", self.full_path(name))]
 
 
 # ---- by position
@@ -184,13 +184,13 @@ _FULL, _STEP = "float32", "step"
 
 def inner_tree(tree: Mapping[str, Any], file: str) -> Mapping[str, Any]:
     """What torch's optimizer keeps of one of Megatron's."""
-    return at_key(tree, "optimizer", dict, file) if "optimizer" in tree else tree
+    return expect.key(tree, "optimizer", dict, file) if "optimizer" in tree else tree
 
 
 def steps_in(inner: Mapping[str, Any], file: str) -> list[TensorRef]:
     """The tensors that count steps, of each parameter."""
-    states = at_key_or(inner, "state", {}, file).values()
-    found = [of_kind(one, dict, "the state of a parameter", file).get(_STEP) for one in states]
+    states = expect.key_or(inner, "state", {}, file).values()
+    found = [expect.kind(one, dict, "the state of a parameter", file).get(_STEP) for one in states]
     return [ref for ref in found if isinstance(ref, TensorRef)]
 
 
@@ -205,8 +205,10 @@ class StatesByPosition:
         """Takes one optimizer, of whose `groups` these are the weights. Raises StateMismatchError
         where they are not, DamagedFileError."""
         inner, file = inner_tree(tree, self.file), self.file
-        listed = each(at_key_or(inner, "param_groups", [], file), dict, "param_groups", file)
-        states = at_key_or(inner, "state", {}, file)
+        listed = expect.each(
+            expect.key_or(inner, "param_groups", [], file), dict, "param_groups", file
+        )
+        states = expect.key_or(inner, "state", {}, file)
         for number, named in enumerate(groups):
             ids = listed[number].get("params") if number < len(listed) else None
             halves = [one for one in named if one[1].storage.dtype != _FULL]
@@ -224,7 +226,7 @@ class StatesByPosition:
         return listed[number] if number < len(listed) else []
 
     def _of_param(self, kept: Any) -> dict[str, TensorRef]:
-        refs = of_kind(kept, dict, "the state of a parameter", self.file).items()
+        refs = expect.kind(kept, dict, "the state of a parameter", self.file).items()
         return {k: ref for k, ref in refs if isinstance(ref, TensorRef) and k != _STEP}
 
     def _paired(

@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Extras, Generators, Where
-from megatron_ucp.formats.foreign import as_float, at_key, each, no_such, of_kind
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import rate, size
 from megatron_ucp.formats.megatron.groups import SavedGroup
-from megatron_ucp.formats.plain_values import Tensors, number
-from megatron_ucp.formats.pt.unpickler import TensorRef
-from megatron_ucp.formats.pt.values import number_in
+from megatron_ucp.formats.param_groups import Tensors, number
+from megatron_ucp.formats.pt.refs import TensorRef, number_in
 
 # ---- extras
 #
@@ -100,7 +99,7 @@ def loss_scale_of(
     if growth is None:
         return LossScale(False, scale)
     if not isfinite(growth) or not isfinite(left or 0):
-        raise no_such("whole numbers in the loss scale", growth, "")
+        raise expect.other_structure("whole numbers in the loss scale", growth, "")
     window, allowed = size(arguments, "loss_scale_window", 1000), size(arguments, "hysteresis", 2)
     hysteresis = allowed, allowed if left is None else int(left)
     least = rate(arguments, "min_loss_scale") or 1.0
@@ -111,7 +110,7 @@ def _number(value: Any, tensors: Tensors) -> float | None:
     if isinstance(value, TensorRef):
         return number_in(tensors(value), "")
     found = number(value)
-    return as_float(found, "the loss scale", "") if isinstance(found, int | float) else None
+    return expect.number(found, "the loss scale", "") if isinstance(found, int | float) else None
 
 
 # ---- random states
@@ -130,18 +129,20 @@ _MAX_BYTES = 2**16  # more than any generator of torch keeps
 def generators(entry: Sequence[Any], data_rank: int, place: WhereOf, file: str) -> Generators:
     """The generators of a data-parallel rank, in the form of `Checkpoint.random_states`. Raises
     DamagedFileError for what is no generator's."""
-    saved = each(entry, dict, "rng_state", file)[data_rank if len(entry) > 1 else 0]
-    python = at_key(saved, "random_rng_state", tuple, file)
-    numpy = at_key(saved, "np_rng_state", tuple, file)
+    saved = expect.each(entry, dict, "rng_state", file)[data_rank if len(entry) > 1 else 0]
+    python = expect.key(saved, "random_rng_state", tuple, file)
+    numpy = expect.key(saved, "np_rng_state", tuple, file)
     if len(python) != 3 or len(numpy) != 5:
-        raise no_such("random_rng_state of 3 and np_rng_state of 5 values", python, file)
+        raise expect.other_structure(
+            "random_rng_state of 3 and np_rng_state of 5 values", python, file
+        )
     out: dict[str, bytes | list[int] | list[float]] = {
         **_of_python(*python, file),
         **_of_numpy(*numpy, file),
         "torch": _bytes(saved.get("torch_rng_state"), "torch_rng_state", place, file),
         "cuda": _bytes(saved.get("cuda_rng_state"), "cuda_rng_state", place, file),
     }
-    for name, ref in at_key(saved, "rng_tracker_states", dict, file).items():
+    for name, ref in expect.key(saved, "rng_tracker_states", dict, file).items():
         out[f"megatron.{name}"] = _bytes(ref, name, place, file)
     return out
 
@@ -151,8 +152,8 @@ def _of_python(
 ) -> dict[str, list[int] | list[float]]:
     """What `random.getstate` gives: its version, 624 words and a position in them, and a normal
     number that is left of a pair."""
-    gauss = math.nan if left is None else of_kind(left, float, "python_gauss", file)
-    listed = of_kind(words, tuple, "random_rng_state", file)
+    gauss = math.nan if left is None else expect.kind(left, float, "python_gauss", file)
+    listed = expect.kind(words, tuple, "random_rng_state", file)
     return {"python": [_whole(n, file) for n in (version, *listed)], "python_gauss": [gauss]}
 
 
@@ -161,22 +162,22 @@ def _of_numpy(
 ) -> dict[str, list[int] | list[float]]:
     """What `numpy.random.get_state` gives: its kind, 624 words, a position in them, and whether a
     normal number is left of a pair, and which."""
-    if kind != "MT19937" or not isinstance(words, Stand):
-        raise no_such("numpy's generator MT19937", kind, file)
+    if kind != "MT19937" or not isinstance(words, InertObject):
+        raise expect.other_structure("numpy's generator MT19937", kind, file)
     data = words.get("data")
     known = (words.get("dtype"), words.get("shape")) == ("<u4", (TWISTER_WORDS,))
     if not known or not isinstance(data, bytes) or len(data) != 4 * TWISTER_WORDS:
-        raise no_such(f"{TWISTER_WORDS} words of numpy's generator", words, file)
+        raise expect.other_structure(f"{TWISTER_WORDS} words of numpy's generator", words, file)
     return {
         "numpy": list(struct.unpack(f"<{TWISTER_WORDS}I", data)),
         "numpy_place": [_whole(number(position), file), _whole(number(is_left), file)],
-        "numpy_gauss": [of_kind(number(left), float, "numpy_gauss", file)],
+        "numpy_gauss": [expect.kind(number(left), float, "numpy_gauss", file)],
     }
 
 
 def _whole(value: Any, file: str) -> int:
     if type(value) is not int or not 0 <= value < 2**32:
-        raise no_such("a word of a generator", value, file)
+        raise expect.other_structure("a word of a generator", value, file)
     return value
 
 

@@ -15,8 +15,8 @@ from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import Record, Told, Where
-from megatron_ucp.formats.foreign import at_key, at_key_or, each, of_kind
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES, OF_VALUES
@@ -33,8 +33,8 @@ from megatron_ucp.formats.megatron.names import (
 from megatron_ucp.formats.megatron.params import HeldStates, NamedStates, StoredBlock, StoredParam
 from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
 from megatron_ucp.formats.proof import Run, boxes_of, is_same, same_run
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
 COMMON_KEY = "common_state/shard_0_1"  # since megatron-core 0.19 the object with the common tree
@@ -87,7 +87,7 @@ class TorchDistCheckpoint(MegatronFolder):
         """The tree of each optimizer: one, or with expert parallelism one for what is no expert's
         and one for experts. Raises ForeignFileError where the arguments say the other kind; they
         leave it open where experts are cut otherwise than the rest, and not spread."""
-        tree = at_key_or(self.main_tree, "optimizer", {}, self.main_file)
+        tree = expect.key_or(self.main_tree, "optimizer", {}, self.main_file)
         chained = set(tree) == {0, 1}
         spread: Any = self.arguments.get("expert_model_parallel_size")
         is_open = type(spread) is not int or self.has_experts_cut_alone
@@ -99,18 +99,18 @@ class TorchDistCheckpoint(MegatronFolder):
                 found="two" if chained else "one",
             )
         trees: Any = [tree[0], tree[1]] if chained else [tree]
-        return each(trees, dict, "optimizer", self.main_file)
+        return expect.each(trees, dict, "optimizer", self.main_file)
 
     def _read_groups(self) -> list[SavedGroup]:
         out: list[SavedGroup] = []
         for number, tree in enumerate(self._optimizers):
             file = self.main_file
-            inner = at_key(tree, "optimizer", dict, file) if "optimizer" in tree else tree
-            common = at_key_or(inner, "state", {}, file).get("common_step")
+            inner = expect.key(tree, "optimizer", dict, file) if "optimizer" in tree else tree
+            common = expect.key_or(inner, "state", {}, file).get("common_step")
             step = None
             if common is not None:
-                step = self.scalar(file, of_kind(common, TensorRef, "common_step", file))
-            listed = at_key_or(inner, "param_groups", [], file)
+                step = self.scalar(file, expect.kind(common, TensorRef, "common_step", file))
+            listed = expect.key_or(inner, "param_groups", [], file)
             out += saved_groups(
                 listed, step, lambda ref: self.tensor(self.main_file, ref), self.main_file, number
             )

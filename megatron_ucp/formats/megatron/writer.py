@@ -18,7 +18,7 @@ from megatron_ucp.core.manifest import FileEntry, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.values import Stand, alike
+from megatron_ucp.core.values import InertObject, alike
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.file_layout import Blob, Crcs, FileLayout, FilePiece
@@ -39,10 +39,9 @@ from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS, S
 from megatron_ucp.formats.megatron.torch_dist import BACKEND, COMMON_FILE, METADATA_FILE
 from megatron_ucp.formats.optimizers import steps_in_group
 from megatron_ucp.formats.output_folder import entry_of
-from megatron_ucp.formats.plain_values import MEGATRON
-from megatron_ucp.formats.pt.output import Output
-from megatron_ucp.formats.pt.values import number_in
-from megatron_ucp.formats.pt.writer import ArchiveLayout, tensor_archive, write_pt
+from megatron_ucp.formats.param_groups import MEGATRON
+from megatron_ucp.formats.pt.archive import ArchiveLayout, Output, tensor_archive, write_pt
+from megatron_ucp.formats.pt.refs import number_in
 
 # ---- common file
 #
@@ -107,7 +106,7 @@ class CommonFile:
             "content_metadata": dict(content),
         }
         if arguments:
-            out.tree["args"] = Stand("argparse.Namespace", (), arguments)
+            out.tree["args"] = InertObject("argparse.Namespace", (), arguments)
         else:
             self.notes.append(
                 "the sizes of the model are not known: Megatron-LM will load it without arguments "
@@ -223,7 +222,9 @@ class CommonFile:
 
     def _float(self, value: Any) -> float:
         """A hyper-parameter, which may be a tensor."""
-        return number_in(value, self.file) if isinstance(value, Stand) else float(value or 0.0)
+        return (
+            number_in(value, self.file) if isinstance(value, InertObject) else float(value or 0.0)
+        )
 
     def _note(self, note: str) -> None:
         if note not in self.notes:

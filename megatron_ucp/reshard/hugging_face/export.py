@@ -41,7 +41,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     read_json,
     shards_of,
 )
-from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import Difference, weight_differences, weight_of
 from megatron_ucp.reshard.engine import Engine

@@ -19,8 +19,7 @@ from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.writer import NativeWriter, RunSettings
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.pt.output import Output, Weight
-from megatron_ucp.formats.pt.writer import write_pt
+from megatron_ucp.formats.pt.archive import Output, Weight, write_pt
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.target import Wanted, target_manifest
 from tests.reshard.paper.model import Model

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.errors import PlanError, UnsupportedError
-from megatron_ucp.formats.pt import writer as pt_writer
-from megatron_ucp.formats.pt.pickler import dumps
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import loads
-from megatron_ucp.formats.pt.values import ITEMSIZE, Stand, StorageRef, TensorRef
-from megatron_ucp.formats.pt.writer import contiguous, write_pt
+from megatron_ucp.formats.pt import archive as pt_writer
+from megatron_ucp.formats.pt.archive import contiguous, write_pt
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.pickle import dumps
+from megatron_ucp.formats.pt.refs import ITEMSIZE, InertObject, StorageRef, TensorRef
+from megatron_ucp.formats.pt.unpickle import loads
 
 SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
 
@@ -145,7 +145,7 @@ def test_objects_of_known_classes_come_back_with_their_attributes(tmp_path: Path
     found = torch.load(
         write(
             tmp_path / "file.pt",
-            {"scaler": Stand(SCALER, (), {"cur_scale": 8.0, "dynamic": False})},
+            {"scaler": InertObject(SCALER, (), {"cur_scale": 8.0, "dynamic": False})},
         ),
         weights_only=False,
     )

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ucp.core.values import DtypeName, Stand, VersionName, numpy_scalar
+from megatron_ucp.core.values import DtypeName, InertObject, VersionName, numpy_scalar
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.plain_values import number
+from megatron_ucp.formats.param_groups import number
 
 TEXT = "static".encode("utf-32-le")
 
@@ -37,7 +37,7 @@ def test_a_scalar_is_of_pythons_own_type(value: Any, want: Any) -> None:
 
 def test_a_loss_scaler_with_numpys_numbers() -> None:
     scale = numpy_scalar("<f8", struct.pack("<d", 256.0))
-    stand = Stand("x.DynamicLossScaler", state={"cur_scale": scale, "cur_iter": 4})
+    stand = InertObject("x.DynamicLossScaler", state={"cur_scale": scale, "cur_iter": 4})
     found = LossScale.pickled(stand)
     assert found.said == {"cur_scale": 256.0, "cur_iter": 4}
     assert type(found.cur_scale) is float

@@ -4,8 +4,10 @@ import collections
 
 import pytest
 
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.pt.unpickler import Stand, StorageRef, TensorRef, with_tensors
+from megatron_ucp.formats.pt.refs import StorageRef, TensorRef
+from megatron_ucp.formats.pt.unpickle import with_tensors
 
 
 def ref(key: str) -> TensorRef:
@@ -20,7 +22,7 @@ def test_resolve_replaces_tensors_and_keeps_types_and_sharing() -> None:
         part,
         (shared, 1),
         collections.OrderedDict(b=ref("b")),
-        Stand("a.B", (shared,), {"s": ref("c")}),
+        InertObject("a.B", (shared,), {"s": ref("c")}),
         collections.defaultdict(list, {1: shared}),
         collections.deque([shared, 2], 3),
         collections.Counter({5: 2}),
@@ -36,7 +38,7 @@ def test_resolve_replaces_tensors_and_keeps_types_and_sharing() -> None:
         {"w": "a"},
         ("a", 1),
         {"b": "b"},
-        Stand("a.B", ("a",), {"s": "c"}),
+        InertObject("a.B", ("a",), {"s": "c"}),
         {1: "a"},
         collections.deque(["a", 2]),
         {5: 2},
@@ -50,7 +52,9 @@ def test_resolve_replaces_tensors_and_keeps_types_and_sharing() -> None:
     assert isinstance(result[6], collections.deque) and result[6].maxlen == 3
     assert type(result[7]) is collections.Counter
     assert [item.storage.key for item in calls] == ["a", "b", "c"]
-    assert part == {"w": shared} and isinstance(source[4], Stand) and source[4].args == (shared,)
+    assert (
+        part == {"w": shared} and isinstance(source[4], InertObject) and source[4].args == (shared,)
+    )
 
 
 def test_resolve_of_cycles_and_of_shared_doublings_ends() -> None:

@@ -19,19 +19,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ucp.core.values import DeviceName, DtypeName, NumpyScalar, Size, VersionName
-from megatron_ucp.errors import DamagedFileError, UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.pt.unpickler import (
-    ITEMSIZE,
-    AllowedClasses,
-    Global,
-    Stand,
-    StorageRef,
-    TensorRef,
-    loads,
+from megatron_ucp.core.values import (
+    ClassName,
+    DeviceName,
+    DtypeName,
+    InertObject,
+    NumpyScalar,
+    Size,
+    VersionName,
 )
-
-from .craft import call, named, number, numbers, pickle_of, storage, tensor, text, tuple_of
+from megatron_ucp.errors import DamagedFileError, UnsafePickleError, UnsupportedError
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
+from megatron_ucp.formats.pt.unpickle import AllowedClasses, SafeUnpickler, loads
+from tests.formats.craft import (
+    call,
+    named,
+    number,
+    numbers,
+    pickle_of,
+    storage,
+    tensor,
+    text,
+    tuple_of,
+)
 
 PROTOCOLS = (2, 3, 4, 5)
 
@@ -134,35 +144,35 @@ def test_stand_ins_of_the_standard_library(protocol: int) -> None:
     for path in (pathlib.PurePosixPath("/a/b"), pathlib.Path("a"), pathlib.PureWindowsPath("c:/a")):
         found = read(path, protocol)
         assert type(found) is type(path) and found == path
-    assert read(argparse.Namespace(lr=1.5), protocol) == Stand(
+    assert read(argparse.Namespace(lr=1.5), protocol) == InertObject(
         "argparse.Namespace", (), {"lr": 1.5}
     )
-    assert read(types.SimpleNamespace(lr=1.5), protocol) == Stand(
+    assert read(types.SimpleNamespace(lr=1.5), protocol) == InertObject(
         "types.SimpleNamespace", (), {"lr": 1.5}
     )
     kind = read(int, protocol)
-    assert isinstance(kind, Global) and kind.qualname == "builtins.int"
+    assert isinstance(kind, ClassName) and kind.qualname == "builtins.int"
 
 
 def test_stand() -> None:
-    one = Stand("a.B", (1,), {"x": 2, "y": [one for one in range(1000)]})
+    one = InertObject("a.B", (1,), {"x": 2, "y": [one for one in range(1000)]})
     assert one.get("x") == 2 and one.get("z") is None and one.get("z", 5) == 5
     assert (
-        one == Stand("a.B", (1,), dict(one.state))
-        and one != Stand("a.C", (1,), dict(one.state))
+        one == InertObject("a.B", (1,), dict(one.state))
+        and one != InertObject("a.C", (1,), dict(one.state))
         and one != 1
     )
     assert (
-        hash(one) == hash(Stand("a.B", (1,)))
-        and len({one, Stand("a.B", (1,), dict(one.state))}) == 1
+        hash(one) == hash(InertObject("a.B", (1,)))
+        and len({one, InertObject("a.B", (1,), dict(one.state))}) == 1
     )
     assert "a.B" in repr(one) and "x=2" in repr(one) and len(repr(one)) < 200
 
 
 def test_repr_of_shared_stands_ends() -> None:
-    stand = Stand("a.B")
+    stand = InertObject("a.B")
     for _ in range(80):
-        stand = Stand("a.B", (stand, stand, stand), {"x": stand})
+        stand = InertObject("a.B", (stand, stand, stand), {"x": stand})
     assert len(repr(stand)) < 200
 
 
@@ -310,7 +320,7 @@ def test_enum_members_by_name_are_looked_up_nowhere() -> None:
 
 def test_fragments_as_named_tuples() -> None:
     kind = "deepspeed.utils.tensor_fragment.fragment_address"
-    assert loads(pickle_of(named(kind) + numbers(7, 3) + b"\x81"), file="x") == Stand(
+    assert loads(pickle_of(named(kind) + numbers(7, 3) + b"\x81"), file="x") == InertObject(
         kind, (), {"numel": 7, "start": 3}
     )
 
@@ -336,7 +346,7 @@ def test_fragments_as_named_tuples() -> None:
 def test_numpy_arrays_and_scalars(array: np.ndarray, protocol: int) -> None:
     stand = read(array, protocol)
     assert (
-        isinstance(stand, Stand)
+        isinstance(stand, InertObject)
         and stand.qualname == "numpy.ndarray"
         and isinstance(stand.get("data"), bytes)
     )
@@ -415,7 +425,7 @@ def test_allowed_classes_become_inert() -> None:
     for protocol in PROTOCOLS:
         result = loads(pickle.dumps([surprise, words, counts], protocol), file="x", allow=allow)
         assert isinstance(result, list)
-        assert result[0] == Stand(f"{__name__}.Surprise", (), {"x": 1})
+        assert result[0] == InertObject(f"{__name__}.Surprise", (), {"x": 1})
         assert result[1].get("__elements__") == ["a", "b"] and result[2].get("__items__") == {
             "a": 1
         }
@@ -423,9 +433,9 @@ def test_allowed_classes_become_inert() -> None:
 
 def test_state_that_is_no_dict_is_kept() -> None:
     body = named("a.B") + b")\x81" + numbers(1, 2, 3) + b"b"
-    assert loads(pickle_of(body), file="x", allow=AllowedClasses(frozenset({"a.B"}))) == Stand(
-        "a.B", (), {"__state__": (1, 2, 3)}
-    )
+    assert loads(
+        pickle_of(body), file="x", allow=AllowedClasses(frozenset({"a.B"}))
+    ) == InertObject("a.B", (), {"__state__": (1, 2, 3)})
 
 
 def test_registered_extensions_are_refused() -> None:
@@ -439,10 +449,43 @@ def test_registered_extensions_are_refused() -> None:
         copyreg.remove_extension(__name__, "Surprise", 0x7ABCDE)
 
 
+def test_python_reads_the_opcodes_that_only_push_plain_data() -> None:
+    """Python's unpickler in Python is private: a later one may look elsewhere, or do more."""
+    private, opcodes = pickle._Unpickler, SafeUnpickler.OPCODES
+    by_python = {code for code, read in opcodes.items() if read is private.dispatch[code[0]]}
+    assert b"".join(sorted(by_python)) == (
+        b"()012BCGJKMNQX]hjlqrt}\x85\x86\x87\x88\x89\x8a\x8c\x8f\x93\x94"
+    )
+    uses = {name for code in by_python for name in opcodes[code].__code__.co_names}
+    assert uses <= {
+        *("append", "stack", "metastack", "pop_mark", "memo", "read"),  # its own state
+        *("find_class", "persistent_load"),  # which are ours
+        *("unpack", "decode_long", "set", "tuple", "str", "type", "len", "pop", "maxsize"),
+        *("KeyError", "ValueError", "UnpicklingError"),
+    }
+
+
+def test_each_opcode_that_makes_or_fills_something_is_ours() -> None:
+    ours = {
+        name
+        for name, code in vars(pickle).items()
+        if isinstance(code, bytes)
+        and SafeUnpickler.OPCODES.get(code, None) is not None
+        and vars(SafeUnpickler).get(SafeUnpickler.OPCODES[code].__name__)
+        is SafeUnpickler.OPCODES[code]
+    }
+    assert ours == {
+        *("PROTO", "FRAME", "LONG4", "BINUNICODE8", "BINBYTES8", "BYTEARRAY8"),
+        *("GLOBAL", "FROZENSET", "DICT"),
+        *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"),
+        *("REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD"),
+    }
+
+
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys, megatron_ucp.formats.pt.reader; "
-        "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy', 'deepspeed', 'pickle')))"
+        "import sys, megatron_ucp.formats.pt.file; "
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy', 'deepspeed')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -17,22 +17,21 @@ from typing import Self
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.byte_files import OpenFile, damaged
 from megatron_ucp.formats.checkpoint import Record
-from megatron_ucp.formats.pt.directory import (
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
+from megatron_ucp.formats.pt.unpickle import (
+    MAX_PICKLE_BYTES,
+    NOTHING_MORE,
+    AllowedClasses,
+    VouchedClasses,
+    loads,
+    refuse_outside,
+)
+from megatron_ucp.formats.pt.zip import (
     LOCAL,
     REFUSED_FLAGS,
     find_directory,
     parse_directory,
     root_of,
-)
-from megatron_ucp.formats.pt.strangers import Strangers, refuse_outside
-from megatron_ucp.formats.pt.unpickler import (
-    ITEMSIZE,
-    MAX_PICKLE_BYTES,
-    NOTHING_MORE,
-    AllowedClasses,
-    StorageRef,
-    TensorRef,
-    loads,
 )
 
 # Of an archive inside of a file, what is read at once from either end: the directory that torch
@@ -49,19 +48,19 @@ class PtFile(OpenFile):
     records that do not overlap.
     """
 
-    strangers: Strangers | None = None
+    vouched: VouchedClasses | None = None
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
         allow: AllowedClasses = NOTHING_MORE,
-        strangers: Strangers | None = None,
+        vouched: VouchedClasses | None = None,
     ) -> None:
-        """`allow`: further classes that the pickle may name, `strangers` where others may stand as
+        """`allow`: further classes that the pickle may name, `vouched` where others may stand as
         names; see `unpickler.loads`."""
         super().__init__(path)
-        self.strangers = strangers
+        self.vouched = vouched
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._read_directory(allow)
@@ -98,9 +97,9 @@ class PtFile(OpenFile):
 
     def value_of(self, pickled: bytes) -> object:
         """The value of a pickle that lies in this file, or is the same as one that does."""
-        tree = loads(pickled, file=self.path, allow=self._allow, strangers=self.strangers)
-        if self.strangers is not None and self.strangers.names:
-            refuse_outside(tree, self.strangers, self.path)
+        tree = loads(pickled, file=self.path, allow=self._allow, vouched=self.vouched)
+        if self.vouched is not None and self.vouched.names:
+            refuse_outside(tree, self.vouched, self.path)
         return tree
 
     def pickled(self) -> bytes:

@@ -6,18 +6,23 @@ from collections import OrderedDict
 
 import pytest
 
+from megatron_ucp.core.values import ClassName, InertObject
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
-from megatron_ucp.formats.pt import known as pickle_known
-from megatron_ucp.formats.pt.unpickler import (
-    AllowedClasses,
-    Global,
-    Stand,
-    StorageRef,
-    TensorRef,
-    loads,
+from megatron_ucp.formats.pt import allowed_calls
+from megatron_ucp.formats.pt.refs import StorageRef, TensorRef
+from megatron_ucp.formats.pt.unpickle import AllowedClasses, loads
+from tests.formats.craft import (
+    call,
+    dict_of,
+    named,
+    numbers,
+    pickle_of,
+    storage,
+    tensor,
+    text,
+    tuple_of,
+    watch,
 )
-
-from .craft import call, dict_of, named, numbers, pickle_of, storage, tensor, text, tuple_of, watch
 
 EMPTY_DICT, NONE, BUILD = b"}", b"N", b"b"
 
@@ -70,8 +75,8 @@ CALLS = [
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler.update_scale",
     "torch.FloatStorage.from_file",
     "torch.os.system",
-    "megatron_ucp.formats.pt.unpickler.loads",
-    "megatron_ucp.formats.pt.unpickler.Stand",
+    "megatron_ucp.formats.pt.unpickle.loads",
+    "megatron_ucp.formats.pt.unpickle.InertObject",
     "tests.formats.craft.text",
 ]
 
@@ -282,8 +287,8 @@ STATES: dict[str, bytes] = {
     ],
 )
 def test_no_class_or_function_can_be_changed(qualname: str, state: bytes) -> None:
-    before = [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)]
-    known = dict(pickle_known.KNOWN)
+    before = [dict(vars(kind)) for kind in (ClassName, InertObject, TensorRef, StorageRef)]
+    known = dict(allowed_calls.ALLOWED_CALLS)
     with pytest.raises(DamagedFileError, match="sets attributes"):
         loads(
             pickle_of(named(qualname) + state + BUILD),
@@ -291,10 +296,12 @@ def test_no_class_or_function_can_be_changed(qualname: str, state: bytes) -> Non
             allow=AllowedClasses(frozenset({"a.Allowed"})),
         )
     assert (
-        before == [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)]
-        and known == pickle_known.KNOWN
+        before == [dict(vars(kind)) for kind in (ClassName, InertObject, TensorRef, StorageRef)]
+        and known == allowed_calls.ALLOWED_CALLS
     )
-    assert loads(pickle_of(call("argparse.Namespace")), file="x") == Stand("argparse.Namespace")
+    assert loads(pickle_of(call("argparse.Namespace")), file="x") == InertObject(
+        "argparse.Namespace"
+    )
 
 
 @pytest.mark.parametrize("state", list(STATES.values())[:-1], ids=list(STATES)[:-1])
@@ -302,8 +309,8 @@ def test_attributes_of_stands_are_data_only(state: bytes) -> None:
     one, two = "argparse.Namespace", "types.SimpleNamespace"
     value = loads(pickle_of(tuple_of(call(one) + state + BUILD, call(two))), file="x")
     assert isinstance(value, tuple)
-    assert type(value[0]) is Stand and value[0].qualname == one and value[0].args == ()
-    assert value[1] == Stand(two), "the state of one stand-in is not the state of another"
+    assert type(value[0]) is InertObject and value[0].qualname == one and value[0].args == ()
+    assert value[1] == InertObject(two), "the state of one stand-in is not the state of another"
     assert not hasattr(value[0], "__dict__")
 
 
@@ -325,7 +332,7 @@ def test_an_allowed_name_does_not_replace_a_known_one() -> None:
         pickle_of(call("os.system", tuple_of(text("x")))),
         file="x",
         allow=AllowedClasses(frozenset({"os.system"})),
-    ) == Stand("os.system", ("x",))
+    ) == InertObject("os.system", ("x",))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from math import prod
 from typing import ClassVar
 
 from megatron_ucp.core.box import dims_in_memory
-from megatron_ucp.core.values import TENSOR, Stand
+from megatron_ucp.core.values import TENSOR, InertObject
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 
 ITEMSIZE: dict[str, int] = {
@@ -96,7 +96,7 @@ _CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool"
 
 def tensor_value(
     ref: TensorRef, data: bytes | bytearray, file: str, max_elems: int = MAX_ELEMS
-) -> Stand:
+) -> InertObject:
     """A small tensor as a plain value; `data` are the `span_bytes` from its first element on.
     Raises UnsupportedError for a large one."""
     if ref.numel > max_elems:
@@ -118,12 +118,12 @@ def tensor_value(
     return tensor_stand(ref.storage.dtype, ref.shape, bytes(data))
 
 
-def tensor_stand(dtype: str, shape: tuple[int, ...], data: bytes) -> Stand:
+def tensor_stand(dtype: str, shape: tuple[int, ...], data: bytes) -> InertObject:
     """A tensor as a plain value: its elements in C order."""
-    return Stand(TENSOR, (), {"dtype": dtype, "shape": tuple(shape), "data": data})
+    return InertObject(TENSOR, (), {"dtype": dtype, "shape": tuple(shape), "data": data})
 
 
-def number_in(tensor: Stand, file: str) -> float:
+def number_in(tensor: InertObject, file: str) -> float:
     """The number that a tensor of one element is. Raises DamagedFileError for any other."""
     dtype, data = str(tensor.get("dtype")), tensor.get("data")
     code = _CODES.get(dtype)

@@ -9,7 +9,7 @@ from megatron_ucp.core.values import (
     NOT_CODED,
     DeviceName,
     DtypeName,
-    Stand,
+    InertObject,
     alike,
     coded,
     decoded,
@@ -19,11 +19,11 @@ from megatron_ucp.core.values import (
 
 
 def array(dtype: str, shape: Any, data: Any = b"") -> Any:
-    return coded(Stand("numpy.ndarray", (), {"dtype": dtype, "shape": shape, "data": data}))
+    return coded(InertObject("numpy.ndarray", (), {"dtype": dtype, "shape": shape, "data": data}))
 
 
 def tensor(dtype: str, shape: Any, data: Any = b"") -> Any:
-    return coded(Stand("torch.Tensor", (), {"dtype": dtype, "shape": shape, "data": data}))
+    return coded(InertObject("torch.Tensor", (), {"dtype": dtype, "shape": shape, "data": data}))
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ def tensor(dtype: str, shape: Any, data: Any = b"") -> Any:
         array("<i4", (2,), bytes(4)),
         array("<i4", (-1,), bytes(4)),
         array("<i4", [1], bytes(4)),
-        coded(Stand("numpy.dtype", (), {"dtype": "O"})),
-        coded(Stand("numpy.dtype", ("O",))),
+        coded(InertObject("numpy.dtype", (), {"dtype": "O"})),
+        coded(InertObject("numpy.dtype", ("O",))),
         tensor("float32", (10**12,)),
         tensor("float32", (1,), [0]),
         tensor("load", (1,), bytes(4)),
         {"$": "DtypeName", "text": "torch.load"},
         {"$": "DeviceName", "text": "cpu\n"},
         {"$": "name", "name": "builtins.list\n0cposix"},
-        coded(Stand("posix\nsystem")),
-        coded(Stand("program.Kind", made="otherwise")),
+        coded(InertObject("posix\nsystem")),
+        coded(InertObject("program.Kind", made="otherwise")),
         {"$": "timedelta", "args": [10**20]},
         {"$": "deque", "items": [], "maxlen": 10**30},
         {"$": "float", "data": ""},
@@ -61,11 +61,11 @@ def test_what_was_not_coded_is_refused(data: Any) -> None:
 
 def test_what_was_coded_comes_back() -> None:
     for value in (
-        Stand("numpy.ndarray", (), {"dtype": "<U3", "shape": (2,), "data": bytes(24)}),
-        Stand("torch.Tensor", (), {"dtype": "bfloat16", "shape": (2, 1), "data": bytes(4)}),
-        Stand("torch.Tensor", (), {"dtype": "float8_e4m3fn", "shape": (), "data": b"a"}),
-        Stand("torch.Tensor", (), {"dtype": "bool", "shape": (0, 5), "data": b""}),
-        Stand("program-of-mine.f.<locals>.Kind", ("A",), {"a": 1}, made="new"),
+        InertObject("numpy.ndarray", (), {"dtype": "<U3", "shape": (2,), "data": bytes(24)}),
+        InertObject("torch.Tensor", (), {"dtype": "bfloat16", "shape": (2, 1), "data": bytes(4)}),
+        InertObject("torch.Tensor", (), {"dtype": "float8_e4m3fn", "shape": (), "data": b"a"}),
+        InertObject("torch.Tensor", (), {"dtype": "bool", "shape": (0, 5), "data": b""}),
+        InertObject("program-of-mine.f.<locals>.Kind", ("A",), {"a": 1}, made="new"),
         numpy_scalar("<U0", b""),
         numpy_scalar("|S2", b"a\0"),
     ):

@@ -5,10 +5,11 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup
-from megatron_ucp.core.values import NumpyInt, Stand
-from megatron_ucp.formats.pt.unpickler import TensorRef, with_tensors
+from megatron_ucp.core.values import InertObject, NumpyInt
+from megatron_ucp.formats.pt.refs import TensorRef
+from megatron_ucp.formats.pt.unpickle import with_tensors
 
-Tensors = Callable[[TensorRef], Stand]  # reads a small tensor of a file
+Tensors = Callable[[TensorRef], InertObject]  # reads a small tensor of a file
 
 MEGATRON = "megatron"  # a mark of a group: what Megatron's optimizers keep there beside torch's
 # Keys of a param group that say how an optimizer is built up, not how it steps.

@@ -8,16 +8,22 @@ in ZIP64 fields.
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from isal.isal_zlib import crc32
 
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import PlanError
-from megatron_ucp.formats.pt.directory import END, END64, END64_LOCATOR, LOCAL
-from megatron_ucp.formats.pt.pickler import dumps
-from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef, storages_of
+from megatron_ucp.formats.pt.pickle import dumps
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef, storages_of
+from megatron_ucp.formats.pt.unpickle import with_tensors
+from megatron_ucp.formats.pt.zip import END, END64, END64_LOCATOR, LOCAL
 
 RECORD_ALIGNMENT = 64
 LIMIT = 0xFFFFFFFF  # from here on a number stands in the ZIP64 field
@@ -207,3 +213,56 @@ def contiguous(key: str, dtype: str, shape: tuple[int, ...]) -> TensorRef:
     if dtype not in ITEMSIZE:
         raise PlanError("there is no such dtype", found=dtype)
     return TensorRef(StorageRef(key, dtype, step), 0, shape, tuple(stride))
+
+
+# ---- files that are written: trees, and where the bytes of each storage come from
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """The training copy of a parameter that a tensor-parallel rank has: its master in the training
+    dtype."""
+
+    param: str
+    cut: Coords
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the source's model file that belongs to no parameter (client state, scheduler):
+    copied as it is."""
+
+    ref: TensorRef
+
+
+Payload = Slot | Weight | Stored | bytes
+
+
+@dataclass
+class Output:
+    """One .pt file: its name in the tag folder, its tree, and what fills each storage, by key."""
+
+    name: str
+    tree: Any = None
+    payloads: dict[str, Payload] = field(default_factory=dict[str, Payload])
+
+    def tensor(
+        self, payload: Payload, dtype: str, shape: Ints, used: Ints | None = None
+    ) -> TensorRef:
+        """A tensor that fills a storage of its own, or of which only the first `used` elements are
+        one."""
+        key = str(len(self.payloads))
+        self.payloads[key] = payload
+        ref = contiguous(key, dtype, shape)
+        return ref if used is None else TensorRef(ref.storage, 0, used, (1,) * len(used))
+
+    def adopt(self, value: Any) -> Any:
+        """A value of the source's model file, with the tensors in it, for this file."""
+        return with_tensors(value, self._adopted)
+
+    def _adopted(self, found: TensorRef | InertObject) -> TensorRef:
+        if isinstance(found, TensorRef):
+            return self.tensor(Stored(found), found.storage.dtype, found.shape)
+        data: Any = found.get("data")
+        shape: Any = found.get("shape")
+        return self.tensor(data, str(found.get("dtype")), shape)

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.errors import DamagedFileError, UcpError
-from megatron_ucp.formats.pt import unpickler as safe_pickle
-from megatron_ucp.formats.pt.unpickler import AllowedClasses, loads
-
-from .craft import (
+from megatron_ucp.formats.pt import unpickle as safe_pickle
+from megatron_ucp.formats.pt.unpickle import AllowedClasses, loads
+from tests.formats.craft import (
     call,
     dict_of,
     mutated,

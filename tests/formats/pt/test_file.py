@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from isal import isal_zlib
 
+from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, UsageError
 from megatron_ucp.formats.checkpoint import Record
-from megatron_ucp.formats.pt import reader as pt_file
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Stand, StorageRef, TensorRef, with_tensors
-
-from .craft import Entry, pickle_of, storage, watch, zip_end, zip_of
+from megatron_ucp.formats.pt import file as pt_file
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
+from megatron_ucp.formats.pt.unpickle import with_tensors
+from tests.formats.craft import Entry, pickle_of, storage, watch, zip_end, zip_of
 
 
 def rebuild(file: PtFile, ref: TensorRef) -> torch.Tensor:
@@ -67,7 +68,7 @@ def check_all(path: Path, source: object) -> int:
             )
             for one, two, three in zip(mine, theirs, live, strict=True):
                 walk(one, two, three)
-        elif not isinstance(mine, Stand):
+        elif not isinstance(mine, InertObject):
             assert mine == theirs
 
     with PtFile.open(path) as file:

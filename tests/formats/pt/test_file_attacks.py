@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UsageError
-from megatron_ucp.formats.pt import directory
-from megatron_ucp.formats.pt import reader as pt_file
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import StorageRef
-
-from .craft import Entry, mutated, pickle_of, storage, watch, zip_of
+from megatron_ucp.formats.pt import file as pt_file
+from megatron_ucp.formats.pt import zip as pt_zip
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import StorageRef
+from tests.formats.craft import Entry, mutated, pickle_of, storage, watch, zip_of
 
 PICKLE = Entry("a/data.pkl", pickle_of(storage(elems=2)))
 DATA = Entry("a/data/0", b"12345678")
@@ -319,7 +318,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.context() as patch,
             pytest.raises(DamagedFileError, match="impossible size"),
         ):
-            patch.setattr(directory, limit, 1)
+            patch.setattr(pt_zip, limit, 1)
             PtFile(tmp_path / "x.pt")
     monkeypatch.setattr(pt_file, "MAX_PICKLE_BYTES", 1)
     with PtFile(tmp_path / "x.pt") as file, pytest.raises(DamagedFileError, match="larger"):

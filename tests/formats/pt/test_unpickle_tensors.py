@@ -4,9 +4,19 @@ refused."""
 import pytest
 
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.pt.unpickler import TensorRef, loads
-
-from .craft import call, named, number, numbers, pickle_of, storage, tensor, text, tuple_of
+from megatron_ucp.formats.pt.refs import TensorRef
+from megatron_ucp.formats.pt.unpickle import loads
+from tests.formats.craft import (
+    call,
+    named,
+    number,
+    numbers,
+    pickle_of,
+    storage,
+    tensor,
+    text,
+    tuple_of,
+)
 
 NONE = b"N"
 
