@@ -35,19 +35,18 @@ from megatron_ucp.core.experts import expert_name
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
-from megatron_ucp.engines.megatron.derived import (
+from megatron_ucp.engines.megatron.model import (
     DeclaredTable,
+    canonical_names,
     derived_table,
     joined_tables,
     model_by_itself,
 )
-from megatron_ucp.engines.megatron.names import canonical_names
-from megatron_ucp.families.base import Declared
-from megatron_ucp.formats.deepspeed.native_writer import state_file
+from megatron_ucp.families.family import Declared
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.reshard.preview import of_manifests, paper_manifest
-from megatron_ucp.reshard.target import target_manifest
-from megatron_ucp.reshard.wanted import Wanted
+from megatron_ucp.formats.deepspeed.writer import state_file
+from megatron_ucp.reshard.plan import of_manifests, paper_manifest
+from megatron_ucp.reshard.target import Wanted, target_manifest
 from tests.engines.hybrid_models import on_cpu
 
 RESULTS = Path(__file__).parent / "results" / "derive.json"

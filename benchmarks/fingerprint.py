@@ -32,10 +32,10 @@ from benchmarks.machine import description
 from benchmarks.model import TINY
 from benchmarks.tool import claim
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate, Shard
 from megatron_ucp.core.manifest import FILE_NAME, FINGERPRINT, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh as WholeMesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.reshard.fingerprint import sums_of
 from tests.ranks import RankPool
@@ -151,13 +151,13 @@ def shares(folder: str, size: dict[str, int], repetitions: int) -> dict[str, flo
     than one of the same files without a fingerprint, by medians: that one compares checksums."""
     import megatron_ucp as ucp
     from benchmarks.model import close, make_engine, train_step
-    from megatron_ucp.engines import taken_files
+    from megatron_ucp.engines import save_frame
 
     mesh = Mesh(1)
     engine = make_engine(mesh, size)
     ucp.attach(engine, save="direct")
     train_step(engine, mesh)
-    saving = Watched(taken_files, ("sums_of_memory", "table_of"))
+    saving = Watched(save_frame, ("sums_of_memory", "table_of"))
     saved: list[float] = []
     for _ in range(repetitions):
         saving.seconds, started = 0.0, time.perf_counter()

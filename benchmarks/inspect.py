@@ -20,12 +20,12 @@ from pathlib import Path
 
 from benchmarks.machine import description
 from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Layout, Replicate, Shard
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh, on_stage
-from megatron_ucp.formats.deepspeed.formulas import whole_length
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.formats.deepspeed.buffers import whole_length
 
 RESULTS, LIMIT_S = Path(__file__).parent / "results" / "inspect.json", 1.0
 PAPER = Mesh(tp=8, pp=16, dp=128, zero=1)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh, Pair
 from benchmarks.model import close, family, make_engine, train_step
-from megatron_ucp.engines.partitions import broadcast_each
+from megatron_ucp.engines.deepspeed.optimizer import broadcast_each
 
 WORKERS = 2
 

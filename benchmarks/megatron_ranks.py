@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models
-from megatron_ucp.engines.partitions import broadcast_each
+from megatron_ucp.engines.deepspeed.optimizer import broadcast_each
+from pretrain.megatron import models
 from tests.engines.stack_jobs import (
     CONTENT,
     Engine,

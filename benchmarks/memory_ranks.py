@@ -13,7 +13,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
 from benchmarks.model import make_engine, train_step
-from megatron_ucp.engines.memory_steps import MemorySteps, steps_of
+from megatron_ucp.engines.memory import MemorySteps, steps_of
 
 
 def measure(folder: str, size: dict[str, int], repetitions: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.machine import description
 from benchmarks.model import TINY
 from benchmarks.resize_ranks import PAIRS
-from megatron_ucp.reshard.shared_memories import EXTRA_BYTES
+from megatron_ucp.reshard.memories import EXTRA_BYTES
 from tests.ranks import RankPool
 
 RANKS, RESULTS = 4, Path(__file__).parent / "results" / "resize.json"

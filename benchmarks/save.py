@@ -29,12 +29,12 @@ from benchmarks.machine import description
 from benchmarks.model import TINY
 from benchmarks.tool import claim
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate, Shard
 from megatron_ucp.core.manifest import FileEntry, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh as WholeMesh
-from megatron_ucp.formats.deepspeed.formulas import whole_length
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.formats.deepspeed.buffers import whole_length
 from tests.ranks import RankPool
 
 # of the ways to save: what, numerator, denominator, "at most" or "at least", limit

@@ -18,7 +18,7 @@ from benchmarks.model import make_engine, train_step
 from benchmarks.resize_ranks import held_bytes, peak
 from megatron_ucp.engines.background import background_of
 from megatron_ucp.engines.deepspeed.save import Asked, save
-from megatron_ucp.engines.saves import Saving
+from megatron_ucp.engines.save import Saving
 from megatron_ucp.reshard import agree
 from tests.engines.stack_background_jobs import attached
 from tests.engines.stack_jobs import Engine, arguments, close, make, stock_save, train

@@ -87,9 +87,9 @@ def _read(folders: list[str], summing: bool) -> None:
 def child(what: str, arguments: list[str]) -> None:
     """One measurement; prints its seconds."""
     import megatron_ucp as ucp
-    from megatron_ucp.reshard import convert, diff, verify  # imports apart
+    from megatron_ucp.reshard import check, convert  # imports apart
 
-    del convert, diff, verify
+    del convert, check
     source = arguments[0]
     calls: dict[str, Callable[[], Any]] = {
         "universal": lambda: ucp.convert(source, arguments[1], to="universal"),
@@ -268,15 +268,14 @@ def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
     from megatron_ucp.core.manifest_json import to_json
     from megatron_ucp.core.mesh import Mesh
     from megatron_ucp.families import find_family
-    from megatron_ucp.formats import durable
-    from megatron_ucp.formats.base import Extras
-    from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, RunSettings
+    from megatron_ucp.formats import output_folder
+    from megatron_ucp.formats.checkpoint import Extras
     from megatron_ucp.formats.deepspeed.target import Target
+    from megatron_ucp.formats.deepspeed.writer import NativeWriter, RunSettings
     from megatron_ucp.formats.loss_scale import LossScale
     from megatron_ucp.formats.pt.writer import write_pt
-    from megatron_ucp.reshard.preview import paper_manifest, paper_sizes
-    from megatron_ucp.reshard.target import target_manifest
-    from megatron_ucp.reshard.wanted import Wanted
+    from megatron_ucp.reshard.plan import paper_manifest, paper_sizes
+    from megatron_ucp.reshard.target import Wanted, target_manifest
 
     target = Target(Mesh(dp=2, zero=1), "bfloat16").completed({})
     known = paper_sizes(family, sizes)
@@ -303,7 +302,7 @@ def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
                 )
 
         write_pt(out / output.name, output.tree, payload)
-    entries = tuple(durable.entry_of(out / output.name) for output in outputs)
+    entries = tuple(output_folder.entry_of(out / output.name) for output in outputs)
     (out / "ucp_manifest.json").write_text(
         to_json(replace(manifest, files=entries, save_id="written", run=run_of(known)))
     )
@@ -314,7 +313,7 @@ def run_of(sizes: Any) -> dict[str, Any]:
     """What a manifest says of a run, and of its model: an export asks for it."""
     from dataclasses import asdict
 
-    from megatron_ucp.families.architecture import RECORDED, Architecture
+    from megatron_ucp.families.settings import RECORDED, Architecture
 
     architecture = Architecture(1024, 1e-5, "silu" if sizes.gated else "gelu")
     says = {"sizes": asdict(sizes), "architecture": asdict(architecture)}

@@ -38,27 +38,22 @@ from megatron_ucp.formats.deepspeed.target import Target
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imported on first use
     from megatron_ucp.engines.attach import attach, initialize, install
     from megatron_ucp.engines.background import wait
-    from megatron_ucp.engines.fingerprint import fingerprint
-    from megatron_ucp.engines.held import hold, resize
+    from megatron_ucp.engines.handle import fingerprint, report
+    from megatron_ucp.engines.hold import hold, resize
     from megatron_ucp.engines.load import load
-    from megatron_ucp.engines.loader import ResumableLoader
-    from megatron_ucp.engines.megatron.engine.attach import attach_megatron
-    from megatron_ucp.engines.megatron.engine.save import save
-    from megatron_ucp.engines.reports import report
+    from megatron_ucp.engines.megatron.engine import attach_megatron
+    from megatron_ucp.engines.megatron.save import save
+    from megatron_ucp.engines.resume_state import ResumableLoader
     from megatron_ucp.families import register_family
     from megatron_ucp.formats.optimizers import register_optimizer
+    from megatron_ucp.reshard.check import diff, verify
     from megatron_ucp.reshard.convert import convert
-    from megatron_ucp.reshard.describe import describe
-    from megatron_ucp.reshard.diff import diff
     from megatron_ucp.reshard.fp32 import fp32_state_dict, fp32_tensors
     from megatron_ucp.reshard.hugging_face.export import export_hf
     from megatron_ucp.reshard.hugging_face.import_hf import import_hf
-    from megatron_ucp.reshard.inspect import inspect
-    from megatron_ucp.reshard.listing import ls
-    from megatron_ucp.reshard.newest_tag import newest_whole
-    from megatron_ucp.reshard.preview import plan
+    from megatron_ucp.reshard.look import describe, inspect, ls, newest_whole
+    from megatron_ucp.reshard.plan import plan
     from megatron_ucp.reshard.rules.comparison import rules
-    from megatron_ucp.reshard.verify import verify
 
 __all__ = [
     "DamagedFileError",
@@ -112,31 +107,31 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "attach": "engines.attach",
-    "attach_megatron": "engines.megatron.engine.attach",
+    "attach_megatron": "engines.megatron.engine",
     "convert": "reshard.convert",
-    "describe": "reshard.describe",
-    "diff": "reshard.diff",
+    "describe": "reshard.look",
+    "diff": "reshard.check",
     "export_hf": "reshard.hugging_face.export",
-    "fingerprint": "engines.fingerprint",
+    "fingerprint": "engines.handle",
     "fp32_state_dict": "reshard.fp32",
     "fp32_tensors": "reshard.fp32",
-    "hold": "engines.held",
+    "hold": "engines.hold",
     "import_hf": "reshard.hugging_face.import_hf",
     "initialize": "engines.attach",
-    "inspect": "reshard.inspect",
+    "inspect": "reshard.look",
     "install": "engines.attach",
     "load": "engines.load",
-    "ls": "reshard.listing",
-    "newest_whole": "reshard.newest_tag",
-    "plan": "reshard.preview",
+    "ls": "reshard.look",
+    "newest_whole": "reshard.look",
+    "plan": "reshard.plan",
     "register_family": "families",
     "register_optimizer": "formats.optimizers",
-    "report": "engines.reports",
-    "resize": "engines.held",
-    "ResumableLoader": "engines.loader",
+    "report": "engines.handle",
+    "resize": "engines.hold",
+    "ResumableLoader": "engines.resume_state",
     "rules": "reshard.rules.comparison",
-    "save": "engines.megatron.engine.save",
-    "verify": "reshard.verify",
+    "save": "engines.megatron.save",
+    "verify": "reshard.check",
     "wait": "engines.background",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.cli.output import UNUSABLE
-from megatron_ucp.engines.after_import import AfterImport
+from megatron_ucp.engines.trainers import AfterImport
 from megatron_ucp.errors import UnsupportedError, UsageError
 
 USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]

@@ -400,9 +400,9 @@ def _pipeline(args: argparse.Namespace) -> None:
             found="--no-pipeline-parallel and --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}",
         )
-    from megatron_ucp.engines.megatron.pipeline import (
-        stage_method,
-    )  # here, as it imports torch: --help is quick
+    from pretrain.megatron.pipeline import (
+        stage_method,  # here, as it imports torch: --help is quick
+    )
 
     layers = args.num_layers + 3
     if args.pipeline_model_parallel_size > layers:

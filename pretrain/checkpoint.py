@@ -16,25 +16,24 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.arguments import with_model
-from megatron_ucp.families.base import Model, Sizes
-from megatron_ucp.formats.base import Told
-from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
-from megatron_ucp.formats.pointers import iteration_name
+from megatron_ucp.families.family import Model, Sizes
+from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.deepspeed.files import TagFiles, scan
+from megatron_ucp.formats.deepspeed.weights import shapes_by_group
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
-from megatron_ucp.formats.tags import has_state_files, nothing_there, tag_folder
+from megatron_ucp.formats.tags import has_state_files, iteration_name, nothing_there, tag_folder
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.folder_sink import require_plain
-from megatron_ucp.reshard.report import Report
+from megatron_ucp.reshard.engine import Report
+from megatron_ucp.reshard.folder import require_plain
 from pretrain import elastic, hugging_face, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
+from pretrain.megatron import models
 from pretrain.position import Position, count, program_of, said_of
 
 EMBEDDING = "embedding.word_embeddings.weight"

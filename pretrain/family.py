@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import families, find_family
-from megatron_ucp.families.base import Family
+from megatron_ucp.families.family import Family
 
 USUAL = "gpt"  # where --model-family is left out
 

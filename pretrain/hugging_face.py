@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.families.architecture import PRE_SOFTMAX, Architecture
-from megatron_ucp.families.base import Sizes
+from megatron_ucp.families.family import Sizes
 from megatron_ucp.families.mixtral import MixtralSizes
-from megatron_ucp.reshard.hugging_face.twin import read_twin
+from megatron_ucp.families.settings import PRE_SOFTMAX, Architecture
+from megatron_ucp.reshard.hugging_face.names import read_twin
 
 
 def described(folder: Path) -> tuple[dict[str, Any], int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ucp.engines.memory_steps import steps_of
+from megatron_ucp.engines.memory import steps_of
 
 
 @dataclass

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models, pipeline, ulysses
 from megatron_ucp.errors import UsageError
 from pretrain import elastic
 from pretrain.engine import DEEPSPEED, MEGATRON, chunks_of
 from pretrain.experts import experts_of
+from pretrain.megatron import models, pipeline, ulysses
 from pretrain.schedule import Scheduler, Settings
 from pretrain.stack import StackEngine
 

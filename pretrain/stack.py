@@ -4,9 +4,9 @@ import argparse
 from typing import Any
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import chunks, models
 from pretrain import elastic
 from pretrain.engine import chunks_of
+from pretrain.megatron import chunks, models
 from pretrain.schedule import Settings
 
 

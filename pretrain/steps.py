@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines.megatron import models
-from megatron_ucp.engines.megatron.chunks import run_batch
 from pretrain.data import Batches
 from pretrain.engine import MEGATRON
+from pretrain.megatron import models
+from pretrain.megatron.chunks import run_batch
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # inputs and labels, (micro, sequence) each
 

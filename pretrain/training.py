@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import experts, models
 from megatron_ucp.families import find_family
-from megatron_ucp.families.base import Model
+from megatron_ucp.families.family import Model
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from pretrain import checkpoint, elastic, same_data, setup
@@ -24,6 +23,7 @@ from pretrain.data import Batches, make_samples
 from pretrain.engine import DEEPSPEED
 from pretrain.flags import FLAGS
 from pretrain.log import Progress, say
+from pretrain.megatron import experts, models
 from pretrain.position import Position, count, keep_position, program_of
 from pretrain.steps import make_steps
 from pretrain.tokenizer import make_tokenizer

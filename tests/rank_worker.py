@@ -34,8 +34,8 @@ PRELOADED = (
     "torch._dynamo",  # the first step of an optimizer imports it, in seconds
     "megatron_ucp.engines.attach",
     "megatron_ucp.engines.load",
-    "megatron_ucp.engines.megatron.engine.save",
-    "megatron_ucp.engines.megatron.models",
+    "megatron_ucp.engines.megatron.save",
+    "pretrain.megatron.models",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.dist_checkpointing",

@@ -49,8 +49,8 @@ AXES = {"tp", "pp", "vpp", "ep", "etp", "edp", "cp", "sp", "dp"}
 SPELL_AXES = (
     "megatron_ucp/families/",
     "megatron_ucp/core/mesh.py",
-    "megatron_ucp/formats/deepspeed/paths.py",
-    "megatron_ucp/formats/deepspeed/stock_info.py",
+    "megatron_ucp/formats/deepspeed/files.py",
+    "megatron_ucp/formats/deepspeed/tp_patterns.py",
 )
 
 
@@ -237,16 +237,16 @@ PLANTED = [
     ("megatron_ucp/core/box.py", "def f():\n    import deepspeed", "core imports deepspeed"),
     (
         "megatron_ucp/families/gpt.py",
-        "from megatron_ucp.formats.base import Reader",
+        "from megatron_ucp.formats.checkpoint import Reader",
         "families imports formats",
     ),
     ("megatron_ucp/families/gpt.py", "import megatron.core", "families imports megatron"),
     (
-        "megatron_ucp/formats/base.py",
+        "megatron_ucp/formats/checkpoint.py",
         "from megatron_ucp import families",
         "formats imports families",
     ),
-    ("megatron_ucp/formats/base.py", "import transformers", "formats imports transformers"),
+    ("megatron_ucp/formats/checkpoint.py", "import transformers", "formats imports transformers"),
     (
         "megatron_ucp/reshard/load.py",
         "from megatron_ucp.engines import live",
@@ -271,7 +271,7 @@ PLANTED = [
     ),
     ("megatron_ucp/errors.py", "from megatron_ucp.core import box", "errors imports core"),
     ("patches/some.py", "from megatron_ucp.engines import live", "patches imports engines"),
-    ("megatron_ucp/reshard/diff.py", 'x = {"tp": 1}', "the axis tp is spelled out"),
+    ("megatron_ucp/reshard/check.py", 'x = {"tp": 1}', "the axis tp is spelled out"),
     ("megatron_ucp/engines/deepspeed/live.py", 'at.get("pp", 0)', "the axis pp is spelled out"),
     ("megatron_ucp/core/box.py", "print(1)", "print outside the cli"),
     ("megatron_ucp/core/box.py", "assert 1", "assert"),
@@ -289,7 +289,7 @@ ALLOWED = [
         "megatron_ucp/core/box.py",
         "import math\nfrom . import layout\nfrom ..errors import UcpError",
     ),
-    ("megatron_ucp/formats/base.py", "import torch\nfrom megatron_ucp.core.box import Box"),
+    ("megatron_ucp/formats/checkpoint.py", "import torch\nfrom megatron_ucp.core.box import Box"),
     (
         "megatron_ucp/engines/live.py",
         "def f():\n    import deepspeed\n    import megatron_ucp_patches",

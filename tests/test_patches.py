@@ -204,7 +204,7 @@ def stepped(distributed: bool) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig as DdpConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from megatron_ucp.engines.megatron import models
+    from pretrain.megatron import models
     from tests.engines.model_jobs import GPT
 
     model = models.build(GPT)
@@ -279,7 +279,7 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str | bool]]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megatron_ucp.engines.megatron import experts, models
+    from pretrain.megatron import experts, models
     from tests.engines.expert_jobs import with_experts
     from tests.engines.model_jobs import GPT, batch
 

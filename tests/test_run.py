@@ -64,10 +64,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Missing())
 """
-OURS = [
-    f"{name}_checkpoint of megatron_ucp.engines.megatron.engine.program"
-    for name in ("load", "save")
-]
+OURS = [f"{name}_checkpoint of megatron_ucp.engines.megatron.program" for name in ("load", "save")]
 SAID = "Megatron-LM's load_checkpoint and save_checkpoint are this package's"
 
 

@@ -16,7 +16,7 @@ from megatron_ucp.cli.output import (
 )
 from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
 from megatron_ucp.errors import UsageError
-from megatron_ucp.reshard.allowances import CONVERT
+from megatron_ucp.reshard.options import CONVERT
 
 HELP = "write files for another mesh, a universal folder, or one for Megatron-LM"
 EXAMPLE = "convert runs/llama converted/global_step80 --mesh dp=3,zero=1"

@@ -37,7 +37,7 @@ def _count(text: str) -> int:
 
 def run(args: Any) -> int:
     from megatron_ucp.formats.registry import find_checkpoint
-    from megatron_ucp.reshard.diff import diff
+    from megatron_ucp.reshard.check import diff
     from megatron_ucp.reshard.fingerprint import is_kept
 
     found = diff(args.a, args.b, **named(args, "rules", "rules_b", "fingerprint"))

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard.doctor import doctor
+    from megatron_ucp.reshard.look import doctor
 
     found = doctor(args.ds_config)
     code = DONE if found else FOUND

@@ -17,7 +17,7 @@ from megatron_ucp.cli.output import (
     named,
     show,
 )
-from megatron_ucp.reshard.allowances import EXPORT
+from megatron_ucp.reshard.options import EXPORT
 
 HELP = "write the weights as a folder that transformers loads"
 EXAMPLE = "export-hf runs/llama hf --dtype bf16 --verify"

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ucp.cli.output import add_allow, allowed, named, show
 from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
-from megatron_ucp.reshard.allowances import IMPORT
+from megatron_ucp.reshard.options import IMPORT
 
 HELP = "write DeepSpeed's files from a folder of a Hugging Face model"
 EXAMPLE = "import-hf hf start/global_step0 --mesh tp=2,dp=2,zero=1"

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard.inspect import inspect
+    from megatron_ucp.reshard.look import inspect
 
     found = inspect(args.path, **named(args, "tag", "rules"))
     summed = _summed(args) if args.fingerprint else {}
@@ -42,7 +42,7 @@ def _summed(args: Any) -> dict[str, dict[str, Any]]:
 
 
 def _tree(found: Any) -> dict[str, Any]:
-    from megatron_ucp.reshard.describe import experts
+    from megatron_ucp.reshard.look import experts
 
     manifest = found.manifest
     # a value for each parameter and state, which are long and say nothing to a reader

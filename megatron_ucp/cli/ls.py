@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard.listing import ls
+    from megatron_ucp.reshard.look import ls
 
     found = ls(args.path)
     if args.json:

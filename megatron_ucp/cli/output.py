@@ -8,10 +8,10 @@ from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import dtype_name
 from megatron_ucp.errors import UcpError, UsageError
-from megatron_ucp.reshard.allowances import TABLE, words_at
+from megatron_ucp.reshard.options import TABLE, words_at
 
 DONE, FOUND, UNUSABLE = 0, 1, 2
 SCHEMA_VERSION = 1  # of what --json prints; a field may come without a new number, none may go

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard import preview
+    from megatron_ucp.reshard import plan
 
     require_mesh(args, "a plan is")
     target = target_of(args)
@@ -53,9 +53,9 @@ def run(args: Any) -> int:
         )
     else:
         refuse_unused_size(args, target, args.path)
-        found = preview.plan(args.path, target, **named(args, "tag", "rules", "ds_config"))
+        found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config"))
     if args.picture:
-        preview.draw(found, args.picture)
+        plan.draw(found, args.picture)
     if args.json:
         ranks = [{**vars(one), "read_bytes": one.read_bytes} for one in found.ranks]
         return print_json({**vars(found), "ranks": ranks}, DONE)
@@ -66,10 +66,10 @@ def run(args: Any) -> int:
 def _simulated(args: Any, target: Any) -> Any:
     """The plan of a model and meshes that need not exist. Raises UsageError."""
     from megatron_ucp.core.mesh import Mesh
-    from megatron_ucp.reshard import preview
-    from megatron_ucp.reshard.arguments import parsed_config
+    from megatron_ucp.reshard import plan
+    from megatron_ucp.reshard.options import parsed_config
 
-    preview.find_family(args.simulate)
+    plan.find_family(args.simulate)
     of_files = args.path or args.tag or args.rules
     if of_files or not args.sizes or not args.source_mesh:
         raise UsageError(
@@ -80,9 +80,9 @@ def _simulated(args: Any, target: Any) -> Any:
             "--sizes layers=32,hidden=4096,heads=32,vocab=32000 --source-mesh dp=8,zero=1 "
             "--mesh dp=6,zero=1",
         )
-    sizes = preview.paper_sizes(args.simulate, args.sizes)
+    sizes = plan.paper_sizes(args.simulate, args.sizes)
     source = Mesh.parse(args.source_mesh)
-    return preview.simulate(
+    return plan.simulate(
         args.simulate, sizes, source, target.with_zero_of(source), parsed_config(args.ds_config)
     )
 

@@ -47,7 +47,7 @@ def target_of(args: Any) -> Any:
     """The Target that the arguments describe; None where there is no mesh, and nothing that needs
     one. Raises UsageError."""
     from megatron_ucp.formats.deepspeed.target import Target
-    from megatron_ucp.reshard.arguments import read_json
+    from megatron_ucp.reshard.options import read_json
 
     stages = args.stages
     if stages and re.fullmatch("[0-9,]*[0-9][0-9,]*", stages) and len(stages) < _MOST_CHARS:
@@ -71,7 +71,7 @@ def refuse_unused_size(args: Any, target: Any, source: str | None, has_stages: b
         return
     stage = target.mesh.zero
     if has_stages and not target.mesh.says_zero and source is not None:
-        from megatron_ucp.reshard.describe import look
+        from megatron_ucp.reshard.look import look
 
         stage = look(source, args.tag, args.rules).mesh.zero
     if stage != 3 or not has_stages:

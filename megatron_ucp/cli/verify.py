@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard.verify import verify
+    from megatron_ucp.reshard.check import verify
 
     found = verify(args.path, **named(args, "tag", "deep", "allow_nan", "rules"))
     return show(args, found, DONE if found else FOUND, ok=found.ok)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
-from megatron_ucp.core.states import VALUE
+from megatron_ucp.core.names import VALUE
 from megatron_ucp.errors import PlanError
 
 Scalars = Mapping[str, float]

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Extent, layout_from_json, layout_to_json
 from megatron_ucp.core.manifest import KINDS, FileEntry, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import EXPERT_CUT, Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.values import NOT_CODED, coded, decoded
 from megatron_ucp.errors import DamagedFileError
 

@@ -10,7 +10,7 @@ from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Partial, Piece
 from megatron_ucp.core.manifest import BufferPart, Manifest, differs_in_padding
 from megatron_ucp.core.mesh import Coords, index_on
-from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.errors import InexactError, PlanError
 
 # (from, to) of casts that keep every value

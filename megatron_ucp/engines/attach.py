@@ -22,22 +22,23 @@ from megatron_ucp.engines.background import (
     wait_together,
 )
 from megatron_ucp.engines.deepspeed import kept
-from megatron_ucp.engines.deepspeed.carried import carried_as
-from megatron_ucp.engines.deepspeed.family import as_it_says, model_of, require_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
-from megatron_ucp.engines.deepspeed.quantized import quantized_note
-from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
-from megatron_ucp.engines.deepspeed.ruled import model_by_rules
-from megatron_ucp.engines.deepspeed.save import Asked, save
-from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
-from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
-from megatron_ucp.engines.deepspeed.taken import taken
-from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
-from megatron_ucp.engines.handle import Handle
-from megatron_ucp.engines.held import HANDLE
+from megatron_ucp.engines.deepspeed.model import (
+    as_it_says,
+    model_by_rules,
+    model_of,
+    require_engine,
+)
+from megatron_ucp.engines.deepspeed.modules import quantized_note
+from megatron_ucp.engines.deepspeed.optimizer import remember_stepped
+from megatron_ucp.engines.deepspeed.refuse import carried_as, refuse_engine, refuse_writer
+from megatron_ucp.engines.deepspeed.save import Asked, empty_extra_state, info_of, save, taken
+from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
+from megatron_ucp.engines.handle import Handle, check_versions
+from megatron_ucp.engines.hold import HANDLE, LentRun, Taking
+from megatron_ucp.engines.live import require_usable
 from megatron_ucp.engines.load import asked_of, fill, go_on, origin_of, to_fill
-from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.engines.memory_steps import (
+from megatron_ucp.engines.memory import (
     IN_MEMORY,
     KEPT_STEPS,
     MemorySteps,
@@ -46,28 +47,25 @@ from megatron_ucp.engines.memory_steps import (
     steps_of,
 )
 from megatron_ucp.engines.read_back import refuse_strange
-from megatron_ucp.engines.saves import (
-    BACKGROUND,
-    STOCK,
-    SaveReport,
-    Saving,
-    ended,
-)
-from megatron_ucp.engines.taking import LentRun, Taking
+from megatron_ucp.engines.resume_state import ResumableLoader
+from megatron_ucp.engines.save import BACKGROUND, STOCK, SaveReport, Saving, ended
 from megatron_ucp.engines.trainers import guard_removals, guard_trainers
-from megatron_ucp.engines.unusable import require_usable
-from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
-from megatron_ucp.families.base import Family, Model
-from megatron_ucp.formats.deepspeed.keys import PATTERNS
-from megatron_ucp.formats.durable import manifest_of
+from megatron_ucp.families.family import Family, Model
+from megatron_ucp.formats.deepspeed.files import PATTERNS
+from megatron_ucp.formats.output_folder import manifest_of
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import absolute_path, plain_path, require_known
-from megatron_ucp.reshard.ds_section import SECTION, options_of
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
-from megatron_ucp.reshard.load_options import check_options
+from megatron_ucp.reshard.options import (
+    SECTION,
+    absolute_path,
+    check_options,
+    options_of,
+    plain_path,
+    require_known,
+)
 
 _OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank", "save")
 _OF_SAVES = ("durable", "keep_latest", "rng")

@@ -43,8 +43,8 @@ from megatron_ucp.engines.values import (
     named_in,
 )
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
-from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.deepspeed.keys import OF_ARGUMENTS
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.deepspeed.files import OF_ARGUMENTS
 from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.execute import TORCH_DTYPES, tensor_at, tensor_of
 

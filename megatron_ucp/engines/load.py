@@ -13,23 +13,26 @@ import torch
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.built import reducing
-from megatron_ucp.engines.deepspeed.family import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
+from megatron_ucp.engines.deepspeed.model import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
-from megatron_ucp.engines.held import HANDLE, HeldRun, refuse_tag, resume_held
-from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.engines.memory_steps import steps_of
-from megatron_ucp.engines.recall import Looked, adopt, look
-from megatron_ucp.engines.saves import LOADED, go_on_with
+from megatron_ucp.engines.hold import HANDLE, HeldRun, refuse_tag, resume_held
+from megatron_ucp.engines.memory import KeptShare, Looked, adopt, look, steps_of
+from megatron_ucp.engines.resume_state import ResumableLoader
+from megatron_ucp.engines.save import LOADED, go_on_with
 from megatron_ucp.errors import NotFoundError
-from megatron_ucp.formats.memory_folder import KeptShare
 from megatron_ucp.formats.tags import content_id
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.allowances import LOAD, MEMORY, LoadWanted, check_acting, check_words
-from megatron_ucp.reshard.engine import How
-from megatron_ucp.reshard.load_options import check_options
-from megatron_ucp.reshard.report import Report
-from megatron_ucp.reshard.resume import resume
+from megatron_ucp.reshard.engine import How, Report
+from megatron_ucp.reshard.load import resume
+from megatron_ucp.reshard.options import (
+    LOAD,
+    MEMORY,
+    LoadWanted,
+    check_acting,
+    check_options,
+    check_words,
+)
 
 
 @contextmanager

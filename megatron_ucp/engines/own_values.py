@@ -14,7 +14,7 @@ from megatron_ucp.core.manifest_json import check_extent
 from megatron_ucp.core.values import TENSOR, Stand, coded
 from megatron_ucp.engines.values import inert
 from megatron_ucp.errors import SaveError, some_of
-from megatron_ucp.formats.of_ranks import (
+from megatron_ucp.formats.per_rank import (
     MAX_BYTES,
     MAX_VALUES,
     OwnValues,

@@ -1,27 +1,75 @@
 """What trainers do around a save: they remove older checkpoints as soon as the call that saves
 returns, and choose what they resume from by its name.
 
-A save in the background is not whole by then. So a removal beside it waits until it is, and is left
-out where it failed. And of checkpoints that a trainer would choose, those are passed over that a
-killed process left half-written.
-"""
+A save in the background is not whole by then. So a removal beside it waits until it is, and is
+left out where the save failed."""
 
 import functools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.engines.after_import import AfterImport
 from megatron_ucp.engines.background import background_of, last_saves
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.pointers import LATEST, newest_named
-from megatron_ucp.formats.tags import has_state_files, is_unfinished
-from megatron_ucp.reshard.findings import in_short
-from megatron_ucp.reshard.newest_tag import newest_whole
+from megatron_ucp.formats.tags import LATEST, has_state_files, is_unfinished, newest_named
+from megatron_ucp.reshard.execute import in_short
+from megatron_ucp.reshard.look import newest_whole
+
+# ---- after import
+#
+# Changes a module of another library as soon as it is imported, whoever imports it first.
+
+
+class AfterImport:
+    """Calls a function with a module as soon as the module's own code has run, so that whoever
+    imports names from it gets those that the function left there. At once for a module that is
+    imported already. A finder of `sys.meta_path`."""
+
+    def __init__(self, functions: Mapping[str, Callable[[Any], None]]) -> None:
+        self._functions, self.called = functions, False
+        sys.meta_path.insert(0, self)
+        for name in functions:
+            if (module := sys.modules.get(name)) is not None:
+                self._call(module)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """As the other finders say, with a loader that calls the function."""
+        if name not in self._functions:
+            return None
+        others: list[Any] = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec: ModuleSpec | None = next((one for one in specs if one is not None), None)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._call(module)
+
+            loader.exec_module = exec_module  # a loader is made for each spec
+        return spec
+
+    def _call(self, module: Any) -> None:
+        self.called = True
+        self._functions[module.__name__](module)
+
+
+# ---- trainers
+#
+# What trainers do around a save: they remove older checkpoints as soon as the call that saves
+# returns, and choose what they resume from by its name.
+#
+# A save in the background is not whole by then. So a removal beside it waits until it is, and is
+# left out where it failed. And of checkpoints that a trainer would choose, those are passed over
+# that a killed process left half-written.
+
 
 _GUARDED = "_ucp_waits_for_saves"  # of a function that has been replaced
 _STATE = "trainer_state.json"  # what Trainer writes last

@@ -32,7 +32,7 @@ from megatron_ucp.core.values import (
     is_numpy_scalar,
     numpy_scalar,
 )
-from megatron_ucp.formats.deepspeed.keys import OF_ARGUMENTS
+from megatron_ucp.formats.deepspeed.files import OF_ARGUMENTS
 from megatron_ucp.formats.pt.values import ITEMSIZE, tensor_stand
 from megatron_ucp.reshard.execute import bytes_of
 

@@ -17,8 +17,7 @@ from megatron_ucp.families import (
     qwen3,
     qwen3_moe,
 )
-from megatron_ucp.families.base import Family, Model
-from megatron_ucp.families.measure import measured
+from megatron_ucp.families.family import Family, Model, measured
 
 _OURS = gpt, llama, mixtral, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3, gpt_oss
 _FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _OURS}
@@ -54,7 +53,7 @@ def families() -> Mapping[str, Family]:
 def _no_family(found: object) -> UsageError:
     return UsageError(
         "this is no family",
-        expected="the name of a family, or a megatron_ucp.families.base.Family",
+        expected="the name of a family, or a megatron_ucp.families.family.Family",
         found=repr(found)[:200],
         fix="give its name, such as llama, or a Family; docs/own-model.md shows how to write one",
     )

@@ -6,13 +6,8 @@ from typing import Any, cast
 
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest
 from megatron_ucp.families import families
-from megatron_ucp.families.architecture import (
-    FREQUENCY,
-    Architecture,
-    every_of,
-    odd_settings,
-)
-from megatron_ucp.families.base import Builder, Family, Model
+from megatron_ucp.families.family import Builder, Family, Model
+from megatron_ucp.families.settings import FREQUENCY, Architecture, every_of, odd_settings
 
 _TOKENIZERS_WITH_END = ("NullTokenizer",)  # whose vocabulary has an end mark more than asked for
 

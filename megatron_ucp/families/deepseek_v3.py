@@ -14,10 +14,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.layout import Chunks
-from megatron_ucp.core.shares import Share
+from megatron_ucp.core.tensor_parts import Share
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import llama, mixtral
-from megatron_ucp.families.architecture import (
+from megatron_ucp.families.family import (
+    Declared,
+    Divided,
+    Family,
+    column,
+    measured,
+    norm,
+    row,
+    transformer,
+    whole,
+)
+from megatron_ucp.families.family import dense as divided_of_dense
+from megatron_ucp.families.mixtral import ROUTER, SHARED, SHARED_WIDTH, MixtralSizes
+from megatron_ucp.families.settings import (
     FREQUENCY,
     GROUPS,
     GROUPS_OF_TOKEN,
@@ -26,9 +39,7 @@ from megatron_ucp.families.architecture import (
     SCORES,
     Architecture,
 )
-from megatron_ucp.families.base import Declared, Divided, Family, column, norm, row, whole
-from megatron_ucp.families.base import dense as divided_of_dense
-from megatron_ucp.families.hugging_face import (
+from megatron_ucp.families.twin import (
     MLP_ROWS,
     NORM_ROWS,
     TOP,
@@ -45,9 +56,6 @@ from megatron_ucp.families.hugging_face import (
     rope_of,
     same,
 )
-from megatron_ucp.families.layer import transformer
-from megatron_ucp.families.measure import measured
-from megatron_ucp.families.mixtral import ROUTER, SHARED, SHARED_WIDTH, MixtralSizes
 
 BIAS = f"{ROUTER}expert_bias"
 SCALING, HAS_BIAS = "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"

@@ -2,11 +2,18 @@
 untied head."""
 
 from megatron_ucp.core.layout import Chunks
-from megatron_ucp.core.shares import Share
+from megatron_ucp.core.tensor_parts import Share
 from megatron_ucp.families import pipe
-from megatron_ucp.families.architecture import Architecture
-from megatron_ucp.families.base import Builder, Declared, Family, Sizes
-from megatron_ucp.families.hugging_face import (
+from megatron_ucp.families.family import (
+    Builder,
+    Declared,
+    Family,
+    Sizes,
+    attention_and_mlp,
+    transformer,
+)
+from megatron_ucp.families.settings import Architecture
+from megatron_ucp.families.twin import (
     TRANSPOSED,
     Config,
     HuggingFace,
@@ -15,7 +22,6 @@ from megatron_ucp.families.hugging_face import (
     refused_sizes,
     split_qkv,
 )
-from megatron_ucp.families.layer import attention_and_mlp, transformer
 
 
 def table(sizes: Sizes) -> dict[str, Declared]:

@@ -10,18 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.core.layout import Shard
-from megatron_ucp.core.shares import Interleaved
+from megatron_ucp.core.tensor_parts import Interleaved
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import mixtral
-from megatron_ucp.families.architecture import (
+from megatron_ucp.families.family import Declared, Family, transformer
+from megatron_ucp.families.mixtral import EXPERT, ROUTER, MixtralSizes
+from megatron_ucp.families.settings import (
     FULL_EVERY,
     POSITION_KIND,
     WINDOW,
     Architecture,
     full_every,
 )
-from megatron_ucp.families.base import Declared, Family
-from megatron_ucp.families.hugging_face import (
+from megatron_ucp.families.twin import (
     ATTENTION_ROWS,
     NORM_ROWS,
     TRANSPOSED,
@@ -39,8 +40,6 @@ from megatron_ucp.families.hugging_face import (
     rope_of,
     same,
 )
-from megatron_ucp.families.layer import transformer
-from megatron_ucp.families.mixtral import EXPERT, ROUTER, MixtralSizes
 
 SINKS = "self_attention.core_attention.softmax_offset"
 ACTIVATION, ALPHA = "quick_gelu", 1.702  # x sigmoid(1.702 x)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.families import gpt, pipe
-from megatron_ucp.families.architecture import Architecture
-from megatron_ucp.families.base import Builder, Declared, Family, Sizes
-from megatron_ucp.families.hugging_face import (
+from megatron_ucp.families.family import Builder, Declared, Family, Sizes
+from megatron_ucp.families.settings import Architecture
+from megatron_ucp.families.twin import (
     ATTENTION_ROWS,
     MLP_ROWS,
     NORM_ROWS,

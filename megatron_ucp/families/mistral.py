@@ -1,7 +1,7 @@
 """Mistral on megatron-core's local layer spec: a LLaMA. A sliding window is not supported."""
 
 from megatron_ucp.families import llama
-from megatron_ucp.families.hugging_face import Config, check_config
+from megatron_ucp.families.twin import Config, check_config
 
 
 def accepted(found: Config) -> Config:

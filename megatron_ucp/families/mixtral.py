@@ -18,20 +18,23 @@ from typing import Any
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import llama, pipe
-from megatron_ucp.families.architecture import FREQUENCY, PRE_SOFTMAX, Architecture, as_one
-from megatron_ucp.families.base import (
+from megatron_ucp.families.family import (
     Builder,
     Declared,
     Divided,
     Family,
     Sizes,
+    attention_and_mlp,
     bias,
     dense,
     gated,
+    measured,
     row,
+    transformer,
     whole,
 )
-from megatron_ucp.families.hugging_face import (
+from megatron_ucp.families.settings import FREQUENCY, PRE_SOFTMAX, Architecture, as_one
+from megatron_ucp.families.twin import (
     ATTENTION_ROWS,
     NORM_ROWS,
     Config,
@@ -45,8 +48,6 @@ from megatron_ucp.families.hugging_face import (
     read_common,
     same,
 )
-from megatron_ucp.families.layer import attention_and_mlp, transformer
-from megatron_ucp.families.measure import measured
 
 MIXTURE = replace(llama.BUILDER, experts=True)
 SHARED_WIDTH = "moe_shared_expert_intermediate_size"

@@ -8,8 +8,7 @@ stage.
 from collections.abc import Callable, Collection, Mapping
 
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.families.base import Sizes
-from megatron_ucp.families.layer import attention_and_mlp
+from megatron_ucp.families.family import Sizes, attention_and_mlp
 
 TIED_KEY = "embed"
 ATTENTION = "decoder.layers.0.self_attention."

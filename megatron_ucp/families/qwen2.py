@@ -1,7 +1,7 @@
 """Qwen2 on megatron-core's local layer spec: a LLaMA with biases on queries, keys and values."""
 
 from megatron_ucp.families import llama
-from megatron_ucp.families.hugging_face import Config, check_config
+from megatron_ucp.families.twin import Config, check_config
 
 
 def accepted(found: Config) -> Config:

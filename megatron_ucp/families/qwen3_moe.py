@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import mixtral, qwen2
-from megatron_ucp.families.architecture import FREQUENCY, PRE_SOFTMAX, Architecture, every_of
-from megatron_ucp.families.hugging_face import (
+from megatron_ucp.families.mixtral import MixtralSizes
+from megatron_ucp.families.settings import FREQUENCY, PRE_SOFTMAX, Architecture, every_of
+from megatron_ucp.families.twin import (
     MLP_ROWS,
     Config,
     HuggingFace,
@@ -20,7 +21,6 @@ from megatron_ucp.families.hugging_face import (
     read_architecture,
     read_common,
 )
-from megatron_ucp.families.mixtral import MixtralSizes
 
 _BUILDER = replace(mixtral.MIXTURE, qk_norms=True)
 _ROWS = {**mixtral.rows("mlp.", "gate_proj", "up_proj", "down_proj"), **MLP_ROWS}

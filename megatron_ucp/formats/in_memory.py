@@ -12,9 +12,8 @@ from megatron_ucp.core.manifest_json import to_json as manifest_to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import NOT_CODED, coded, decoded
 from megatron_ucp.errors import DamagedFileError, NotFoundError
-from megatron_ucp.formats.base import Extras, Where
+from megatron_ucp.formats.checkpoint import Extras, OpenedFolder, Where
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.opened_folder import OpenedFolder
 
 _NAME = "what was taken"  # of the one thing in it that is compared and asked, in place of files
 

@@ -7,16 +7,42 @@ from pathlib import Path
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import NotFoundError
-from megatron_ucp.formats.base import Checkpoint, Format, Told
+from megatron_ucp.formats.checkpoint import Checkpoint, Format, Told
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat, refuse_unnamed
-from megatron_ucp.formats.megatron.formats import TorchDistFormat
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE, read_index
+from megatron_ucp.formats.megatron.dp_reshardable import DpReshardableCheckpoint
 from megatron_ucp.formats.megatron.legacy import LegacyFormat
-from megatron_ucp.formats.of_ranks import FILES as OF_RANKS
-from megatron_ucp.formats.of_ranks import RANDOM_STATES
+from megatron_ucp.formats.megatron.params import split_keys
+from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint, check_backend
+from megatron_ucp.formats.per_rank import FILES as OF_RANKS
+from megatron_ucp.formats.per_rank import RANDOM_STATES
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.formats.tags import FoundTag, find_tag
+
+# ---- formats
+#
+# The rows of the table of formats for Megatron's checkpoints.
+
+
+class TorchDistFormat:
+    """Folders of `--ckpt-format torch_dist`; other ones with torch's index are refused by name."""
+
+    def recognises(self, folder: Path) -> bool:
+        return (folder / INDEX_FILE).is_file()
+
+    def open(self, folder: Path, told: Told) -> Checkpoint:
+        check_backend(folder)
+        index = read_index(folder)
+        states = split_keys(index.tensors, str(folder / INDEX_FILE))
+        flat = states.flat and not told.weights
+        kind = DpReshardableCheckpoint if flat else TorchDistCheckpoint
+        return kind(folder, told, index, states)
+
+
+# ---- registry
+
 
 # the first one that recognises a folder opens it
 _HUGGING_FACE = HuggingFaceFormat()

@@ -5,7 +5,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_ucp.formats.base import PER_GROUP
+from megatron_ucp.formats.checkpoint import PER_GROUP
 
 _COUNTED = ("base_lrs", "min_lrs")  # rates of every group, in each scheduler of torch that has them
 

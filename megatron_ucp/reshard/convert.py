@@ -1,43 +1,223 @@
-"""One checkpoint as another one on disk, in one of the formats of `outputs/table`.
+"""Converts a checkpoint into another format or onto another mesh, and moves the pointer to it."""
 
-The output is planned and proved as a whole before its first byte, then written window by window
-through a buffer of bounded size, whatever the model. It appears whole or not at all. Every byte of
-the source that a copy used is compared with its record's CRC-32 before that.
-"""
-
+import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
+from megatron_ucp.core.manifest import CONVERTED_FROM, FILE_NAME, TAG
+from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
+from megatron_ucp.errors import UcpError, UsageError
+from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.deepspeed.files import is_universal
+from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.allowances import CONVERT, check_words
-from megatron_ucp.reshard.arguments import (
+from megatron_ucp.formats.registry import is_megatron, open_checkpoint
+from megatron_ucp.formats.tags import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    MEGATRON_LATEST,
+    has_state_files,
+    iteration_name,
+    iteration_of_name,
+    pointers_to,
+)
+from megatron_ucp.reshard.execute import Progress, checked
+from megatron_ucp.reshard.files import FileSource
+from megatron_ucp.reshard.folder import FolderOutput, FolderSink, check_source, require_plain
+from megatron_ucp.reshard.options import (
+    CONVERT,
     check_switch,
+    check_words,
     no_mesh,
     one_target,
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.file_source import FileSource
-from megatron_ucp.reshard.findings import Progress, checked
-from megatron_ucp.reshard.folder_sink import (
-    FolderOutput,
-    FolderSink,
-    check_source,
-    require_plain,
-)
-from megatron_ucp.reshard.outputs.table import Writable, default_target, refuse_unused, writable
-from megatron_ucp.reshard.pointing import check_name, point_at
-from megatron_ucp.reshard.source_settings import Origin
+from megatron_ucp.reshard.target import Origin, Wanted
 from megatron_ucp.reshard.transfer import TransferRun, transfer
-from megatron_ucp.reshard.wanted import Wanted
+from megatron_ucp.reshard.writers import native, torch_dist, universal
+
+# ---- table
+#
+# The formats that can be written: a row for each, beside those of `formats/registry` for reading.
+
+
+FolderPlan = Callable[[Origin, Wanted, Mapping[str, Any] | None, Path], FolderOutput]
+
+
+@dataclass(frozen=True)
+class Writable:
+    """One format. `plan` says everything about a folder but its tensors. `pointer` is the file that
+    names the newest tag, one of `pointers`, which decide together what a load takes; Megatron's
+    names none but `numbered` folders. `for_ranks`: its files are those of the ranks of one mesh;
+    else `as_source`: it names the tensor-parallel ranks and stages of a mesh, of the source's where
+    nobody says one. `unused` are the words of a target that it has no place for."""
+
+    name: str
+    plan: FolderPlan
+    pointer: str
+    pointers: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+    for_ranks: bool = False
+    as_source: bool = False
+    numbered: bool = False
+
+
+NATIVE = Writable("native", native, LATEST, (LATEST, MEGATRON_LATEST), for_ranks=True)
+UNIVERSAL = Writable("universal", universal, LATEST_UNIVERSAL, (LATEST_UNIVERSAL,), ("stages",))
+TORCH_DIST = Writable(
+    "torch_dist",
+    torch_dist,
+    MEGATRON_LATEST,
+    (LATEST, MEGATRON_LATEST),
+    (
+        *("optimizer", "groups", "stages", "sub_group_size", "alignment", "round_robin"),
+        *("grad_accum_fp32", "offloaded"),
+    ),
+    as_source=True,
+    numbered=True,
+)
+WRITABLE = {row.name: row for row in (NATIVE, UNIVERSAL, TORCH_DIST)}
+
+
+def writable(name: str | None, given: Target | None) -> Writable:
+    """The format of a name; without one native files where a mesh is `given`, else a universal
+    folder. Raises UsageError."""
+    if name is None:
+        return UNIVERSAL if given is None else NATIVE
+    if name not in WRITABLE:
+        raise UsageError(
+            "there is no such format to convert to",
+            expected=", ".join(WRITABLE),
+            found=name,
+            fix="give --to (Python: to=) one of these; export-hf writes a Hugging Face folder",
+        )
+    return WRITABLE[name]
+
+
+def default_target(origin: Origin, to: Writable) -> Target:
+    """Where nobody said a mesh. Of a mixture a folder for Megatron then says that experts have no
+    optimizer of their own, whatever the source has."""
+    manifest = origin.manifest
+    if not to.as_source or any(spec.expert is not None for spec in manifest.params):
+        return Target(Mesh())
+    tp, pp = manifest.mesh.tp, manifest.mesh.pp
+    return Target(Mesh(tp=tp, pp=pp, dp=manifest.mesh.world // (tp * pp)))
+
+
+def refuse_unused(target: Target, to: Writable = NATIVE) -> None:
+    """Raises UsageError for what a target says that its format, or its mesh, has no place for."""
+    found = [name for name in to.unused if getattr(target, name) is not None]
+    where = f"a folder in the format {to.name}"
+    if to.for_ranks and target.stages is not None and target.mesh.pp == 1:
+        found, where = ["stages"], "a mesh without pipeline stages (pp=1)"
+    if found:
+        raise UsageError(
+            f"{where} has no place for {', '.join(found)}",
+            expected="only what is used",
+            found=", ".join(f"{name}={getattr(target, name)}"[:80] for name in found),
+            fix=f"leave out {', '.join('--' + name.replace('_', '-') for name in found)} (Python: "
+            f"{', '.join(name + '=' for name in found)})",
+        )
+
+
+# ---- pointing
+#
+# Whether a folder that was converted gets a pointer such as `latest`, and what is said of it.
+#
+# A pointer decides what every later command and job loads. So none is moved that was not asked
+# for.
+
+
+_OWN_NAME = re.compile(r"global_step\d+|iter_\d{7,}")
+
+
+def check_name(folder: Path, to: Writable, latest: bool) -> None:
+    """Raises UsageError where a pointer is asked for that can't name the folder."""
+    if latest and not _can_name(to, folder.absolute().name):
+        raise UsageError(
+            f"`{to.pointer}` can't name this folder",
+            file=folder,
+            expected=f"a name such as {iteration_name(100)}",
+            found=folder.name,
+            fix="name the output so, or leave --latest out (Python: latest=)",
+        )
+
+
+def _can_name(to: Writable, name: str) -> bool:
+    return not to.numbered or iteration_of_name(name) is not None
+
+
+def point_at(folder: Path, to: Writable, latest: bool, iteration: int) -> str:
+    """Writes the pointer that belongs to a new folder, where that is asked for (`latest`), or where
+    the folder above is a run of that format that has none; says what was done, or how to load the
+    folder. `iteration` is that of the run."""
+    folder = folder.absolute()
+    parent, name, own = folder.parent, folder.name, to.pointer
+    by_path = f"load it by its path, or with the tag {name}"
+    if to.numbered:
+        by_path = "Megatron-LM goes by that pointer: give --latest (Python: latest=True) for it"
+    if not _can_name(to, name):
+        return (
+            f"no pointer was written: Megatron-LM looks for folders such as "
+            f"{iteration_name(iteration)}; rename {name} for it"
+        )
+    if not latest and (kept := _left_alone(parent, name, to)):
+        return f"{kept}: {by_path}"
+    is_alone = to.pointers == (own,)
+    moving, notes = ({own: name}, []) if is_alone else pointers_to(parent, name, own)
+    try:
+        for pointer, text in moving.items():
+            output_folder.replace_text(parent / pointer, text, output_folder.Syncs())
+    except OSError as error:  # the output is whole all the same
+        return f"`{own}` could not be written ({type(error).__name__}): {by_path}"
+    named = " and ".join(f"`{pointer}`" for pointer in moving)
+    return "; ".join([f"{named} in {parent} now names {name}", *notes])
+
+
+def _left_alone(parent: Path, name: str, to: Writable) -> str:
+    """Why no pointer of a folder is written that nobody asked for; "" where it is a run of that
+    format without one."""
+    there = [one for one in to.pointers if (parent / one).is_file()]
+    if there:
+        names = (parent / there[0]).read_text(errors="replace").strip()[:80]
+        return f"`{there[0]}` still names {names}"
+    return "" if _is_run(parent, name, to) else f"no `{to.pointer}` was written"
+
+
+def _is_run(parent: Path, name: str, to: Writable) -> bool:
+    """Whether a program saved tags of the same kind into a folder: not merely that copies of tags,
+    or what was converted, lie there. DeepSpeed keeps universal folders beside its own tags."""
+    others = [path for path in parent.iterdir() if path.is_dir() and path.name != name]
+    tags = [path for path in others if has_state_files(path) and not is_universal(path)]
+    return any(is_megatron(path) == to.numbered and _was_saved(path) for path in tags)
+
+
+def _was_saved(tag: Path) -> bool:
+    """Whether a program saved this tag here, under this name: as its manifest says, else as
+    DeepSpeed, transformers and Megatron-LM name their own."""
+    if not (tag / FILE_NAME).is_file():
+        return _OWN_NAME.fullmatch(tag.name) is not None
+    try:
+        run = from_json((tag / FILE_NAME).read_bytes(), str(tag / FILE_NAME)).run
+    except (OSError, UcpError):
+        return False
+    return run.get(TAG) == tag.name and CONVERTED_FROM not in run
+
+
+# ---- convert
+#
+# One checkpoint as another one on disk, in one of the formats of `outputs/table`.
+#
+# The output is planned and proved as a whole before its first byte, then written window by window
+# through a buffer of bounded size, whatever the model. It appears whole or not at all. Every byte
+# of the source that a copy used is compared with its record's CRC-32 before that.
 
 
 @dataclass(frozen=True)

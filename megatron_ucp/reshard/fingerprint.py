@@ -21,15 +21,15 @@ from megatron_ucp.core.layout import Partial, Piece
 from megatron_ucp.core.manifest import DIVERGED, FINGERPRINT, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, UsageError, some_of
-from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.optimizers import rule_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import read_json
+from megatron_ucp.reshard.checksums import of_runs, shifted, standard
 from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
-from megatron_ucp.reshard.linear_crc import of_runs, shifted, standard
+from megatron_ucp.reshard.options import read_json
 
 RULE = "stepped as"  # among the settings of a parameter: what its optimizer computes, such as AdamW
 # Switches of how torch computes a step, on which no value depends.

@@ -8,12 +8,11 @@ import torch
 
 from megatron_ucp import say
 from megatron_ucp.core.layout import Partial
-from megatron_ucp.core.states import MASTER
+from megatron_ucp.core.names import MASTER
 from megatron_ucp.errors import InexactError, some_of
-from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.diff import weight_of
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state, weight_of
 
 
 def fp32_tensors(

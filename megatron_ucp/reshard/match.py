@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.flat import Member
-from megatron_ucp.core.keepers import Keeper
+from megatron_ucp.core.join_ranks import replicas
 from megatron_ucp.core.manifest import DIVERGED, Manifest, ParamSpec, differs_in_padding
-from megatron_ucp.core.stages import replicas
-from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.values import alike, shown
 from megatron_ucp.errors import ForeignFileError, ModelMismatchError, StateMismatchError, some_of
-from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.optimizers import keeps_states, rule_of, rule_untold
-from megatron_ucp.formats.prefixes import likely_renaming, other_prefix
 from megatron_ucp.formats.schedules import regrouped
-from megatron_ucp.reshard.allowances import is_allowed, is_named
+from megatron_ucp.formats.wrapped_model import likely_renaming, other_prefix
+from megatron_ucp.reshard.options import is_allowed, is_named
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,475 @@
-"""The manifest of a checkpoint that does not exist yet: a source's parameters under a target's mesh
-and engine."""
+"""What a conversion or a resize aims at: the manifest of the source on another mesh."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import Spread, in_order, is_stacked, stored_tensors
+from megatron_ucp.core.experts import (
+    Spread,
+    check_files,
+    in_order,
+    in_own_file,
+    is_stacked,
+    stored_tensors,
+)
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
-from megatron_ucp.core.keepers import Keeper
+from megatron_ucp.core.join_ranks import Stage, join
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Chunks, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.mesh import Coords, Mesh, expert_rank_of, stage_of
-from megatron_ucp.core.stages import Stage, join
-from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of, stage_of
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
+from megatron_ucp.core.values import TENSOR, Stand
 from megatron_ucp.errors import (
+    LayoutError,
     RuleError,
     StateMismatchError,
+    UcpError,
+    UnsupportedError,
     UsageError,
 )
+from megatron_ucp.families import families, recorded_model
+from megatron_ucp.families.arguments import with_model
+from megatron_ucp.formats.checkpoint import Checkpoint, apart_in, ranks_of
 from megatron_ucp.formats.deepspeed.autoep import group_name
-from megatron_ucp.formats.deepspeed.formulas import round_robin
-from megatron_ucp.formats.deepspeed.muon import in_its_order, steps_matrices
-from megatron_ucp.formats.deepspeed.target import GroupOnRank, with_states
+from megatron_ucp.formats.deepspeed.buffers import round_robin
+from megatron_ucp.formats.deepspeed.layout_sources import says_layouts
+from megatron_ucp.formats.deepspeed.optimizers import in_its_order, steps_matrices
+from megatron_ucp.formats.deepspeed.partition import divide
+from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, config_for, with_states
+from megatron_ucp.formats.deepspeed.weights import training_dtype
+from megatron_ucp.formats.deepspeed.writer import RunSettings
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import kept_by, refuse_step_in_group, require_equal
-from megatron_ucp.reshard.expert_meshes import (
-    check_experts,
-    check_stages,
-    check_trained,
-    held_by,
-    marks_on,
+from megatron_ucp.formats.per_rank import Apart, refuse_unless
+from megatron_ucp.formats.pt.known import KNOWN
+from megatron_ucp.formats.pt.pickler import check_stand
+from megatron_ucp.formats.pt.strangers import named_in
+from megatron_ucp.reshard.match import (
+    check_not_lost,
+    match_ties,
+    one_value,
+    replica_notes,
+    require_one_copy,
+    scheduler_for,
+    source_states,
 )
-from megatron_ucp.reshard.match import check_not_lost, match_ties, one_value, source_states
-from megatron_ucp.reshard.stage_division import placed
-from megatron_ucp.reshard.wanted import NamedGroup, Wanted
+
+# ---- wanted
+#
+# What a conversion is asked for.
+
+
+@dataclass(frozen=True)
+class NamedGroup:
+    """A parameter group as an optimizer without pipeline has it, and the names in its order."""
+
+    group: ParamGroup
+    names: tuple[str, ...]
+
+    def of(self, held: frozenset[str]) -> "NamedGroup":
+        """The same group of a rank that holds some parameters."""
+        own = [name for name in held if name in self._places]
+        return replace(self, names=tuple(sorted(own, key=self._places.__getitem__)))
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is converted, and what for. `file` is the source's, for messages; `declared` says
+    whether anybody declared how parameters are cut; `permuted` whether the source's groups are in
+    the order of `round_robin_gradients`; `layers` are those of the pipeline, where somebody knows
+    them."""
+
+    source: Manifest
+    target: Target
+    file: str
+    layers: Layers | None = None
+    declared: bool = True
+    permuted: bool = False
+
+    @cached_property
+    def dtype(self) -> str:
+        """That of the training copies."""
+        trained = (spec.dtype for spec in self.source.params if spec.kind == "trainable")
+        return self.target.dtype or next(trained, "float32")
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where each parameter stands among all."""
+        return {name: place for place, name in enumerate(self.params)}
+
+    @cached_property
+    def params(self) -> dict[str, ParamSpec]:
+        """Parameters as the target trains them: in one dtype; module buffers keep theirs. Files are
+        written with the dims in their own order."""
+        on_mesh = [replace(spec.without_chunks(), order=None) for spec in self.source.params]
+        return {
+            spec.name: spec if spec.kind == "buffer" else replace(spec, dtype=self.dtype)
+            for spec in on_mesh
+        }
+
+
+# ---- stage division
+#
+# Which stage of a pipeline that does not exist yet holds which parameters.
+
+
+def no_layers(file: str) -> UnsupportedError:
+    """The error for a pipeline that a model without a family would have."""
+    return UnsupportedError(
+        "the names of the parameters in a pipeline are not known",
+        file=file,
+        found="no family",
+        expected="a pipeline checkpoint, or one of a family that has a pipeline",
+        fix="train with a family, or convert without pp",
+    )
+
+
+def placed(wanted: Wanted, local: Mapping[str, int]) -> list[frozenset[str]]:
+    """The names that each stage of the target holds."""
+    source, target, layers, file = wanted.source, wanted.target, wanted.layers, wanted.file
+    if target.mesh.pp == 1:
+        return [frozenset(spec.name for spec in source.params)]
+    if layers is None:
+        raise no_layers(file)
+    known = {name for names in layers.canonical for name in names}
+    lost = [spec.name for spec in source.params if spec.name not in known]
+    if lost:
+        raise UnsupportedError(
+            "a parameter or buffer has no place in the pipeline",
+            file=file,
+            parameter=lost[0],
+            found=f"{len(lost)} of {len(source.params)}",
+            fix="convert without pp",
+        )
+    # what DeepSpeed balances
+    trained = {spec.name: local[spec.name] for spec in source.params if spec.kind == "trainable"}
+    return [
+        frozenset(name for at in stage for name in layers.canonical[at])
+        for stage in divide(layers, target.stages or "layers", target.mesh.pp, trained)
+    ]
+
+
+def with_stages(wanted: Wanted) -> tuple[Wanted, list[str]]:
+    """With how the layers are divided among the stages, where nobody said it: as in the source, if
+    that has as many stages, else as many each of the most frequent kind, which a note says."""
+    source, target, layers = wanted.source, wanted.target, wanted.layers
+    if target.mesh.pp == 1 or target.stages is not None or layers is None:
+        return wanted, []
+    if source.mesh.pp == target.mesh.pp and source.mesh.vpp == 1:
+        if (counts := _stages_of(source, layers)) is not None:
+            return replace(wanted, target=replace(target, stages=counts)), []
+    note = (
+        "nobody said how the layers are divided among the stages: as many each of the most "
+        "frequent kind, which is `--stages layers`; the job needs the same partition method"
+    )
+    return replace(wanted, target=replace(target, stages="layers")), [note]
+
+
+def _stages_of(source: Manifest, layers: Layers) -> tuple[int, ...] | None:
+    """How many layers each stage of the source has; of a parameter that several positions hold the
+    last is on the last stage."""
+    held = {
+        name: [source.buffers[b].stage for b, _ in holders]
+        for name, holders in source.holders.items()
+    }
+    at, seen = [0], set[str]()
+    for names in layers.canonical:
+        own = [held[name][-1] if name in seen else held[name][0] for name in names if name in held]
+        seen.update(names)
+        at.append(max([at[-1], *own]))
+    counts = tuple(at[1:].count(stage) for stage in range(source.mesh.pp))
+    return counts if all(counts) else None
+
+
+# ---- expert meshes
+#
+# Which meshes of a conversion experts can be put on.
+
+
+def check_experts(source: Manifest, mesh: Mesh, file: str) -> None:
+    """Raises UsageError for expert-parallel ranks of a model without experts, LayoutError where
+    they don't divide its experts."""
+    for spec in source.params:
+        _expert_rank(spec, mesh, file)
+    if mesh.ep > 1 and not any(spec.expert for spec in source.params):
+        raise UsageError(
+            "this axis is not converted: the model has no experts",
+            file=file,
+            expected=f"{EXPERT_RANK}=1",
+            found=mesh,
+            fix="leave this axis out of the mesh (--mesh; Python: mesh=)",
+        )
+
+
+def check_trained(source: Manifest, mesh: Mesh, file: str) -> None:
+    """Raises UnsupportedError for experts that DeepSpeed does not train at ZeRO-3 (all but AutoEP's
+    where other ranks share them, its own layers' in any case), and as `check_files`."""
+    for spec in source.params:
+        if not spec.expert:
+            continue
+        check_files(mesh.cut_of_dense, mesh.ep, mesh.cut_of_experts, file)
+        of_deepspeed = in_own_file(spec.name, False)
+        if mesh.zero == 3 and not is_stacked(spec.name) and (of_deepspeed or mesh.experts_apart):
+            raise UnsupportedError(
+                "DeepSpeed does not train these experts at ZeRO-3"
+                + ("" if of_deepspeed else " on ranks of their own"),
+                file=file,
+                parameter=spec.name,
+                expected="ZeRO 0, 1 or 2" + ("" if of_deepspeed else f", or {EXPERT_RANK}=1"),
+                found=mesh,
+                fix="choose such a mesh (--mesh; Python: mesh=)",
+            )
+
+
+def check_stages(
+    by_stage: Sequence[Collection[str]], source: Manifest, mesh: Mesh, file: str
+) -> None:
+    """Raises UnsupportedError for a stage without experts, where other ranks share them:
+    DeepSpeed's pipeline waits for ever there."""
+    experts = {spec.name for spec in source.params if spec.expert}
+    without = [stage for stage, names in enumerate(by_stage) if experts.isdisjoint(names)]
+    if mesh.experts_apart and experts and without:
+        raise UnsupportedError(
+            "a stage of the pipeline has no layer with experts",
+            file=file,
+            expected=f"experts on each of {len(by_stage)} stages",
+            found=f"none on stage {without[0]}",
+            fix="use fewer stages, or another division of the layers",
+        )
+
+
+def held_by(
+    by_stage: Sequence[frozenset[str]], source: Manifest, mesh: Mesh, file: str
+) -> list[list[frozenset[str]]]:
+    """What a place of a mesh holds of the parameters of each stage, by stage and expert-parallel
+    rank: everything but other ranks' experts.
+
+    Raises LayoutError where the expert-parallel ranks don't divide the experts.
+    """
+    out: list[list[frozenset[str]]] = []
+    for names in by_stage:
+        ranks = {name: _expert_rank(source.by_name[name], mesh, file) for name in names}
+        of: list[set[str]] = [set() for _ in range(mesh.ep)]
+        for name, rank in ranks.items():
+            for held in of if rank is None else [of[rank]]:
+                held.add(name)
+        out.append([frozenset(held) for held in of])
+    return out
+
+
+def _expert_rank(spec: ParamSpec, mesh: Mesh, file: str) -> int | None:
+    """The expert-parallel rank that has an expert's parameter; None of what all have."""
+    if spec.expert is None:
+        return None
+    number, count = spec.expert
+    if count % mesh.ep:
+        works = [n for n in range(1, count + 1) if not count % n]
+        raise LayoutError(
+            "the expert-parallel size does not divide the experts of a layer",
+            file=file,
+            parameter=spec.name,
+            expected=f"a divisor of {count}",
+            found=mesh.ep,
+            fix=f"use an expert-parallel size of {', '.join(map(str, works))}",
+            id="does-not-divide",
+        )
+    return number // (count // mesh.ep)
+
+
+def notes_of_groups(source: Manifest, mesh: Mesh, listed: bool) -> list[str]:
+    """What to know of parameter groups: DeepSpeed's own experts have some of their own at any
+    size, others where other ranks share them alone."""
+    ordinary = any(spec.expert and not in_own_file(spec.name, False) for spec in source.params)
+    if listed or not ordinary or mesh.experts_apart or not source.mesh.experts_apart:
+        return []
+    return [
+        "the experts keep parameter groups of their own, as in the source: list the groups "
+        "(--groups) for a job that has them among all others, as megatron-core's at "
+        f"{EXPERT_RANK}=1"
+    ]
+
+
+def notes_of_universal(source: Manifest) -> list[str]:
+    """What to know of a universal folder with experts."""
+    if not any(spec.expert for spec in source.params):
+        return []
+    return [
+        f"stock DeepSpeed reads experts of this folder rightly at {EXPERT_RANK}=1 alone: it takes "
+        "those of every rank for the first ones; convert to native files for more ranks"
+    ]
+
+
+def marks_on(marks: Mapping[str, Any], mesh: Mesh, source: Mesh) -> dict[str, Any]:
+    """What marks a group on a mesh: DeepSpeed calls one of experts as their expert-parallel size,
+    and looks for the ranks that share them under the name."""
+    if marks.get("name") != group_name(source.ep):
+        return dict(marks)
+    return {**marks, "name": group_name(mesh.ep)}
+
+
+# ---- source settings
+#
+# What a conversion takes from its source besides tensors: config, scheduler, loss scale, the
+# layers of its pipeline.
+
+
+CLIP_GRAD = 1.0  # DeepSpeed's default
+VERSION = "0.19.8"  # whose files are written, where the source's don't say theirs
+
+
+class Origin:
+    """A source as a conversion sees it. `ruled`: a file of rules was given. `notes` say what had to
+    be assumed."""
+
+    def __init__(self, source: Checkpoint, ruled: bool) -> None:
+        self.source, self.extras = source, source.extras
+        self.manifest = with_model(source.manifest)
+        self.config: Mapping[str, Any] = self.extras.config or {}
+        self.notes: list[str] = []
+        self.apart = Apart()
+        self._declared = ruled or says_layouts(self.manifest)
+        trained = [spec.dtype for spec in self.manifest.params if spec.kind == "trainable"]
+        self.dtype = trained[0] if trained else training_dtype({"ds_config": self.config}, {}, ())
+
+    def take_values(self, mesh: Mesh | None, allow: Collection[str]) -> None:
+        """Looks at plain values: whether they can be written again, and what ranks have otherwise
+        than each other. That goes to files for the same ranks (None: to none); else it is
+        refused, or the first rank's is taken where that is allowed.
+
+        Raises StateMismatchError, UnsafePickleError, UnsupportedError."""
+        apart = apart_in(self.source)
+        self._check_names(apart)
+        if not apart.what:
+            return
+        if mesh is not None and mesh.has_ranks_of(ranks_of(self.source)):
+            self.apart = apart
+            return
+        file, here = str(self.source.folder), str(mesh or "a format without ranks")
+        self.notes.append(refuse_unless("per_rank" in allow, apart.what, file, here))
+
+    def _check_names(self, apart: Apart) -> None:
+        """Notes classes of the run's program that values name, as the written files name them
+        again. Raises UnsafePickleError for what only a call makes: nobody here knows what it
+        would do; UnsupportedError for an object that can't be written."""
+        extras, names = self.extras, set[str]()
+        kept = [extras.scheduler, extras.client_state, extras.others]
+        kept += [extras.modules, extras.stateless, extras.data_position]
+        kept += [part for group in self.manifest.groups for part in (group.settings, group.marks)]
+        kept += [part for own in apart.ranks for part in (own.buffers, own.client_state)]
+        kept += [own.scheduler for own in apart.ranks]
+        for item in named_in(kept):
+            try:
+                if isinstance(item, Stand):
+                    check_stand(item)
+            except UcpError as error:
+                error.file = self.source.main_file
+                raise
+            if item.qualname not in (*KNOWN, TENSOR):
+                names.add(item.qualname)
+        if names:
+            listed = ", ".join(sorted(names))[:200]
+            self.notes.append(f"values name classes of the program that wrote them: {listed}")
+
+    def wanted(
+        self, target: Target, config: Mapping[str, Any] | None, allow: Collection[str] | None = None
+    ) -> Wanted:
+        """What is asked for: the target with everything that the config of its job says, or else
+        the source's. Raises UsageError; LayoutError where no engine could be built so."""
+        self.notes += require_one_copy(self.source, self.manifest.by_name, allow)
+        self.notes += replica_notes(self.manifest)
+        if config is None and self.extras.config is None and target.dtype is None:
+            target = replace(target, dtype=self.dtype)
+        target = target.completed(self.config if config is None else config)
+        if target.mesh.tp > 1 and (model := recorded_model(self.manifest)) is not None:
+            model.check_cut(target.mesh.tp)  # heads, which shapes alone do not show
+        layers = self._layers() if target.mesh.pp > 1 else None
+        file = str(self.source.folder)
+        return Wanted(self.manifest, target, file, layers, self._declared, self._permuted)
+
+    @property
+    def _permuted(self) -> bool:
+        """Whether the order of the groups is that of `round_robin_gradients`."""
+        settings = self.config.get("zero_optimization")
+        return (
+            self.manifest.keeper == Keeper.ZERO_1_OR_2
+            and isinstance(settings, dict)
+            and bool(settings.get("round_robin_gradients"))
+        )
+
+    def _layers(self) -> Layers | None:
+        """The layers of the pipeline that the model has, or would have; None where nobody knows
+        them."""
+        names = [spec.name for spec in self.manifest.params]
+        # not `find_family`: a family that this process does not know is no reason to refuse
+        family = families().get(self.manifest.family)
+        if family is not None and family.layers is not None:
+            return family.layers(names).with_values(names)
+        found = self.source.layers()
+        return None if found is None else found.with_values(names)
+
+    def settings(
+        self, wanted: Wanted, manifest: Manifest, config: Mapping[str, Any] | None
+    ) -> RunSettings:
+        """What the files say besides the manifest. `config` is the DeepSpeed config of the
+        target, None for the source's."""
+        config = self.config if config is None else config
+        dtype = wanted.target.dtype or self.dtype
+        scaler = self.extras.scaler
+        if dtype != "float16" and scaler.dynamic:
+            self.notes.append("the dynamic loss scale of fp16 has no place in the target")
+        elif dtype == "float16" and self.dtype != "float16":
+            scaler = LossScale.fresh(config)
+            self.notes.append(
+                f"the loss scale of fp16 begins anew, at {scaler.cur_scale:g}: the source has none"
+            )
+        return RunSettings(
+            self.extras,
+            config_for(wanted.target, config, dtype),
+            self.extras.version or VERSION,
+            dtype,
+            scaler,
+            self._clip_grad(config),
+            self._int_steps(manifest),
+            lambda stage: self._scheduler(manifest, stage),
+            self.apart,
+        )
+
+    def _clip_grad(self, config: Mapping[str, Any]) -> float:
+        key = "gradient_clipping"
+        for value in (config.get(key), self.extras.clip_grad, self.config.get(key)):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
+        return CLIP_GRAD
+
+    def _int_steps(self, manifest: Manifest) -> bool:
+        """Whether the target's optimizer keeps its step as an int: as its class does, or as the
+        source has it."""
+        known = [kept_by(g.optimizer, g.settings) for g in manifest.groups if g.optimizer]
+        kinds = {kept.step for kept in known if "step" in kept.scalar}
+        return self.extras.int_steps if kinds in (set(), {"either"}) else "int" in kinds
+
+    def _scheduler(self, manifest: Manifest, stage: int) -> Any:
+        """The scheduler's state for one stage of the target."""
+        firsts: dict[int, str] = {}
+        for buffer, member, group in manifest.stepped():
+            if buffer.stage == stage:
+                firsts.setdefault(group, member.param)
+        origins = [self.manifest.group_number(name) for _, name in sorted(firsts.items())]
+        return scheduler_for(self.extras.scheduler, origins, len(self.manifest.groups))
+
+
+# ---- target
+#
+# The manifest of a checkpoint that does not exist yet: a source's parameters under a target's
+# mesh and engine.
 
 
 def named_groups(wanted: Wanted) -> list[NamedGroup]:

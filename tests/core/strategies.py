@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.deepspeed import buffers as formulas
 
 # Of the random cases that a law gets in `tests/run.sh all`: the share that it gets in this run.
 SHARE = float(os.environ.get("LAW_SHARE", "0.15"))

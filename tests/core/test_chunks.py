@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core.box import Box, whole
 from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts, alone
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import (
     CHUNK,
     Chunks,
@@ -23,9 +22,10 @@ from megatron_ucp.core.layout import (
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot, make_plan
 from megatron_ucp.core.proof import prove
-from megatron_ucp.core.shares import Share
+from megatron_ucp.core.tensor_parts import Share
 from megatron_ucp.errors import DamagedFileError, LayoutError, PlanError
 from tests.core.strategies import all_wants, cases, each, oracle_local, whole_parts
 from tests.core.test_plan import carry, same

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate, Shard, same_layout
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import Interleaved, Share, Slice
+from megatron_ucp.core.tensor_parts import Interleaved, Share, Slice
 from megatron_ucp.errors import LayoutError
 from tests.core.strategies import cases, oracle_local
 from tests.core.test_plan import carry, same

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core.box import Box
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Partial, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Cast, Copy, Mean, Slot, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import InexactError, PlanError

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
+from megatron_ucp.core.join_ranks import Stage, join
 from megatron_ucp.core.layout import HeldRuns, Layout, Replicate, Shard, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import make_plan
-from megatron_ucp.core.stages import Stage, join
 from megatron_ucp.errors import LayoutError, ModelMismatchError, PlanError
-from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.deepspeed import buffers
 from tests.core.strategies import all_wants, cases, oracle_slots
 from tests.core.test_plan import carry, same
 
@@ -63,7 +63,7 @@ def uneven(draw: st.DrawFn, shapes: list[tuple[int, ...]]) -> Manifest:
             if size:
                 members.append(Member(spec.name, end, size, 0, {"step": 3.0}))
                 end += size if rule == "whole" else -(-size // dp)
-        length = formulas.whole_length(end, dp) if rule == "whole" else end
+        length = buffers.whole_length(end, dp) if rule == "whole" else end
         buffer = FlatBuffer(tuple(members), length, dp, rule, STATES)
         stages.append(Stage(specs, (buffer,), (ParamGroup({"lr": 0.1}),), at=at))
     joined = join(stages)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Box, flat_boxes, flat_index, whole
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import (
     Extent,
     Partial,
@@ -28,6 +27,7 @@ from megatron_ucp.core.layout import (
 from megatron_ucp.core.manifest import FileEntry, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, plain_name, to_json
 from megatron_ucp.core.mesh import Coord, Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.rules import Rule, RuleSet
 from megatron_ucp.errors import (
     DamagedFileError,
@@ -37,7 +37,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.deepspeed import buffers
 from megatron_ucp.formats.optimizers import check_known, kept_by, require_equal
 from tests.core.strategies import meshes
 
@@ -286,13 +286,13 @@ def test_states_are_known_by_optimizer_and_key():
 
 def test_zero_formulas_give_the_sizes_seen_on_real_files():
     """Figures measured on DeepSpeed 0.19.8 with two ranks."""
-    assert [formulas.whole_length(u, 2) for u in (161, 13, 1, 171, 23)] == [164, 16, 4, 172, 24]
-    assert flat.aligned_starts((91, 35, 35), formulas.parameter_alignment(2)) == ([0, 96, 136], 171)
-    assert flat.aligned_starts((1, 5, 7), formulas.parameter_alignment(2)) == ([0, 8, 16], 23)
-    assert formulas.sub_groups((91, 35, 35), 2, 30) == [[0], [1, 2]] and formulas.sub_groups(
+    assert [buffers.whole_length(u, 2) for u in (161, 13, 1, 171, 23)] == [164, 16, 4, 172, 24]
+    assert flat.aligned_starts((91, 35, 35), buffers.parameter_alignment(2)) == ([0, 96, 136], 171)
+    assert flat.aligned_starts((1, 5, 7), buffers.parameter_alignment(2)) == ([0, 8, 16], 23)
+    assert buffers.sub_groups((91, 35, 35), 2, 30) == [[0], [1, 2]] and buffers.sub_groups(
         (1, 5, 7), 2, 30
     ) == [[0, 1, 2]]
-    assert formulas.round_robin(5, 2) == [0, 2, 4, 1, 3]
+    assert buffers.round_robin(5, 2) == [0, 2, 4, 1, 3]
 
 
 def manifest() -> Manifest:

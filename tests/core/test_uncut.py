@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import MASTER, Keeper
 from megatron_ucp.core.plan import Fill, Slot, Windows, make_plan
 from megatron_ucp.core.proof import prove
-from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import PlanError
 
 STATE = "momentum"

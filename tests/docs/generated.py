@@ -20,7 +20,7 @@ import megatron_ucp_patches as patches
 import megatron_ucp as ucp
 from megatron_ucp import errors
 from megatron_ucp.cli import COMMANDS, _parser
-from megatron_ucp.reshard import allowances, ds_section
+from megatron_ucp.reshard import options as option_tables
 from pretrain import flags, foreign_flags
 from tests.docs import subjects, support
 from tests.docs.pages import GENERATED, ROOT
@@ -103,11 +103,11 @@ def _named(found: re.Match[str]) -> str:
 
 PUBLIC = ("attach", "load", "hold", "resize", "attach_megatron", "save")
 DOORS = {
-    allowances.LOAD: "files",
-    allowances.MEMORY: "memory",
-    allowances.CONVERT: "`convert`",
-    allowances.EXPORT: "`export_hf`",
-    allowances.IMPORT: "`import_hf`",
+    option_tables.LOAD: "files",
+    option_tables.MEMORY: "memory",
+    option_tables.CONVERT: "`convert`",
+    option_tables.EXPORT: "`export_hf`",
+    option_tables.IMPORT: "`import_hf`",
 }
 
 
@@ -160,7 +160,7 @@ def first(what: Any) -> str:
 
 def allow(word: str) -> str:
     rows = []
-    for name, row in allowances.TABLE.items():
+    for name, row in option_tables.TABLE.items():
         where = ", ".join(text for door, text in DOORS.items() if door in row.doors)
         also = f'; `"{name}:PART"` those whose names begin with PART' if row.of_parts else ""
         rows.append((f'`"{name}"`', where, row.meaning + also))
@@ -168,7 +168,7 @@ def allow(word: str) -> str:
 
 
 def section(word: str) -> str:
-    return ", ".join(f"`{key}`" for key in ds_section._KEYS) + "."
+    return ", ".join(f"`{key}`" for key in option_tables._KEYS) + "."
 
 
 def error_classes(word: str) -> str:

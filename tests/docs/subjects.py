@@ -51,7 +51,7 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     (
         "tags, pointers, locks, retention",
         "formats/test_tags, formats/test_pointers, formats/test_two_jobs, "
-        "formats/test_publish_right, formats/test_manifest_versions, formats/test_memory_folder, "
+        "formats/test_publish_right, formats/test_manifest_versions, "
         "reshard/test_pointers",
         "kills between any two operations; two processes",
     ),
@@ -104,7 +104,7 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "resize and in-memory checkpoints",
-        "engines/test_resize, engines/test_memory_steps",
+        "engines/test_resize, engines/test_memory_*",
         "a gather that knows nothing of the package; a run without interruption",
     ),
     (

@@ -164,7 +164,7 @@ def test_the_pictures_of_the_architecture_are_of_the_code() -> None:
     assert len(found) > 30
     assert not [one for one in found if missing(one)]
     assert missing("engines/load.no_such") and missing("engines/nowhere.load")
-    assert not missing("reshard/engine_sink.EngineSink.move")
+    assert not missing("reshard/load.EngineSink.move")
 
 
 def test_what_is_supported_names_tests_that_exist() -> None:

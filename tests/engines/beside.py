@@ -18,7 +18,7 @@ KEPT = 2
 def save_beside(name: str, folder: Path, saves: int) -> None:
     """Saves after every step; each tag must be whole when its save has returned, and stay."""
     import megatron_ucp as ucp
-    from megatron_ucp.reshard.newest_tag import check_whole
+    from megatron_ucp.reshard.look import check_whole
     from tests.engines.model import Setup, make_engine, train
 
     engine = ucp.attach(make_engine(Setup(1, "fp32"), attach=False), keep_latest=KEPT)

@@ -13,10 +13,10 @@ from unittest import mock
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import rank_files, taken_files
+from megatron_ucp.engines import pt_files, save_frame
 from megatron_ucp.engines.background import background_of
 from megatron_ucp.engines.deepspeed import save as saving
-from megatron_ucp.engines.saves import WAYS
+from megatron_ucp.engines.save import WAYS
 from tests.engines.canonical import canonical, differences
 from tests.engines.model import Setup, make_engine, train
 from tests.engines.save_jobs import listing
@@ -34,7 +34,7 @@ def saved_each_way(
 ) -> list[Any]:
     """Saves one moment by DeepSpeed's own code, and by this package in its two ways; what they
     report."""
-    rank_files._LEAST_SHARED_BYTES = 0
+    pt_files._LEAST_SHARED_BYTES = 0
     engine = _named(making)(setup, attach=False)
     _named(training)(engine, 2)
     options = {"tag": "tag", "client_state": {"seen": 7}, "exclude_frozen_parameters": exclude}
@@ -137,9 +137,9 @@ def failing_in_background(setup: Setup, folder: str, how: str) -> dict[str, Any]
     engine.save_checkpoint(folder)
     ucp.wait(engine)
     train(engine, 1, first=1)
-    write = rank_files._written
+    write = pt_files._written
     if dist.get_rank() == 1:
-        rank_files._written = _hanging if how == "hangs" else _refused
+        pt_files._written = _hanging if how == "hangs" else _refused
     out: dict[str, Any] = {}
     try:
         engine.save_checkpoint(folder)
@@ -148,7 +148,7 @@ def failing_in_background(setup: Setup, folder: str, how: str) -> dict[str, Any]
         out["error"] = out["message"] = ""
     except ucp.UcpError as error:
         out["error"], out["message"] = type(error).__name__, str(error)
-    rank_files._written = write
+    pt_files._written = write
     dist.barrier()
     out["left"], out["latest"] = listing(folder), (Path(folder) / "latest").read_text()
     dist.barrier()
@@ -181,7 +181,7 @@ def die_in_background(setup: Setup, folder: str) -> str:
     ucp.wait(engine)
     train(engine, 1, first=1)
     if dist.get_rank() == 1:
-        rank_files._written = lambda _: os._exit(7)
+        pt_files._written = lambda _: os._exit(7)
     engine.save_checkpoint(folder)
     try:
         ucp.wait(engine)
@@ -196,12 +196,12 @@ def busy(setup: Setup, folder: str) -> dict[str, Any]:
     for word in ("wait", "skip"):
         engine = make_engine(setup, attach=False)
         ucp.attach(engine, save="background", busy=word)
-        write = rank_files._written
-        rank_files._written = _slowly(write)
+        write = pt_files._written
+        pt_files._written = _slowly(write)
         for step in range(2):
             train(engine, 1, first=step)
             engine.save_checkpoint(f"{folder}/{word}")
-        rank_files._written = write
+        pt_files._written = write
         ucp.wait(engine)
         dist.barrier()
         out[word] = listing(f"{folder}/{word}")
@@ -294,18 +294,18 @@ def back_in_the_next_save(setup: Setup, folder: str) -> list[str]:
     engine = make_engine(setup, attach=False)
     ucp.attach(engine, save="background", on_error="warn", deadline=2.0, keep_snapshot=False)
     train(engine, 1)
-    write = rank_files._written
+    write = pt_files._written
     if dist.get_rank() == 1:
-        rank_files._written = _back_late(write)
+        pt_files._written = _back_late(write)
     engine.save_checkpoint(folder, tag="given_up")
     ucp.wait(engine)
-    rank_files._written = _slowly(write)
+    pt_files._written = _slowly(write)
     train(engine, 1, first=1)
     want = canonical(engine)
     dist.barrier()
     engine.save_checkpoint(folder, tag="next")
     ucp.wait(engine)
-    rank_files._written = write
+    pt_files._written = write
     engine.destroy()
     time.sleep(1.0)
     dist.barrier()
@@ -355,12 +355,12 @@ def moved_away(setup: Setup, folder: str, way: str) -> tuple[list[str], list[str
     if not dist.get_rank():
         Path("away", "here").mkdir(parents=True)  # where the path leads later
     dist.barrier()
-    settled = taken_files._written
-    taken_files._written = _slowly(settled)
+    settled = save_frame._written
+    save_frame._written = _slowly(settled)
     engine.save_checkpoint("here")
     os.chdir("away")
     ucp.wait(engine)
-    taken_files._written = settled
+    save_frame._written = settled
     engine.destroy()
     dist.barrier()
     return in_folder(Path(folder, "here")), in_folder(Path(folder, "away"))
@@ -380,7 +380,7 @@ def refused_in_the_call(setup: Setup, folder: str, on_error: str) -> dict[str, A
     train(engine, 1, first=1)
     ucp.wait(engine)
     out: dict[str, Any] = {"said": "", "returned": None}
-    write = taken_files.write_beside
+    write = save_frame.write_beside
 
     def full(aside: Path, *_: Any) -> Any:
         raise OSError(28, "No space left on device", str(aside))

@@ -70,7 +70,7 @@ def unusable(setup: Any, folder: str, how: str) -> dict[str, Any]:
     handle.ucp.save(f"{folder}/good")
     before = ucp.fingerprint(handle).digest
     if how == "a load that failed":
-        with mock.patch("megatron_ucp.reshard.file_source.execute", side_effect=OSError(5, "gone")):
+        with mock.patch("megatron_ucp.reshard.files.execute", side_effect=OSError(5, "gone")):
             said = _said(lambda: ucp.load(handle, f"{folder}/good"))
             assert said.startswith("DamagedFileError"), said
     else:

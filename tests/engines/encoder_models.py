@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from megatron_ucp.engines.megatron import chunks, models
+from pretrain.megatron import chunks, models
 
 
 def bert(

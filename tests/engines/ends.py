@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="End a script while its last save is under way.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--end", choices=ENDS, default="script")
-    parser.add_argument("--engine", choices=("deepspeed", "stack", "older"), default="deepspeed")
+    parser.add_argument("--engine", choices=("deepspeed", "stack"), default="deepspeed")
     parser.add_argument("--trials", nargs="*", default=[])
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each fsync takes")
     parser.add_argument("--deadline", type=float)
@@ -98,9 +98,8 @@ class Training:
         from tests.engines import stack_jobs
 
         stack_jobs.train(self.engine, 1, first=step)
-        form = "torch" if self.args.engine == "older" else "torch_dist"
         flags = stack_jobs.arguments(self.engine)
-        ucp.save(self.engine.handle, self.args.folder, arguments=flags, ckpt_format=form)
+        ucp.save(self.engine.handle, self.args.folder, arguments=flags)
 
 
 def train_and_end(args: argparse.Namespace, rank: int, ranks: int) -> None:

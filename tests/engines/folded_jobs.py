@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.families.base import Declared, Family, Sizes, whole
+from megatron_ucp.families.family import Declared, Family, Sizes, whole
 from tests.engines.canonical import everywhere
 from tests.families.registration import registered
 

@@ -115,7 +115,7 @@ def use(kind: str) -> None:
 @contextmanager
 def fused_norms(really: bool) -> Iterator[None]:
     """Norms are parameters of the matrix behind them, its first ones, in the models built here."""
-    from megatron_ucp.engines.megatron import chunks
+    from pretrain.megatron import chunks
 
     plain: Any = chunks._chunk
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from megatron_ucp.engines.megatron import experts, models
+from pretrain.megatron import experts, models
 
 
 class Grouped(torch.nn.Module):

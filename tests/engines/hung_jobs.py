@@ -15,7 +15,7 @@ from unittest import mock
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.engines import background as beside
-from megatron_ucp.formats.durable import manifest_of
+from megatron_ucp.formats.output_folder import manifest_of
 from tests.engines import stack_jobs
 
 DEADLINE_S = 1.0
@@ -124,8 +124,6 @@ class Run:
                 self.engine.save_checkpoint(self.folder, tag=f"step{self.step}")
             else:
                 own: dict[str, Any] = {"keep_latest": self.keep}
-                if self.kind == "older":
-                    own |= {"ckpt_format": "torch"}
                 ucp.save(self.handle, self.folder, **own)
             ucp.wait(self.handle)
         except ucp.UcpError as error:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines import attach as attaching
-from megatron_ucp.engines import memory_steps
-from megatron_ucp.formats.memory_folder import NODE
+from megatron_ucp.engines import memory
+from megatron_ucp.engines.memory import NODE
 from megatron_ucp.reshard import agree
 from tests.engines import stack_jobs
 from tests.engines.canonical import canonical
@@ -105,7 +105,7 @@ def begun_from_scratch(folder: str, loads: bool) -> dict[str, Any]:
     dead(engine)
     engine = kept(RUN_B, folder, every=1000)
     if loads:
-        with mock.patch("megatron_ucp.engines.recall._listed", return_value=[]):
+        with mock.patch("megatron_ucp.engines.memory._listed", return_value=[]):
             assert engine.load_checkpoint(folder) == (None, None)
     train(engine, 2)
     dead(engine)
@@ -190,7 +190,7 @@ def two_stacks(folder: str) -> tuple[str, int]:
     for step in range(2):
         stack_jobs.train(first, 1, first=step)
         ucp.wait(first.handle)
-    said, anew = "attached", partial(mock.patch, "megatron_ucp.engines.megatron.models.start")
+    said, anew = "attached", partial(mock.patch, "pretrain.megatron.models.start")
     try:
         with anew():
             make(world, folder, every=1)
@@ -217,7 +217,7 @@ def around_one_model(folder: str) -> str:
     optimizer = torch.optim.AdamW(params)
     again, *_ = deepspeed.initialize(model=first.module, optimizer=optimizer, config=config)
     ucp.attach(again, keep="memory", every=1, folder=folder)
-    old, new = (memory_steps.steps_of(one) for one in (first, again))
+    old, new = (memory.steps_of(one) for one in (first, again))
     return "taken over" if old.path is None and new.path == Path(folder).resolve() else "not"
 
 

@@ -383,7 +383,7 @@ def changed_settings(setup: Setup, folder: str, hyper: str) -> dict[str, Any]:
 def fails_on_rank(setup: Setup, folder: str, rank: int) -> dict[str, Any]:
     """A load in which one rank's disk fails while bytes move."""
     from megatron_ucp.errors import DamagedFileError
-    from megatron_ucp.reshard import file_source as loading
+    from megatron_ucp.reshard import files as loading
 
     engine = make_engine(setup)
     stock = loading.execute

@@ -225,7 +225,7 @@ def prepare() -> None:
 
 
 def runs_of(engine: str) -> Runs:
-    """Of DeepSpeed's engines, or of megatron-core's stack, which may save older files."""
+    """Of DeepSpeed's engines, or of megatron-core's stack."""
     from tests.engines import killed_stack
     from tests.engines.canonical import differences
 
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", default="stock", help="stock, direct, background")
-    parser.add_argument("--engine", default="deepspeed", help="deepspeed, stack, older")
+    parser.add_argument("--engine", default="deepspeed", help="deepspeed, stack")
     args = parser.parse_args()
     prepare()
     dice, runs = random.Random(args.seed), runs_of(args.engine)

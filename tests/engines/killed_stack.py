@@ -1,7 +1,6 @@
 """The runs of megatron-core's stack that `tests.engines.killed` kills."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,13 @@ MESHES = [
 MORE = 1  # steps after a resume
 
 
-def save_on_and_on(
-    setup: Mcore, folder: Path, steps: int, way: str, ckpt_format: str = "torch_dist"
-) -> None:
+def save_on_and_on(setup: Mcore, folder: Path, steps: int, way: str) -> None:
     """A save in every other step."""
     engine = attached(make(setup), save=way)
     for step in range(1, steps + 1):
         train(engine, 1, first=step)
         if step % 2 == 0:
-            own = {"arguments": arguments(engine), "ckpt_format": ckpt_format}
-            ucp.save(engine.handle, folder, keep_latest=3, **own)
+            ucp.save(engine.handle, folder, keep_latest=3, arguments=arguments(engine))
 
 
 def go_uninterrupted(setup: Mcore, steps: int, oracle: Path) -> None:
@@ -72,14 +68,4 @@ def load(setup: Mcore, folder: Path, result: Path) -> None:
         torch.save({"said": said, "before": before, "after": after, "losses": losses}, result)
 
 
-RUNS = {
-    name: Runs(
-        MESHES,
-        POINTER,
-        partial(save_on_and_on, ckpt_format=ckpt_format),
-        go_uninterrupted,
-        load,
-        compare,
-    )
-    for name, ckpt_format in {"stack": "torch_dist", "older": "torch"}.items()
-}
+RUNS = {"stack": Runs(MESHES, POINTER, save_on_and_on, go_uninterrupted, load, compare)}

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models
+from pretrain.megatron import models
 from pretrain.schedule import Scheduler, Settings
 from tests.engines.canonical import canonical
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 import megatron_ucp as ucp
 from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME, RUN
-from megatron_ucp.engines import memory_steps
-from megatron_ucp.formats.memory_folder import NODE, MemoryFolder
+from megatron_ucp.engines import memory
+from megatron_ucp.engines.memory import NODE, MemoryFolder
 from megatron_ucp.reshard import agree
 from tests.connected import connect
 from tests.engines import stack_jobs
@@ -117,7 +117,7 @@ def loaded(first: World, second: World, folder: str, every: int, want: Any) -> d
     handle = kind.handle(engine)
     found: dict[str, Any] = {"before": None}
     if second.ranks != 3:  # a batch is one of four
-        with mock.patch.object(memory_steps.MemorySteps, "ended_step"):  # no start of another run
+        with mock.patch.object(memory.MemorySteps, "ended_step"):  # no start of another run
             kind.train(engine, 1, first=99)
         found["before"] = compare(next(iter(want.values())), kind.canonical(engine))
     report = ucp.load(handle, folder)
@@ -203,8 +203,8 @@ def dies(world: World, folder: str, rank: int, moment: str, want: str) -> None:
 
 
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "copies": (memory_steps, "copy_of"),
-    "sums": (memory_steps, "sums_of_rank"),
+    "copies": (memory, "copy_of"),
+    "sums": (memory, "sums_of_rank"),
     "writes what it says": (MemoryFolder, "write_aside"),
     "counts": (MemoryFolder, "count"),
 }
@@ -287,7 +287,7 @@ def starts_again(folder: str, other: str) -> dict[str, Any]:
     ucp.wait(alive)
     dist.barrier()
     found["alive"] = names_in(folder) - found["dead"]
-    memory_steps._OF_FOLDER.clear()  # as one of another process
+    memory._OF_FOLDER.clear()  # as one of another process
     engine = make(world, folder, every=1)
     report = ucp.load(engine, folder)
     found |= {"loaded": report.global_steps, "notes": report.notes}

@@ -10,8 +10,8 @@ import megatron_ucp_patches as patches
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import UcpError
+from pretrain.megatron import models
 
 GLOBAL_BATCH, SEQUENCE = 4, 16
 GPT = models.ModelConfig(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.families.base import Declared, Family, Sizes, whole
+from megatron_ucp.families.family import Declared, Family, Sizes, whole
 from tests.engines import tensor_jobs
 from tests.engines.canonical import named
 from tests.engines.moe_jobs import BATCH, SEQUENCE, VOCAB, WIDTH, Moe, draw, mixture

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.deepspeed import wrappers
-from megatron_ucp.reshard import engine_sink, fingerprint
+from megatron_ucp.engines.deepspeed import optimizer
+from megatron_ucp.reshard import fingerprint, load
 from tests.engines import convert_jobs, jobs
 from tests.engines.canonical import canonical, differences, everywhere
 from tests.engines.masters import matrices_of
@@ -62,7 +62,7 @@ def damaged_copy(setup: Setup, folder: str, compares: bool) -> tuple[str, int]:
         flipped.extend(_flip_copies(manifest, wants, read))
         return stock(manifest, wants, read, *args, **more | {"copies": compares})
 
-    with mock.patch.object(engine_sink, "sums_of", sums):
+    with mock.patch.object(load, "sums_of", sums):
         try:
             ucp.load(engine, folder, tag="filled")
         except ucp.UcpError as error:
@@ -86,7 +86,7 @@ def faulty(setup: Setup, folder: str, fault: str) -> dict[str, Any]:
     engine = make_engine(plain(setup, 9))
     want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
     found = {"before": {"filled": differences(want, canonical(engine))}}
-    asked = mock.patch.object(wrappers, "uncut_states", return_value=())
+    asked = mock.patch.object(optimizer, "uncut_states", return_value=())
     try:
         with asked if fault == "as a partition" else contextlib.nullcontext():
             ucp.load(engine, folder, tag="filled")

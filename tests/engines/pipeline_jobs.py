@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models, pipeline
-from megatron_ucp.engines.megatron.experts import Experts
+from pretrain.megatron import models, pipeline
+from pretrain.megatron.experts import Experts
 from tests.engines import tensor_jobs
 from tests.engines.canonical import base_of, canonical, differences, named
 from tests.engines.model import MUON, uncompiled
@@ -259,7 +259,7 @@ def reshard(setup: Staged, folder: str, out: str) -> None:
 def fails_on_rank(setup: Staged, folder: str, rank: int) -> dict[str, Any]:
     """A load in which one rank's disk fails while bytes move."""
     from megatron_ucp.errors import DamagedFileError
-    from megatron_ucp.reshard import file_source as loading
+    from megatron_ucp.reshard import files as loading
 
     engine, stock = make(setup), loading.execute
 

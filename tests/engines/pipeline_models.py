@@ -10,8 +10,8 @@ import megatron_ucp_patches as patches
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines.megatron import models, pipeline
 from megatron_ucp.families.pipe import names
+from pretrain.megatron import models, pipeline
 from tests.engines.model_jobs import (
     GLOBAL_BATCH,
     GPT,

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import memories, pages, shared_memories
+from megatron_ucp.reshard import execute, memories
 from tests.engines.resize_jobs import compared, kind_of, look
 
 _OVERWRITTEN = 0xA5
@@ -21,8 +21,8 @@ def small_pages() -> Iterator[None]:
     """Pages of a few bytes, which are overwritten instead of let go of: what is read afterwards
     would be seen."""
     with (
-        mock.patch.object(pages, "_MADVISE", _overwrite),
-        mock.patch.object(pages, "PAGESIZE", 16),
+        mock.patch.object(execute, "_MADVISE", _overwrite),
+        mock.patch.object(execute, "PAGESIZE", 16),
     ):
         yield
 
@@ -39,7 +39,7 @@ def released(source: Any, target: Any, hold: dict[str, Any], window: int) -> dic
     one.train(engine, 3)
     want, old = one.canonical(engine), one.handle(engine)
     lender = old.ucp.present()
-    with small_pages(), mock.patch.object(shared_memories, "window_bytes", lambda world: window):
+    with small_pages(), mock.patch.object(memories, "window_bytes", lambda world: window):
         held = ucp.hold(old, **hold, release=True)
     found: dict[str, Any] = {"left": _left(lender)}
     found["then"] = [told(partial(one.train, engine, 1)), told(partial(ucp.hold, old))]
@@ -59,7 +59,7 @@ def gone_too_early(setup: Any) -> list[str]:
     kind = kind_of(setup)
     engine = kind.make(setup)
     kind.train(engine, 1)
-    with small_pages(), mock.patch.object(pages.UsedUp, "read", lambda *_: None):
+    with small_pages(), mock.patch.object(execute.UsedUp, "read", lambda *_: None):
         said = [told(partial(ucp.hold, kind.handle(engine), release=True))]
     said.append(told(partial(kind.train, engine, 1)))
     kind.close(engine)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import memories, shared_memories
+from megatron_ucp.reshard import memories
 from tests.connected import connect
 from tests.engines import (
     autotp_jobs,
@@ -117,7 +117,7 @@ def pair(
     loads, and compares. `filled`: with provenance values. `more` steps afterwards, beside the same
     ones of the engine that was never resized. `hold` and `load` are options of these. What moves at
     once has `window` bytes."""
-    with mock.patch.object(shared_memories, "window_bytes", lambda world: window):
+    with mock.patch.object(memories, "window_bytes", lambda world: window):
         return _pair(source, target, filled, more, hold, load)
 
 

@@ -277,19 +277,19 @@ def is_steady(engine: Any) -> bool:
 
 def stuck_latest(setup: Setup, folder: str) -> dict[str, Any]:
     """`latest` can't be replaced: the message, and what lies there."""
-    from megatron_ucp.formats import durable
+    from megatron_ucp.formats import output_folder
 
     engine = make_engine(setup)
     engine.save_checkpoint(folder, tag="first")
     train(engine, 1)
-    stock = durable.move_pointer
+    stock = output_folder.move_pointer
 
     def move_pointer(path: Path, text: str, sync: Any, **more: Any) -> bool:
         if path.name == "latest":
             raise PermissionError(13, "Permission denied", str(path))
         return stock(path, text, sync, **more)
 
-    with mock.patch.object(durable, "move_pointer", move_pointer):
+    with mock.patch.object(output_folder, "move_pointer", move_pointer):
         try:
             engine.save_checkpoint(folder, tag="second")
             message, kind = "", ""
@@ -310,7 +310,7 @@ def stuck_latest(setup: Setup, folder: str) -> dict[str, Any]:
 
 def fails_alone(setup: Setup, folder: str, where: str, raw: bool) -> dict[str, Any]:
     """Describing the engine fails on rank 1 only, in a save or in a load."""
-    from megatron_ucp.engines.deepspeed.stage import OwnStage
+    from megatron_ucp.engines.deepspeed.shard import OwnStage
 
     engine = make_engine(setup)
     train(engine, 1)
@@ -341,7 +341,7 @@ def fails_alone(setup: Setup, folder: str, where: str, raw: bool) -> dict[str, A
 
 def prepare_fails_alone(setup: Setup, folder: str) -> dict[str, Any]:
     """The last thing before the first write fails on rank 1 only: all refuse to go on."""
-    from megatron_ucp.engines.deepspeed.wrappers import LiveZero3
+    from megatron_ucp.engines.deepspeed.optimizer import LiveZero3
 
     engine = make_engine(setup)
     fault = mock.patch.object(LiveZero3, "prepare", side_effect=LayoutError("planted"))

@@ -253,7 +253,7 @@ def save_twice_into(setup: Setup, folder: str, tag: str) -> list[str]:
 def crowded(setup: Setup, folder: str) -> dict[str, Any]:
     """Another holder has the tag `taken`, and a copy of a tag lies there. What saves say, and
     what lies there."""
-    from megatron_ucp.formats import durable
+    from megatron_ucp.formats import output_folder
 
     engine = engine_of(setup, keep_latest=1)
     train(engine, 1)
@@ -262,7 +262,7 @@ def crowded(setup: Setup, folder: str) -> dict[str, Any]:
         shutil.copytree(Path(folder) / "global_step1", Path(folder) / "mine")
     dist.barrier()
     out: dict[str, Any] = {}
-    with durable.begin(Path(folder), "taken") if dist.get_rank() == 0 else nullcontext():
+    with output_folder.begin(Path(folder), "taken") if dist.get_rank() == 0 else nullcontext():
         dist.barrier()
         try:
             engine.save_checkpoint(folder, tag="taken")

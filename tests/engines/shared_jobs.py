@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN, TAG
-from megatron_ucp.formats import durable
+from megatron_ucp.formats import output_folder
 from tests.engines.stack_jobs import Mcore, arguments, close, make, train
 
 
@@ -25,7 +25,7 @@ def megatron_beside(setup: Mcore, folder: str) -> dict[str, Any]:
     engine, out = make(setup), dict[str, Any]()
     is_first = dist.get_rank() == 0
     train(engine, 1)
-    with durable.begin(Path(folder), "iter_0000001") if is_first else nullcontext():
+    with output_folder.begin(Path(folder), "iter_0000001") if is_first else nullcontext():
         dist.barrier()
         try:
             ucp.save(engine.handle, folder, arguments=arguments(engine))
@@ -45,7 +45,7 @@ def megatron_beside(setup: Mcore, folder: str) -> dict[str, Any]:
     ucp.load(again.handle, folder)
     train(again, 1, first=3)
     ucp.save(again.handle, folder, arguments=arguments(again))
-    runs = [durable.manifest_of(Path(folder) / tag).run for tag in folders(folder)]
+    runs = [output_folder.manifest_of(Path(folder) / tag).run for tag in folders(folder)]
     out["run"] = [one[TAG] for one in runs], len({one[RUN] for one in runs})
     close(again)
     return out

@@ -16,9 +16,10 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import Background, background_of
-from megatron_ucp.engines.megatron.engine import save as saving
-from megatron_ucp.engines.megatron.engine.present import PresentStates
-from megatron_ucp.reshard import agree, memories, ranks_folder, transfer
+from megatron_ucp.engines.megatron import save as saving
+from megatron_ucp.engines.megatron.save import PresentStates
+from megatron_ucp.reshard import agree, memories, transfer
+from megatron_ucp.reshard import folder as ranks_folder
 from tests.engines.save_jobs import listing
 from tests.engines.stack_jobs import Engine, Mcore, arguments, close, make, settle, train
 from tests.engines.stack_states import canonical, compare

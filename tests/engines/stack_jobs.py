@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models
-from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
+from pretrain.megatron import models
+from pretrain.megatron.chunks import Buffers, Stages, build, run_batch
 from tests.engines import fused_adam
 from tests.engines.grouped_experts import grouped_experts
 from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault, rank_folder
@@ -76,7 +76,7 @@ class Mcore:
 
     @property
     def experts(self) -> Any:
-        from megatron_ucp.engines.megatron.experts import Experts
+        from pretrain.megatron.experts import Experts
 
         score: Any = "sigmoid" if self.bias else "softmax"
         return Experts(
@@ -393,9 +393,8 @@ def sharded(engine: Engine, content: dict[str, Any], loading: bool) -> dict[str,
 
 def write(engine: Engine, folder: Path, kind: str) -> None:
     """By this package ("ours"), or by stock in one of its kinds."""
-    if kind in ("ours", "torch"):  # the latter as its older files
-        format_ = "torch" if kind == "torch" else "torch_dist"
-        ucp.save(engine.handle, folder, arguments=arguments(engine), ckpt_format=format_)
+    if kind == "ours":
+        ucp.save(engine.handle, folder, arguments=arguments(engine))
     elif kind == "legacy":
         legacy_save(engine, folder)
     else:

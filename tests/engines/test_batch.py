@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ucp.engines.deepspeed.batch import BATCH, notes_of_batch
+from megatron_ucp.engines.deepspeed.state import BATCH, notes_of_batch
 
 
 class Engine:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ucp.engines.snapshot import SnapshotMemory
-from megatron_ucp.reshard.pages import NEVER, UsedUp
+from megatron_ucp.engines.save import SnapshotMemory
+from megatron_ucp.reshard.execute import NEVER, UsedUp
 from tests.ranks import ROOT
 from tests.scripts import start
 

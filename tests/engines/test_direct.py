@@ -9,9 +9,8 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.background import BesideTraining, beside_training
-from megatron_ucp.engines.memory_steps import InMemory
-from megatron_ucp.engines.saves import WAYS, Saving
-from megatron_ucp.engines.snapshot import SnapshotMemory
+from megatron_ucp.engines.memory import InMemory
+from megatron_ucp.engines.save import WAYS, Saving, SnapshotMemory
 from megatron_ucp.errors import UsageError
 from tests.engines.autoep_jobs import Auto as AutoEP
 from tests.engines.autotp_jobs import Auto as AutoTP

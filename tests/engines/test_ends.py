@@ -47,7 +47,6 @@ DEFAULT = [
     *(f"deepspeed:{end}:2:1" for end in ENDS),
     *(f"stack:{end}:2:1" for end in ("script", "exit3", "refused")),
     "stack:script:4:1",
-    "older:script:2:1",
 ]
 TWENTY = [
     f"{engine}:{end}:{ranks}:20"
@@ -55,7 +54,7 @@ TWENTY = [
     for ranks in (1, 2, 4)
     for end in OFTEN
     if ranks > 1 or end != "raise-last"
-] + [f"older:{end}:2:20" for end in OFTEN]
+]
 
 
 def ended(folder: Path, trials: list[str], slow_s: float) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ucp.engines.megatron.experts import Experts
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
+from pretrain.megatron.experts import Experts
 from tests.engines.expert_jobs import MIXTRAL, Cut, with_experts
 from tests.engines.test_expert_gradients import slices
 from tests.ranks import RankPool

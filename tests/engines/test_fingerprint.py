@@ -19,8 +19,8 @@ from isal.isal_zlib import crc32
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
-from megatron_ucp.formats.durable import entry_of
-from megatron_ucp.reshard.linear_crc import linear, of_runs, shifted, standard
+from megatron_ucp.formats.output_folder import entry_of
+from megatron_ucp.reshard.checksums import linear, of_runs, shifted, standard
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources

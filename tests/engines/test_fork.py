@@ -15,8 +15,8 @@ from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
-from megatron_ucp.formats.deepspeed.declared import LayoutSource
-from megatron_ucp.formats.deepspeed.stock_info import INTERLEAVED, SPLIT, order_of
+from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource
+from megatron_ucp.formats.deepspeed.tp_patterns import INTERLEAVED, SPLIT, order_of
 from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
 from tests.engines.sources import Sources

@@ -14,9 +14,9 @@ from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.values import DeviceName, DtypeName, Stand, coded, numpy_scalar
 from megatron_ucp.engines.built import Building, built
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats import of_ranks
-from megatron_ucp.formats.listed_files import Recorded
-from megatron_ucp.formats.of_ranks import OwnValues, listed, recorded_of, text_of
+from megatron_ucp.formats import per_rank
+from megatron_ucp.formats.manifest_beside import Recorded
+from megatron_ucp.formats.per_rank import OwnValues, listed, recorded_of, text_of
 
 
 def array(dtype: str, shape: Any, data: Any) -> Stand:
@@ -80,7 +80,7 @@ def test_values_of_a_rank_that_can_not_be(monkeypatch: pytest.MonkeyPatch) -> No
         text = json.dumps({**good, "lr_scheduler": wrong}).encode()
         with pytest.raises(DamagedFileError, match="of a rank can't be read"):
             recorded_of(Path("x"), 0, lambda _, text=text: text)
-    monkeypatch.setattr(of_ranks, "MAX_VALUES", 3)
+    monkeypatch.setattr(per_rank, "MAX_VALUES", 3)
     with pytest.raises(DamagedFileError, match="are read"):
         recorded_of(Path("x"), 0, lambda _: json.dumps(good).encode())
 
@@ -90,11 +90,11 @@ def test_a_ranks_file_may_be_larger_than_a_manifest(
 ) -> None:
     beside = Recorded(tmp_path, ())
     assert not (tmp_path / FILE_NAME).exists()
-    name = of_ranks.file_name(0)
+    name = per_rank.file_name(0)
     entry: Any = SimpleNamespace(size_bytes=0, sha256="")
     beside.files = {name: entry, "other.json": entry}
     monkeypatch.setattr(beside, "compare", lambda *_: None)
-    monkeypatch.setattr("megatron_ucp.formats.listed_files.MAX_BYTES", 10)
+    monkeypatch.setattr("megatron_ucp.formats.manifest_beside.MAX_BYTES", 10)
     for one in (name, "other.json"):
         (tmp_path / one).write_bytes(bytes(1000))
     assert beside.read(name) == bytes(1000)

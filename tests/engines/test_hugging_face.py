@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron.experts import Experts
 from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.deepspeed.target import Target
+from pretrain.megatron.experts import Experts
 from tests.engines.hf_twin import transformers
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources

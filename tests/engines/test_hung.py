@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.hung_jobs:"
 CASES = [
     (kind, keep, call, when)
-    for kind in ("deepspeed", "stack", "older")
+    for kind in ("deepspeed", "stack")
     for keep in (1, None)
     for call, when in [
         ("fsync", "before"),

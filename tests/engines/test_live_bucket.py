@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts
-from megatron_ucp.core.states import MASTER
-from megatron_ucp.engines.megatron.engine.inner import LiveBucket, Stepped
+from megatron_ucp.core.names import MASTER
+from megatron_ucp.engines.megatron.optimizer import LiveBucket, Stepped
 from megatron_ucp.errors import PlanError
 
 FLAT = FlatBuffer(

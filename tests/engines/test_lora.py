@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
 from megatron_ucp.reshard.hugging_face.adapter import adapter_of, tensor_of
 from tests.engines.lora_jobs import BESIDE, FORMS

@@ -15,9 +15,9 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError, UsageError
-from megatron_ucp.formats.deepspeed.muon import in_its_order
+from megatron_ucp.formats.deepspeed.optimizers import in_its_order
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.reshard.preview import plan
+from megatron_ucp.reshard.plan import plan
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest

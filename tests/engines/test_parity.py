@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron.experts import Experts
-from megatron_ucp.engines.megatron.models import ModelConfig
+from pretrain.megatron.experts import Experts
+from pretrain.megatron.models import ModelConfig
 from tests.engines.hf_twin import transformers
 from tests.ranks import RankPool
 from tests.reshard import twins

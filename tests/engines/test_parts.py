@@ -9,7 +9,7 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError, UsageError
-from megatron_ucp.reshard.allowances import TABLE
+from megatron_ucp.reshard.options import TABLE
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 

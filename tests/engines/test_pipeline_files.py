@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ucp import describe
-from megatron_ucp.reshard.diff import diff
+from megatron_ucp.reshard.check import diff
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.stages import JOBS, Mesh, check, ranks_of, resume, setup, source
 from tests.engines.test_tensor_parallel import expect

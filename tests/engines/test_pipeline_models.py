@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ucp.engines.megatron.models import ModelConfig
-from megatron_ucp.engines.megatron.pipeline import stage_method
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.pipe import names
+from pretrain.megatron.models import ModelConfig
+from pretrain.megatron.pipeline import stage_method
 from tests.engines.model_jobs import GPT, LLAMA, Run
 from tests.engines.pipeline_models import Staged
 from tests.ranks import RankPool

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ucp.engines.megatron.experts import Experts
+from pretrain.megatron.experts import Experts
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
 from tests.engines.stages import JOBS, check

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 import megatron_ucp as ucp
-from megatron_ucp.formats.deepspeed.side_data import is_side_data, without_side_data
+from megatron_ucp.formats.deepspeed.weights import is_side_data, without_side_data
 from tests.ranks import RankPool
 from tests.reshard import twins
 

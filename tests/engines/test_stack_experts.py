@@ -10,7 +10,7 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.families.architecture import FREQUENCY, as_one, every_of
+from megatron_ucp.families.settings import FREQUENCY, as_one, every_of
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check

@@ -26,7 +26,7 @@ MESHES = {
 def against_formulas(setup: Mcore, wide: bool | None = None) -> tuple[int, list[str]]:
     """How many buckets of this rank were compared, and which differ. `wide` plants another
     padding."""
-    from megatron_ucp.engines.megatron.engine.live import describe
+    from megatron_ucp.engines.megatron.live import describe
 
     engine = make(setup)
     live = describe(engine.handle)
@@ -50,8 +50,8 @@ def against_formulas(setup: Mcore, wide: bool | None = None) -> tuple[int, list[
 
 def formula(chunk: Any, buffer: Any, wide: bool) -> Any:
     """One of a chunk's buffers, from the order in which its model registered the parameters."""
-    from megatron_ucp.engines.megatron.names import bare_model, canonical_names
-    from megatron_ucp.formats.megatron.buckets import Registered, grad_buffer
+    from megatron_ucp.engines.megatron.model import bare_model, canonical_names
+    from megatron_ucp.formats.megatron.buffers import Registered, grad_buffer
 
     model = bare_model(chunk)
     names = canonical_names(model)
@@ -142,7 +142,7 @@ def broken_load(engine: Any, folder: str, attempt: Any) -> None:
     def failing(*_: Any, **__: Any) -> None:
         raise OSError(5, "the disk is gone")
 
-    with mock.patch("megatron_ucp.reshard.file_source.execute", failing):
+    with mock.patch("megatron_ucp.reshard.files.execute", failing):
         attempt("broken", lambda: ucp.load(engine.handle, folder))
     attempt("step", engine.optimizer.step)
     attempt("save", lambda: ucp.save(engine.handle, folder))
@@ -315,7 +315,7 @@ def steps_apart() -> str:
     from megatron_ucp.core.flat import alone
     from megatron_ucp.core.manifest import Manifest, ParamSpec
     from megatron_ucp.core.mesh import Mesh
-    from megatron_ucp.engines.megatron.engine.live import describe
+    from megatron_ucp.engines.megatron.live import describe
 
     engine = make(Mcore(distributed=False, layers=2))
     buffers = tuple(alone(n, 2, (), scalars={"step": s}) for n, s in (("a", 3.0), ("b", 4.0)))
@@ -350,7 +350,7 @@ def failing_save(folder: str) -> tuple[str, list[str], str]:
     def full(*_: Any) -> None:
         raise OSError(28, "no space left on device", "x.distcp")
 
-    place = "megatron_ucp.formats.durable.OutFile.write"
+    place = "megatron_ucp.formats.output_folder.OutFile.write"
     with mock.patch(place, full) if dist.get_rank() else mock.MagicMock():
         attempting(found)("save", lambda: ucp.save(engine.handle, folder))
     dist.barrier()  # rank 0 takes the folder aside away

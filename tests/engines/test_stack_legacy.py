@@ -15,7 +15,7 @@ from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_saves import MIXTURE
 from tests.ranks import RankPool
 
-JOBS = "tests.engines.legacy_save_jobs:"
+JOBS = "tests.engines.legacy_jobs:"
 SAVE, RESUME = "tests.engines.stack_jobs:save", "tests.engines.stack_jobs:resume"
 TIED: dict[str, Any] = {"family": "gpt", "tied": True}
 MOE: dict[str, Any] = {"family": "mixtral"}

@@ -4,7 +4,6 @@ Its program is not there: a module in its name gives the flags."""
 import argparse
 import enum
 import inspect
-import signal
 import sys
 import types
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_ucp.errors import NotFoundError, UnsupportedError, UsageError
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.megatron_lm import load_checkpoint, save_checkpoint
 from tests.engines import stack_jobs
+from tests.engines.memory_jobs import heard
 from tests.engines.stack_jobs import BATCH, Mcore
 from tests.engines.stack_states import canonical, compare
 from tests.ranks import RankPool
@@ -188,11 +188,11 @@ def test_it_follows_the_flags(ranks: RankPool, tmp_path: Path) -> None:
     assert not {"attention_backend", "exit_signal", "activation", "some"} & {*said}
 
 
-def in_background(folder: str, ckpt_format: str) -> list[str]:
+def in_background(folder: str) -> list[str]:
     """Saves with `--async-save`; what is missing of the last one in a run that loads it."""
     kind = Mcore(layers=2)
     engine = stack_jobs.make(kind)
-    others = {"async_save": True, "save_retain_interval": 4, "ckpt_format": ckpt_format}
+    others = {"async_save": True, "save_retain_interval": 4}
     give(args := flags(engine, save=folder, load=folder, **others))
     for iteration in range(1, 7):
         stack_jobs.train(engine, 1, first=iteration - 1)
@@ -208,11 +208,10 @@ def in_background(folder: str, ckpt_format: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
-def test_async_save(ranks: RankPool, tmp_path: Path, ckpt_format: str) -> None:
+def test_async_save(ranks: RankPool, tmp_path: Path) -> None:
     """Each save waits for the one before it, and the older one goes when the newer one is named."""
     job = "tests.engines.test_stack_program:in_background"
-    assert ranks.run(2, job, str(tmp_path), ckpt_format) == [[], []]
+    assert ranks.run(2, job, str(tmp_path)) == [[], []]
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"
 
@@ -236,19 +235,41 @@ def another_format(folder: str) -> None:
         assert load_checkpoint(*parts(engine)) == (0, 0), "a run that saves nothing may load"
     give(flags(engine, save=folder, ckpt_format="torch_dist"))
     save_checkpoint(1, *parts(engine), 12.5)
-    give(flags(engine, save=folder, ckpt_format="torch", exit_signal=signal.SIGTERM))
-    save_checkpoint(2, *parts(engine), 12.5)
     stack_jobs.close(engine)
 
 
 def test_another_format_is_refused_before_anybody_trains(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, "tests.engines.test_stack_program:another_format", str(tmp_path))
     assert (tmp_path / "iter_0000001" / ".metadata").is_file()
-    path = tmp_path / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt"
-    said = vars(torch.load(path, weights_only=False)["args"])
-    assert said["params_dtype"] is torch.float32 and said["exit_signal"] is signal.SIGTERM
-    assert said["hidden_size"] == 16 and said["ckpt_format"] == "torch"
-    assert not {"attention_backend", "activation"} & {*said}, "classes that no reader knows"
+
+
+def older_files(folder: str) -> list[str]:
+    """Under `--ckpt-format torch` Megatron-LM's own save gets all that the program gave."""
+    engine = stack_jobs.make(Mcore(layers=2))
+    calls: list[Any] = []
+    give(flags(engine, save=folder, load=folder, ckpt_format="torch", async_save=True))
+    own: Any = types.ModuleType("megatron.training.checkpointing")
+    own.save_checkpoint = lambda *given, **more: calls.append((given, more))
+    sys.modules[own.__name__] = own
+    try:
+        assert load_checkpoint(*parts(engine)) == (0, 0)
+        with heard() as notes:
+            save_checkpoint(2, *parts(engine), 12.5, {"a": 1}, release=True, train_data_iterator=7)
+    finally:
+        del sys.modules[own.__name__]
+    ((given, more),) = calls
+    assert given == (2, *parts(engine), 12.5, {"a": 1})
+    assert more == {"non_persistent_ckpt": False, "release": True, "train_data_iterator": 7}
+    with pytest.raises(UnsupportedError, match="loaded here, but not written"):
+        ucp.save(ucp.attach_megatron(*parts(engine)), folder, ckpt_format="torch")
+    stack_jobs.close(engine)
+    return notes
+
+
+def test_megatron_lm_itself_saves_its_older_files(ranks: RankPool, tmp_path: Path) -> None:
+    (notes,) = ranks.run(1, "tests.engines.test_stack_program:older_files", str(tmp_path))
+    assert not [*tmp_path.iterdir()]
+    assert any("Megatron-LM's own save writes these files" in note for note in notes)
 
 
 def test_a_folder_of_weights_is_no_first_start(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import UcpError
+from pretrain.megatron import models
 from tests.engines.megatron_file_jobs import make
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore, random_states

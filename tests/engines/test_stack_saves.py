@@ -10,7 +10,7 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.rounding import is_rounded
+from megatron_ucp.formats.proof import is_rounded
 from tests.engines import stack_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
@@ -211,10 +211,17 @@ def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) 
     assert "expert_bias" in noted and not noted.startswith("error")
 
 
+def test_groups_of_other_rules_than_megatrons(ranks: RankPool, tmp_path: Path) -> None:
+    """The files list no group's parameters, but the manifest beside them says them."""
+    setup = Mcore(layers=2, style="constant")
+    job = "tests.engines.stack_own_jobs:regrouped"
+    assert ranks.run(2, job, setup, str(tmp_path)) == [([], []), ([], [])]
+
+
 def clip(engine: Any) -> int:
     """Scales queries and keys as `--qk-clip` does behind a step: the weight and its master apart.
     How many weights on this rank are no longer their rounded masters."""
-    from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, pieces_of
+    from megatron_ucp.engines.megatron.optimizer import inner_optimizers, pieces_of
 
     pieces = [piece for one in inner_optimizers(engine.optimizer) for piece in pieces_of(one)]
     apart = 0
@@ -230,7 +237,7 @@ def clip(engine: Any) -> int:
     return apart
 
 
-def clipped(folder: str, setup: Mcore, ckpt_format: str) -> dict[str, Any]:
+def clipped(folder: str, setup: Mcore) -> dict[str, Any]:
     """A save behind a step that clipped, with and without the flag that says so."""
     engine = stack_jobs.make(setup)
     stack_jobs.train(engine, 2)
@@ -241,12 +248,10 @@ def clipped(folder: str, setup: Mcore, ckpt_format: str) -> dict[str, Any]:
     for flag in (True, False):
         args = stack_jobs.arguments(engine)
         args.qk_clip = flag
-        ucp.save(engine.handle, f"{folder}/{flag}", arguments=args, ckpt_format=ckpt_format)
+        ucp.save(engine.handle, f"{folder}/{flag}", arguments=args)
     config = engine.stack.bare[0].config
-    args = {name: value for name, value in vars(args).items() if name != "qk_clip"}
-    with mock.patch.object(config, "qk_clip", True):  # flags that don't say it, and none
-        given = args if ckpt_format == "torch" else None
-        ucp.save(engine.handle, f"{folder}/model", arguments=given, ckpt_format=ckpt_format)
+    with mock.patch.object(config, "qk_clip", True):  # no flags at all
+        ucp.save(engine.handle, f"{folder}/model")
     stack_jobs.train(engine, 1, first=2)
     for flag in (False, "model", True):
         try:
@@ -259,14 +264,13 @@ def clipped(folder: str, setup: Mcore, ckpt_format: str) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 def test_masters_count_where_qk_clip_scaled_weights_apart(
-    ranks: RankPool, tmp_path: Path, ckpt_format: str, distributed: bool
+    ranks: RankPool, tmp_path: Path, distributed: bool
 ) -> None:
     setup = Mcore(layers=2, dtype="bf16", distributed=distributed)
     job = "tests.engines.test_stack_saves:clipped"
-    for said in ranks.run(2, job, str(tmp_path), setup, ckpt_format):
+    for said in ranks.run(2, job, str(tmp_path), setup):
         assert said["apart"] > 0, "there is something to tell"
         assert said["differs"] == []
         for flag in ("True", "model"):

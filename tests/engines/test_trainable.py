@@ -13,7 +13,7 @@ import torch
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.megatron.engine.live import LiveMegatron
+from megatron_ucp.engines.megatron.live import LiveMegatron
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.reshard.match import Fit, require_alone
 from tests.engines.model import Setup

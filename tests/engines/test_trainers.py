@@ -16,9 +16,9 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp import run as runner
 from megatron_ucp.cli import main
-from megatron_ucp.engines.deepspeed.family import _OF_ENGINES
+from megatron_ucp.engines.deepspeed.model import _OF_ENGINES
 from megatron_ucp.errors import UsageError
-from megatron_ucp.reshard.ds_section import options_of
+from megatron_ucp.reshard.options import options_of
 from tests.engines.canonical import differences
 from tests.engines.trainer_jobs import ON
 from tests.ranks import ROOT, RankPool

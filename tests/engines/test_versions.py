@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ucp.engines import versions
-from megatron_ucp.reshard.doctor import CHECKED, doctor, is_tested
+from megatron_ucp.engines import handle
+from megatron_ucp.reshard.look import CHECKED, doctor, is_tested
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, core: str, deepspeed: str = "0.19.8") -> None:
     """As if these versions were imported, whatever is installed."""
-    monkeypatch.setattr(versions, "_said", set())
+    monkeypatch.setattr(handle, "_said", set())
     for module, said in (("megatron.core", core), ("deepspeed", deepspeed)):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(__version__=said))  # type: ignore[arg-type]
 
@@ -22,7 +22,7 @@ def imported(monkeypatch: pytest.MonkeyPatch, core: str, deepspeed: str = "0.19.
 def said(capsys: pytest.CaptureFixture[str], times: int = 2) -> list[str]:
     """The lines on stderr."""
     for _ in range(times):
-        versions.check_versions()
+        handle.check_versions()
     return capsys.readouterr().err.splitlines()
 
 
@@ -71,7 +71,7 @@ def test_doctor_says_what_is_imported_and_else_what_is_installed(
 
 def test_doctor_imports_no_engine() -> None:
     code = (
-        "import sys; from megatron_ucp.reshard.doctor import doctor; doctor();"
+        "import sys; from megatron_ucp.reshard.look import doctor; doctor();"
         "print(sorted({'deepspeed', 'megatron', 'transformers', 'lightning'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -12,7 +12,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import ShardNC
 from megatron_ucp.families import gpt
 from megatron_ucp.families import pipe as dense_pipe
-from megatron_ucp.families.base import (
+from megatron_ucp.families.family import (
     Builder,
     Declared,
     Divided,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import megatron_ucp as ucp
 from megatron_ucp import families
-from megatron_ucp.families.base import Family
+from megatron_ucp.families.family import Family
 
 
 @contextlib.contextmanager

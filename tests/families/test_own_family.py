@@ -17,9 +17,9 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.layout import Extent, ShardNC
-from megatron_ucp.engines.deepspeed.stock_info import info_of
+from megatron_ucp.engines.deepspeed.save import info_of
 from megatron_ucp.errors import LayoutError, UsageError
-from megatron_ucp.families.base import Declared, Model
+from megatron_ucp.families.family import Declared, Model
 from pretrain.arguments import complete, make_parser, parse
 from tests.engines.canonical import bits
 from tests.engines.sources import Sources, without_manifest

@@ -24,7 +24,7 @@ from megatron_ucp.formats.pt.pickler import dumps
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import StorageRef, TensorRef, loads
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.describe import look
+from megatron_ucp.reshard.look import look
 from tests.formats.craft import (
     Entry,
     call,

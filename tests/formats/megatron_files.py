@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from megatron_ucp.formats.megatron.closed_list import OF_VALUES
+from megatron_ucp.formats.megatron.arguments import OF_VALUES
 from megatron_ucp.formats.pt import pickler
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.values import StorageRef, storages_of

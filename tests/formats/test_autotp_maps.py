@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC, ShardRuns
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
-from megatron_ucp.formats.deepspeed.autotp import affine_layout
+from megatron_ucp.formats.deepspeed.tp_patterns import affine_layout
 
 affine = pytest.importorskip("deepspeed.checkpoint.affine")
 SPLIT, FUSED, SCATTERED = (

@@ -11,7 +11,7 @@ from megatron_ucp.core import manifest_json
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.listed_files import Recorded, open_regular
+from megatron_ucp.formats.manifest_beside import Recorded, open_regular
 from megatron_ucp.formats.pt.unpickler import MAX_DEPTH, loads
 from tests.formats.craft import number, pickle_of, storage, tensor, text, tuple_of
 from tests.formats.hostile_pickles import doubled, doubled_lists

@@ -15,13 +15,13 @@ import numpy
 import pytest
 import torch
 
-from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, UcpError
-from megatron_ucp.formats.base import Told
+from megatron_ucp.formats.checkpoint import Told
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
-from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
+from megatron_ucp.formats.deepspeed.optimizers import reader_for
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state
 
 from .golden.make import CASES, FOLDER
 

@@ -9,13 +9,13 @@ import pytest
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.values import DtypeName, Global, Stand
 from megatron_ucp.errors import UcpError, UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.megatron.common_file import CommonFile
-from megatron_ucp.formats.of_ranks import Apart, OwnValues
+from megatron_ucp.formats.megatron.writer import CommonFile
+from megatron_ucp.formats.per_rank import Apart, OwnValues
 from megatron_ucp.formats.pt.pickler import dumps
 from megatron_ucp.formats.pt.strangers import Strangers, refuse_outside
 from megatron_ucp.formats.pt.unpickler import loads
-from megatron_ucp.reshard import source_settings as origins
-from megatron_ucp.reshard.source_settings import Origin
+from megatron_ucp.reshard import target as origins
+from megatron_ucp.reshard.target import Origin
 
 INJECTED = "builtins.list\n0cposix\nsystem\n(X\x04\0\0\0trueR0cbuiltins\nlist"
 

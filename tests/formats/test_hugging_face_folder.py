@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import ForeignFileError, NotFoundError, UcpError
-from megatron_ucp.formats.base import Told
+from megatron_ucp.formats.checkpoint import Told
 from megatron_ucp.formats.registry import open_checkpoint
 
 TENSORS = {f"layers.{n}.weight": torch.full((2, 3), float(n)) for n in range(3)}

@@ -19,7 +19,7 @@ from megatron_ucp.core.manifest import FILE_NAME, Manifest
 from megatron_ucp.core.manifest_json import FORMAT_VERSION, from_json, to_json
 from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state
 
 GOLDEN = Path(__file__).parent / "golden"
 HYPER = ("lr", "weight_decay", "betas", "eps", "initial_lr")

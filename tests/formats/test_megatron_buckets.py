@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.megatron.buckets import (
+from megatron_ucp.formats.megatron.buffers import (
     Bucket,
     GradBuffer,
     InBuffer,
     Registered,
     bucket_cap,
     grad_buffer,
+    parts_of,
 )
-from megatron_ucp.formats.megatron.stages import parts_of
 
 SIZES = st.sampled_from([1, 31, 64, 100, 2048, 4097])
 PARAMS = st.lists(st.tuples(SIZES, st.integers(0, 5)), min_size=1, max_size=9).map(

@@ -19,9 +19,9 @@ from megatron_ucp.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from megatron_ucp.formats.base import Told
+from megatron_ucp.formats.checkpoint import Told
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.verify import verify
+from megatron_ucp.reshard.check import verify
 from tests.formats.hostile_pickles import System
 from tests.formats.megatron_files import (
     GOLDEN,

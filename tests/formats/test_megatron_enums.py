@@ -13,8 +13,7 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import UcpError, UnsafePickleError
-from megatron_ucp.formats.megatron.arguments import plain_arguments
-from megatron_ucp.formats.megatron.closed_list import OF_METADATA, OF_VALUES
+from megatron_ucp.formats.megatron.arguments import OF_METADATA, OF_VALUES, plain_arguments
 from megatron_ucp.formats.pt.unpickler import loads
 
 from .craft import call, dict_of, named, number, pickle_of, text, tuple_of, watch

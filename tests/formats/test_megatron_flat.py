@@ -16,9 +16,9 @@ from megatron_ucp.errors import (
     UcpError,
     UnsupportedError,
 )
-from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state
 from tests.formats.megatron_files import (
     GOLDEN,
     LEGACY,

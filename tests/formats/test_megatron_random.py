@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.random_states import Restored
+from megatron_ucp.engines.resume_state import Restored
 from megatron_ucp.errors import DamagedFileError, UcpError, UnsafePickleError
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.verify import verify
+from megatron_ucp.reshard.check import verify
 from tests.formats.hostile_pickles import System
 from tests.formats.megatron_files import GOLDEN, TAG, changed_arguments, copied, rewritten
 from tests.formats.megatron_random import (

@@ -19,12 +19,11 @@ from megatron_ucp.errors import (
     UcpError,
     UnsupportedError,
 )
-from megatron_ucp.formats.base import Record
-from megatron_ucp.formats.megatron.distcp import DistcpFile
-from megatron_ucp.formats.megatron.index import Index, read_index
+from megatron_ucp.formats.checkpoint import Record
+from megatron_ucp.formats.megatron.distcp import DistcpFile, Index, read_index
 from megatron_ucp.formats.megatron.torch_dist import COMMON_KEY
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state
 from tests.formats.megatron_files import (
     GOLDEN,
     GOLDEN_LATER,

@@ -11,16 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from isal.isal_zlib import crc32, crc32_combine
 
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.formats.base import Extras
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.common_file import CommonFile
-from megatron_ucp.formats.megatron.distcp import DistcpFile
-from megatron_ucp.formats.megatron.index import read_index, tiling_fault
+from megatron_ucp.formats.megatron.distcp import DistcpFile, read_index, tiling_fault
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
+    CommonFile,
     PlannedChunk,
     TorchDistPlan,
     Wish,
@@ -181,7 +180,7 @@ def test_no_two_archives_share_bytes(cuts: int, files: int) -> None:
 
 
 def test_tilings() -> None:
-    from megatron_ucp.formats.megatron.index import ArchivePlace, Chunk
+    from megatron_ucp.formats.megatron.distcp import ArchivePlace, Chunk
 
     def chunk(start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
         return Chunk(start, shape, ArchivePlace("x", 0, 1))

@@ -9,12 +9,12 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
-from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.errors import StateMismatchError
-from megatron_ucp.formats.base import Told
+from megatron_ucp.formats.checkpoint import Told
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state
 from tests.engines.model import Net, Setup, param_groups
 from tests.formats.golden.make_older import FOLDER, ULYSSES, VERSIONS, cases_of, values_of
 

@@ -15,10 +15,10 @@ import megatron_ucp as ucp
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.deepspeed import file_manifest, frozen, native_steps, stage_contents
+from megatron_ucp.formats.deepspeed import manifest, run
 from megatron_ucp.formats.deepspeed import universal as universal_reader
-from megatron_ucp.formats.megatron import folder as megatron_folder
-from megatron_ucp.formats.megatron import index, legacy
+from megatron_ucp.formats.megatron import checkpoint as megatron_folder
+from megatron_ucp.formats.megatron import distcp, legacy
 from megatron_ucp.formats.registry import open_checkpoint
 from tests.formats import megatron_files
 from tests.formats.megatron_files import copied, rewritten
@@ -27,15 +27,15 @@ GOLDEN = Path(__file__).parent / "golden"
 ERRORS = (KeyError("planted"), ValueError("planted"), AttributeError("planted"))
 HELPERS = {
     "zero1": [
-        (stage_contents, "flattened"),
-        (stage_contents, "check_momentum"),
-        (file_manifest, "number_and_count"),
-        (frozen, "buffer_names"),
-        (native_steps, "etp_of"),
+        (manifest, "flattened"),
+        (manifest, "check_momentum"),
+        (manifest, "number_and_count"),
+        (manifest, "buffer_names"),
+        (run, "etp_of"),
     ],
     "universal": [(universal_reader, "alone"), (universal_reader, "param_groups")],
     megatron_files.LEGACY: [(legacy, "global_name"), (megatron_folder, "layout_of")],
-    "td_full_tp2dp2": [(index, "tiling_fault"), (megatron_folder, "layout_of")],
+    "td_full_tp2dp2": [(distcp, "tiling_fault"), (megatron_folder, "layout_of")],
 }
 PLANTED = [(case, *helper) for case, helpers in HELPERS.items() for helper in helpers]
 ODD: list[Any] = [None, 5, -1, "x", 2.5, True, [], {}, [[]], {"x": []}, ("x",), 10**400]

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_ucp.errors import NotFoundError
-from megatron_ucp.formats.pointers import (
+from megatron_ucp.formats.tags import (
     LATEST,
     MEGATRON_LATEST,
     Named,
+    find_tag,
     newest_named,
     pointers_to,
 )
-from megatron_ucp.formats.tags import find_tag
 from tests.formats.test_tags import save
 
 DS, MEGATRON = "global_step4", "iter_0000006"

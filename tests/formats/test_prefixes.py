@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ucp.formats.prefixes import other_prefix
+from megatron_ucp.formats.wrapped_model import other_prefix
 
 NAMES = ["up.weight", "down.weight", "scale"]
 

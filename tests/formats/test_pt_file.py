@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats.base import Record
+from megatron_ucp.formats.checkpoint import Record
 from megatron_ucp.formats.pt import reader as pt_file
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Stand, StorageRef, TensorRef, with_tensors

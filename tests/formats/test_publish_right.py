@@ -13,27 +13,26 @@ from unittest import mock
 import pytest
 
 from megatron_ucp.core.manifest_json import from_json
-from megatron_ucp.engines import saves
-from megatron_ucp.engines.recall import KeptStep, _newest_first
+from megatron_ucp.engines import save as saves
+from megatron_ucp.engines.memory import KeptShare, KeptStep, _newest_first
 from megatron_ucp.errors import SaveError, UsageError
-from megatron_ucp.formats import claims, durable
-from megatron_ucp.formats.claims import PublishRight
-from megatron_ucp.formats.memory_folder import KeptShare
-from megatron_ucp.formats.pointers import LATEST, names_a_later_save
+from megatron_ucp.formats import locks, output_folder
+from megatron_ucp.formats.locks import PublishRight
+from megatron_ucp.formats.tags import LATEST, names_a_later_save
 from tests.formats.test_tags import RUN, STATE, manifest, save
 
 
-def sync_of(folder: Path, tag: str) -> durable.Syncs:
-    return durable.Syncs(right=PublishRight(durable.aside_of(folder, tag)))
+def sync_of(folder: Path, tag: str) -> output_folder.Syncs:
+    return output_folder.Syncs(right=PublishRight(output_folder.aside_of(folder, tag)))
 
 
-def publish(folder: Path, tag: str, at: float, sync: durable.Syncs) -> None:
+def publish(folder: Path, tag: str, at: float, sync: output_folder.Syncs) -> None:
     """As the end of a save."""
-    with durable.begin(folder, tag, sync.right) as aside:
+    with output_folder.begin(folder, tag, sync.right) as aside:
         (aside / STATE).write_text(tag)
         said = from_json(manifest(tag, at, tag=tag, run_id=RUN).encode(), "")
         saves.publish(aside, folder, said, LATEST, sync)
-        durable.prune(folder, 1, RUN, sync.right)
+        output_folder.prune(folder, 1, RUN, sync.right)
 
 
 class Hanging(threading.Thread):
@@ -135,22 +134,22 @@ def test_the_next_save_of_the_tag_waits_only_for_what_may_still_change_it(folder
     for call, count, is_free in (("fsync", 0, True), ("rename", 0, False)):
         late = Hanging(folder, "again", 2.0, call, count)
         assert late.given_up()
-        aside = durable.aside_of(folder, "again")
+        aside = output_folder.aside_of(folder, "again")
         if is_free:
-            claims.require_left(aside)
+            locks.require_left(aside)
             publish(folder, "again", 3.0, sync_of(folder, "again"))
             assert (folder / LATEST).read_text() == "again"
         else:
             with pytest.raises(SaveError, match="given up, and may still write"):
-                claims.require_left(aside)
+                locks.require_left(aside)
             with (
                 pytest.raises(SaveError, match=r"this very process, which hangs: names"),
-                durable.begin(folder, "again"),
+                output_folder.begin(folder, "again"),
             ):
                 pass
         late.wake()
-        claims.require_left(aside)
-        durable.clear(folder / "again")
+        locks.require_left(aside)
+        output_folder.clear(folder / "again")
 
 
 def test_a_pointer_stays_with_a_later_save_of_the_run_and_with_no_other(folder: Path) -> None:
@@ -193,6 +192,6 @@ def test_steps_of_one_life_are_ordered_by_their_numbers() -> None:
 
 @pytest.mark.parametrize("tag", [LATEST, "latest_checkpointed_iteration.txt", "latest_universal"])
 def test_a_tag_is_no_pointer(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(UsageError, match="name of a pointer"), durable.begin(tmp_path, tag):
+    with pytest.raises(UsageError, match="name of a pointer"), output_folder.begin(tmp_path, tag):
         pass
     assert os.listdir(tmp_path) == []

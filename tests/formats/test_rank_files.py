@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ucp.formats.deepspeed.own_values import differs_in, held_by
-from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
+from megatron_ucp.formats.deepspeed.files import TagFolder
+from megatron_ucp.formats.deepspeed.per_rank import differs_in, held_by
 
 LARGE = 2**20 + 8
 NAMES = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ucp.formats.rounding import is_rounded
+from megatron_ucp.formats.proof import is_rounded
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

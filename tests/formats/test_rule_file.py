@@ -14,7 +14,7 @@ from megatron_ucp.errors import (
     RuleError,
     UnsupportedError,
 )
-from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.deepspeed import tp_patterns
 from megatron_ucp.formats.patterns import problem_of
 from megatron_ucp.formats.rule_file import read_rules
 
@@ -227,42 +227,42 @@ def test_the_slowest_name_of_a_pattern_is_matched_soon(piece: str) -> None:
 @pytest.mark.parametrize(
     ("info", "error", "words"),
     [
-        ({stock_info.ROW: [r"(a+)+b"]}, RuleError, "can't be used"),
-        ({stock_info.ROW: [3]}, RuleError, "no text"),
-        ({stock_info.ROW: "a"}, DamagedFileError, "another structure"),
-        ({stock_info.SUB_PARAMS: {"patterns": ["a"]}}, DamagedFileError, "another structure"),
-        ({stock_info.SUB_PARAMS: ["a"]}, DamagedFileError, "another structure"),
-        ({stock_info.SUB_PARAMS: [{"patterns": ["a"]}]}, DamagedFileError, "partition_dim"),
+        ({tp_patterns.ROW: [r"(a+)+b"]}, RuleError, "can't be used"),
+        ({tp_patterns.ROW: [3]}, RuleError, "no text"),
+        ({tp_patterns.ROW: "a"}, DamagedFileError, "another structure"),
+        ({tp_patterns.SUB_PARAMS: {"patterns": ["a"]}}, DamagedFileError, "another structure"),
+        ({tp_patterns.SUB_PARAMS: ["a"]}, DamagedFileError, "another structure"),
+        ({tp_patterns.SUB_PARAMS: [{"patterns": ["a"]}]}, DamagedFileError, "partition_dim"),
         (
-            {stock_info.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 5, "shape": [[2, 2]]}]},
+            {tp_patterns.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 5, "shape": [[2, 2]]}]},
             DamagedFileError,
             "a tuple with dim 5",
         ),
         (
-            {stock_info.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 0, "shape": [[1, 3]]}]},
+            {tp_patterns.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 0, "shape": [[1, 3]]}]},
             UnsupportedError,
             "not cut evenly",
         ),
-        ({stock_info.ROW: ["a"]}, LayoutError, "a dim that the parameter does not have"),
-        ({stock_info.ROW: ["a"], stock_info.REPLICATED: ["a"]}, RuleError, "two patterns"),
+        ({tp_patterns.ROW: ["a"]}, LayoutError, "a dim that the parameter does not have"),
+        ({tp_patterns.ROW: ["a"], tp_patterns.REPLICATED: ["a"]}, RuleError, "two patterns"),
     ],
 )
 def test_stock_patterns_that_can_not_be_used(
     info: dict[str, object], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error) as raised:
-        stock_info.declared(info, "a", (2,), 2, "mp_rank_00_model_states.pt")
+        tp_patterns.declared(info, "a", (2,), 2, "mp_rank_00_model_states.pt")
     assert words in str(raised.value)
 
 
 def test_stock_patterns() -> None:
     info = {
-        stock_info.REPLICATED: ["a"],
-        stock_info.SUB_PARAMS: [{"patterns": ["b"], "partition_dim": 1, "shape": [3, [2, 4]]}],
+        tp_patterns.REPLICATED: ["a"],
+        tp_patterns.SUB_PARAMS: [{"patterns": ["b"], "partition_dim": 1, "shape": [3, [2, 4]]}],
     }
     assert (
-        stock_info.declared(info, "abc", (2,), 2, "").layout == Replicate()
+        tp_patterns.declared(info, "abc", (2,), 2, "").layout == Replicate()
     )  # the start of a name
-    assert stock_info.declared(info, "b", (3, 3), 2, "").layout == ShardNC("tp", 1, (2, 4))
-    assert stock_info.declared(info, "c", (3, 3), 2, "").shape == (6, 3)
-    assert stock_info.is_matched(info, "b", "") and not stock_info.is_matched(info, "c", "")
+    assert tp_patterns.declared(info, "b", (3, 3), 2, "").layout == ShardNC("tp", 1, (2, 4))
+    assert tp_patterns.declared(info, "c", (3, 3), 2, "").shape == (6, 3)
+    assert tp_patterns.is_matched(info, "b", "") and not tp_patterns.is_matched(info, "c", "")

@@ -17,12 +17,16 @@ from megatron_ucp.errors import (
     NotFoundError,
     UsageError,
 )
-from megatron_ucp.formats.base import Told
-from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint, HuggingFaceFormat
+from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.hugging_face.checkpoint import (
+    HuggingFaceCheckpoint,
+    HuggingFaceFormat,
+    parse_size,
+    shards_of,
+)
 from megatron_ucp.formats.hugging_face.safetensors_file import DTYPES, SafetensorsFile, header_of
-from megatron_ucp.formats.hugging_face.shards import parse_size, shards_of
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state
 
 TENSORS = {
     "a.weight": torch.arange(6.0).view(2, 3),

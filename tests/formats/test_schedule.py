@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ucp.formats.megatron.schedule import one_spelling
+from megatron_ucp.formats.megatron.arguments import one_spelling
 
 OURS: dict[str, Any] = {  # as `pretrain_gpt.py` keeps it under DeepSpeed
     "num_steps": 32,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.mesh import on_stage
-from megatron_ucp.formats.deepspeed.saved_extras import _joined_scheduler
+from megatron_ucp.formats.deepspeed.extras import _joined_scheduler
 from megatron_ucp.formats.schedules import counted_groups, without_groups
 from megatron_ucp.reshard.match import scheduler_for
 

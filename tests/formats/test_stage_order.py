@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 from megatron_ucp.families import pipe
-from megatron_ucp.families.base import Sizes
-from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.stage_order import folds, of_stages
+from megatron_ucp.families.family import Sizes
+from megatron_ucp.formats.deepspeed.by_position import folds, of_stages
+from megatron_ucp.formats.deepspeed.weights import PipeNames
 
 
 def sizes(layers: int, tied: bool) -> Sizes:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.values import Stand
-from megatron_ucp.formats.deepspeed.steppers import with_rules
+from megatron_ucp.formats.optimizers import with_rules
 
 FUSED = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 

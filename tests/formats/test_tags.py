@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import NotFoundError, UsageError
-from megatron_ucp.formats import durable
-from megatron_ucp.formats.listed_files import Recorded
+from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.manifest_beside import Recorded
 from megatron_ucp.formats.tags import LATEST, nothing_there, tag_folder
 
 STATE = "mp_rank_00_model_states.pt"
@@ -47,12 +47,12 @@ def save(
     folder: Path, tag: str, content: str, at: float = 0.0, moved: bool = True, run: str = RUN
 ) -> None:
     """A save as the engine does it, of one state file."""
-    with durable.begin(folder, tag) as aside:
+    with output_folder.begin(folder, tag) as aside:
         (aside / STATE).write_text(content)
-        sync = durable.Syncs()
-        durable.commit(aside, manifest(content, at, moved, tag=tag, run_id=run), sync)
+        sync = output_folder.Syncs()
+        output_folder.commit(aside, manifest(content, at, moved, tag=tag, run_id=run), sync)
         if moved:
-            durable.replace_text(folder / LATEST, tag, sync)
+            output_folder.replace_text(folder / LATEST, tag, sync)
 
 
 def content_of(folder: Path) -> str:
@@ -82,7 +82,7 @@ def killed_at(operation: int, work: Callable[[], None]) -> bool:
 
     for owner, names in (
         (os, ("rename", "replace", "fsync", "link", "mkdir", "unlink", "rmdir")),
-        (durable, ("_exchange",)),
+        (output_folder, ("_exchange",)),
         (Path, ("write_text",)),
     ):
         for name in names:
@@ -101,7 +101,7 @@ def test_killed_between_any_two_operations_the_newest_tag_is_whole(
 ) -> None:
     if not exchange:
         # a system without renameat2
-        monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: object())
+        monkeypatch.setattr(output_folder.ctypes, "CDLL", lambda *_, **__: object())
     seen: set[str] = set()
     for operation in range(100):
         folder = tmp_path / str(operation)
@@ -138,7 +138,7 @@ def check_that_saves_go_on(folder: Path) -> None:
 
 
 def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> None:
-    with durable.begin(tmp_path, "global_step1") as aside:
+    with output_folder.begin(tmp_path, "global_step1") as aside:
         (aside / STATE).write_text("all of it")
         assert nothing_there(tmp_path)
         with pytest.raises(NotFoundError, match="was not finished"):
@@ -150,7 +150,7 @@ def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", ".hidden"])
 def test_a_tag_is_a_plain_name(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(UsageError, match="plain name"), durable.begin(tmp_path, tag):
+    with pytest.raises(UsageError, match="plain name"), output_folder.begin(tmp_path, tag):
         pass
 
 
@@ -191,7 +191,7 @@ def many(folder: Path) -> None:
 @pytest.mark.parametrize("keep", [1, 2, 4, 9])
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     many(tmp_path)
-    notes = durable.prune(tmp_path, keep)
+    notes = output_folder.prune(tmp_path, keep)
     assert left(tmp_path) == [f"step{n}" for n in range(1, 6)][-keep:]
     assert notes == [f"removed step{n}" for n in range(5 - keep, 0, -1)]
 
@@ -199,7 +199,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 def test_newest_is_by_the_time_of_the_save_and_not_by_name(tmp_path: Path) -> None:
     save(tmp_path, "step600", "abandoned", at=1.0)
     save(tmp_path, "step450", "after going back", at=2.0)
-    durable.prune(tmp_path, 1)
+    output_folder.prune(tmp_path, 1)
     assert left(tmp_path) == ["step450"]
 
 
@@ -211,7 +211,7 @@ def test_what_is_not_touched(tmp_path: Path) -> None:
     # not whole: nobody counts it, and nobody removes it
     (tmp_path / "step2" / STATE).write_text("cut")
     (tmp_path / "latest").write_text("step3")  # somebody went back
-    durable.prune(tmp_path, 1)
+    output_folder.prune(tmp_path, 1)
     assert left(tmp_path) == ["milestone", "step2", "step3", "stock"]
 
 
@@ -219,7 +219,7 @@ def test_the_last_whole_one_stays_when_newer_ones_are_damaged(tmp_path: Path) ->
     many(tmp_path)
     for number in (3, 4):
         (tmp_path / f"step{number}" / STATE).unlink()
-    durable.prune(tmp_path, 2)
+    output_folder.prune(tmp_path, 2)
     assert left(tmp_path) == ["step2", "step3", "step4", "step5"]
 
 
@@ -228,7 +228,7 @@ def test_a_copy_and_a_link_of_a_users_stay(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step1", tmp_path / "my_copy_of_step1")
     shutil.move(tmp_path / "step2", tmp_path.parent / "elsewhere")
     (tmp_path / "step2").symlink_to(tmp_path.parent / "elsewhere")
-    assert durable.prune(tmp_path, 1, RUN) == [
+    assert output_folder.prune(tmp_path, 1, RUN) == [
         "removed step4",
         "removed step3",
         "removed step1",
@@ -248,22 +248,22 @@ def test_tags_of_another_run_stay(tmp_path: Path) -> None:
     for tag in ("step1", "step2"):
         text = manifest(f"content {tag[4:]}", at=float(tag[4:]))
         (tmp_path / tag / FILE_NAME).write_text(text)
-    assert durable.prune(tmp_path, 1, RUN) == [
+    assert output_folder.prune(tmp_path, 1, RUN) == [
         "removed step4",
         "removed step3",
         "kept other1, other2: another run saved it",
         "kept step1, step2: no manifest says which run saved it",
     ]
     assert left(tmp_path) == ["other1", "other2", "step1", "step2", "step5"], "its newest stays"
-    assert durable.retire(tmp_path / "other1", RUN) == "kept other1: another run saved it"
-    assert durable.retire(tmp_path / "other1", "another") == "removed other1"
+    assert output_folder.retire(tmp_path / "other1", RUN) == "kept other1: another run saved it"
+    assert output_folder.retire(tmp_path / "other1", "another") == "removed other1"
 
 
 def test_a_tag_with_a_file_of_another_save_of_the_same_size_is_damaged(tmp_path: Path) -> None:
     for tag in ("one", "two", "six"):
         write_with_sums(tmp_path, tag)
     shutil.copy(tmp_path / "two" / STATE, tmp_path / "one")
-    assert durable.prune(tmp_path, 1, RUN) == [
+    assert output_folder.prune(tmp_path, 1, RUN) == [
         "removed two",
         f"kept one: it is not whole: {STATE}",
     ]
@@ -273,13 +273,13 @@ def test_a_tag_with_a_file_of_another_save_of_the_same_size_is_damaged(tmp_path:
 def write_with_sums(folder: Path, tag: str) -> None:
     """A save of a real file, which the manifest lists as it is."""
     order = ("one", "two", "six").index(tag)
-    with durable.begin(folder, tag) as aside:
+    with output_folder.begin(folder, tag) as aside:
         torch.save({"weight": torch.full((3,), float(order))}, aside / STATE)
         text = json.loads(manifest("", float(order), tag=tag, run_id=RUN))
-        entry = durable.entry_of(aside / STATE)
+        entry = output_folder.entry_of(aside / STATE)
         text["files"] = [[entry.name, entry.size_bytes, entry.sha256]]
-        durable.commit(aside, json.dumps(text), durable.Syncs())
-        durable.replace_text(folder / LATEST, tag, durable.Syncs())
+        output_folder.commit(aside, json.dumps(text), output_folder.Syncs())
+        output_folder.replace_text(folder / LATEST, tag, output_folder.Syncs())
 
 
 def test_a_tag_is_left_alone_where_the_pointer_names_another_runs(tmp_path: Path) -> None:
@@ -287,17 +287,17 @@ def test_a_tag_is_left_alone_where_the_pointer_names_another_runs(tmp_path: Path
     for number in (1, 2, 3):
         save(tmp_path, f"a{number}", f"a{number}", at=float(number), run="a")
         save(tmp_path, f"b{number}", f"b{number}", at=float(number), run="b")
-    durable.prune(tmp_path, 1, "a")
+    output_folder.prune(tmp_path, 1, "a")
     assert left(tmp_path) == ["a3", "b1", "b2", "b3"]
 
 
 def test_one_that_is_being_read_stays(tmp_path: Path) -> None:
     many(tmp_path)
     reader = Recorded(tmp_path / "step1", [STATE])
-    assert "kept step1: it is being read" in durable.prune(tmp_path, 1)
+    assert "kept step1: it is being read" in output_folder.prune(tmp_path, 1)
     assert left(tmp_path) == ["step1", "step5"]
     reader.close()
-    assert durable.prune(tmp_path, 1) == ["removed step1"]
+    assert output_folder.prune(tmp_path, 1) == ["removed step1"]
 
 
 def test_one_that_is_being_removed_is_not_read(tmp_path: Path) -> None:

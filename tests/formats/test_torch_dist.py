@@ -10,12 +10,12 @@ import torch
 from megatron_ucp.core.layout import Chunks, Shard, ShardNC
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.families import families, find_family
-from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.megatron.index import ArchivePlace, Chunk, StoredTensor
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.megatron.distcp import ArchivePlace, Chunk, StoredTensor
 from megatron_ucp.formats.megatron.names import key_of, layout_of, read_key, second_matrix
-from megatron_ucp.formats.megatron.stored import stored_params
+from megatron_ucp.formats.megatron.params import stored_params
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state
 from tests.formats.megatron_files import GOLDEN, NAMED, TAG, by_torch, split
 
 Found = dict[tuple[str, str], torch.Tensor]

@@ -18,7 +18,8 @@ import pytest
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import SaveError
-from megatron_ucp.formats import claims, durable
+from megatron_ucp.formats import locks as claims
+from megatron_ucp.formats import output_folder
 from tests.formats.test_tags import STATE, content_of, save
 
 FORKS = multiprocessing.get_context("fork")
@@ -37,7 +38,7 @@ def job(folder: Path, name: str, keep: int, refused: Any) -> None:
             continue
         assert content_of(folder / tag) == f"{tag} content"
         if keep:
-            durable.prune(folder, keep, run)
+            output_folder.prune(folder, keep, run)
 
 
 def both(work: Callable[..., None], *rows: tuple[Any, ...]) -> list[int | None]:
@@ -91,7 +92,7 @@ def saver(folder: Path, tag: str) -> Iterator[int]:
     began = FORKS.Event()
 
     def work() -> None:
-        with durable.begin(folder, tag) as aside:
+        with output_folder.begin(folder, tag) as aside:
             (aside / STATE).write_text("half")
             began.set()
             time.sleep(60)
@@ -120,7 +121,7 @@ def test_the_second_of_one_tag_is_refused_by_name(
         assert (tmp_path / ".step1.saving" / STATE).read_text() == "half"
         save(tmp_path, "step2", "beside it")
         assert (tmp_path / ".step1.saving" / STATE).read_text() == "half"
-        assert "kept step1: it is being saved" in durable.prune(tmp_path, 1)
+        assert "kept step1: it is being saved" in output_folder.prune(tmp_path, 1)
     assert content_of(tmp_path / "step1") == "old"
     save(tmp_path, "step1", "after it was killed")
     assert content_of(tmp_path / "step1") == "after it was killed"
@@ -154,7 +155,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_another_machine(folder: Path, tag: str) -> None:
     """A save on its way that a process of another machine holds, where nobody sees locks."""
-    aside = durable.aside_of(folder, tag)
+    aside = output_folder.aside_of(folder, tag)
     aside.mkdir()
     (aside / STATE).write_text("half")
     holder = {"doing": "writes", "host": "elsewhere", "machine": "other", "pid": 1, "started": "1"}
@@ -182,7 +183,7 @@ def test_a_number_that_another_process_has_by_now_holds_nothing(
 ) -> None:
     without_locks(monkeypatch)
     with saver(tmp_path, "step1") as pid:
-        path = claims.lock_of(durable.aside_of(tmp_path, "step1"))
+        path = claims.lock_of(output_folder.aside_of(tmp_path, "step1"))
         said = json.loads(path.read_text())
         assert said["pid"] == pid
         path.write_text(json.dumps({**said, "started": "1"}))
@@ -192,7 +193,7 @@ def test_a_number_that_another_process_has_by_now_holds_nothing(
 
 def test_a_conversion_on_its_way_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / ".left.saving").mkdir()
-    with durable.held(tmp_path / ".used.saving") as used:
+    with output_folder.held(tmp_path / ".used.saving") as used:
         (used / STATE).write_text("half")
         save(tmp_path, "next", "content")
         assert (used / STATE).read_text() == "half"
@@ -206,10 +207,10 @@ def test_a_claim_that_a_killed_process_left_alone_goes_with_the_next_output(tmp_
     with saver(tmp_path, "out") as pid:
         os.rename(tmp_path / ".out.saving", tmp_path / "out")
         (tmp_path / ".mine.saving").mkdir()
-        with durable.held(tmp_path / ".other.saving"):
+        with output_folder.held(tmp_path / ".other.saving"):
             assert (tmp_path / ".out.saving.lock").exists(), "it lives"
         os.kill(pid, signal.SIGKILL)
-    with durable.held(tmp_path / ".other.saving"):
+    with output_folder.held(tmp_path / ".other.saving"):
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             ".mine.saving",
             ".other.saving",
@@ -221,7 +222,9 @@ def test_a_claim_that_a_killed_process_left_alone_goes_with_the_next_output(tmp_
 def test_pointers_of_two_jobs_take_turns(tmp_path: Path) -> None:
     def point(name: str) -> None:
         for number in range(200):
-            durable.replace_text(tmp_path / "latest", f"{name}{number}", durable.Syncs(False))
+            output_folder.replace_text(
+                tmp_path / "latest", f"{name}{number}", output_folder.Syncs(False)
+            )
 
     assert both(point, ("a",), ("b",)) == [0, 0]
     assert (tmp_path / "latest").read_text() in ("a199", "b199")
@@ -236,7 +239,7 @@ def test_a_tag_that_is_a_link_is_saved_over_as_a_folder(
     tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: object())
+        monkeypatch.setattr(output_folder.ctypes, "CDLL", lambda *_, **__: object())
     run, moved = tmp_path / "run", tmp_path / "other disk" / "step1"
     save(run, "step1", "old")
     (run / "step1" / "mine.txt").write_text("kept")

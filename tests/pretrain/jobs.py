@@ -156,7 +156,7 @@ def run_unplaced(argv: list[str]) -> dict[str, Any]:
     """As `run`; where ranks share sequences, each one's positions begin at 0."""
     from unittest import mock
 
-    from megatron_ucp.engines.megatron import ulysses
+    from pretrain.megatron import ulysses
 
     with mock.patch.object(ulysses, "_place"):
         return run(argv)

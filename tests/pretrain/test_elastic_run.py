@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tests.scripts  # noqa: F401  (examples/lib is found from there on)
-from megatron_ucp.formats.memory_folder import MemoryFolder
+from megatron_ucp.engines.memory import MemoryFolder
 from pretrain.elastic import AGAIN
 from tests.pretrain.common import LLAMA, QUIET, RATES, command, mesh, stdlib
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import megatron_ucp as ucp
-from megatron_ucp.formats import durable
+from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.registry import open_checkpoint
 from pretrain.checkpoint import _said
 from tests.formats.megatron_files import GOLDEN, changed_arguments, copied
@@ -109,8 +109,8 @@ def test_a_tag_that_is_read_stays(ranks: RankPool, own: Source, tmp_path: Path) 
     shutil.copytree(own.folder, copy)
     tags = sorted(path.name for path in copy.iterdir() if path.is_dir())
     with open_checkpoint(copy, tags[0]):
-        assert durable.prune(copy, 1) == [f"kept {tags[0]}: it is being read"]
-    assert durable.prune(copy, 1) == [f"removed {tags[0]}"]
+        assert output_folder.prune(copy, 1) == [f"kept {tags[0]}: it is being read"]
+    assert output_folder.prune(copy, 1) == [f"removed {tags[0]}"]
     assert (copy / tags[-1]).is_dir()
 
 

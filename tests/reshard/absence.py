@@ -18,10 +18,10 @@ from typing import Any
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.base import Told
-from megatron_ucp.formats.deepspeed.evidence import group_order
+from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.deepspeed.manifest import group_order
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.one_parameter import read_state
+from megatron_ucp.reshard.check import read_state
 
 OURS = "ucp_"  # what this package writes beside a program's own files begins with it
 _NUMBERED = re.compile(r"([A-Za-z]+(?:_[A-Za-z]+)*)[-_](\d+)")

@@ -11,8 +11,9 @@ from unittest import mock
 
 import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
-from megatron_ucp.formats import durable
-from megatron_ucp.reshard import agree, file_source, folder_sink, memories
+from megatron_ucp.formats import output_folder
+from megatron_ucp.reshard import agree, files, memories
+from megatron_ucp.reshard import folder as folder_sink
 from tests.reshard.pairs import TIED, Pair, Toys, spoil
 
 
@@ -43,7 +44,7 @@ def plan_is_proved(pair: Pair, folder: Path) -> None:
     with prepared(pair, folder) as source:
         begun: list[str] = []
         opened = mock.patch.object(
-            durable.OutFile, "__init__", lambda self, path: begun.append(str(path))
+            output_folder.OutFile, "__init__", lambda self, path: begun.append(str(path))
         )
         with mock.patch.object(planning._Planner, "_supply", lacking), opened:
             said = pair.attempt(source, out_of(folder))
@@ -83,7 +84,7 @@ def it_is_on_disk_before_it_has_its_name(pair: Pair, folder: Path) -> None:
     """On every rank, all that it wrote."""
     written, synced, events = set[str](), set[str](), list[str]()
     fsync, sync_all, rename = os.fsync, folder_sink.sync_all, os.rename
-    opened = durable.OutFile.__init__
+    opened = output_folder.OutFile.__init__
 
     def begin(self: Any, path: Path) -> None:
         written.add(Path(path).name)
@@ -104,7 +105,7 @@ def it_is_on_disk_before_it_has_its_name(pair: Pair, folder: Path) -> None:
 
     with (
         prepared(pair, folder) as source,
-        mock.patch.object(durable.OutFile, "__init__", begin),
+        mock.patch.object(output_folder.OutFile, "__init__", begin),
         mock.patch("os.fsync", one),
         mock.patch.object(folder_sink, "sync_all", everything),
         mock.patch("os.rename", named),
@@ -120,9 +121,9 @@ def one_writes_a_folder(pair: Pair, folder: Path) -> None:
     """Another process writes the output."""
     out = out_of(folder)
     with prepared(pair, folder) as source, contextlib.ExitStack() as held:
-        aside = durable.aside_of(out.parent, out.name)
+        aside = output_folder.aside_of(out.parent, out.name)
         if agree.world()[0] == 0:
-            held.enter_context(durable.held(aside))
+            held.enter_context(output_folder.held(aside))
             (aside / "file").touch()
         agree.gather(0)
         said = pair.attempt(source, out)
@@ -153,7 +154,7 @@ def an_engine_whose_load_failed_is_no_source(pair: Pair, folder: Path) -> None:
         raise ucp.DamagedFileError("only here")
 
     with prepared(pair, folder) as source:
-        with mock.patch.object(file_source, "execute", failing), contextlib.suppress(ucp.UcpError):
+        with mock.patch.object(files, "execute", failing), contextlib.suppress(ucp.UcpError):
             ucp.load(source.engine.handle, source.folder)
         assert pair.attempt(source, out_of(folder)).startswith("EngineUnusableError")
         if pair.beside:
@@ -182,8 +183,10 @@ def a_rank_that_fails_is_every_ranks_failure(pair: Pair, folder: Path) -> None:
     full = OSError(28, "No space left on device")
     with prepared(pair, folder) as source, contextlib.ExitStack() as failing:
         if agree.world()[0] == agree.world()[1] - 1:
-            failing.enter_context(mock.patch.object(durable.OutFile, "write", side_effect=full))
-            failing.enter_context(mock.patch.object(file_source, "execute", side_effect=full))
+            failing.enter_context(
+                mock.patch.object(output_folder.OutFile, "write", side_effect=full)
+            )
+            failing.enter_context(mock.patch.object(files, "execute", side_effect=full))
             failing.enter_context(mock.patch.object(memories, "_put", side_effect=full))
         said = pair.attempt(source, out_of(folder))
         failing.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import folder_sink as module
+from megatron_ucp.reshard import folder as module
 from megatron_ucp.reshard.convert import convert  # before the fork, as are torch and the rest
 
 TARGETS = [

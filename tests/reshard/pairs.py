@@ -16,15 +16,15 @@ import megatron_ucp as ucp
 from megatron_ucp import say
 from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.megatron.engine import planned
+from megatron_ucp.engines.megatron import save
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.file_source import FileSource
+from megatron_ucp.reshard.files import FileSource
 from megatron_ucp.reshard.memories import Memories, Window
-from megatron_ucp.reshard.overflows import Lost
-from megatron_ucp.reshard.target import target_manifest
+from megatron_ucp.reshard.target import Wanted, target_manifest
 from megatron_ucp.reshard.transfer import (
+    Lost,
     Proved,
     Rounding,
     SinkPart,
@@ -32,7 +32,6 @@ from megatron_ucp.reshard.transfer import (
     proved,
     transfer,
 )
-from megatron_ucp.reshard.wanted import Wanted
 from tests.reshard import paper, twins
 from tests.reshard.test_export_edges import with_values
 
@@ -229,7 +228,7 @@ def live_export(live: Live, out: Path, **options: Any) -> Any:
 
 def saved(live: Live, out: Path, **_: Any) -> Any:
     live.engine.handle.iteration = int(out.name.removeprefix("iter_"))
-    live.engine.handle.__dict__.pop(planned._KEPT, None)  # each save plans for itself
+    live.engine.handle.__dict__.pop(save._KEPT, None)  # each save plans for itself
     return ucp.save(live.engine.handle, out.parent)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.families.base import Sizes
+from megatron_ucp.families.family import Sizes
 from megatron_ucp.formats.deepspeed.target import Target
 from tests.reshard import paper
 

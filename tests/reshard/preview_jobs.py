@@ -7,7 +7,7 @@ from unittest import mock
 
 import megatron_ucp as ucp
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard import file_source as loading
+from megatron_ucp.reshard import files as loading
 from tests.engines.convert_jobs import close, make
 
 

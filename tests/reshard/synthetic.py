@@ -15,15 +15,15 @@ import torch
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.families import families
 from megatron_ucp.families.mixtral import MixtralSizes
-from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.checkpoint import Where
+from megatron_ucp.formats.deepspeed import buffers as formulas
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard import execute
 

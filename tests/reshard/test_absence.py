@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import NotFoundError
-from megatron_ucp.formats.base import Told
-from megatron_ucp.formats.deepspeed import native, rank_counts
+from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.deepspeed import expected_files, native
 from megatron_ucp.formats.deepspeed.universal import UniversalCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
 from tests.reshard.absence import (
@@ -244,9 +244,9 @@ def test_a_verb_that_does_not_look_breaks_the_law(
 ) -> None:
     """What the optimizer files are was asked of the folder alone, and of a model file nothing."""
     table = Table(save_of("zero3", tmp_path), tmp_path)
-    monkeypatch.setattr(rank_counts, "require_rank_files", lambda *_: None)
+    monkeypatch.setattr(expected_files, "require_rank_files", lambda *_: None)
     monkeypatch.setattr(
-        rank_counts, "has_optimizer_files", lambda opened: bool(opened.names.optimizer)
+        expected_files, "has_optimizer_files", lambda opened: bool(opened.names.optimizer)
     )
     monkeypatch.setattr(native, "require_layer_files", lambda _: None)
     found = table.wrong(lambda one: one.startswith("all") and "optim" in one)

@@ -12,11 +12,11 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.errors import StateMismatchError, UsageError
-from megatron_ucp.families.base import Sizes
-from megatron_ucp.formats import durable
+from megatron_ucp.families.family import Sizes
+from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import Target, config_for
-from megatron_ucp.reshard import stage_division as placed
+from megatron_ucp.reshard import target as placed
 from tests.reshard import paper
 from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, whole
 
@@ -248,7 +248,9 @@ def resealed(folder: Path) -> Path:
         to_json(
             replace(
                 manifest,
-                files=tuple(durable.entry_of(folder / entry.name) for entry in manifest.files),
+                files=tuple(
+                    output_folder.entry_of(folder / entry.name) for entry in manifest.files
+                ),
             )
         )
     )

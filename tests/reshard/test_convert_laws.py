@@ -18,8 +18,8 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard import file_source as module
-from megatron_ucp.reshard.diff import weight_differences
+from megatron_ucp.reshard import files as module
+from megatron_ucp.reshard.check import weight_differences
 from tests.reshard import paper
 
 # the seeds are alike: each is another model on other meshes

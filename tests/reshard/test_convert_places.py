@@ -14,11 +14,11 @@ import megatron_ucp as ucp
 from megatron_ucp.core.layout import Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import InexactError, SaveError, UsageError
-from megatron_ucp.families.base import Sizes
-from megatron_ucp.formats import durable
-from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.families.family import Sizes
+from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.deepspeed import tp_patterns
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.reshard import folder_sink as module
+from megatron_ucp.reshard import folder as module
 from tests.reshard import paper
 from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, whole
 
@@ -84,13 +84,13 @@ def test_patterns_say_what_they_are_read_as() -> None:
         specs,
         specs[:-1],
     ):  # the last one is cut in another way than the same one of another layer
-        info = stock_info.patterns_of(chosen, lambda name: name)
+        info = tp_patterns.patterns_of(chosen, lambda name: name)
         for spec in chosen:
             local = spec.layout.local_shape(spec.name, spec.shape, {"tp": (2, 0)})
-            found = stock_info.declared(info, spec.name, local, 2, "file")
+            found = tp_patterns.declared(info, spec.name, local, 2, "file")
             assert (found.shape, found.layout) == (spec.shape, spec.layout)
     assert (
-        stock_info.patterns_of(
+        tp_patterns.patterns_of(
             [ParamSpec("deep", (2, 2, 2), "float32", layout=Shard("tp", 2))], str
         )
         == {}
@@ -147,7 +147,7 @@ def test_an_output_with_the_name_of_a_pointer(source: Path, tmp_path: Path, name
 
 def test_two_conversions_into_one_folder(model: paper.Model, source: Path, tmp_path: Path) -> None:
     aside = tmp_path / ".out.saving"
-    with durable.held(aside):
+    with output_folder.held(aside):
         (aside / "file").touch()
         with pytest.raises(UsageError, match="another conversion"):
             ucp.convert(source, tmp_path / "out", target=target())
@@ -248,7 +248,7 @@ def test_the_kept_tags_of_a_run_do_not_count_a_conversion(source: Path, tmp_path
 
 def test_many_frozen_parameters_take_no_longer_each(tmp_path: Path) -> None:
     """An adapter on a large model: the place of each is looked up and not searched for."""
-    from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
+    from megatron_ucp.formats.deepspeed.writer import NativeWriter
 
     odd = {f"base.{number}.weight": (1,) for number in range(100)}
     model = paper.plain_model({**SHAPES, **odd}, kinds=dict.fromkeys(odd, "frozen"))

@@ -196,7 +196,7 @@ def test_a_target_that_can_not_be_written(sources: Sources, tmp_path: Path) -> N
 def test_ctrl_c_leaves_nothing(
     sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_ucp.reshard.file_source import FileSource
+    from megatron_ucp.reshard.files import FileSource
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

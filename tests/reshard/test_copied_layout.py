@@ -5,11 +5,11 @@ import random
 import pytest
 
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import BufferPart, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.reshard.held_layout import CopiedLayout, copied
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.reshard.memory_layout import CopiedLayout, copied
 
 PARTS, ELEMS = 12, 96
 

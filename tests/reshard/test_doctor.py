@@ -11,7 +11,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
-from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
+from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from tests.reshard import paper
 from tests.reshard.plain import edited, target
 

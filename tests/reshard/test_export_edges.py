@@ -27,8 +27,8 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.reshard.file_source import FileSource
-from megatron_ucp.reshard.hugging_face import model_folder as module
+from megatron_ucp.reshard.files import FileSource
+from megatron_ucp.reshard.hugging_face import export as module
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
 

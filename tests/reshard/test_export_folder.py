@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.reshard.hugging_face import beside
-from megatron_ucp.reshard.hugging_face.plain_config import is_tied, with_tie
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.reshard.hugging_face import export
+from megatron_ucp.reshard.hugging_face.names import is_tied, with_tie
 from tests.reshard import paper
 from tests.reshard.plain import SHAPES
 
@@ -82,7 +82,7 @@ def test_code_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_links_and_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link to what is no part of the model is never followed; those of the Hub's cache are."""
-    monkeypatch.setattr(beside, "MOST_BYTES", 1000)
+    monkeypatch.setattr(export, "MOST_BYTES", 1000)
     hub = tmp_path / "models--a--b"
     model = folder_with(hub / "snapshots" / "1f", ["vocab.json"])
     folder_with(hub / "blobs", ["f00d"])

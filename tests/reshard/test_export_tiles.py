@@ -11,11 +11,12 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.errors import DamagedFileError, InexactError, SaveError
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.formats.durable import OutFile
 from megatron_ucp.formats.file_layout import TiledRows
+from megatron_ucp.formats.output_folder import OutFile
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard import file_source, folder_sink
-from megatron_ucp.reshard.hugging_face import export, model_folder
+from megatron_ucp.reshard import files
+from megatron_ucp.reshard import folder as folder_sink
+from megatron_ucp.reshard.hugging_face import export
 from tests.formats.test_pt_file import flip
 from tests.reshard import paper, twins
 from tests.reshard.test_export import digests
@@ -33,17 +34,17 @@ def windows(
     """From here on exports have so many threads, and windows of that size. The returned list gets
     what is written in tiles: (tensor, runs of its rows, tiles of each) in turn."""
     seen: list[tuple[str, int, int]] = []
-    for module in (export, file_source, folder_sink):
+    for module in (export, files, folder_sink):
         monkeypatch.setattr(module, "THREADS", threads)
-    monkeypatch.setattr(model_folder, "WIDE_WINDOW_BYTES", size_bytes)
-    tiles = model_folder.Outgoing._tiles
+    monkeypatch.setattr(export, "WIDE_WINDOW_BYTES", size_bytes)
+    tiles = export.Outgoing._tiles
 
     def noted(out: Any, one: Any, *more: Any) -> list[TiledRows]:
         runs = [*tiles(out, one, *more)]
         seen.append((one.name, len(runs), len(runs[0].tiles)))
         return runs
 
-    monkeypatch.setattr(model_folder.Outgoing, "_tiles", noted)
+    monkeypatch.setattr(export.Outgoing, "_tiles", noted)
     return seen
 
 

@@ -169,7 +169,7 @@ def test_a_padded_vocabulary_gets_zeros(folder: Path) -> None:
     )
     assert any("3 rows of zeros" in note for note in found.notes)
     from megatron_ucp.formats.registry import open_checkpoint
-    from megatron_ucp.reshard.one_parameter import read_state
+    from megatron_ucp.reshard.check import read_state
 
     with open_checkpoint(found.path) as native:
         words = read_state(native, "embedding.word_embeddings.weight", "fp32").view(48, 16)

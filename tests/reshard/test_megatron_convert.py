@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import FILE_NAME, Manifest
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import (
     ForeignFileError,
     LayoutError,
@@ -23,17 +23,16 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.families import find_family
-from megatron_ucp.families.base import Model
+from megatron_ucp.families.family import Model
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
-from megatron_ucp.formats.durable import prune
+from megatron_ucp.formats.output_folder import prune
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard import file_source, folder_sink
+from megatron_ucp.reshard import files as file_source
+from megatron_ucp.reshard import folder as folder_sink
+from megatron_ucp.reshard.check import diff, read_state, verify
 from megatron_ucp.reshard.convert import convert
-from megatron_ucp.reshard.diff import diff
 from megatron_ucp.reshard.hugging_face.export import export_hf
-from megatron_ucp.reshard.newest_tag import newest_whole
-from megatron_ucp.reshard.one_parameter import read_state
-from megatron_ucp.reshard.verify import verify
+from megatron_ucp.reshard.look import newest_whole
 from tests.formats.megatron_files import (
     GOLDEN,
     TAG,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.resize_ranks import peak
-from megatron_ucp.reshard.pages import NEVER, UsedUp
+from megatron_ucp.reshard.execute import NEVER, UsedUp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages go on Linux alone")
 MB = 2**20

@@ -16,7 +16,8 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Copy
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard import execute, preview
+from megatron_ucp.reshard import execute
+from megatron_ucp.reshard import plan as preview
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.reshard.hugging_face import released
+from megatron_ucp.reshard.hugging_face.names import twin_of
 from megatron_ucp.reshard.hugging_face.traced import Traced, UntracedError
-from megatron_ucp.reshard.hugging_face.twin import twin_of
 from tests.engines.model_classes import tiny_model
 from tests.reshard import paper, twins
 

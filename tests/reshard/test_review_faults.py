@@ -13,8 +13,8 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.names import MASTER
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,

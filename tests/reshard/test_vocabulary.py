@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.families import families
-from megatron_ucp.families.base import Sizes
+from megatron_ucp.families.family import Sizes
 from megatron_ucp.reshard.match import match_params
 
 WORDS = "embedding.word_embeddings.weight"

@@ -8,10 +8,9 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Shard
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.states import VALUE
+from megatron_ucp.core.names import VALUE, Keeper
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.memories import Memories, MemoryWindows

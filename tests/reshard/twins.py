@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.manifest import RECORDED
-from megatron_ucp.families.architecture import Architecture
-from megatron_ucp.families.base import Sizes
 from megatron_ucp.families.deepseek_v3 import DeepSeekSizes
+from megatron_ucp.families.family import Sizes
 from megatron_ucp.families.mixtral import MixtralSizes
+from megatron_ucp.families.settings import Architecture
 from tests.reshard import paper
 
 ODD = {"vocab": 48, "true_vocab": 45}  # three rows of padding

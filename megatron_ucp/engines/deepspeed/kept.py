@@ -4,10 +4,10 @@ load could give them back."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
+from megatron_ucp.engines.deepspeed.optimizer import wrapper_of
 from megatron_ucp.engines.read_back import KeptValue, kept_of
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.deepspeed.keys import OWN_KEYS, PATTERNS
+from megatron_ucp.formats.deepspeed.files import OWN_KEYS, PATTERNS
 
 
 def of_engine(engine: Any) -> Iterator[KeptValue]:

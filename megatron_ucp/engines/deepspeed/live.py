@@ -8,32 +8,49 @@ import torch
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.join_ranks import Joined, check_replicas
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
+from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.stages import Joined, check_replicas
-from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
 from megatron_ucp.engines.deepspeed.kept import of_engine
-from megatron_ucp.engines.deepspeed.quantized import check_side_data
-from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
-from megatron_ucp.engines.deepspeed.stage import LiveValue, OwnStage, Part, one_order
-from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
-from megatron_ucp.engines.live_tensors import dtype_name, flat_view, memory_of
-from megatron_ucp.engines.optimizer_groups import scalar_state
-from megatron_ucp.engines.places import LivePlaces, told_by
-from megatron_ucp.engines.same_model import check_model, class_name, computes_otherwise, config_of
+from megatron_ucp.engines.deepspeed.modules import check_side_data
+from megatron_ucp.engines.deepspeed.optimizer import LiveBuffer, drop_gradients, stepper_of
+from megatron_ucp.engines.deepspeed.shard import LiveValue, OwnStage, Part, one_order
+from megatron_ucp.engines.deepspeed.state import DeepSpeedExtras
+from megatron_ucp.engines.live import (
+    LivePlaces,
+    check_model,
+    class_name,
+    computes_otherwise,
+    config_of,
+    dtype_name,
+    flat_view,
+    memory_of,
+    scalar_state,
+    told_by,
+)
+from megatron_ucp.engines.pt_files import RankFiles
 from megatron_ucp.engines.values import named_in
-from megatron_ucp.families.base import Model
-from megatron_ucp.formats.base import Checkpoint, Told
-from megatron_ucp.formats.deepspeed.muon import MOMENTUM, is_used, other_steps, steps_matrices
-from megatron_ucp.formats.deepspeed.paths import at_tp
-from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.families.family import Model
+from megatron_ucp.formats.checkpoint import Checkpoint, Told
+from megatron_ucp.formats.deepspeed.files import at_tp
+from megatron_ucp.formats.deepspeed.optimizers import (
+    MOMENTUM,
+    is_used,
+    other_steps,
+    steps_matrices,
+)
+from megatron_ucp.formats.deepspeed.weights import PipeNames
 from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.hugging_face.released import reader
+
+# ---- live
+#
+# A live DeepSpeed engine, described for all its ranks and filled on this one.
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
@@ -209,3 +226,32 @@ def _manifest(own: OwnStage, joined: Joined, parts: Sequence[Part]) -> Manifest:
     )
     check_replicas(found, PipeNames(names).tied)
     return found
+
+
+# ---- live fingerprint
+#
+# The memory of which the fingerprint of a DeepSpeed engine's save is taken.
+
+
+def held_by(live: LiveEngine, files: RankFiles | None) -> dict[Slot, torch.Tensor]:
+    """The memory of every state that this rank has: of a save in the background that of its
+    snapshot. What that has not got is copied, unless another rank has it."""
+    out: dict[Slot, torch.Tensor] = {}
+    for number, cut, part in live.parts():
+        for state, _ in live.manifest.buffers[number].states:
+            slot = Slot(number, cut, part, state)
+            memory = live.tensor(slot)
+            kept = memory if files is None else files.kept(memory)
+            if kept is not None:
+                out[slot] = kept
+            elif not _is_copy(live, number):
+                out[slot] = memory.clone()
+    return out
+
+
+def _is_copy(live: LiveEngine, number: int) -> bool:
+    """Whether another data-parallel rank has a whole buffer, and writes it."""
+    manifest = live.manifest
+    buffer = manifest.buffers[number]
+    dense = all(manifest.by_name[one.param].expert is None for one in buffer.members)
+    return dense and buffer.partitions == 1 and live.own.data_rank > 0

@@ -1,41 +1,64 @@
-"""`save_checkpoint` of an attached engine: DeepSpeed's own files, whole and on disk before any name
-says so.
+"""`save_checkpoint` of an attached engine: DeepSpeed's own files, whole and on disk before any
+name says so.
 
-Order: DeepSpeed writes into a folder aside; every rank writes its random states and syncs its files
-and the folder; all agree; rank 0 writes and syncs the manifest, gives the folder the tag's name,
-and replaces `latest` by rename. A failure of any rank before that leaves `latest` and every older
-tag as they were; one in the last two steps says what is there.
-"""
+Order: DeepSpeed writes into a folder aside; every rank writes its random states and syncs its
+files and the folder; all agree; rank 0 writes and syncs the manifest, renames the folder, and
+moves the pointers."""
 
 import copy
 import dataclasses
 import pickle
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron_ucp.core.box import flat_index, strides
 from megatron_ucp.core.experts import in_own_file
+from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.layers import TIED
+from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import (
     MOVED_LATEST,
+    RECORDED,
+    RENAMED,
+    RUN,
     TAG,
     Manifest,
 )
+from megatron_ucp.core.mesh import DENSE_CUT, Mesh
+from megatron_ucp.engines import resume_state
 from megatron_ucp.engines.background import Background, background_of, begun_or_warned
-from megatron_ucp.engines.deepspeed.besides import Besides, besides, said_of
-from megatron_ucp.engines.deepspeed.extra_state import check_states
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
-from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
-from megatron_ucp.engines.deepspeed.live_fingerprint import held_by
-from megatron_ucp.engines.deepspeed.replicas import replicas_of
-from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
-from megatron_ucp.engines.random_states import STEPS
-from megatron_ucp.engines.rank_files import RankFiles
-from megatron_ucp.engines.read_back import refuse_strange
-from megatron_ucp.engines.saves import (
+from megatron_ucp.engines.deepspeed.live import LiveEngine, describe, held_by
+from megatron_ucp.engines.deepspeed.optimizer import (
+    Wrapper,
+    in_the_middle,
+    micro_batches,
+    wrapper_of,
+)
+from megatron_ucp.engines.deepspeed.state import (
+    BATCH,
+    CLASS,
+    MIDDLE,
+    batch_of,
+    check_states,
+    class_of,
+    states_of,
+)
+from megatron_ucp.engines.hold import LentRun, RankValues, Taking, lent
+from megatron_ucp.engines.live import recorded_settings, require_usable
+from megatron_ucp.engines.own_values import LiveValues
+from megatron_ucp.engines.pt_files import RankFiles, replicas_of
+from megatron_ucp.engines.read_back import names_of, refuse_strange
+from megatron_ucp.engines.resume_state import STEPS
+from megatron_ucp.engines.save import (
     BACKGROUND,
     STOCK,
     SaveReport,
@@ -45,20 +68,313 @@ from megatron_ucp.engines.saves import (
     require_left,
     require_one_save,
     require_unstepped,
+    run_of,
     where_to,
 )
-from megatron_ucp.engines.taken_files import (
+from megatron_ucp.engines.save_frame import (
     TakenFiles,
     files_of_rank,
     flat,
     saved_as_taken,
     write_beside,
 )
+from megatron_ucp.engines.values import inert, members_by_value, named_in
 from megatron_ucp.errors import SaveError
-from megatron_ucp.families.base import Model
-from megatron_ucp.formats import durable
-from megatron_ucp.formats.pointers import LATEST
+from megatron_ucp.families.family import Declared, Model
+from megatron_ucp.families.settings import recorded
+from megatron_ucp.formats import output_folder, per_rank
+from megatron_ucp.formats.checkpoint import Extras
+from megatron_ucp.formats.deepspeed.files import CLASSES, COUNTERS, MEMBERS, at_tp
+from megatron_ucp.formats.deepspeed.tp_patterns import (
+    SUB_PARAMS,
+    VOCABULARY,
+    fused,
+    kind_of,
+    sub_shape,
+)
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.per_rank import PerRank
+from megatron_ucp.formats.plain_values import GROUP_MARKS
+from megatron_ucp.formats.schedules import of_all_stages
+from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
+
+# ---- stock info
+#
+# `universal_checkpoint_info` for a family's model, so that stock DeepSpeed's own tools keep
+# working on our saves.
+
+
+# Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load
+# then cuts it on dim 0: wrong without an error for row-parallel and gated weights. Their patterns
+# alone serve both directions.
+_ON_SEVERAL_STAGES = "pipeline_replicated_parameter_patterns"
+_CUT_BY_DEFAULT = (Replicate(), Shard(*DENSE_CUT, 0))
+
+
+def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The dict that DeepSpeed merges into the model files: patterns for its old converters, the
+    affine map for the new. `pipe` maps a pipeline's names to canonical ones: stock's tools know
+    only the former.
+
+    Empty where no pattern can say how a parameter is cut: without the dict stock's converter stops,
+    and with it would cut that one on dim 0."""
+    from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
+
+    table = (
+        {name: model.table[canonical] for name, canonical in pipe.items()} if pipe else model.table
+    )
+    kinds = {name: kind_of(declared.layout) for name, declared in table.items()}
+    if None in kinds.values():
+        return {}
+    rows = model.sizes.vocab  # stock has one size for all of them, and cuts what it merged to it
+    vocabulary = [
+        name
+        for name, declared in table.items()
+        if declared.extent is not None and declared.extent.stored == rows and kinds[name] == ""
+    ]
+    tied = [name for name in table if name.startswith(f"{TIED}.")] if pipe else []
+    lists = {_ON_SEVERAL_STAGES: tied, VOCABULARY: vocabulary, **_by_kind(kinds)}
+    return {
+        "universal_checkpoint_version": 0.4,
+        "original_vocab_size": rows,  # padding rows are data here
+        **{kind: _patterns(names) for kind, names in lists.items() if names},
+        **_sub_params({n: d for n, d in table.items() if kinds[n] == SUB_PARAMS}),
+        "affine_map": {
+            "version": AFFINE_MAP_FORMAT_VERSION,
+            "params": {
+                re.escape(n) + "$": _affine(n, d.shape, d.layout, tp)
+                for n, d in table.items()
+                if n not in vocabulary and d.layout in _CUT_BY_DEFAULT
+            },
+        },
+    }
+
+
+def _by_kind(kinds: Mapping[str, str | None]) -> dict[str, list[str]]:
+    """The names in each of stock's lists of patterns; sub-parameters are no patterns alone."""
+    return grouped((kind, name) for name, kind in kinds.items() if kind and kind != SUB_PARAMS)
+
+
+def _sub_params(table: Mapping[str, Declared]) -> dict[str, Any]:
+    """The list of fused parameters that are no two halves, those with the same parts together."""
+    alike = grouped(
+        (sub_shape(declared.layout, declared.shape), name)
+        for name, declared in table.items()
+        if isinstance(declared.layout, ShardNC)
+    )
+    entries = [fused(_patterns(names), cut) for cut, names in alike.items()]
+    return {SUB_PARAMS: entries} if entries else {}
+
+
+def empty_extra_state(_module: Any, state: dict[str, Any], *_: Any) -> None:
+    """A state-dict hook: megatron-core's `_extra_state` is None, on which stock's converter fails;
+    it takes an empty tensor, and megatron-core ignores what it is given back."""
+    import torch
+
+    for name in [
+        name for name, value in state.items() if value is None and name.endswith("_extra_state")
+    ]:
+        state[name] = torch.empty(0)
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Anchored patterns in which layer numbers are free: stock matches at the start of a name
+    only."""
+    return sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) + "$" for name in names})
+
+
+def _affine(name: str, shape: tuple[int, ...], layout: Layout, tp: int) -> dict[str, Any]:
+    from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
+
+    pieces: dict[int, list[Any]] = {}
+    shards: dict[int, list[int]] = {}
+    everyone = range(tp) if isinstance(layout, Replicate) else None
+    for rank in range(tp):
+        held = layout.pieces(name, shape, Mesh(tp=tp).place(at_tp(rank)))
+        shards[rank] = list(held[0].view)
+        pieces[rank] = [
+            AffinePiece(
+                p.full.shape,
+                flat_index(p.full.start, shape),
+                strides(shape),
+                p.flat_start,
+                p.strides,
+                everyone or [rank],
+            )
+            for p in held
+        ]
+    return ParamAffineMap(logical_shape=shape, shard_shapes=shards, pieces_by_rank=pieces).to_dict()
+
+
+# ---- besides
+#
+# What a DeepSpeed engine is besides tensors, found on all ranks: what a save writes beside them,
+# and what a resize takes along.
+
+
+@dataclass(frozen=True)
+class Besides:
+    """This rank's values, what of them differs from rank to rank, and how many micro-batches came
+    since the last step (None: no gradient waits for one)."""
+
+    own: LiveValues
+    apart: PerRank
+    waiting: int | None
+
+    @property
+    def notes(self) -> list[str]:
+        """About what no load on another mesh gets."""
+        notes: list[str] = []
+        if self.waiting is not None:
+            notes.append(
+                "the save came in the middle of an accumulation: the gradients of "
+                f"{self.waiting or 'some'} micro-batches since the last step are not in it"
+            )
+        if self.apart:
+            notes.append(f"differs from rank to rank, and is kept for each: {self.apart}")
+        return notes
+
+
+def besides(live: LiveEngine, client_state: Any) -> Besides:
+    """Collective. Raises SaveError."""
+    engine = live.engine
+    waiting = micro_batches(engine) if in_the_middle(engine, live.wrapper) else None
+    with agree.together() as told:
+        own = _live_values(live, client_state)
+        told.value = own.digest()
+    return Besides(own, own.differing(told.values), waiting)
+
+
+def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:
+    engine = live.engine
+    buffers = {n: v.tensor for n, v in live.own.values.items() if v.kind == "buffer"}
+    scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    compared = bool(client_state) or live.wrapper.zero == 3
+    own = live.own
+    groups = [
+        (f"param_groups[{number}][{key!r}] of stage {own.number}", value)
+        for number, group in enumerate(own.param_groups)
+        for key, value in group.items()
+        if key not in GROUP_MARKS
+    ]
+    held = {**buffers, **states_of(engine.module)}
+    return LiveValues(held, client_state, scheduler, compared, dict(groups), own.number)
+
+
+def said_of(live: LiveEngine, found: Besides) -> dict[str, Any]:
+    """What a manifest says of the engine besides what it holds; what says nothing is left out."""
+    import deepspeed
+
+    engine, model = live.engine, live.own.model
+    kept = [one.value for one in of_engine(engine)]
+    module = engine.module
+    optional = {
+        RECORDED: recorded_settings(module) if model is None else recorded(model.sizes, module),
+        RENAMED: live.own.renamed,
+        CLASSES: sorted({*named_in(kept), *names_of(kept)}),
+        MEMBERS: list(dict.fromkeys(members_by_value(kept))),
+        CLASS: class_of(engine.lr_scheduler),
+    }
+    middle = {} if found.waiting is None else {MIDDLE: found.waiting}
+    return {
+        resume_state.STEPS: engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        BATCH: batch_of(engine),
+        resume_state.SEED: torch.initial_seed(),
+        "ds_version": deepspeed.__version__,
+        RUN: run_of(engine).id,
+        per_rank.PER_RANK: found.apart.as_value() if found.apart else {},
+        **middle,
+        **{key: value for key, value in optional.items() if value},
+    }
+
+
+# ---- taken
+#
+# A DeepSpeed engine as a run that a resize moves from.
+
+
+def taken(engine: Any, model: Model | None, how: Taking, values_left: bool) -> LentRun:
+    """Takes an engine as it is; nothing in it is changed. `values_left` as of `Saving`. Collective.
+    Raises a UcpError on every rank."""
+    with agree.together():
+        require_usable(engine)
+        check_states(engine)
+        refuse_strange(of_caller(how.client_state, engine, None))
+        refuse_strange(of_engine(engine), left=values_left)
+    live = describe(engine, model, present=True)
+    found = besides(live, how.client_state)
+    stages = agree.collect(lambda: _schedule(live))
+    with agree.together() as block:
+        extras = _extras(live, how)
+        block.value = live.own.not_carried()
+    unknown = sorted({name for names in block.values for name in names})
+    notes = [f"states of the optimizer that are not known stay behind: {', '.join(unknown)}"]
+    values = RankValues(found.own, found.apart, (*found.notes, *(notes if unknown else ())))
+    scheduler = of_all_stages(stages[0][1], _by_stage(stages))
+    return lent(live, said_of(live, found), replace(extras, scheduler=scheduler), values, how)
+
+
+def _schedule(live: LiveEngine) -> tuple[int, Any, int]:
+    """The stage of this rank, the scheduler's state, and how many groups the stage has."""
+    scheduler = live.engine.lr_scheduler
+    state = None if scheduler is None else inert(scheduler.state_dict())
+    return live.own.number, state, len(live.own.param_groups)
+
+
+def _by_stage(ranks: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
+    """The state and the number of groups of each stage, in their order."""
+    first: dict[int, tuple[Any, int]] = {}
+    for stage, state, groups in ranks:
+        first.setdefault(stage, (state, groups))
+    return [first[stage] for stage in sorted(first)]
+
+
+def _extras(live: LiveEngine, how: Taking) -> Extras:
+    """All but the scheduler, as the files of a save have it."""
+    engine = live.engine
+    kept = {name: inert(value) for name, value in states_of(engine.module).items()}
+    return Extras(
+        {key: int(getattr(engine, key)) for key in COUNTERS},
+        None,
+        _scaler(live.wrapper),
+        inert(dict(engine.config)),
+        {inert(key): inert(value) for key, value in how.client_state.items()},
+        _helpers(engine),
+        modules=kept,
+    )
+
+
+def _helpers(engine: Any) -> dict[str, Any]:
+    """States of DeepSpeed's layer dropping and curriculum learning, where they are used."""
+    found: dict[str, Any] = {}
+    if engine.random_ltd_enabled():
+        found["random_ltd"] = inert(engine.random_ltd_scheduler.state_dict())
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+        found["data_sampler"] = inert(engine.training_dataloader.data_sampler.state_dict())
+    return found
+
+
+def _scaler(wrapper: Wrapper) -> LossScale:
+    """The loss scale; of an engine that has none, none."""
+    if not wrapper.engine.fp16_enabled():
+        return LossScale()
+    scaler, names = wrapper.scaler()
+    fields = {name: getattr(scaler, names.get(name, name), None) for name in vars(LossScale())}
+    return LossScale.of_deepspeed({name: one for name, one in fields.items() if one is not None})
+
+
+# ---- save
+#
+# `save_checkpoint` of an attached engine: DeepSpeed's own files, whole and on disk before any
+# name says so.
+#
+# Order: DeepSpeed writes into a folder aside; every rank writes its random states and syncs its
+# files and the folder; all agree; rank 0 writes and syncs the manifest, gives the folder the
+# tag's name, and replaces `latest` by rename. A failure of any rank before that leaves `latest`
+# and every older tag as they were; one in the last two steps says what is there.
+
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
@@ -82,7 +398,7 @@ class Asked:
     @property
     def aside(self) -> Path:
         """Where DeepSpeed writes."""
-        return durable.aside_of(self.folder, self.tag)
+        return output_folder.aside_of(self.folder, self.tag)
 
     @property
     def background(self) -> Background | None:
@@ -150,7 +466,7 @@ def _said(asked: Asked, live: LiveEngine, found: Besides) -> dict[str, Any]:
     return copy.deepcopy(said_of(live, found) | tag | position_of(asked.how.loader))
 
 
-def _rank_files(asked: Asked, sync: durable.Syncs) -> RankFiles | None:
+def _rank_files(asked: Asked, sync: output_folder.Syncs) -> RankFiles | None:
     if asked.how.way == STOCK:
         return None
     return files_of_rank(replicas_of(asked.engine), sync, asked.background)
@@ -172,7 +488,7 @@ def _stock(asked: Asked, files: RankFiles | None) -> "tuple[list[Path | SaveErro
     return written, time.perf_counter() - before
 
 
-def _begin(asked: Asked, sync: durable.Syncs, left: ExitStack) -> None:
+def _begin(asked: Asked, sync: output_folder.Syncs, left: ExitStack) -> None:
     """Everything that can refuse a save before a file is written; then the folder aside, which is
     this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
     engine, how = asked.engine, asked.how
@@ -195,7 +511,7 @@ def _begin(asked: Asked, sync: durable.Syncs, left: ExitStack) -> None:
         refuse_strange(of_caller(asked.client_state, engine, file), SaveError, file)
         refuse_strange(of_engine(engine), SaveError, file, left=how.values_left)
         if agree.world()[0] == 0:
-            left.enter_context(durable.begin(asked.folder, asked.tag, sync.right))
+            left.enter_context(output_folder.begin(asked.folder, asked.tag, sync.right))
     require_one_save(block.values)
 
 

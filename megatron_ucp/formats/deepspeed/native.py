@@ -12,47 +12,52 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.experts import Spread
+from megatron_ucp.core.join_ranks import check_replicas
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.stages import check_replicas
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
-from megatron_ucp.formats.deepspeed.autotp import is_uneven
-from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
-from megatron_ucp.formats.deepspeed.doctor import refuse_mics, refuse_unusable, said_of
-from megatron_ucp.formats.deepspeed.evidence import compare
+from megatron_ucp.formats.checkpoint import Checkpoint, Extras, Told, Where
+from megatron_ucp.formats.deepspeed.by_position import MATCHED, by_position
+from megatron_ucp.formats.deepspeed.checks import TrainedWeights, check_file, trained_weights
 from megatron_ucp.formats.deepspeed.expected_files import (
+    count_ranks,
     first_model_file,
     is_partitioned,
     require_expert_files,
     require_layer_files,
 )
-from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
-from megatron_ucp.formats.deepspeed.file_checks import check_file
-from megatron_ucp.formats.deepspeed.file_manifest import manifest_of
-from megatron_ucp.formats.deepspeed.native_steps import (
+from megatron_ucp.formats.deepspeed.experts import ExpertFiles, WithExperts
+from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
+from megatron_ucp.formats.deepspeed.files import (
+    TagFiles,
+    TagFolder,
+    is_universal,
+    without_sequence_ranks,
+)
+from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, compared, pipe_names
+from megatron_ucp.formats.deepspeed.lost_states import refuse_mics, refuse_unusable, said_of
+from megatron_ucp.formats.deepspeed.manifest import compare, held_of, manifest_of
+from megatron_ucp.formats.deepspeed.per_rank import differs_in, held_by
+from megatron_ucp.formats.deepspeed.run import (
     NamedWeights,
     OpenedFiles,
     Optimizers,
     RunRanks,
+    SlotPlaces,
     after,
 )
-from megatron_ucp.formats.deepspeed.own_values import differs_in, held_by
-from megatron_ucp.formats.deepspeed.paths import TagFiles, is_universal, without_sequence_ranks
-from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.position_proof import MATCHED, by_position
-from megatron_ucp.formats.deepspeed.rank_counts import count_ranks
-from megatron_ucp.formats.deepspeed.saved_extras import extras_of, layers_of
-from megatron_ucp.formats.deepspeed.side_data import said_of_side_data
-from megatron_ucp.formats.deepspeed.slot_places import SlotPlaces
-from megatron_ucp.formats.deepspeed.stage_contents import held_of
-from megatron_ucp.formats.deepspeed.stock_info import order_of
-from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
-from megatron_ucp.formats.deepspeed.trained_weights import TrainedWeights, trained_weights
-from megatron_ucp.formats.deepspeed.weights import LayerFiles, StageModels, Weights, WholeModel
+from megatron_ucp.formats.deepspeed.tp_patterns import is_uneven, order_of
+from megatron_ucp.formats.deepspeed.weights import (
+    LayerFiles,
+    PipeNames,
+    StageModels,
+    Weights,
+    WholeModel,
+    said_of_side_data,
+)
 from megatron_ucp.formats.foreign import texts
-from megatron_ucp.formats.of_ranks import PER_RANK, OwnValues, PerRank
+from megatron_ucp.formats.per_rank import PER_RANK, OwnValues, PerRank
 from megatron_ucp.formats.tags import tag_folder
 
 _WEIGHTS_ALONE = "the weights alone were looked at, as allowed: master weights begin as these"

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from megatron_ucp.core import flat
-from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.experts import stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
-from megatron_ucp.core.states import MASTER
+from megatron_ucp.core.names import MASTER, Keeper, dtype_name
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.deepspeed import formulas
-from megatron_ucp.formats.deepspeed.muon import is_offloaded, uncut_states
+from megatron_ucp.formats.deepspeed import buffers
+from megatron_ucp.formats.deepspeed.optimizers import is_offloaded, uncut_states
 
 TRAINING_DTYPES = ("float32", "bfloat16", "float16")
 # DeepSpeed keeps its states in one flat buffer per group even without ZeRO
@@ -215,7 +213,7 @@ class Target:
         """ZeRO-3: every member is cut for itself."""
         parts, tensors = group.partitions, group.tensors
         sizes = [_elems(tensor) for tensor in tensors]
-        for chosen in formulas.sub_groups(sizes, parts, self.sub_group_size or SUB_GROUP_SIZE):
+        for chosen in buffers.sub_groups(sizes, parts, self.sub_group_size or SUB_GROUP_SIZE):
             starts, used = flat.aligned_starts([-(-sizes[i] // parts) for i in chosen])
             members = group.members([tensors[i] for i in chosen], starts, "each")
             yield FlatBuffer(members, used, parts, "each", group.states, axes=group.axes)
@@ -224,15 +222,15 @@ class Target:
         """One buffer for the whole group."""
         parts, tensors = group.partitions, group.tensors
         if keeper == Keeper.ZERO_1_OR_2 and self.round_robin and parts > 1:
-            tensors = [tensors[i] for i in formulas.round_robin(len(tensors), parts)]
+            tensors = [tensors[i] for i in buffers.round_robin(len(tensors), parts)]
         alignment = 1
         if keeper == Keeper.ZERO_1_OR_2 and self.alignment:
-            alignment = formulas.parameter_alignment({"float32": 4}.get(dtype, 2))
+            alignment = buffers.parameter_alignment({"float32": 4}.get(dtype, 2))
         starts, used = flat.aligned_starts([_elems(tensor) for tensor in tensors], alignment)
         if keeper == Keeper.ZERO_0:
             parts, length = 1, used
         else:
-            length = formulas.whole_length(used, parts)
+            length = buffers.whole_length(used, parts)
         members = group.members(tensors, starts, "whole")
         uncut = uncut_states(group.settings, keeper, bool(self.offloaded))
         return FlatBuffer(

@@ -1,24 +1,261 @@
-"""Where a checkpoint keeps weights and buffers: in the model file of each rank, or in one file per
-layer of a pipeline."""
+"""The weights and buffers of a DeepSpeed tag: what model files say of them, and where they lie."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.flat import ContradictionError
+from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.manifest import Tie
-from megatron_ucp.errors import DamagedFileError, ForeignFileError
-from megatron_ucp.formats.deepspeed.model_file import (
-    buffer_names,
-    find_ties,
-    frozen_shapes,
-    shapes_by_group,
-)
-from megatron_ucp.formats.deepspeed.paths import missing_layers
-from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.side_data import without_side_data
-from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
-from megatron_ucp.formats.foreign import texts
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError
+from megatron_ucp.formats.deepspeed.files import TagFolder, missing_layers
+from megatron_ucp.formats.foreign import at_key_or, of_kind, sizes, texts
 from megatron_ucp.formats.pt.unpickler import TensorRef
+
+# ---- model file
+#
+# What a model file says besides its tensors: how parameters are flattened, in which dtype it
+# trains, which names are one.
+
+
+Tree = Mapping[str, Any]
+_FROZEN, _SHARED = "frozen_param_shapes", "shared_params"
+
+
+def shapes_by_group(meta: Tree, file: str) -> list[dict[str, Ints]] | None:
+    """`param_shapes` of a model file, which older versions wrote as one dict for all; None at stage
+    0. Raises DamagedFileError."""
+    shapes = meta.get("param_shapes")
+    shapes = [shapes] if isinstance(shapes, dict) else shapes
+    if shapes is None or (
+        isinstance(shapes, list)
+        and all(
+            isinstance(named, dict)
+            and all(
+                isinstance(name, str)
+                and isinstance(shape, tuple)
+                and all(type(n) is int and n >= 0 for n in shape)
+                for name, shape in named.items()
+            )
+            for named in shapes
+        )
+    ):
+        return shapes
+    raise DamagedFileError(
+        "the model file does not say how parameters are flattened",
+        file=file,
+        expected="param_shapes: names and shapes",
+        found=type(shapes).__name__,
+    )
+
+
+def frozen_shapes(meta: Tree, file: str) -> dict[str, Ints]:
+    """Names and shapes of frozen parameters, as a model file says them. Raises DamagedFileError."""
+    said = at_key_or(meta, _FROZEN, {}, file)
+    return {of_kind(name, str, _FROZEN, file): sizes(one, name, file) for name, one in said.items()}
+
+
+def buffer_names(meta: Tree, file: str) -> list[str]:
+    """What a model file says of module buffers. Raises DamagedFileError."""
+    return texts(meta.get("buffer_names"), "buffer_names", file)
+
+
+def shared_params(meta: Tree, file: str) -> dict[str, str]:
+    """Further names of parameters, with the first ones. Raises DamagedFileError."""
+    said = at_key_or(meta, _SHARED, {}, file)
+    texts([*said, *said.values()], _SHARED, file)
+    return said
+
+
+def training_dtype(meta: Tree, module: Tree, names: Iterable[str]) -> str:
+    """Of the weights of a model file: as its config says; older files have none, but weights."""
+    config = meta.get("ds_config")
+    if config is None:
+        found = [ref.storage.dtype for ref in map(module.get, names) if isinstance(ref, TensorRef)]
+        return found[0] if found else "float32"
+    for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        section = config.get(key) if isinstance(config, dict) else None
+        if isinstance(section, dict) and section.get("enabled"):
+            return dtype
+    return "float32"
+
+
+def find_ties(meta: Tree, module: Tree, flat: Iterable[str], file: str) -> tuple[Tie, ...]:
+    """Names that share memory in the file, plus what its `shared_params` says; the name that is
+    flattened comes first. DeepSpeed takes parameters without elements for one, as their memory
+    begins at one place: they are not."""
+    flat, shapes = set(flat), frozen_shapes(meta, file)
+    by_place = grouped(
+        ((ref.storage.key, ref.offset_elems, ref.shape), name)
+        for name, ref in module.items()
+        if isinstance(ref, TensorRef) and ref.numel
+    )
+    groups: dict[str, list[str]] = {}
+    for names in by_place.values():
+        first = next((name for name in names if name in flat), names[0])
+        groups.setdefault(first, []).extend(name for name in names if name != first)
+    for alias, name in shared_params(meta, file).items():
+        shape = shapes.get(name, getattr(module.get(name), "shape", ()))
+        is_empty = name not in flat and 0 in shape
+        if not is_empty and alias not in groups.setdefault(name, []):
+            groups[name].append(alias)
+    return tuple(Tie(name, tuple(aliases)) for name, aliases in groups.items() if aliases)
+
+
+# ---- side data
+#
+# What layers with quantized weights add to a model's state dict: scales, maps and settings beside
+# each weight, which are no parameters and no buffers.
+#
+# They belong to frozen weights, and follow from the base model: its loader quantizes anew and
+# makes the same ones. So no load sets them. They are left out of the weights, and given to
+# whoever compares them with a live model's.
+
+
+# bitsandbytes: of a weight in 4 bits, behind its own name; of one in 8 bits, in the weight's place
+_BITSANDBYTES = re.compile(
+    r".+\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)|"
+    r"(?:.+\.)?(?:SCB|weight_format)"
+)
+# HQQ: of a layer, beside W_q. Most of these names say nothing by themselves.
+_HQQ = re.compile(
+    r"(?P<layer>.+)\.(?:nbits|group_size|shape|scale|zero|axis|packing|unpack_view_dtype|"
+    r"view_as_float|quant_scale|quant_zero|compute_dtype|offload_meta|channel_wise|round_zero|"
+    r"optimize|stores_quant_config|encoded_state_dict|max_scale|min_scale)"
+)
+_OF_EVERY_HQQ = ("nbits", "group_size", "axis")
+
+
+def is_side_data(name: str, entries: Collection[str]) -> bool:
+    """Whether an entry of a state dict with these `entries` is what a quantized layer adds."""
+    if _BITSANDBYTES.fullmatch(name):
+        return True
+    found = _HQQ.fullmatch(name)
+    return found is not None and all(f"{found['layer']}.{one}" in entries for one in _OF_EVERY_HQQ)
+
+
+def without_side_data(
+    module: Mapping[str, Any], own: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a state dict without those that quantized layers add, and those; `own` are
+    the names of the model's parameters and buffers, as far as the files list them."""
+    side = {
+        name: value
+        for name, value in module.items()
+        if name not in own and is_side_data(name, module)
+    }
+    return {name: value for name, value in module.items() if name not in side}, side
+
+
+def said_of_side_data(names: Collection[str]) -> list[str]:
+    """A note of it; none where there is none."""
+    if not names:
+        return []
+    return [
+        f"the weights of the base are quantized: {len(names)} scales and settings beside them "
+        f"({min(names)}, ...) are not set by any load, nor converted; the base's own loader makes "
+        "them anew"
+    ]
+
+
+# ---- pipe names
+#
+# Names in a DeepSpeed pipeline and the canonical ones: a PipelineModule names parameters by
+# position in its list of layers.
+#
+# `3.mlp.linear_fc1.weight` is a parameter of the layer at position 3; `tied_modules.embed.weight`
+# one of a module that several stages hold. Layer files hold the part after the position, or after
+# the key of the tied module.
+
+
+_PIPE = re.compile(rf"([0-9]{{1,6}}|{TIED}\.[^.]+)\..+")
+
+
+@dataclass(frozen=True)
+class PipeNames:
+    """`canonical` maps the name of every parameter in the pipeline to its canonical one."""
+
+    canonical: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for pipe in self.canonical:
+            if not _PIPE.fullmatch(pipe):
+                raise ContradictionError(f"{pipe!r} is no name in a pipeline")
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Canonical names of what several stages may hold."""
+        return frozenset(
+            name for pipe, name in self.canonical.items() if pipe.startswith(f"{TIED}.")
+        )
+
+    @cached_property
+    def _heads(self) -> dict[str, dict[str, str]]:
+        """By position or tied module: the rest of the name -> canonical name."""
+        out: dict[str, dict[str, str]] = {}
+        for pipe, name in self.canonical.items():
+            head, rest = _split(pipe)
+            out.setdefault(head, {})[rest] = name
+        return out
+
+    @property
+    def layers(self) -> list[int]:
+        """Positions that hold parameters of their own, in order."""
+        return sorted(int(head) for head in self._heads if head.isdigit())
+
+    def find(self, pipe: str, file: str | None = None) -> str:
+        """The canonical name of a parameter, or of a buffer of a module that has parameters. Raises
+        ModelMismatchError."""
+        if pipe in self.canonical:
+            return self.canonical[pipe]
+        return self._renamed(*_split(pipe), file)
+
+    def of_layer(self, layer: int, key: str, keys: frozenset[str], file: str) -> str:
+        """The canonical name of `key` in the file of a layer that holds `keys`. Raises
+        ModelMismatchError."""
+        if str(layer) in self._heads:
+            return self._renamed(str(layer), key, file)
+        for head, names in self._heads.items():
+            if head.startswith(f"{TIED}.") and names.keys() <= keys:
+                return self._renamed(head, key, file)
+        return self._renamed(str(layer), key, file)
+
+    def _renamed(self, head: str, rest: str, file: str | None) -> str:
+        known = self._heads.get(head, {})
+        if rest in known:
+            return known[rest]
+        prefixes = {name.removesuffix(end) for end, name in known.items()}
+        # a parameter must be declared; what lies beside parameters at the same place, a buffer,
+        # gets the same prefix
+        if (
+            len(prefixes) == 1
+            and not rest.endswith((".weight", ".bias"))
+            and rest not in ("weight", "bias")
+        ):
+            return f"{prefixes.pop()}{rest}"
+        raise ModelMismatchError(
+            "the pipeline holds a parameter that the model lacks",
+            file=file,
+            parameter=f"{head}.{rest}",
+            expected=f"positions 0 to {max(self.layers, default=0)}",
+            found=f"{rest} at {head}",
+        )
+
+
+def _split(pipe: str) -> tuple[str, str]:
+    parts = pipe.split(".")
+    count = 2 if parts[0] == TIED else 1
+    return ".".join(parts[:count]), ".".join(parts[count:])
+
+
+# ---- weights
+#
+# Where a checkpoint keeps weights and buffers: in the model file of each rank, or in one file per
+# layer of a pipeline.
 
 
 class Weights:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
-from megatron_ucp.formats.base import Record, Where
+from megatron_ucp.formats.checkpoint import Record, Where
 
 FP8, PRODUCT = "float8_e4m3fn", "float32"
 SCALES = "_scale_inv"  # behind the name of a weight

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.formats.base import Record, Where
-from megatron_ucp.formats.open_file import OpenFile, damaged
+from megatron_ucp.formats.byte_files import OpenFile, damaged
+from megatron_ucp.formats.checkpoint import Record, Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
 
 DTYPES = {

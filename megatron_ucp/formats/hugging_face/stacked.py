@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import ParamSpec
-from megatron_ucp.core.shares import Share
+from megatron_ucp.core.tensor_parts import Share
 
 # end of a parameter's name -> the matrices of an expert that lie one above the other in it, by the
 # names that they may have

@@ -1,6 +1,8 @@
-"""The arguments of a run, as Megatron-LM saves them: a Namespace of some 650 values."""
+"""The arguments of a run, as Megatron-LM saves them: a Namespace of some 650 values; the classes
+that its pickles may name, and its schedule."""
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from megatron_ucp.core.manifest import RECORDED, Manifest
@@ -8,9 +10,129 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import DeviceName, DtypeName, Stand, VersionName
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.foreign import as_float
-from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.plain_values import number
+from megatron_ucp.formats.pt.unpickler import AllowedClasses
 from megatron_ucp.formats.pt.values import ITEMSIZE
+
+# ---- kinds
+#
+# Which of megatron-core's optimizers a folder is for: none of them loads the files of another.
+
+
+class Kind(Enum):
+    """By what the files call the fp32 masters. `FLOAT16` and `FP32` keep all states on every
+    data-parallel rank; there an fp32 parameter is its own master, and is stored once."""
+
+    DISTRIBUTED = "param"
+    FLOAT16 = "fp32_param"
+    FP32 = ""
+
+
+# ---- closed list
+#
+# The classes that Megatron's pickles may name besides those of every `.pt` file. Each becomes an
+# inert `Stand`; none is imported.
+#
+# Sources: what Megatron-core 0.16.1 to 0.19.2 with torch 2.13 writes, and its own list
+# (`safe_globals.py`). Its enums are not listed: each version adds some, and the arguments of a
+# run hold them by default (since 0.18 an `InferenceCudaGraphScope`).
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
+
+# what the file `.metadata` names
+OF_METADATA = AllowedClasses(
+    frozenset(
+        {
+            *(
+                f"{_CHECKPOINT}.metadata.{name}"
+                for name in (
+                    "Metadata",
+                    "TensorStorageMetadata",
+                    "TensorProperties",
+                    "BytesStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+            f"{_CHECKPOINT}.filesystem._StorageInfo",
+            f"{_CHECKPOINT}.filesystem._StoragePrefix",
+            *(
+                f"{_CHECKPOINT}.planner.{name}"
+                for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+            ),
+            f"{_STRATEGIES}.MCoreMetadata",
+            f"{_STRATEGIES}.MCoreSavePlan",
+            "torch.serialization._get_layout",
+        }
+    )
+)
+
+# what the arguments of a run and its optimizer may hold
+OF_VALUES = AllowedClasses(
+    frozenset(
+        {
+            "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+            "signal.Signals",
+            "_io.BytesIO",
+        }
+    ),
+    enums_below="megatron",
+)
+
+
+# ---- schedule
+#
+# Megatron's schedule of rates and weight decay, which two programs spell differently.
+#
+# megatron-core keeps the weight decay as it grows, and in no file what only flags say;
+# `pretrain_gpt.py` keeps one weight decay, and all settings.
+
+
+SCHEDULE = ("max_lr", "min_lr", "num_steps", "lr_decay_style")  # what every such state has
+OF_WSD = ("wsd_decay_steps", "lr_wsd_decay_style")
+_WARMUP, _FIRST_RATE = "lr_warmup_steps", "init_lr"
+_GROWTH = ("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps")
+_DECAY = "weight_decay"
+
+
+def is_schedule(state: Mapping[str, Any]) -> bool:
+    """Whether a scheduler's state is of one that computes as Megatron's does."""
+    return all(key in state for key in SCHEDULE)
+
+
+def one_spelling(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A schedule's state without what its spelling alone decides: two that are equal so set the
+    same rates and weight decay from here on. Another scheduler's state is as it was.
+
+    Source: `OptimizerParamScheduler.get_lr` and `get_wd` of megatron-core: the first rate counts in
+    the warm-up alone, WSD's settings in WSD alone, and a weight decay that ends as it began is one.
+    """
+    if state is None or not is_schedule(state):
+        return state
+    out = dict(state)
+    if out["lr_decay_style"] != "WSD":
+        for key in OF_WSD:
+            out.pop(key, None)
+    warmup, samples = out.get(_WARMUP), out["num_steps"]
+    is_over = isinstance(warmup, int) and isinstance(samples, int) and samples > warmup
+    if warmup == 0 or is_over or out.get(_FIRST_RATE) == 0:  # 0 is what no flag says otherwise
+        out.pop(_FIRST_RATE, None)
+    if _DECAY not in out and all(key in out for key in _GROWTH[:2]):
+        if out["start_wd"] == out["end_wd"]:
+            out[_DECAY] = out["end_wd"]
+            for key in _GROWTH:
+                out.pop(key, None)
+    return out
+
+
+# ---- arguments
+#
+# The arguments of a run, as Megatron-LM saves them: a Namespace of some 650 values.
+
 
 # the arguments that say the sizes of a mesh, by the names of its axes
 SIZES = (
@@ -71,7 +193,7 @@ def mesh_of(arguments: Mapping[str, Any]) -> Mesh:
 
 LOCAL_MODULES = "local"  # what `transformer_impl` says of megatron-core's own modules
 _ENUMS = ("model_type", "attention_backend", "exit_signal", "cuda_graph_scope")
-# what a manifest says of a model (see `families/architecture`), by the names of arguments
+# what a manifest says of a model (see `families/settings`), by the names of arguments
 _OF_SIZES = {
     "num_layers": "layers",
     "hidden_size": "hidden",

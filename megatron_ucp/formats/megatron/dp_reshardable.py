@@ -14,32 +14,29 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.names import VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.states import VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
-from megatron_ucp.formats.base import ByteFile, Record, Told, Where
+from megatron_ucp.formats.byte_files import AssembledTensor
+from megatron_ucp.formats.checkpoint import ByteFile, Record, Told, Where, tensor_at
 from megatron_ucp.formats.foreign import of_kind
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.assembled import AssembledTensor
-from megatron_ucp.formats.megatron.distcp import chunk_name
-from megatron_ucp.formats.megatron.extras import loss_scale_of
-from megatron_ucp.formats.megatron.flat import (
+from megatron_ucp.formats.megatron.buffers import (
     BUFFER_STATES,
     PlacedBuffer,
     RunLayout,
+    orders_to_try,
+    parts_of,
     registered_names,
 )
+from megatron_ucp.formats.megatron.distcp import Index, StoredTensor, chunk_name
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.index import Index, StoredTensor
-from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
-from megatron_ucp.formats.megatron.registration import orders_to_try
-from megatron_ucp.formats.megatron.stages import parts_of
+from megatron_ucp.formats.megatron.params import HeldStates, NamedStates
+from megatron_ucp.formats.megatron.run_state import loss_scale_of
 from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
-from megatron_ucp.formats.opened_folder import tensor_at
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _PREFIX = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."

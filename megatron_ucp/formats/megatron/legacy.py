@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import (
     CHUNK_OF_STAGE,
@@ -26,8 +25,8 @@ from megatron_ucp.core.mesh import (
     Mesh,
     on_stage,
 )
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
     DamagedFileError,
@@ -35,25 +34,20 @@ from megatron_ucp.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from megatron_ucp.formats.base import Checkpoint, Told, Where
+from megatron_ucp.formats.checkpoint import Checkpoint, Told, Where
 from megatron_ucp.formats.foreign import each, of_kind
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import size
-from megatron_ucp.formats.megatron.by_position import (
-    StatesByPosition,
-    inner_tree,
-    one_step,
-    steps_in,
-)
-from megatron_ucp.formats.megatron.extras import loss_scale_of
-from megatron_ucp.formats.megatron.flat import (
+from megatron_ucp.formats.megatron.buffers import (
     BUFFER_STATES,
     EMBEDDING,
     HEAD,
+    PipelinePart,
     PlacedBuffer,
     RunLayout,
+    parts_of,
 )
-from megatron_ucp.formats.megatron.folder import not_proved
+from megatron_ucp.formats.megatron.checkpoint import not_proved
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
@@ -62,18 +56,21 @@ from megatron_ucp.formats.megatron.names import (
     second_matrix,
     whole_shape,
 )
-from megatron_ucp.formats.megatron.random_states import WhereOf
-from megatron_ucp.formats.megatron.rank_folder import (
+from megatron_ucp.formats.megatron.rank_dirs import (
     MODEL_FILE,
     OF_RANK,
     OPTIMIZER_FILE,
     RANDOM,
     RankFolder,
     RankFolders,
+    StatesByPosition,
+    inner_tree,
+    one_step,
+    steps_in,
 )
-from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
+from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
+from megatron_ucp.formats.proof import Run, same_run
 from megatron_ucp.formats.pt.unpickler import TensorRef
-from megatron_ucp.formats.rounding import Run, same_run
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # as a part numbers its own
 

@@ -9,25 +9,20 @@ from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks, Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
-from megatron_ucp.formats.base import Record, Told, Where
+from megatron_ucp.formats.checkpoint import Record, Told, Where
 from megatron_ucp.formats.foreign import at_key, at_key_or, each, of_kind
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES
-from megatron_ucp.formats.megatron.closed_list import OF_VALUES
-from megatron_ucp.formats.megatron.distcp import DistcpFile
-from megatron_ucp.formats.megatron.extras import loss_scale_of
-from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved
+from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES, OF_VALUES
+from megatron_ucp.formats.megatron.checkpoint import MegatronFolder, not_proved
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE, DistcpFile, Index, StoredTensor
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.index import INDEX_FILE, Index, StoredTensor
-from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
     CORE_ATTENTION,
@@ -35,12 +30,11 @@ from megatron_ucp.formats.megatron.names import (
     is_cut_in_parts,
     second_matrix,
 )
-from megatron_ucp.formats.megatron.proof import boxes_of, is_same
-from megatron_ucp.formats.megatron.random_states import WhereOf
-from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
+from megatron_ucp.formats.megatron.params import HeldStates, NamedStates, StoredBlock, StoredParam
+from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
+from megatron_ucp.formats.proof import Run, boxes_of, is_same, same_run
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-from megatron_ucp.formats.rounding import Run, same_run
 
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
 COMMON_KEY = "common_state/shard_0_1"  # since megatron-core 0.19 the object with the common tree

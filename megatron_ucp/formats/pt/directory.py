@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_ucp.formats.open_file import damaged
+from megatron_ucp.formats.byte_files import damaged
 
 MAX_RECORDS = 4_000_000
 MAX_DIRECTORY_BYTES = 512 * 2**20

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Self
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.base import Record
-from megatron_ucp.formats.open_file import OpenFile, damaged
+from megatron_ucp.formats.byte_files import OpenFile, damaged
+from megatron_ucp.formats.checkpoint import Record
 from megatron_ucp.formats.pt.directory import (
     LOCAL,
     REFUSED_FLAGS,

@@ -1,52 +1,546 @@
-"""A checkpoint of any mesh as a folder of a Hugging Face model, straight from its own files.
+"""Exports a model to a Hugging Face folder, from files or from a live engine."""
 
-The folder is a mesh more, of one rank, with other names: what is written is planned and proved as
-a whole before the first byte, then moved window by window through a buffer of bounded size,
-whatever the model, by as many threads as there are cores. The bytes depend on the model alone, not
-on the mesh that saved it. The folder appears whole or not at all.
-"""
-
+import json
+import math
+import os
+import re
+import shutil
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.core.dtypes import dtype_name
-from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.names import MASTER, VALUE, dtype_name
+from megatron_ucp.core.plan import LOSSLESS, Slot, Want
+from megatron_ucp.core.tensor_parts import Interleaved, Share, state_in, weights_manifest
+from megatron_ucp.errors import (
+    NotFoundError,
+    SaveError,
+    UcpError,
+    UnsupportedError,
+    UsageError,
+    some_of,
+)
 from megatron_ucp.families.arguments import unknown_padding
-from megatron_ucp.formats.base import Checkpoint, Readable, Told
-from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
-from megatron_ucp.formats.hugging_face.shards import parse_size
+from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.checkpoint import Checkpoint, Readable, Told
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
+from megatron_ucp.formats.hugging_face.checkpoint import (
+    CONFIG_FILE,
+    Tensor,
+    WeightFile,
+    index_of,
+    parse_size,
+    read_json,
+    shards_of,
+)
+from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.allowances import EXPORT, check_words
-from megatron_ucp.reshard.arguments import plain_path
-from megatron_ucp.reshard.diff import Difference, unequal, weight_differences
-from megatron_ucp.reshard.file_source import THREADS, FileSource, Memory
-from megatron_ucp.reshard.findings import Progress, checked
-from megatron_ucp.reshard.folder_sink import (
+from megatron_ucp.reshard.check import Difference, unequal, weight_differences, weight_of
+from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.execute import Progress, checked
+from megatron_ucp.reshard.files import THREADS, WIDE_WINDOW_BYTES, FileSource, Memory
+from megatron_ucp.reshard.folder import (
     FolderOutput,
     FolderSink,
+    RanksFolderSink,
     check_source,
+    require_free,
     require_plain,
 )
-from megatron_ucp.reshard.hugging_face.beside import Beside, beside_weights
-from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.merge import Merge, open_merge
-from megatron_ucp.reshard.hugging_face.model_config import config_for, family_of
-from megatron_ucp.reshard.hugging_face.model_folder import (
-    WEIGHT_DTYPES,
-    Outgoing,
-    publish,
-    refuse_foreign,
-    training_dtype,
+from megatron_ucp.reshard.hugging_face.names import (
+    Twin,
+    config_for,
+    family_of,
+    needs_family,
+    pipe_names,
+    twin_of,
 )
-from megatron_ucp.reshard.hugging_face.twin import needs_family, pipe_names, twin_of
 from megatron_ucp.reshard.match import replica_notes, require_one_copy
-from megatron_ucp.reshard.transfer import TransferRun, WindowSource, proved, transfer
+from megatron_ucp.reshard.memories import Memories
+from megatron_ucp.reshard.options import EXPORT, check_words, plain_path
+from megatron_ucp.reshard.transfer import (
+    NARROW,
+    SinkPart,
+    Source,
+    TransferRun,
+    WindowSource,
+    proved,
+    transfer,
+)
+
+# ---- exported
+#
+# What an export did.
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not
+    as in the source; `verified` whether the files were read back and compared; `loadable` whether
+    there is a config, without which no library loads the folder; `proved` what was compared."""
+
+    path: str
+    source_mesh: str
+    dtype: str
+    files: int
+    tensors: int
+    read_bytes: int
+    written_bytes: int
+    seconds: float
+    verified: bool
+    notes: tuple[str, ...]
+    loadable: bool = True
+    proved: str = ""
+
+    def __str__(self) -> str:
+        lacks = "" if self.loadable else "; NO LIBRARY LOADS IT YET: it has no config"
+        return (
+            f"wrote {self.path}: {self.source_mesh} -> Hugging Face; {self.tensors} tensors in "
+            f"{self.dtype}, {say.amount(self.written_bytes)} in {self.files} "
+            f"file{'s' if self.files != 1 else ''}, {say.duration(self.seconds)}, "
+            f"{self.proved}{lacks}"
+        )
+
+
+# ---- beside
+#
+# What lies beside the weights of an exported model: config.json, and the files that the model's
+# own folder has for its tokenizer, its processor, generating, and code of its own.
+#
+# A file is copied where its kind is one that such folders have and that holds no weights and
+# nothing of a training. Every other file is named in a note, so that nothing is left out in
+# silence.
+
+
+LIST_FILE = "ucp_export.json"  # what an export wrote: name of the file -> bytes
+MOST_BYTES = 2**28  # of a file that is copied; the largest tokenizers have 40 MB
+_MOST_NAMED = 40
+_FOLDERS = ("additional_chat_templates",)  # what transformers itself puts into a folder of its own
+
+# Written anew by the export, or of weights in this or another program's form.
+_WEIGHTS = re.compile(
+    r"(?:adapter_)?config\.json|adapter_model\..+|.+\.index\.json|"
+    r".+\.(?:safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|onnx_data|npz|npy|tflite|nemo)"
+)
+# Of a run, a trainer or DeepSpeed.
+_TRAINING = re.compile(
+    r"latest(?:_universal|_checkpointed_iteration\.txt)?|zero_to_\w+\.py|trainer_state\.json|"
+    r"(?:\w+_)?(?:results|metrics)\.json|ds_config.*\.json|ucp_.+\.json|.+\.(?:pkl|pickle|log)|"
+    r"events\.out\.tfevents.*"
+)
+# Kinds of files that tokenizers, processors and model cards have.
+_COPIED = re.compile(
+    r".+\.(?:json|txt|model|jinja|jinja2|tiktoken|bpe|spm|vocab|merges|codes|tsv|csv|md|proto)|"
+    r"LICEN[CS]E.*|NOTICE.*|README.*|USAGE.*"
+)
+_CODE = re.compile(r".+\.py")
+_TOKENIZER = re.compile(
+    r"tokenizer.*|.*vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|"
+    r"chat_template\..+|.+\.(?:model|tiktoken|bpe|spm|codes)|normalizer\.json"
+)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """`files` are texts, or files to copy, by their names in the new folder; `notes` say what of
+    the model's folder is not among them."""
+
+    files: Mapping[str, str | Path]
+    notes: tuple[str, ...] = ()
+
+
+def beside_weights(twin: Twin, tokenizer: str | Path | None, *models: str | Path | None) -> Beside:
+    """config.json, and what is copied of the model's folders: the first one that has a file counts,
+    and the first one that has a tokenizer counts for all of it, as files of two tokenizers would be
+    a third one. `tokenizer` is a folder that comes before them. Raises NotFoundError where that has
+    no tokenizer."""
+    files: dict[str, str | Path] = {}
+    left: list[str] = []
+    for folder in (tokenizer, *models):
+        if folder is None:
+            continue
+        found, more = _copied(Path(plain_path(folder)))
+        if folder is tokenizer and not any(map(_TOKENIZER.fullmatch, found)):
+            raise NotFoundError(
+                "the folder that was given for the tokenizer has no file of one",
+                file=tokenizer,
+                expected="tokenizer.json, tokenizer_config.json, tokenizer.model, ...",
+                found="none" if Path(folder).is_dir() else "no such folder",
+                fix="give --tokenizer (Python: tokenizer=) the folder that its save_pretrained "
+                "wrote, or leave it out",
+                id="",
+            )
+        if any(map(_TOKENIZER.fullmatch, files)):
+            found = {name: path for name, path in found.items() if not _TOKENIZER.fullmatch(name)}
+        files = {**found, **files}
+        left += more
+    if twin.config is not None:
+        files[twin.config_file] = _json_of(twin.config)
+    if twin.family:
+        tokens = {key: (twin.config or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
+        files.setdefault("generation_config.json", _json_of({"_from_model_config": True, **tokens}))
+    left = [*dict.fromkeys(left)]
+    notes = [f"not copied: {some_of(left, _MOST_NAMED)}"] if left else []
+    return Beside(files, (*notes, *_code_that_lacks(twin, files)))
+
+
+def _copied(folder: Path) -> tuple[dict[str, str | Path], list[str]]:
+    """The files of a folder that are copied, by their names there, and the names of others, with
+    the reason where the name does not show it. Weights and training states are in neither."""
+    copied: dict[str, str | Path] = {}
+    left: list[str] = []
+    code: dict[str, str | Path] = {}
+    for name, path in _entries(folder):
+        if reason := _reason_to_leave(name, path, folder):
+            left.append(f"{name}{reason}")
+        elif _CODE.fullmatch(name):
+            code[name] = path
+        elif _COPIED.fullmatch(name):
+            copied[name] = path
+        else:
+            left.append(name)
+    # a script of the training, where no config says that the model has code of its own
+    if code and _says_code(folder):
+        return {**copied, **code}, left
+    return copied, sorted([*left, *code])
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
+    """What of a folder is no weight, no training state and not hidden, in the order of names; of
+    the folders in it those alone that transformers writes are entered."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(".") or path.name == "__pycache__":
+            continue
+        if path.is_dir():
+            if path.name in _FOLDERS and not path.is_symlink():
+                yield from ((f"{path.name}/{one.name}", one) for one in sorted(path.iterdir()))
+            elif not _is_training_folder(path):
+                yield f"{path.name}/", path
+        elif not (_WEIGHTS.fullmatch(path.name) or _TRAINING.fullmatch(path.name)):
+            yield path.name, path
+
+
+def _is_training_folder(path: Path) -> bool:
+    """Whether a folder is a tag, or a trainer's checkpoint, which has no file of the model."""
+    return bool(re.fullmatch(r"(global_step|checkpoint-|iter_|epoch|step)\w*", path.name)) or any(
+        one.name.endswith("_states.pt") or one.name in ("latest", ".metadata")
+        for one in path.iterdir()
+    )
+
+
+def _reason_to_leave(name: str, path: Path, folder: Path) -> str:
+    """Why a file can't be copied; "" where it can."""
+    if name.endswith("/"):
+        return " (a folder)"
+    if not path.is_file():
+        return " (no regular file)"
+    target, inside = path.resolve(), folder.resolve()
+    # the Hub's cache has files in `blobs`, and links to them in `snapshots/REVISION`
+    homes = [inside]
+    if inside.parent.name == "snapshots":
+        homes.append(inside.parent.parent / "blobs")
+    if not any(target.is_relative_to(home) for home in homes):
+        return " (a link that leads out of the folder)"
+    if path.stat().st_size > MOST_BYTES:
+        return f" (larger than {MOST_BYTES >> 20} MiB)"
+    return ""
+
+
+def _says_code(folder: Path) -> bool:
+    """Whether a config of the folder names code beside it."""
+    return any(True for path in folder.glob("*config.json") for _ in _code_of(_tree(path)))
+
+
+def _tree(path: Path) -> Mapping[str, Any]:
+    """A config, or nothing of what is none: others say what is wrong with it."""
+    try:
+        return read_json(path) if path.is_file() else {}
+    except UcpError:
+        return {}
+
+
+def _code_of(config: Mapping[str, Any]) -> Iterator[str]:
+    """The files of code that `auto_map` of a config names; one of another repository has its name
+    before two dashes, and lies there."""
+    known: Any = config.get("auto_map")
+    for said in known.values() if isinstance(known, dict) else ():
+        for one in said if isinstance(said, list | tuple) else [said]:
+            if isinstance(one, str) and "--" not in one and "." in one:
+                yield f"{one.rpartition('.')[0].replace('.', '/')}.py"
+
+
+def _code_that_lacks(twin: Twin, files: Mapping[str, object]) -> list[str]:
+    """A note of the code that config.json names and the new folder lacks."""
+    lost = sorted({*_code_of(twin.config or {})} - {*files})
+    if not lost:
+        return []
+    return [
+        f"auto_map of {CONFIG_FILE} names {some_of(lost)}, which the export lacks: export with the "
+        "model's folder as --config (Python: config=)"
+    ]
+
+
+def _json_of(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, indent=2, sort_keys=True) + "\n"
+
+
+# ---- model folder
+#
+# A folder of a Hugging Face model that is to be written: its tensors, its files, and what lies
+# beside the weights.
+
+
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class OutgoingTensor:
+    """A tensor, and where it goes: from byte `place` of `file` on. `state` is the source's that has
+    its values, in `saved_dtype`."""
+
+    name: str
+    share: Share
+    state: str
+    saved_dtype: str
+    dtype: str
+    shape: Ints
+    file: str
+    place: int
+
+    @property
+    def elems(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether values may change with the dtype."""
+        return self.dtype != self.saved_dtype and (self.saved_dtype, self.dtype) not in LOSSLESS
+
+
+class Outgoing:
+    """What is written of a source in `dtype`, into files of at most `max_bytes`. `tensors` are in
+    the order of the twin's."""
+
+    def __init__(self, source: Manifest, twin: Twin, dtype: str, max_bytes: int) -> None:
+        self.twin, self.dtype = twin, dtype
+        held = {share.param: weight_of(source, share.param) for share in twin.shares.values()}
+        dtypes = {n: dtype if have in WEIGHT_DTYPES else have for n, (_, have) in held.items()}
+        if twin.family:  # its buffers are in fp32 whatever the weights are
+            own = [spec.name for spec in twin.specs.values() if spec.kind == "buffer"]
+            dtypes |= dict.fromkeys(own, "float32")
+        rows = [
+            (name, dtypes[share.param], share.stored_shape(twin.specs[share.param]))
+            for name, share in twin.shares.items()
+        ]
+        # peft reads an adapter from one file
+        most = sys.maxsize if twin.is_adapter else max_bytes
+        self.files = shards_of(_whole_tensors(rows, twin.shares), most, twin.weights_file)
+        self.tensors = self._placed(rows, held)
+
+    def _placed(
+        self, rows: Sequence[Tensor], held: Mapping[str, tuple[str, str]]
+    ) -> list[OutgoingTensor]:
+        """The rows with their places in the files; `held` says state and dtype in the source."""
+        places = {n: (file.name, at) for file in self.files for n, at in file.places.items()}
+        out: list[OutgoingTensor] = []
+        for name, dtype, shape in rows:
+            share = self.twin.shares[name]
+            within = share.slice_of
+            file, at = places[name if within is None else within.tensor]
+            at += (0 if within is None else within.first_elem(shape)) * ITEMSIZE[dtype]
+            out.append(OutgoingTensor(name, share, *held[share.param], dtype, shape, file, at))
+        return out
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether the folder says what its model is."""
+        return self.twin.config is not None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the class computes a little otherwise, and what the folder lacks."""
+        if self.is_loadable:
+            return [*self.twin.notes]
+        reader = "peft" if self.twin.is_adapter else "transformers"
+        file = self.twin.config_file
+        return [
+            *self.twin.notes,
+            f"no {file} was found, which {reader} needs: export again with the folder of the model "
+            "as --config (Python: config=)",
+        ]
+
+    def output(
+        self, source: Source, beside: Beside, publish: Callable[[Path], object], tiles: int = 0
+    ) -> FolderOutput:
+        """The folder on paper. What the source stores transposed is written in so many `tiles` side
+        by side (0: as all else)."""
+        writer = _Slots(source.manifest_of(0), self.twin)
+        files = tuple(self._layout(file, writer, tiles) for file in self.files)
+        part = writer.part()
+        return FolderOutput((part,), files, partial(self.finish, beside=beside), publish, "export")
+
+    def exported(
+        self,
+        folder: Path,
+        mesh: str,
+        sizes: tuple[int, int, float],
+        verified: bool,
+        notes: Sequence[str],
+        seen: str,
+    ) -> Exported:
+        """What an export did: bytes read and written, and seconds; `notes` are the source's, `seen`
+        says what was compared."""
+        counts = len(self.files), sum(len(file.places) for file in self.files)
+        said = (*notes, *self.notes)
+        where = str(folder), mesh, self.dtype
+        return Exported(*where, *counts, *sizes, verified, said, self.is_loadable, seen)
+
+    def _layout(self, file: WeightFile, slots: "_Slots", tiles: int) -> FileLayout:
+        """One file: the pieces in the order of their bytes."""
+        pieces: list[FilePiece] = []
+        tiled: list[TiledRows] = []
+        for one in sorted(self.tensors, key=lambda one: one.place):
+            if one.file == file.name and self._is_tiled(one, tiles):
+                tiled += self._tiles(one, slots, tiles)
+            elif one.file == file.name:
+                pieces.append(slots.piece(one, one.share, one.elems))
+        blobs = [(0, partial(bytes, file.header))]
+        return FileLayout(file.name, file.size_bytes, pieces, blobs, tiled=tiled)
+
+    def _is_tiled(self, one: OutgoingTensor, tiles: int) -> bool:
+        size_bytes = one.elems * ITEMSIZE[one.dtype]
+        turned = one.share.order is not None and not one.share.stacked
+        turned = turned and not isinstance(one.share.layout, Interleaved)
+        return tiles > 0 and turned and size_bytes > WIDE_WINDOW_BYTES
+
+    def _tiles(self, one: OutgoingTensor, slots: "_Slots", count: int) -> Iterator[TiledRows]:
+        """Runs of rows of a tensor that the source stores transposed, in `count` tiles of about as
+        many bytes. (Each run reads what lies between its columns, too.)"""
+        spec, size_bytes = self.twin.specs[one.share.param], one.elems * ITEMSIZE[one.dtype]
+        runs = min(-(-size_bytes // (WIDE_WINDOW_BYTES * count)), one.shape[0])
+        place = one.place
+        for shares in one.share.tiles(spec, runs, min(count, one.shape[-1])):
+            shapes = [share.stored_shape(spec) for share in shares]
+            pairs = zip(shares, shapes, strict=True)
+            tiles = tuple(slots.piece(one, share, math.prod(shape)) for share, shape in pairs)
+            yield TiledRows(shapes[0][0], tiles, place)
+            place += sum(tile.size_bytes for tile in tiles)
+
+    def finish(self, folder: Path, beside: Beside) -> None:
+        """The index, and what else lies beside the weights. Raises OSError."""
+        rows = [(one.name, one.dtype, one.shape) for one in self.tensors]
+        params = {one.share.param for one in self.tensors}
+        elems = sum(self.twin.specs[name].elems for name in params)
+        for name, what in {**index_of(self.files, rows, elems), **beside.files}.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            if isinstance(what, Path):
+                shutil.copyfile(what, folder / name)
+            else:
+                (folder / name).write_text(what, encoding="utf-8")
+        written = _sizes(folder)
+        (folder / LIST_FILE).write_text(_json(written), encoding="utf-8")
+
+
+def _whole_tensors(rows: Sequence[Tensor], shares: Mapping[str, Share]) -> list[Tensor]:
+    """The tensors of a folder, of which some rows are slices."""
+    out: dict[str, Tensor] = {}
+    for name, dtype, shape in rows:
+        within = shares[name].slice_of
+        whole = name if within is None else within.tensor
+        out[whole] = whole, dtype, shape if within is None else within.whole_shape(shape)
+    return list(out.values())
+
+
+class _Slots:
+    """The one part of a folder, as its pieces are counted: each has a buffer of its own."""
+
+    def __init__(self, source: Manifest, twin: Twin) -> None:
+        self._source, self._twin = source, twin
+        self._rows: list[tuple[Share, str]] = []
+        self._wants: list[Want] = []
+        self._names: list[str] = []
+
+    def piece(self, one: OutgoingTensor, share: Share, elems: int) -> FilePiece:
+        """All of a tensor, or a tile."""
+        slot = Slot(len(self._rows), (), 0, VALUE)
+        self._rows.append((share, one.dtype))
+        self._wants.append((slot, state_in(self._source, one.state)))
+        self._names.append(one.name)
+        return FilePiece(0, slot, elems, one.dtype, one.place)
+
+    def part(self) -> SinkPart:
+        """What the pieces are read into."""
+        target = weights_manifest(self._twin.specs, self._rows)
+        return SinkPart(target, tuple(self._wants), NARROW, names=tuple(self._names))
+
+
+def training_dtype(manifest: Manifest) -> str:
+    """That of the trained parameters, else of the first one."""
+    trained = [spec.dtype for spec in manifest.params if spec.kind == "trainable"]
+    return (trained or [spec.dtype for spec in manifest.params] or ["float32"])[0]
+
+
+def _json(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, indent=2, sort_keys=True) + "\n"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file of a folder, and of the folders in it."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+    }
+
+
+def refuse_foreign(folder: Path) -> bool:
+    """Whether there is a folder that may be replaced. Raises UsageError for one that no export
+    wrote, or that holds anything else by now."""
+    if not os.path.lexists(folder):
+        return False
+    listed: Any = None
+    if not folder.is_symlink() and (folder / LIST_FILE).is_file():
+        listed = read_json(folder / LIST_FILE)
+    there = _sizes(folder)
+    there.pop(LIST_FILE, None)
+    if listed is None or there != listed:
+        other = sorted(name for name in there if (listed or {}).get(name) != there[name])
+        raise UsageError(
+            "the output is no folder that an export wrote as it is",
+            file=folder,
+            expected=f"the files that its {LIST_FILE} lists" if listed else LIST_FILE,
+            found=some_of(other) or "fewer files",
+            fix="give another name, or remove it",
+        )
+    return True
+
+
+def publish(aside: Path, folder: Path, force: bool = False) -> None:
+    """Gives a folder that is on disk its name; with `force` in the place of an earlier export.
+    Raises OSError, UsageError."""
+    if not (force and refuse_foreign(folder)):
+        require_free(folder)
+    output_folder.give_name(aside, output_folder.Syncs())
+
+
+# ---- export
+#
+# A checkpoint of any mesh as a folder of a Hugging Face model, straight from its own files.
+#
+# The folder is a mesh more, of one rank, with other names: what is written is planned and proved
+# as a whole before the first byte, then moved window by window through a buffer of bounded size,
+# whatever the model, by as many threads as there are cores. The bytes depend on the model alone,
+# not on the mesh that saved it. The folder appears whole or not at all.
+
 
 _OF_FILES = ("tag", "rules", "family", "merge", "verify", "force", "allow")
 LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
@@ -341,3 +835,22 @@ def _not_as_written(written: Path, differences: Sequence[Difference], copies: bo
         fix=fix,
         id="",
     )
+
+
+# ---- export live
+#
+# A live engine as a folder of a Hugging Face model, from the memory of all ranks.
+
+
+def export_live(
+    engine: Engine, out: Outgoing, folder: Path, beside: Beside, run: TransferRun
+) -> Exported:
+    """Writes the folder, whole or not at all. Collective; every rank sees the same disk. Raises a
+    UcpError on every rank."""
+    started, manifest = time.perf_counter(), engine.manifest
+    source = Memories(str(folder), engine)
+    output = out.output(source, beside, partial(publish, folder=folder))
+    transfer(source, RanksFolderSink(folder, output), run=run)
+    sizes = 0, run.done, time.perf_counter() - started
+    notes = [*replica_notes(manifest), *beside.notes]
+    return out.exported(folder, str(manifest.mesh), sizes, False, notes, "from memory")

@@ -8,38 +8,34 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.errors import LayoutError, UsageError
 from megatron_ucp.families import find_family
-from megatron_ucp.families.architecture import Architecture
-from megatron_ucp.families.base import Model, Sizes
-from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.native_structure import RunSettings
+from megatron_ucp.families.family import Model, Sizes
+from megatron_ucp.families.settings import Architecture
+from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.target import Target, config_for
+from megatron_ucp.formats.deepspeed.writer import RunSettings
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.reshard.allowances import IMPORT, check_words
-from megatron_ucp.reshard.arguments import (
+from megatron_ucp.reshard.convert import NATIVE, Converted, Writing, refuse_unused
+from megatron_ucp.reshard.execute import Progress
+from megatron_ucp.reshard.folder import check_source, require_plain
+from megatron_ucp.reshard.hugging_face.names import read_twin
+from megatron_ucp.reshard.match import replica_notes
+from megatron_ucp.reshard.options import (
+    IMPORT,
     check_switch,
+    check_words,
     needed_target,
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.convert import Converted, Writing
-from megatron_ucp.reshard.findings import Progress
-from megatron_ucp.reshard.folder_sink import check_source, require_plain
-from megatron_ucp.reshard.hugging_face.twin import read_twin
-from megatron_ucp.reshard.match import replica_notes
-from megatron_ucp.reshard.outputs.deepspeed import native_output
-from megatron_ucp.reshard.outputs.table import NATIVE, refuse_unused
-from megatron_ucp.reshard.source_settings import CLIP_GRAD, VERSION
-from megatron_ucp.reshard.stage_division import with_stages
-from megatron_ucp.reshard.target import target_manifest
-from megatron_ucp.reshard.wanted import Wanted
+from megatron_ucp.reshard.target import CLIP_GRAD, VERSION, Wanted, target_manifest, with_stages
+from megatron_ucp.reshard.writers import native_output
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 

@@ -16,21 +16,25 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.manifest import Manifest, Tie
+from megatron_ucp.core.names import VALUE
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import Share, weights_manifest
-from megatron_ucp.core.states import VALUE
+from megatron_ucp.core.tensor_parts import Share, weights_manifest
 from megatron_ucp.errors import (
     ModelMismatchError,
     UnsupportedError,
     UsageError,
     some_of,
 )
-from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.hugging_face.checkpoint import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.hugging_face.checkpoint import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    read_json,
+)
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.diff import weight_of
+from megatron_ucp.reshard.check import weight_of
 from megatron_ucp.reshard.execute import TORCH_DTYPES
-from megatron_ucp.reshard.file_source import WINDOW_BYTES, FileSource
+from megatron_ucp.reshard.files import WINDOW_BYTES, FileSource
 from megatron_ucp.reshard.hugging_face.adapter import (
     FACTORS,
     Adapter,

@@ -17,7 +17,7 @@ from typing import Any, cast
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.shares import Share, Slice
+from megatron_ucp.core.tensor_parts import Share, Slice
 from megatron_ucp.reshard.hugging_face.traced import (
     Traced,
     TracedPart,

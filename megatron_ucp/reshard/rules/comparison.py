@@ -12,10 +12,10 @@ from megatron_ucp.core.layout import Partial, Replicate, same_layout
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.rules import RuleSet, nearest
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
-from megatron_ucp.formats.deepspeed import stock_info
-from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
+from megatron_ucp.formats.deepspeed import tp_patterns
+from megatron_ucp.formats.deepspeed.layout_sources import compared_name, compared_spec, renamed
 from megatron_ucp.formats.rule_file import is_ours, read_rules
-from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
+from megatron_ucp.reshard.execute import Finding, Progress, finding_of, some
 from megatron_ucp.reshard.rules.survey import DIFFERENT, EQUAL, Held, Survey, survey
 
 _T = TypeVar("_T")
@@ -221,12 +221,12 @@ class _Check:
 
     def _check_info(self, held: Held, spec: ParamSpec) -> None:
         file, info, order = self._seen.checkpoint.main_file, self._seen.info, self._seen.order
-        if stock_info.is_open(info, held.pipe, file, order):
+        if tp_patterns.is_open(info, held.pipe, file, order):
             return
-        stock = stock_info.declared(info, held.pipe, held.local, self._seen.tp, file, order).layout
+        stock = tp_patterns.declared(info, held.pipe, held.local, self._seen.tp, file, order).layout
         if same_layout(stock, spec.layout):
             return
-        if not stock_info.is_matched(self._seen.info, held.pipe, file):
+        if not tp_patterns.is_matched(self._seen.info, held.pipe, file):
             self.notes.append(
                 f"{spec.name}: {spec.layout}, where stock DeepSpeed's default is {stock}"
             )

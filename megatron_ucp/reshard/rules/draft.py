@@ -21,10 +21,10 @@ from megatron_ucp.core.layout import (
 )
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.errors import UcpError, UsageError
-from megatron_ucp.formats.deepspeed import stock_info
-from megatron_ucp.formats.durable import Syncs, replace_text
+from megatron_ucp.formats.deepspeed import tp_patterns
+from megatron_ucp.formats.output_folder import Syncs, replace_text
 from megatron_ucp.formats.rule_file import FORMAT, UNKNOWN
-from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.execute import Progress
 from megatron_ucp.reshard.rules.survey import DIFFERENT, EQUAL, ONE, Held, Survey, survey
 
 
@@ -103,12 +103,12 @@ def _known(seen: Survey, held: Held) -> _Known | None:
         return None
     file = seen.checkpoint.main_file
     try:
-        spec = stock_info.declared(seen.info, held.pipe, held.local, seen.tp, file, seen.order)
+        spec = tp_patterns.declared(seen.info, held.pipe, held.local, seen.tp, file, seen.order)
     except UcpError as error:
         return _Known(f"universal_checkpoint_info is no help: {error.problem}", None)
-    if stock_info.is_matched(seen.info, held.pipe, file):
+    if tp_patterns.is_matched(seen.info, held.pipe, file):
         return _Known("from universal_checkpoint_info", spec.layout, spec.extent)
-    if stock_info.is_fused(held.pipe):
+    if tp_patterns.is_fused(held.pipe):
         return _Known(f"{seen.order} rows, as the arguments of the run say", spec.layout)
     return _Known(
         "stock DeepSpeed's default: no pattern of universal_checkpoint_info matches; CHECK",

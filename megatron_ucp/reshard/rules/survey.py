@@ -14,14 +14,14 @@ from megatron_ucp.core.layout import Partial, Replicate
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT
 from megatron_ucp.core.rules import Rename, Rule, RuleSet
-from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.deepspeed.declared import says_layouts
-from megatron_ucp.formats.deepspeed.stock_info import order_of
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.deepspeed.layout_sources import says_layouts
+from megatron_ucp.formats.deepspeed.tp_patterns import order_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import find_tag
-from megatron_ucp.reshard.findings import Progress
-from megatron_ucp.reshard.one_parameter import HeldAt, read_copy
+from megatron_ucp.reshard.check import HeldAt, read_copy
+from megatron_ucp.reshard.execute import Progress
 
 _BLOCK_BYTES = 4 * 2**20
 

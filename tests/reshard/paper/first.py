@@ -8,24 +8,21 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.flat import FlatBuffer, alone
-from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families import find_family
-from megatron_ucp.formats import durable
-from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.native_structure import RunSettings
-from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
+from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.deepspeed.writer import NativeWriter, RunSettings
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.output import Output, Weight
 from megatron_ucp.formats.pt.writer import write_pt
 from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.target import target_manifest
-from megatron_ucp.reshard.wanted import Wanted
+from megatron_ucp.reshard.target import Wanted, target_manifest
 from tests.reshard.paper.model import Model
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -46,7 +43,7 @@ def write(model: Model, folder: Path, **meta: Any) -> Path:
             output.tree,
             lambda ref, output=output: [_payload(model, manifest, output, ref.key)],
         )
-    entries = tuple(durable.entry_of(folder / output.name) for output in outputs)
+    entries = tuple(output_folder.entry_of(folder / output.name) for output in outputs)
     text = to_json(replace(manifest, files=entries, save_id="0" * 32))
     (folder / "ucp_manifest.json").write_text(text)
     return folder

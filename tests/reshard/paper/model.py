@@ -9,7 +9,7 @@ import torch
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.families import find_family
-from megatron_ucp.families.base import Sizes
+from megatron_ucp.families.family import Sizes
 from megatron_ucp.formats.deepspeed.target import Target
 from tests.engines.canonical import provenance
 

@@ -1,0 +1,438 @@
+"""What resumes in a DeepSpeed engine besides tensors: scheduler, counters, loss scale, client
+state, extra states of modules, random states, data position."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.engines.built import Values
+from megatron_ucp.engines.deepspeed.optimizer import Wrapper
+from megatron_ucp.engines.deepspeed.shard import parallel_of
+from megatron_ucp.engines.resume_state import CommonExtras
+from megatron_ucp.engines.values import WHAT_TRAVELS, strange
+from megatron_ucp.errors import ModelMismatchError, StateMismatchError, UnsupportedError, some_of
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.schedules import counted_groups
+from megatron_ucp.reshard.engine import How
+from megatron_ucp.reshard.match import scheduler_for
+
+# ---- extra state
+#
+# What modules keep besides tensors: torch's `get_extra_state` and `set_extra_state`, entries
+# `_extra_state` of a state dict.
+
+
+_KEY = "_extra_state"
+_NATIVE = "keep it in buffers instead, or leave `attach` out: DeepSpeed's own load on the same mesh"
+
+
+def states_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What the modules in a module keep now, by the names of these entries of its state dict; not
+    of those that keep nothing, as megatron-core's linear layers."""
+    found = {name: held.get_extra_state() for name, held in _keepers(module).items()}
+    return {name: value for name, value in found.items() if not _is_nothing(value)}
+
+
+def check_states(engine: Any) -> None:
+    """Raises UnsupportedError where no load could give a module what it keeps back as it is."""
+    kept = states_of(engine.module)
+    (tp, _), (stages, _) = parallel_of(engine)
+    if kept and tp * stages > 1:
+        raise UnsupportedError(
+            "modules keep an extra state (get_extra_state), of which each model-parallel rank has "
+            "its own, and nothing says how it is cut",
+            parameter=next(iter(kept)),
+            expected="one model-parallel rank",
+            found=f"{tp} tensor-parallel ranks, {stages} pipeline stages",
+            fix=_NATIVE,
+        )
+    for name, value in kept.items():
+        for place, wrong in strange(value, name, live=False):
+            raise UnsupportedError(
+                "no load could give a module's extra state (get_extra_state) back as it is",
+                parameter=name,
+                expected=WHAT_TRAVELS,
+                found=f"{place}: {wrong}",
+                fix=_NATIVE,
+            )
+
+
+def states_for(
+    module: torch.nn.Module,
+    source: Checkpoint,
+    values: Values,
+    how: How,
+) -> dict[str, Any]:
+    """What a load gives to the modules in a module. `values` builds them.
+
+    Raises ModelMismatchError where one side has other states, but for what is allowed;
+    UnsafePickleError for a value of a class that is not known."""
+    held = _keepers(module)
+    own = {} if how.own is None else how.own.buffers
+    saved = {**source.extras.modules, **{n: v for n, v in own.items() if n in held}}
+    if saved and source.manifest.mesh.tp > 1:
+        raise UnsupportedError(
+            "modules kept an extra state on each tensor-parallel rank, and nothing says how it is "
+            "put together",
+            file=source.main_file,
+            parameter=next(iter(saved)),
+            fix=_NATIVE,
+        )
+    _require_alike(module, source, saved, how)
+    found = {name: values.built(value, name) for name, value in saved.items() if name in held}
+    nothing = {name: None for name, value in source.extras.stateless.items() if value is None}
+    return {**{name: None for name in nothing if name in held}, **found}
+
+
+def _require_alike(
+    module: torch.nn.Module, source: Checkpoint, saved: Mapping[str, Any], how: How
+) -> None:
+    """Raises ModelMismatchError where one side has other states, but for what is allowed."""
+    lacking = set(states_of(module)) - {*source.extras.modules, *source.extras.stateless}
+    extra = saved.keys() - _keepers(module).keys()
+    for names, what, word in (
+        (lacking, "the model has an extra state that the checkpoint lacks", "missing"),
+        (extra, "the checkpoint holds an extra state that the model lacks", "extra"),
+    ):
+        if names and word not in how.allow:
+            raise ModelMismatchError(
+                what,
+                file=source.main_file,
+                parameter=min(names),
+                found=some_of(sorted(names)),
+                fix="build the model with the configuration that the checkpoint was trained with, "
+                f'or go on without with allow={{"{word}"}}',
+            )
+
+
+def set_states(module: torch.nn.Module, found: Mapping[str, Any]) -> None:
+    """Gives them to the modules."""
+    held = _keepers(module)
+    for name, value in found.items():
+        held[name].set_extra_state(value)
+
+
+def _keepers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules with methods of their own for it, by the names of their entries."""
+    none = torch.nn.Module
+    return {
+        f"{name}.{_KEY}" if name else _KEY: held
+        for name, held in module.named_modules()
+        if type(held).get_extra_state is not none.get_extra_state
+        and type(held).set_extra_state is not none.set_extra_state
+    }
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.Tensor) and not value.numel())
+
+
+# ---- schedulers
+#
+# Whose state a scheduler's is: DeepSpeed's files don't say it, so a save's manifest does.
+
+
+CLASS = "scheduler"  # of a manifest's run
+_OF_VERSIONS = frozenset({"verbose"})  # some versions of torch keep it, and none needs it
+
+
+def class_of(scheduler: Any) -> str | None:
+    """How a manifest names a scheduler's class; None without one."""
+    kind = type(scheduler)
+    return None if scheduler is None else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def check_class(saved: Any, scheduler: Any, source: Checkpoint, allow: bool) -> list[str]:
+    """Notes about a state that goes into a scheduler of another class. Raises StateMismatchError
+    unless that is allowed.
+
+    Where the manifest names the class, its name decides, as a module may have moved; else, and
+    where two modules have a class of that name, what both keep.
+    """
+    if scheduler is None:
+        return []
+    said, have = source.manifest.run.get(CLASS), class_of(scheduler)
+    named = isinstance(said, str) and bool(said)
+    if named and said == have:
+        return []
+    keys, own = _kept(saved), _kept(scheduler.state_dict())
+    same_name = named and str(said).rpartition(".")[2] == str(have).rpartition(".")[2]
+    if keys == own and (same_name or not named):
+        return []
+    wrote = str(said) if named else f"one that keeps {', '.join(sorted(keys)) or 'nothing'}"
+    if not allow:
+        raise StateMismatchError(
+            "the scheduler of the checkpoint is of another class than the engine's",
+            file=source.main_file,
+            expected=f"{have}, which keeps {', '.join(sorted(own)) or 'nothing'}",
+            found=wrote,
+            fix="build the scheduler of the run, keep the engine's with "
+            'load_lr_scheduler_states=False, or give it this state with allow={"scheduler"}',
+        )
+    return [f"the state of another scheduler ({wrote}) was given to {have}, as allowed"]
+
+
+def _kept(state: Any) -> frozenset[str]:
+    """Names of a state without those that torch's base class keeps for itself."""
+    names = state if isinstance(state, dict) else ()
+    return frozenset(str(name) for name in names if not str(name).startswith("_")) - _OF_VERSIONS
+
+
+# ---- batch
+#
+# What a step takes of the data, where that is not what it was: on another number of ranks the
+# same settings are another batch.
+
+
+FILE = "trainer_state.json"  # the Trainer writes it into the folder that holds the tag
+BATCH = "train_batch_size"  # of a manifest's run: samples of a step
+
+
+def batch_of(engine: Any) -> int:
+    """Samples of a step. Under AutoTP DeepSpeed counts those that tensor-parallel ranks share once
+    for each of them."""
+    return int(engine.train_batch_size()) // max(1, int(engine.autotp_size()))
+
+
+def notes_of_batch(
+    folder: Path,
+    run: Mapping[str, Any],
+    counters: Mapping[str, int],
+    engine: Any,
+    tp: int,
+    counts_samples: bool,
+) -> list[str]:
+    """Notes where a step has another number of samples than it had, and where a loop that keeps
+    its step alone goes on at another sample than the run had come to.
+
+    `folder` is the tag's, `run` and `counters` the checkpoint's, whose files of a run under AutoTP
+    count samples `tp` times. `counts_samples`: the data loader's position is kept in samples.
+    """
+    steps, taken = counters.get("global_steps", 0), counters.get("global_samples")
+    if not steps or taken is None:
+        return []
+    of_trainer, batch = (folder.parent / FILE).is_file(), batch_of(engine)
+    taken = int(taken) // (tp if of_trainer else 1)  # the Trainer's tensor parallelism is AutoTP
+    is_known = of_trainer or tp == 1  # whether `taken` counts each sample once
+    was = run.get(BATCH) or (taken / steps if is_known else batch)
+    notes = [] if was == batch else [_changed(was, batch, engine)]
+    if steps * batch != taken and of_trainer:
+        notes.append(_of_the_trainer(steps, taken, batch))
+    elif notes and is_known and steps * batch != taken and not counts_samples:
+        notes.append(
+            f"the run took {taken:,} samples: a loop that skips as many batches as there were "
+            f"steps {_goes_on(steps * batch, taken)}"
+        )
+    return notes
+
+
+def _changed(was: float, batch: int, engine: Any) -> str:
+    micro = int(engine.train_micro_batch_size_per_gpu())
+    accumulated = int(engine.gradient_accumulation_steps())
+    ranks = max(1, batch // (micro * accumulated))
+    now = f"{batch:,} ({micro} x {accumulated} accumulated x {ranks} data-parallel ranks)"
+    product = "per-rank batch x accumulation"
+    if was % ranks:
+        low = int(was // ranks)
+        sizes = f"{low} or {low + 1}" if low else "1"
+        keep = f"{was:,g} does not divide by {ranks} ranks: {product} of {sizes} is nearest"
+    else:
+        keep = f"{product} of {int(was // ranks)} keeps it"
+    return (
+        f"a step has another batch: {was:,g} samples before, {now} now; the learning rate and the "
+        f"schedule, which counts steps, stay the run's. {keep}"
+    )
+
+
+def _of_the_trainer(steps: int, taken: int, batch: int) -> str:
+    """The Trainer keeps its step alone, and finds its epoch and the batches to skip by the number
+    of steps that an epoch has now (transformers 5, `_init_training_state`)."""
+    return (
+        f"{FILE}: the run took {taken:,} samples in {steps:,} steps, and a step has {batch:,} now: "
+        f"transformers' Trainer counts epochs anew and {_goes_on(steps * batch, taken)} (with "
+        "ignore_data_skip it begins the epoch again). Keep per_device_train_batch_size x "
+        "gradient_accumulation_steps x ranks"
+    )
+
+
+def _goes_on(found: int, taken: int) -> str:
+    does = "repeats" if found < taken else "leaves out"
+    return f"goes on after sample {found:,}, which {does} {abs(found - taken):,} samples"
+
+
+# ---- restore
+#
+# What resumes in a DeepSpeed engine besides tensors: scheduler, counters, loss scale, client
+# state, random states, data position.
+
+
+# of a loss scale, what some files don't say and a step reads
+_MISSED = ("delayed_shift", "cur_hysteresis", "min_scale")
+MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step, which are lost
+
+
+@dataclass(frozen=True)
+class DeepSpeedExtras:
+    """Values ready to be set in an engine, tensors included; the loss scale where its `wrapper` is
+    given. `schedules`: whether the scheduler is asked for. `others` are states of DeepSpeed's own
+    helpers, `modules` what modules keep besides tensors; `module_only`: nothing else is set."""
+
+    engine: Any
+    wrapper: Wrapper | None
+    common: CommonExtras
+    schedules: bool
+    scheduler: Any
+    others: Mapping[str, Any]
+    ranks: tuple[int, int]  # data-parallel and model-parallel ones of the checkpoint
+    modules: Mapping[str, Any]
+    module_only: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def client_state(self) -> Mapping[str, Any]:
+        return self.common.client_state
+
+    @classmethod
+    def read(
+        cls,
+        source: Checkpoint,
+        wrapper: Wrapper,
+        scheduler: bool,
+        groups: Sequence[int | None],
+        how: How,
+        mesh: Mesh,
+        place: tuple[int, int],
+    ) -> "DeepSpeedExtras":
+        """`groups` are the checkpoint's for each group of the engine's stage; `place` is this
+        rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
+        counts other groups than the engine has, or the data position does not fit the loader."""
+        values = Values(source, "values" in how.allow)
+        engine, ranks = wrapper.engine, source.manifest.mesh
+        found, notes = _schedule(source, engine, groups, how, values) if scheduler else (None, [])
+        notes += _of_the_position(source, engine, how)
+        common = CommonExtras.taken(source, values, how, mesh, place)
+        others = source.extras.others.items()
+        return cls(
+            engine,
+            wrapper if how.optimizer else None,
+            common,
+            scheduler,
+            found,
+            {key: values.built(value, key) for key, value in others},
+            (ranks.partitions, ranks.tp * ranks.pp),
+            states_for(engine.module, source, values, how),
+            how.module_only,
+            (*notes, *values.notes),
+        )
+
+    def restore(self) -> list[str]:
+        """As DeepSpeed's `_load_checkpoint` does; returns notes."""
+        engine, notes = self.engine, list[str]()
+        set_states(engine.module, self.modules)
+        if self.module_only:
+            return notes
+        if self.wrapper is not None:
+            set_scaler(engine, self.wrapper, self.common.scaler, notes)
+        self._restore_scheduler(engine, notes)
+        self._restore_helpers(engine)
+        counters = self.common.counters
+        engine.global_steps = counters.get("global_steps", engine.global_steps)
+        samples = engine.global_steps * engine.train_batch_size()
+        engine.global_samples = counters.get("global_samples", samples)
+        engine.skipped_steps = counters.get("skipped_steps", engine.skipped_steps)
+        engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size = self.ranks
+        return notes + self.common.go_on()
+
+    def _restore_scheduler(self, engine: Any, notes: list[str]) -> None:
+        if not self.schedules:
+            return
+        if engine.lr_scheduler is not None and self.scheduler is not None:
+            engine.lr_scheduler.load_state_dict(self.scheduler)
+        elif engine.lr_scheduler is not None or self.scheduler is not None:
+            why = "the checkpoint has none" if self.scheduler is None else "the engine has none"
+            notes.append(f"the scheduler was not restored: {why}")
+
+    def _restore_helpers(self, engine: Any) -> None:
+        """DeepSpeed's layer dropping and curriculum learning."""
+        dropping, sampler = (self.others.get(key) for key in ("random_ltd", "data_sampler"))
+        if dropping is not None and engine.random_ltd_enabled():
+            if engine.random_ltd_scheduler is not None:
+                engine.random_ltd_scheduler.load_state_dict(dropping)
+        if sampler is not None and engine.training_dataloader is not None:
+            if engine.curriculum_learning_enabled():
+                engine.training_dataloader.data_sampler.load_state_dict(sampler)
+
+
+def _schedule(
+    source: Checkpoint, engine: Any, groups: Sequence[int | None], how: How, values: Values
+) -> tuple[Any, list[str]]:
+    """The scheduler's state as the engine takes it, and notes. Raises StateMismatchError."""
+    own = how.own
+    apart = own is not None and how.apart.scheduler
+    found = own.scheduler if own is not None and apart else source.extras.scheduler
+    if found is None:
+        return None, []
+    here = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    found = scheduler_for(found, groups, len(source.manifest.groups), here)
+    notes = check_class(found, engine.lr_scheduler, source, "scheduler" in how.allow)
+    _check_scheduler(found, engine, source)
+    return values.built(found, "lr_scheduler", here), notes
+
+
+def _of_the_position(source: Checkpoint, engine: Any, how: How) -> list[str]:
+    """Notes where the run does not go on with the next sample."""
+    notes: list[str] = []
+    if taken := source.manifest.run.get(MIDDLE):
+        notes.append(
+            f"the save came after {taken} micro-batches of a step: they are not in it, and "
+            "their step begins again"
+        )
+    if how.module_only:
+        return notes
+    manifest, counters = source.manifest, source.extras.counters
+    counts_samples = how.loader is not None and source.extras.data_position is not None
+    return notes + notes_of_batch(
+        Path(source.folder), manifest.run, counters, engine, manifest.mesh.tp, counts_samples
+    )
+
+
+def _check_scheduler(found: Any, engine: Any, source: Checkpoint) -> None:
+    """Raises StateMismatchError where a scheduler, or one in it, counts other groups than the
+    engine has."""
+    count = len(getattr(engine.optimizer, "param_groups", None) or [])
+    counts = (len(rates) for rates in counted_groups(found))
+    other = next((number for number in counts if number != count), None)
+    if engine.lr_scheduler is not None and other is not None:
+        raise StateMismatchError(
+            "the scheduler of the checkpoint counts another number of groups",
+            file=source.main_file,
+            expected=count,
+            found=other,
+            fix="build the optimizer's groups as the run did, or load with "
+            "load_lr_scheduler_states=False",
+        )
+
+
+def set_scaler(engine: Any, wrapper: Any, saved: LossScale, notes: list[str]) -> None:
+    """Carries the loss scale from fp16 to fp16; every other target ignores it."""
+    if not engine.fp16_enabled() or not saved.said:
+        return
+    scaler, names = wrapper.scaler()
+    if not saved.is_kind(bool(getattr(scaler, names.get("dynamic", "dynamic"), False)), notes):
+        return
+    for key, value in vars(saved).items():
+        name = names.get(key, key)
+        has = hasattr(scaler, name)
+        if key == "dynamic":
+            continue
+        if value is None and has and key in _MISSED:
+            notes.append(f"loss scaler: {key} is not in the checkpoint, the engine's value stays")
+        elif value is not None and has:
+            setattr(scaler, name, value)
+        elif value is not None:
+            notes.append(f"loss scaler: {key}={value} has no counterpart in this engine")

@@ -1,0 +1,486 @@
+"""From one mesh to another without files: `hold` keeps a run in the memory of the ranks that
+stay, `load` fills the new engine with it; `resize` does both where the world stays the same."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp import say
+from megatron_ucp.core.manifest import ORIGIN, BufferPart, Manifest
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.engines import resume_state
+from megatron_ucp.engines.background import wait_together
+from megatron_ucp.engines.own_values import LiveValues
+from megatron_ucp.engines.resume_state import ResumableLoader
+from megatron_ucp.engines.save import position_of, run_of
+from megatron_ucp.errors import RankError, UsageError
+from megatron_ucp.formats import per_rank
+from megatron_ucp.formats.checkpoint import Extras
+from megatron_ucp.formats.in_memory import RunInMemory, TakenRun
+from megatron_ucp.formats.per_rank import PER_RANK, PerRank
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Engine, Holder, How, Lender, Report
+from megatron_ucp.reshard.fingerprint import (
+    diverged,
+    recorded_as,
+    recorded_in,
+    sums_of_rank,
+    table_of,
+)
+from megatron_ucp.reshard.load import resume_from_memory
+from megatron_ucp.reshard.memories import SharedMemories
+from megatron_ucp.reshard.memory_layout import (
+    HeldLayout,
+    HeldMemory,
+    MemorySink,
+    as_it_lies,
+    on_mesh,
+    ranks_that_stay,
+    spread,
+)
+from megatron_ucp.reshard.options import check_switch
+from megatron_ucp.reshard.transfer import TransferRun, transfer
+
+# ---- taking
+#
+# A live run as what it is besides elements, and who holds these: what a resize moves from,
+# whatever trains in it.
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """What a program moves that draws data: random states, as the bytes of a file (None: they are
+    not taken), and what a manifest says of the position of a loader."""
+
+    random: bytes | None
+    position: Mapping[str, Any]
+
+    @classmethod
+    def now(cls, loader: ResumableLoader | None, rng: bool) -> "DataPlace":
+        """As it is."""
+        return cls(resume_state.file_bytes() if rng else None, position_of(loader))
+
+
+@dataclass(frozen=True)
+class Taking:
+    """What is taken along: a `client_state`, the position of a `loader` (None: that of the loader
+    that the engine was attached with), random states, and a fingerprint of all elements. `place` is
+    what stands for position and random states where the program has drawn more since."""
+
+    client_state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    loader: ResumableLoader | None = None
+    rng: bool = True
+    checksums: bool = True
+    place: DataPlace | None = None
+
+
+@dataclass(frozen=True)
+class LentRun:
+    """A run that was taken, and who holds this rank's elements of it."""
+
+    run: TakenRun
+    holder: Lender
+
+
+@dataclass(frozen=True)
+class RankValues:
+    """What this rank has for itself, and what of it differs from rank to rank."""
+
+    own: LiveValues
+    apart: PerRank
+    notes: tuple[str, ...] = ()
+
+
+def lent(
+    holder: Lender, said: Mapping[str, Any], extras: Extras, values: RankValues, how: Taking
+) -> LentRun:
+    """Puts together what all ranks have besides elements, which the `holder` has. `said` is what a
+    manifest says of the run. Collective. Raises a UcpError on every rank."""
+    rank, manifest = agree.world()[0], holder.manifest
+    with agree.together() as block:
+        sums = sums_of_rank(holder) if how.checksums else {}
+        place = how.place or DataPlace.now(how.loader, how.rng)
+        block.value = _beside(rank, values, place), sums
+    besides, every = zip(*block.values, strict=True)
+    table, apart = table_of(manifest, every)
+    position = place.position
+    run: dict[str, Any] = {**said, **position, **recorded_as(table, apart)}
+    if values.apart:
+        run[PER_RANK] = values.apart.as_value()
+    taken = TakenRun(
+        _name(manifest, said),
+        replace(manifest, run=run),
+        replace(extras, data_position=position.get("data")),
+        {name: data for own in besides for name, data in own.items()},
+        (*values.notes, *diverged(apart)),
+    )
+    return LentRun(taken, holder)
+
+
+def _name(manifest: Manifest, said: Mapping[str, Any]) -> str:
+    return f"memory of {manifest.mesh}/step {said.get(resume_state.STEPS, 0)}"
+
+
+def _beside(rank: int, values: RankValues, place: DataPlace) -> dict[str, bytes]:
+    """The small files that a save would write for this rank, by their names."""
+    out: dict[str, bytes] = {}
+    if place.random is not None:
+        out[resume_state.file_name(rank)] = place.random
+    if values.apart:
+        name = per_rank.file_name(rank)
+        out[name] = values.own.text(Path(name), values.apart).encode()
+    return out
+
+
+# ---- held
+#
+# From one mesh to another without files: `hold` keeps a run in the memory of the ranks that stay,
+# `load` fills the new engine with it; `resize` does both where the world stays the same.
+
+
+_RELEASED = "the engine's memory may be gone, as release=True asked"
+HANDLE = "ucp"  # of an attached engine: its `Handle`
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All that is held, on every rank that held it: `held_by` says which rank of the old world has
+    each part."""
+
+    id: str
+    run: TakenRun
+    manifest: Manifest
+    held_by: Mapping[BufferPart, int]
+
+
+@dataclass
+class HeldRun:
+    """A run in memory, as `hold` returned it: what this rank keeps of it. `size_bytes` is the host
+    memory that it takes; `release()` lets go of it, as a load does that was whole."""
+
+    _whole: _Whole | None = field(default=None, repr=False)
+    _memory: HeldMemory | None = field(default=None, repr=False)
+    _lender: Holder | None = field(default=None, repr=False)
+    _is_released: bool = field(default=False, repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of elements that this rank keeps."""
+        return 0 if self._memory is None else self._memory.size_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank keeps nothing: it joined, or others keep all that it had."""
+        return not self.size_bytes
+
+    def release(self) -> None:
+        """Lets go of the memory. The run can't be loaded from it again."""
+        if self._memory is not None:
+            self._memory.release()
+        self._whole, self._memory, self._lender, self._is_released = None, None, None, True
+
+
+def hold(
+    engine: Any,
+    mesh: Mesh | str | None = None,
+    ranks: int | None = None,
+    *,
+    client_state: Mapping[str, Any] | None = None,
+    loader: ResumableLoader | None = None,
+    rng: bool | None = None,
+    checksums: bool | None = None,
+    release: bool = False,
+) -> HeldRun:
+    """Keeps a run in host memory, so that the program can build another world around it: another
+    mesh, fewer ranks or more. Between two steps; collective. The engine is as before, unless its
+    memory is to go (`release`).
+
+    Args:
+        engine: An attached engine; None in a process that joins the new world and has nothing.
+        mesh: The mesh to come, such as "dp=3,zero=3": what is held is laid out as it needs it.
+            Without one, and with fewer `ranks`, whole tensors are spread over them.
+        ranks: How many ranks stay: the first ones of this world. The others keep nothing, and may
+            leave. Default: as many as the mesh has, else all.
+        client_state: Values of the program, as of `save_checkpoint`; `load` gives them back.
+        loader: The data loader whose position is kept. Default: that of `attach`.
+        rng: Whether random states are kept. Default: as `attach` was told, else true.
+        checksums: Whether the fingerprint of the state is taken, and compared with what is held and
+            what is loaded. Default: as `attach` was told, else true.
+        release: The engine's memory goes page by page as it is used up, so that a rank needs
+            room for one copy of the state, not for two. The engine refuses to step and to be saved
+            then, also where the hold fails after its first byte; what else shares its parameters or
+            buffers reads zeros. Memory of a GPU, and pinned memory, stays until the engine goes.
+
+    Returns:
+        What `load(engine, held)` takes, on all ranks of the new world.
+
+    Raises:
+        UcpError: On every rank, before anything moved: the run can't be held so.
+        RankError: A rank died while elements moved; without `release` the engine is whole on the
+            others.
+
+    Example:
+        >>> held = ucp.hold(engine, mesh="dp=3,zero=3", ranks=3)
+        >>> engine = rebuild(ranks=3)  # process groups, model, engine: the program's own
+        >>> report = ucp.load(engine, held)
+    """
+    if engine is None:
+        return HeldRun()
+    how = _taking(engine, client_state, loader, rng, checksums)
+    left = "the engine is whole on this rank, and can go on or be saved"
+    with agree.as_rank_error("the hold", _RELEASED if release else left):
+        wished = _checked(engine, mesh, ranks, how, release)
+        return _held(lent_by(engine, how), wished, ranks, release)
+
+
+def resize(
+    old_engine: Any,
+    new_engine: Any,
+    *,
+    client_state: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Report:
+    """Fills a live engine with what another one of the same ranks holds, from memory to memory.
+    Between two steps; collective. The old engine is only read.
+
+    Args:
+        old_engine: An attached engine.
+        new_engine: An engine of the same model on another mesh, with an optimizer or without one.
+        client_state: Values of the program, which the report gives back.
+        options: As of `load`.
+
+    Returns:
+        What was done, as of `load`.
+
+    Raises:
+        UcpError: As `load`.
+
+    Example:
+        >>> report = ucp.resize(trainer, evaluator, load_module_only=True)
+    """
+    from megatron_ucp.engines.load import load
+
+    of_both = (options.get(name) for name in ("loader", "rng", "checksums"))
+    how = _taking(old_engine, client_state, *of_both)
+    with agree.as_rank_error("the resize", "the old engine is whole on this rank"):
+        _checked(old_engine, None, None, how)
+        _refuse_shared(old_engine, new_engine)
+        taken = lent_by(old_engine, how)
+        return load(new_engine, _lent_as_held(taken), **options)
+
+
+def _taking(
+    engine: Any, client_state: Mapping[str, Any] | None, loader: Any, rng: Any, checksums: Any
+) -> Taking:
+    """What is taken along; what is not said (None) is as `attach` was told."""
+    attached = getattr(getattr(engine, HANDLE, None), "options", {})
+    rng = attached.get("rng", True) if rng is None else rng
+    checksums = attached.get("checksums", True) if checksums is None else checksums
+    return Taking(dict(client_state or {}), loader, rng, checksums)
+
+
+def lent_by(engine: Any, how: Taking) -> LentRun:
+    """An attached engine as a run. A save that is under way is there before. Collective."""
+    wait_together(engine)
+    taken = getattr(engine, HANDLE).lent(how)
+    run = {**taken.run.manifest.run, ORIGIN: run_of(engine).origin}
+    manifest = replace(taken.run.manifest, run=run)
+    return replace(taken, run=replace(taken.run, manifest=manifest))
+
+
+def _checked(
+    engine: Any, mesh: Any, ranks: int | None, how: Taking, release: bool = False
+) -> Mesh | None:
+    """The mesh that was asked for, of all ranks alike. Collective. Raises UsageError."""
+    asked = {
+        "mesh": agree.plain_option(mesh),
+        "ranks": ranks,
+        "rng": how.rng,
+        "checksums": how.checksums,
+        "release": release,
+    }
+    agree.require_same(agree.gather(asked))
+    with agree.together():
+        check_switch("rng", how.rng)
+        check_switch("checksums", how.checksums)
+        check_switch("release", release)
+        if getattr(engine, HANDLE, None) is None:
+            raise UsageError(
+                "this is no attached engine",
+                expected="an engine of DeepSpeed after ucp.attach, or what ucp.attach_megatron "
+                "returned",
+                found=type(engine).__name__,
+                fix="attach the engine first: ucp.attach(engine)",
+            )
+        found = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+        ranks_that_stay(found, ranks, agree.world()[1])
+    return found
+
+
+def _refuse_shared(old_engine: Any, new_engine: Any) -> None:
+    """Collective. Raises UsageError for two engines around one model."""
+    with agree.together():
+        one, other = (_params(engine) for engine in (old_engine, new_engine))
+        if one & other:
+            raise UsageError(
+                "the two engines have parameters in common: what is read would be written",
+                expected="a model of its own for each engine",
+                found=f"{len(one & other)} parameters of both",
+                fix="build another model for the new engine; or ucp.hold(old_engine), build it, "
+                "and ucp.load(new_engine, held)",
+            )
+
+
+def _params(engine: Any) -> set[int]:
+    """The parameters of an engine, by their numbers."""
+    modules = getattr(engine, "chunks", None) or [getattr(engine, "module", None)]
+    return {id(param) for module in modules if module is not None for param in module.parameters()}
+
+
+# ------------------------------------------------ holding
+
+
+def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None, release: bool) -> HeldRun:
+    """Collective."""
+    with agree.together() as block:
+        block.value = lent.holder.parts()
+    here = block.values
+    with agree.together():
+        layout = _layout(lent.run, mesh, ranks, here)
+    rank, file = agree.world()[0], lent.run.name
+    memory = HeldMemory(layout.manifest, layout.takers[rank])
+    recorded = recorded_in(lent.run.manifest.run)
+    source = SharedMemories(file, lent.holder, lent.holder if release else None)
+    sink = MemorySink(memory, recorded)
+    with say.progress("hold") as advance:
+        run = transfer(source, sink, run=TransferRun(progress=advance))
+    whole = _Whole(_one_id(), layout.run, layout.manifest, _owners(layout.takers))
+    _say_held(lent.run, run.done, source.read_bytes)
+    return HeldRun(whole, memory)
+
+
+def _say_held(run: TakenRun, kept_bytes: int, moved_bytes: int) -> None:
+    """The line of a hold, of what all ranks keep and what of it came from others. Collective."""
+    sizes = agree.gather((kept_bytes, moved_bytes))
+    kept, moved = (sum(column) for column in zip(*sizes, strict=True))
+    stay = sum(bool(done) for done, _ in sizes)
+    said = f"{say.amount(kept)} on {stay} ranks, {say.amount(moved)} of it from others"
+    say.ended(f"held {run.name} in memory: {said}", run.notes)
+
+
+def _layout(
+    run: TakenRun, mesh: Mesh | None, ranks: int | None, here: Sequence[Sequence[BufferPart]]
+) -> HeldLayout:
+    """Where what is held lies. Raises a UcpError."""
+    world = agree.world()[1]
+    stay = ranks_that_stay(mesh, ranks, world)
+    planned = None if mesh is None else on_mesh(run, mesh, world)
+    if planned is not None and mesh is not None and mesh.world <= world:
+        return planned
+    return as_it_lies(run, here) if stay == world else spread(run, stay, world)
+
+
+def _one_id() -> str:
+    """An identity that all ranks share. Collective."""
+    return agree.gather(uuid.uuid4().hex)[0]
+
+
+def _owners(takers: Sequence[Sequence[BufferPart]]) -> dict[BufferPart, int]:
+    """The first rank that holds each part."""
+    out: dict[BufferPart, int] = {}
+    for rank, parts in enumerate(takers):
+        for part in parts:
+            out.setdefault(part, rank)
+    return out
+
+
+def held_as(
+    one_id: str, run: TakenRun, held_by: Mapping[BufferPart, int], memory: HeldMemory
+) -> HeldRun:
+    """A run as its elements lie in `memory` on this rank; the `one_id` is that of all ranks."""
+    return HeldRun(_Whole(one_id, run, run.manifest, held_by), memory)
+
+
+def _lent_as_held(lent: LentRun) -> HeldRun:
+    """A run as its engine holds it, without a copy. Collective."""
+    parts = agree.gather(lent.holder.parts())
+    whole = _Whole(_one_id(), lent.run, lent.run.manifest, _owners(parts))
+    return HeldRun(whole, None, lent.holder)
+
+
+# ------------------------------------------------ loading
+
+
+def resume_held(engine: Engine, held: HeldRun, how: How) -> Report:
+    """What `load` does with a run in memory; the memory is let go of. Collective. Raises a UcpError
+    on every rank; what is held stays then."""
+    left = "what is held is whole on this rank; the new engine is not usable"
+    with agree.as_rank_error("the load", left):
+        whole = _everywhere(held)
+        holder = held._lender or held._memory or HeldMemory(whole.manifest, [])
+        _require_whole(whole, holder)
+        source = RunInMemory(whole.run, whole.manifest)
+        report = resume_from_memory(engine, source, holder, how)
+    held.release()
+    return report
+
+
+def refuse_tag(tag: str | None) -> None:
+    """Raises UsageError, on all ranks: they were given one."""
+    if tag is not None:
+        raise UsageError(
+            "what is held has no tags",
+            expected="no tag",
+            found=repr(tag),
+            fix="leave the tag out, or give the folder of a checkpoint",
+        )
+
+
+def _everywhere(held: HeldRun) -> _Whole:
+    """What is held, on a rank that joined too. Collective. Raises UsageError."""
+    with agree.together() as block:
+        if held._is_released:
+            raise UsageError(
+                "what was held was let go of",
+                expected="what ucp.hold returned, once",
+                found="a run that was loaded from it, or release()",
+                fix="hold the run again, or load a save",
+            )
+        block.value = None if held._whole is None else held._whole.id
+    ids = block.values
+    found = {one for one in ids if one is not None}
+    if len(found) != 1:
+        raise UsageError(
+            "the ranks don't hold one run",
+            expected="what one ucp.hold returned, on at least one rank; ucp.hold(None) on others",
+            found=f"{len(found)} runs on {len(ids)} ranks",
+            fix="give every rank what its own ucp.hold returned, or load a save",
+        )
+    first = next(rank for rank, one in enumerate(ids) if one is not None)
+    if None not in ids:
+        return _known(held)
+    told = agree.gather(held._whole if agree.world()[0] == first else None)
+    return held._whole or told[first] or _known(held)
+
+
+def _known(held: HeldRun) -> _Whole:
+    if held._whole is None:
+        raise UsageError("nothing is held", found=repr(held), fix="give what ucp.hold returned")
+    return held._whole
+
+
+def _require_whole(whole: _Whole, holder: Holder) -> None:
+    """Collective. Raises RankError where nobody here has a part of what was held."""
+    here = {part for parts in agree.gather(holder.parts()) for part in parts}
+    lost = sorted({rank for part, rank in whole.held_by.items() if part not in here})
+    if lost:
+        raise RankError(
+            "a part of what was held is not in this world",
+            file=whole.run.name,
+            expected="every rank that stays, with what its ucp.hold returned",
+            found=f"nothing of what ranks {', '.join(map(str, lost))} of the old world held",
+            fix="build the new world of the ranks that stay and of new ones; or load the newest "
+            "save",
+        )

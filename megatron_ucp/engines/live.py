@@ -1,0 +1,458 @@
+"""A live engine as its ranks together, whatever trains in it: its tensors, its optimizer's
+groups, what its model computes, and whether a failed load left it unusable."""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+
+from megatron_ucp.core.box import Ints, dims_in_memory
+from megatron_ucp.core.experts import number_and_count
+from megatron_ucp.core.join_ranks import Joined, Stage, join
+from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.mesh import Coords, Mesh
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.values import alike, shown
+from megatron_ucp.engines.built import Building, built
+from megatron_ucp.engines.values import inert
+from megatron_ucp.errors import (
+    EngineUnusableError,
+    LayoutError,
+    ModelMismatchError,
+    UnsupportedError,
+)
+from megatron_ucp.families.arguments import with_model
+from megatron_ucp.families.family import Model
+from megatron_ucp.families.settings import architecture_of
+from megatron_ucp.formats.checkpoint import Checkpoint, Told
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+from megatron_ucp.formats.optimizers import DECOUPLED, Kept, steps_as
+from megatron_ucp.reshard.hugging_face.names import check_config, other_settings, settings_of
+
+# ---- live tensors
+#
+# Live tensors as manifests describe them, whatever engine holds them.
+
+
+def spec_of(
+    model: Model | None,
+    mesh: Mesh,
+    experts: Mapping[str, int],
+    name: str,
+    local: tuple[int, ...],
+    tensor: Any,
+    kind: str,
+) -> ParamSpec:
+    """A parameter as its family declares it, after the live one, which has the shape `local` on
+    this rank, was compared with the declaration; without a family each is whole. `experts` are
+    those of each layer, by its canonical name. Raises LayoutError."""
+    dtype = dtype_name(tensor.dtype)
+    expert = number_and_count(name, experts)
+    if model is None or kind == "buffer":
+        return ParamSpec(name, local, dtype, kind, expert=expert)
+    declared = model.find(name)
+    share = declared.layout.local_shape(name, declared.shape, mesh.shares())
+    if share != local:
+        raise LayoutError(
+            "a live parameter has another shape than its family declares",
+            parameter=name,
+            found=local,
+            expected=f"{share} of {declared.shape} at tp={mesh.tp}",
+            fix=f"check that the model is a {model.family.name} with the sizes of its config",
+        )
+    for attribute, value in declared.attributes.items():
+        # absent where the layer spec sets none: the shape was checked
+        found = getattr(tensor, attribute, value)
+        if found != value:
+            raise LayoutError(
+                f"a live parameter's attribute {attribute} contradicts its family",
+                parameter=name,
+                expected=value,
+                found=found,
+                fix=f"check {model.family.source}",
+            )
+    return replace(declared.spec(name, dtype, kind), expert=expert)
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor. Raises UnsupportedError for one with gaps."""
+    if not tensor.is_contiguous():
+        raise UnsupportedError(
+            "a live tensor is not contiguous",
+            found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            fix="make it contiguous when the model is built",
+        )
+    return tensor.view(-1)
+
+
+def order_of(tensor: torch.Tensor) -> Ints | None:
+    """The dims in the order in which the memory stores them, where that is not their own. Raises
+    UnsupportedError for a tensor whose memory has gaps, or is shared by its elements."""
+    if tensor.is_contiguous():
+        return None
+    order = dims_in_memory(tuple(tensor.shape), tensor.stride())
+    if order is None:
+        flat_view(tensor)
+    return order
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, flat, its dims in the order of `order_of`."""
+    order = order_of(tensor)
+    return flat_view(tensor if order is None else tensor.permute(order))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As manifests write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- optimizer groups
+#
+# Steps and hyper-parameters as a live torch optimizer keeps them.
+
+
+# How an optimizer is run on some hardware, not what a run sets.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# What a group says of a variant of Adam that is not used: another Adam need not know the word.
+_USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
+# What torch's and megatron-core's schedules keep in the groups that they move.
+_OF_SCHEDULES = frozenset({"initial_lr", "max_lr"})
+
+
+def scalar_state(
+    value: float, keeps: Kept, group: Mapping[str, Any], master: torch.Tensor
+) -> torch.Tensor | int:
+    """A scalar state as the optimizer keeps it. A tensor of its own for every master: optimizers
+    step it in place."""
+    if keeps.step == "int":
+        return int(value)
+    on_device = group.get("capturable") or group.get("fused")
+    device = master.device if on_device else torch.device("cpu")
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    return torch.tensor(value, dtype=torch.float64 if wide else torch.float32, device=device)
+
+
+def group_of(group: Mapping[str, Any], without: Container[str], name: str, base: Any) -> ParamGroup:
+    """A live parameter group as a manifest describes it; `name` is that of its optimizer `base` in
+    the table."""
+    settings = {str(key): inert(value) for key, value in group.items() if key not in without}
+    said = {**settings, **decay_of(base)}
+    return ParamGroup(settings, name, steps_as=steps_as(name, said))
+
+
+def decay_of(optimizer: Any) -> dict[str, bool]:
+    """What torch's groups say of the kind of weight decay, and the fused ones by an attribute."""
+    mode = getattr(optimizer, "adam_w_mode", None)
+    return {} if mode is None else {DECOUPLED: bool(mode)}
+
+
+def built_groups(
+    live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], file: str, allow: bool
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The hyper-parameters of a checkpoint as live values, and notes of those that are left out.
+    Raises UnsafePickleError."""
+    out: list[Mapping[str, Any]] = []
+    left: list[str] = []
+    for number, (group, settings) in enumerate(zip(live, saved, strict=True)):
+        like = {key: value for key, value in group.items() if key != "params"}
+        how = Building(file, f"param_groups[{number}]", like, None, allow, left)
+        out.append(built(dict(settings), how))
+    return out, [f"left as the engine has it: {one}" for one in left]
+
+
+def set_group(
+    number: int, group: dict[str, Any], saved: Mapping[str, Any], carried: bool, notes: list[str]
+) -> None:
+    """Gives a group of an optimizer the hyper-parameters of a checkpoint; what changes by it, and
+    what is not carried, becomes a note. Not so a rate that a schedule moves: it is another one at
+    every step. `carried`: the optimizer is the one of the checkpoint, so that keys which the group
+    lacks are the program's own."""
+    for key, value in saved.items():
+        if key == DECOUPLED:
+            continue  # of the optimizer's class, which was compared
+        old, same = group.get(key), key in group and alike(inert(group[key]), inert(value))
+        if key in _IMPLEMENTATION:
+            if key in group and not same:
+                notes.append(
+                    f"group {number}: {key} {old} of the engine stays, the checkpoint has {value}: "
+                    "it says how the optimizer runs, not what it computes"
+                )
+            continue
+        if key not in group and not carried and key != "initial_lr":
+            if key not in _USUAL or value != _USUAL[key]:
+                notes.append(f"group {number}: {key}={shown(value)} is not known to this optimizer")
+            continue
+        is_moved = key == "lr" and not _OF_SCHEDULES.isdisjoint(group)
+        if key in group and not is_moved and not same:
+            notes.append(
+                f"group {number}: {key} {shown(old)} of the engine's configuration became "
+                f"{shown(value)} of the checkpoint"
+            )
+        _set(group, key, value)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """A tensor that others may hold (a rate that a compiled step reads) is filled and stays."""
+    old = group.get(key)
+    with torch.no_grad():
+        if isinstance(old, torch.Tensor) and not isinstance(value, torch.Tensor):
+            old.fill_(value)
+        elif isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
+            old.copy_(value)
+        else:
+            group[key] = value
+
+
+# ---- same model
+#
+# Whether a live model computes what the model in a checkpoint did, where no tensor's shape shows
+# it.
+
+
+_HEADS = ("heads", "groups", "head_dim")  # of a family's sizes
+CONFIG = "config"  # of what a manifest records of a model of transformers
+_OF_THE_RUN = ("positions",)  # the longest sequence may change from one run to the next
+
+
+def check_model(source: Checkpoint, model: Model, module: Any) -> None:
+    """Raises ModelMismatchError for a Hugging Face folder of a model that computes something else,
+    and for other attention heads than those of the run that saved a checkpoint."""
+    if source.manifest.keeper == Keeper.WEIGHTS:
+        check_config(source.folder, model, architecture_of(module))
+    own = asdict(model.sizes)
+    for name, saved in _recorded(source, "sizes").items():
+        if name in _HEADS and own.get(name, saved) != saved:
+            raise ModelMismatchError(
+                "the model has other attention heads than the run that saved the checkpoint",
+                file=str(source.folder),
+                expected=f"{name}={saved}",
+                found=f"{name}={own[name]}",
+                fix="build the model as the run did",
+            )
+
+
+def computes_otherwise(source: Checkpoint, model: Model | None, module: Any) -> list[str]:
+    """A note where a live model computes something else than the one in the checkpoint. Some of
+    that is changed on purpose, such as the rotary base for longer sequences."""
+    if model is None:
+        return _other_settings(source, module)
+    live = architecture_of(module)
+    own: dict[str, Any] = {} if live is None else _flat(asdict(live))
+    saved = _flat(_recorded(source, "architecture"))
+    both = sorted({*own, *saved}) if own and saved else []
+    found = [
+        f"{name} {saved.get(name)} in the checkpoint, {own.get(name)} in the model"
+        for name in both
+        if name not in _OF_THE_RUN and own.get(name) != saved.get(name)
+    ]
+    return [f"the model computes something else: {'; '.join(found)}"] if found else []
+
+
+def recorded_settings(module: Any) -> dict[str, Any]:
+    """What a manifest says of a model of transformers; nothing of another one."""
+    found = settings_of(config_of(module))
+    return {CONFIG: found} if found else {}
+
+
+def _other_settings(source: Checkpoint, module: Any) -> list[str]:
+    if source.manifest.keeper != Keeper.WEIGHTS:
+        return other_settings(_recorded(source, CONFIG), config_of(module), "the checkpoint")
+    path = source.folder / CONFIG_FILE
+    said = settings_of(read_json(path)) if path.is_file() else {}
+    return other_settings(said, config_of(module), CONFIG_FILE)
+
+
+def config_of(module: Any) -> Mapping[str, Any]:
+    """The config of a model of transformers, also of one that peft wrapped."""
+    said = getattr(getattr(module, "config", None), "to_dict", None)
+    return {} if said is None else said()
+
+
+def class_name(module: Any) -> str:
+    """The name of the class of a model of transformers; of one that a program derives from such a
+    class, with the module that has it, so that it is nobody else's."""
+    kind = type(module)
+    is_theirs = kind.__module__.partition(".")[0] == "transformers"
+    return kind.__name__ if is_theirs else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _recorded(source: Checkpoint, part: str) -> Mapping[str, Any]:
+    """What a checkpoint says of its model; nothing where it does not."""
+    said: object = with_model(source.manifest).run.get(RECORDED)
+    found = cast("Mapping[str, object]", said).get(part) if isinstance(said, dict) else None
+    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _flat(said: Mapping[str, Any]) -> dict[str, Any]:
+    """An architecture with its odd settings beside the others."""
+    odd: object = said.get("odd")
+    more = cast("Mapping[str, Any]", odd) if isinstance(odd, dict) else {}
+    return {**{name: value for name, value in said.items() if name != "odd"}, **more}
+
+
+# ---- unusable
+#
+# Marks an engine unusable, while and after a load fails, or as its memory is let go of: what is
+# in it is no state of the run, and no door gives it out. It refuses to step, and to be saved,
+# exported, held or proved, by DeepSpeed's and Megatron's own methods too.
+
+
+# Methods of engines, and of optimizers of megatron-core, that train with what is there or write it.
+# Some are called by the others: a caller may go by the class, around what an engine has itself.
+_DOORS = (
+    *("step", "train_batch", "save_checkpoint", "save_16bit_model", "save_fp16_model"),
+    *("_save_checkpoint", "_save_zero_checkpoint", "_save_moe_checkpoint"),
+    *("module_state_dict", "_consolidated_16bit_state_dict"),
+    "_zero3_consolidated_16bit_state_dict",
+    *("state_dict", "sharded_state_dict", "save_parameter_state"),
+)
+_SAVED = "_ucp_methods_before_load"
+_HOOKS = "_ucp_hooks_while_unusable"
+_WHY = "_ucp_is_unusable_as"
+_LOAD_FAILED = "a load failed after bytes were written into this engine"
+
+
+def mark_unusable(
+    program: Any, modules: Sequence[torch.nn.Module], why: str = _LOAD_FAILED
+) -> None:
+    """From now on the `program` (an engine of DeepSpeed, an optimizer of megatron-core) raises
+    EngineUnusableError by all of its doors, and so do the state dicts of its `modules`. Twice is
+    once."""
+    program.__dict__[_WHY] = why
+    if _SAVED in program.__dict__:
+        return
+    program.__dict__[_SAVED] = {
+        name: program.__dict__.get(name) for name in _DOORS if hasattr(program, name)
+    }
+    for name in program.__dict__[_SAVED]:
+        program.__dict__[name] = partial(_refuse, program)
+    program.__dict__[_HOOKS] = [
+        module.register_state_dict_pre_hook(partial(_refuse_values, program)) for module in modules
+    ]
+
+
+def require_usable(program: Any) -> None:
+    """Raises EngineUnusableError where the mark is there."""
+    if _SAVED in program.__dict__:
+        _refuse(program)
+
+
+def mark_usable(program: Any) -> None:
+    """Takes the mark away."""
+    for name, method in program.__dict__.pop(_SAVED, {}).items():
+        if method is None:
+            program.__dict__.pop(name, None)
+        else:
+            program.__dict__[name] = method
+    for hook in program.__dict__.pop(_HOOKS, ()):
+        hook.remove()
+
+
+def _refuse_values(program: Any, _module: Any, _prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # who asks for the parameters themselves looks at names, and copies nothing
+        _refuse(program)
+
+
+def _refuse(program: Any, *_: Any, **__: Any) -> None:
+    raise EngineUnusableError(program.__dict__[_WHY])
+
+
+# ---- places
+#
+# A live engine as all of its places together, of which this rank holds one: what is the same
+# whatever trains in it.
+
+
+class OwnPart(Protocol):
+    """What a rank holds of its place."""
+
+    @property
+    def at(self) -> Coords: ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+class LivePlaces:
+    """The engine as `stages` of all its `places`, of which this rank is `own`; `program` is what
+    steps, and is marked while a load is on its way. Raises ModelMismatchError where they don't fit,
+    UnsupportedError where they are not whole."""
+
+    manifest: Manifest
+
+    def __init__(
+        self,
+        own: OwnPart,
+        program: Any,
+        stages: Sequence[Stage],
+        places: Sequence[Coords],
+        fix: str,
+    ) -> None:
+        found = [stage.at for stage in stages]
+        if found != places:
+            raise UnsupportedError(
+                "the ranks of the engine don't make up whole stages",
+                expected=str(places),
+                found=str(found),
+                fix=fix,
+            )
+        self.joined: Joined = join(stages)
+        self._here, self._groups, self._program = found.index(own.at), own.param_groups, program
+        self.first_group = self.joined.first_group[self._here]
+
+    def numbered(self, buffers: Sequence[Any], values: Sequence[Any]) -> list[dict[int, Any]]:
+        """This rank's buffers of the optimizer, and its values, by their numbers in the
+        manifest."""
+        numbers = self.joined.numbers[self._here], self.joined.values[self._here]
+        both = zip(numbers, (buffers, values), strict=True)
+        return [dict(zip(*pair, strict=True)) for pair in both]
+
+    @property
+    def own_groups(self) -> slice:
+        """Which of the manifest's groups are this place's."""
+        return slice(self.first_group, self.first_group + len(self._groups))
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        raise NotImplementedError
+
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        return self.tensor(slot)[first:last]
+
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """What the program has of the model on this rank."""
+        raise NotImplementedError
+
+    def mark_unusable(self) -> None:
+        mark_unusable(self._program, self.modules())
+
+    def give_up(self) -> None:
+        gone = "the memory of this engine went as it was held, as was asked"
+        mark_unusable(self._program, self.modules(), gone)
+
+    def mark_usable(self) -> None:
+        mark_usable(self._program)
+
+    def built_groups(
+        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
+    ) -> tuple[list[Mapping[str, Any]], list[str]]:
+        out, own = list(groups), self.own_groups
+        out[own], notes = built_groups(self._groups, groups[own], file, allow)
+        return out, notes
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
+        notes: list[str] = []
+        own = groups[self.own_groups]
+        for number, (group, saved) in enumerate(zip(self._groups, own, strict=True)):
+            set_group(number, group, saved, carried, notes)
+        return notes
+
+
+def told_by(model: Model, manifest: Manifest) -> Told:
+    """What a family says of checkpoints of its model."""
+    twin, rules = model.family.hugging_face, model.family.rules
+    shares = None if twin is None else twin.tensors(model.sizes)
+    return Told(None, manifest.by_name, model.pipe, rules, shares, like=manifest)

@@ -1,0 +1,251 @@
+"""megatron-core's stack, described for all its ranks and filled on this one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.join_ranks import Stage, check_replicas
+from megatron_ucp.core.manifest import Manifest, ParamGroup
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.engines.deepspeed.optimizer import broadcast_each, on_cpu
+from megatron_ucp.engines.live import (
+    LivePlaces,
+    built_groups,
+    check_model,
+    computes_otherwise,
+    flat_view,
+    told_by,
+)
+from megatron_ucp.engines.megatron.model import EMBEDDING, POSITIONS, bare_model
+from megatron_ucp.engines.megatron.optimizer import STRUCTURE, LiveBucket, OwnValue, Stepped
+from megatron_ucp.engines.megatron.shard import MARKS, MegatronStack, OwnPlace
+from megatron_ucp.engines.megatron.state import MegatronExtras
+from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.formats.checkpoint import Checkpoint, Told
+from megatron_ucp.formats.megatron.buffers import order_of
+from megatron_ucp.formats.megatron.groups import IDENTIFIERS, SCHEDULED
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import How
+
+
+def describe(stack: MegatronStack) -> "LiveMegatron":
+    """The engine of all ranks. Collective; nothing in the stack is changed. Raises a UcpError on
+    every rank."""
+    with agree.together() as told:
+        own = OwnPlace(stack.chunks, stack.optimizer, stack.mesh, stack.model)
+        told.value = own.own_groups()
+    own.group_of = {name: group for found in told.values for name, group in found.items()}
+    with agree.together() as places:
+        stage = own.stage()
+        places.value = stage if own.speaks else None
+    with agree.together():
+        stages = [stage for stage in places.values if stage is not None]
+        return LiveMegatron(stack, own, sorted(stages, key=lambda one: one.at))
+
+
+class LiveMegatron(LivePlaces):
+    """The engine as `stages` of all its places, of which this rank holds `own`."""
+
+    has_optimizer = True
+    has_one_step = True
+
+    def __init__(self, stack: MegatronStack, own: OwnPlace, stages: Sequence[Stage]) -> None:
+        fix = (
+            "make megatron-core's process groups with parallel_state.initialize_model_parallel "
+            "alone"
+        )
+        super().__init__(own, stack.optimizer, stages, own.mesh.holding(), fix)
+        self.stack, self.own, joined = stack, own, self.joined
+        self._live: dict[int, LiveBucket]
+        self._values: dict[int, OwnValue]
+        self._live, self._values = self.numbered(own.buffers, own.values)
+        family = stack.model.family.name
+        held = (joined.params, joined.buffers, joined.groups)
+        self.manifest = Manifest(Keeper.MEGATRON, own.mesh, *held, family=family)
+        self._registered = order_of(
+            [spec.name for spec in stage.params if spec.kind != "buffer"] for stage in stages
+        )
+        check_replicas(self.manifest, _on_several_stages(bare_model(stack.chunks[0])))
+
+    def told(self) -> Told:
+        told = told_by(self.stack.model, self.manifest)
+        return replace(told, registered=self._registered)
+
+    # ------------------------------------------------ places
+
+    @property
+    def own_numbers(self) -> list[int]:
+        """The numbers in the manifest of the optimizers' own buffers, in their order."""
+        return [*self._live]
+
+    def parts(self) -> list[tuple[int, Coords, int]]:
+        return self.manifest.parts_of(self.own.rank)
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        if slot.state == VALUE:
+            return flat_view(self._values[slot.buffer].tensor)
+        return self._live[slot.buffer].tensor(slot.state)
+
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        if slot.state == VALUE:
+            return super().read(slot, first, last)
+        return self._live[slot.buffer].read(slot.state, first, last)
+
+    def piece(self, buffer: int, member: int) -> Stepped:
+        """What this rank steps of a member of a buffer."""
+        return self._live[buffer].pieces[member]
+
+    def state_dtype(self, buffer: int, state: str) -> str:
+        """megatron-core keeps all states in fp32."""
+        return "float32"
+
+    # ------------------------------------------------ before the first write
+
+    def check(self, source: Checkpoint, optimizer: bool) -> None:
+        """Raises ModelMismatchError for a model that computes something else, which no shape shows;
+        StateMismatchError for parameters that were stepped a different number of times:
+        megatron-core counts once."""
+        check_model(source, self.stack.model, bare_model(self.stack.chunks[0]))
+        if not optimizer:
+            return
+        steps: dict[float, str] = {}
+        for buffer in source.manifest.buffers:
+            for member in buffer.members:
+                if "step" in member.scalars:
+                    steps.setdefault(member.scalars["step"], member.param)
+        if len(steps) > 1:
+            raise StateMismatchError(
+                "parameters have different steps in the checkpoint, and megatron-core's optimizer "
+                "has one for all",
+                file=str(source.folder),
+                parameter=" and ".join([*steps.values()][:2]),
+                expected="one step",
+                found=", ".join(f"{step:g}" for step in steps),
+                fix="load with load_optimizer_states=False",
+            )
+
+    def take_extras(
+        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
+    ) -> MegatronExtras:
+        own = groups[self.own_groups]
+        marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
+        extras = MegatronExtras.read(source, self.stack, self.own, scheduler, marks, how)
+        notes = computes_otherwise(source, self.stack.model, bare_model(self.stack.chunks[0]))
+        taken_as = self.own.taken_as if how.optimizer else ()
+        return replace(extras, notes=(*extras.notes, *notes, *taken_as))
+
+    # ------------------------------------------------ writing
+
+    def modules(self) -> Sequence[torch.nn.Module]:
+        return [bare_model(chunk) for chunk in self.stack.chunks]  # the wrappers ask for its own
+
+    @torch.no_grad()
+    def mark_unusable(self) -> None:
+        """And waits for gathers of weights that are under way: they would undo what is written, and
+        the refresh would take them for its own. Masters become whole partitions, also where no
+        state of the optimizer is loaded."""
+        super().mark_unusable()
+        self.wait_for_gathers()
+        for live in self._live.values():
+            live.join(MASTER)
+
+    def give_up(self) -> None:
+        super().give_up()
+        self.wait_for_gathers()
+
+    def wait_for_gathers(self) -> None:
+        """Until no weights of other ranks are on their way. Begins no gather: of a group of buckets
+        with one under way megatron-core's call waits for it and does nothing else."""
+        for _, groups in self._bucket_groups():
+            for group in groups:
+                if group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
+
+    def _bucket_groups(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Each chunk with its groups of buckets, where ranks share the masters."""
+        for chunk in self.own.chunks if self.own.mesh.zero else ():
+            yield chunk, (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+
+    def finish_gathers(self) -> None:
+        """Every rank gets the weights that others stepped, where gathers overlap what follows: some
+        may be on their way, and some not begun. Of a group of buckets with a gather under way
+        megatron-core's call waits for that one."""
+        if any(chunk.ddp_config.overlap_param_gather for chunk in self.own.chunks):
+            for chunk, _ in self._bucket_groups():
+                chunk.start_param_sync(force_sync=True)
+
+    def _share_weights(self) -> None:
+        """Every rank gets the weights that others have, where no gather is under way; in place on
+        the CPU."""
+        for chunk, groups in self._bucket_groups():
+            if not on_cpu([bucket.param_data for group in groups for bucket in group.buckets]):
+                chunk.start_param_sync(force_sync=True)
+                continue
+            for group in groups:
+                ranks = group.intra_distributed_optimizer_instance_group
+                for bucket in group.buckets:
+                    broadcast_each(bucket.param_data.tensor_split(ranks.size()), ranks)
+                group.param_gather_dispatched = True
+
+    @torch.no_grad()
+    def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
+        for number, kept in states.items():
+            self._live[number].allocate(kept, "float32")
+
+    def drop_gradients(self) -> list[str]:
+        for chunk in self.own.chunks:
+            chunk.zero_grad_buffer()
+        self.stack.optimizer.zero_grad()
+        return []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for inner in self.own.inner:
+            if hasattr(inner, "_copy_main_params_to_model_params"):
+                inner._copy_main_params_to_model_params()
+        self._share_weights()
+
+    def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
+        for number, piece in self._live[buffer].pieces.items():
+            piece.set_scalars(members[number])
+
+    def built_groups(
+        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
+    ) -> tuple[list[Mapping[str, Any]], list[str]]:
+        live: list[Mapping[str, Any]] = [{} for _ in groups]
+        live[self.own_groups] = self.own.param_groups
+        return built_groups(live, groups, file, allow)
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
+        """A group that has no parameter at this stage gets what the same group has at another
+        one."""
+        elsewhere = {
+            _identity(group): saved
+            for group, saved in zip(self.manifest.groups, groups, strict=True)
+            if saved
+        }
+        plain = [
+            {key: value for key, value in found.items() if key not in STRUCTURE}
+            for group, saved in zip(self.manifest.groups, groups, strict=True)
+            for found in [saved or elsewhere.get(_identity(group), {})]
+        ]
+        return super().set_groups(plain, carried)
+
+
+def _on_several_stages(model: Any) -> list[str]:
+    """What megatron-core keeps alike on the first stage and the last: a tied embedding, and all
+    embeddings where layers for multi-token prediction need them."""
+    if getattr(model.config, "mtp_num_layers", None):
+        return [EMBEDDING, POSITIONS]
+    return [EMBEDDING] if getattr(model, "share_embeddings_and_output_weights", False) else []
+
+
+def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:
+    """Which of megatron-core's groups it is, whatever the stage."""
+    own = group.marks[MARKS]
+    return tuple((key, own.get(key)) for key in (*IDENTIFIERS, *SCHEDULED))

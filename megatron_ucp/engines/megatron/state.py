@@ -1,0 +1,182 @@
+"""What resumes in megatron-core's stack besides tensors: schedule, counters, loss scale, random
+states, data position."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ucp.engines.built import Values
+from megatron_ucp.engines.resume_state import CommonExtras
+from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.megatron.groups import SCHEDULED
+from megatron_ucp.formats.megatron.run_state import OPERATIONS
+from megatron_ucp.reshard.engine import How
+
+if TYPE_CHECKING:
+    from megatron_ucp.engines.megatron.shard import MegatronStack, OwnPlace
+
+
+NUM_STEPS = "num_steps"  # of a schedule that counts samples
+
+
+@dataclass(frozen=True)
+class MegatronExtras:
+    """Values ready to be set in a stack. `schedule` are settings of the scheduler that change,
+    `samples` those that it has seen (None: it is left as it is), `groups` what megatron-core kept
+    of each group. Of `how` it follows what else is set."""
+
+    stack: "MegatronStack"
+    own: "OwnPlace"
+    how: How
+    common: CommonExtras
+    schedule: Mapping[str, Any]
+    samples: int | None
+    groups: Sequence[Mapping[str, Any]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def client_state(self) -> Mapping[str, Any]:
+        return self.common.client_state
+
+    @classmethod
+    def read(
+        cls,
+        source: Checkpoint,
+        stack: "MegatronStack",
+        own: "OwnPlace",
+        scheduler: bool,
+        groups: Sequence[Mapping[str, Any]],
+        how: How,
+    ) -> "MegatronExtras":
+        """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
+        is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
+        than the checkpoint's, or the data position does not fit the loader."""
+        saved, notes = source.extras, list[str]()
+        values = Values(source, "values" in how.allow)
+        schedule: dict[str, Any] = {}
+        samples = None
+        if scheduler and stack.scheduler is not None:
+            here = stack.scheduler.state_dict()
+            found = values.built(saved.scheduler or {}, "opt_param_scheduler", here)
+            schedule = _changed(stack.scheduler, found, source.main_file)
+            samples = _samples(found, saved.counters, notes)
+        elif scheduler and saved.scheduler is not None:
+            notes.append("the scheduler was not restored: the engine has none")
+        place = stack.mesh.partition_of(own.rank), stack.mesh.coord(own.rank).pp
+        common = CommonExtras.taken(source, values, how, stack.mesh, place)
+        kept = groups if scheduler and not _keeps_own(stack.scheduler) else []
+        notes += values.notes
+        return cls(stack, own, how, common, schedule, samples, kept, tuple(notes))
+
+    def restore(self) -> list[str]:
+        """Sets everything; the loss scale where the states of the optimizer were loaded. Returns
+        notes."""
+        notes: list[str] = []
+        if self.how.module_only:
+            return notes
+        stack, counters = self.stack, self.common.counters
+        if self.how.optimizer:
+            for inner in self.own.inner:
+                _set_scaler(getattr(inner, "grad_scaler", None), self.common.scaler, notes)
+            for number, saved in enumerate(self.groups):
+                _set_rates(number, self.own.param_groups[number], saved, notes)
+        if self.samples is not None:
+            _set_schedule(stack.scheduler, self.schedule, self.samples, self.how.optimizer, notes)
+        stack.iteration = counters.get("global_steps", stack.iteration)
+        stack.consumed_samples = counters.get("global_samples", stack.consumed_samples)
+        stack.skipped_iterations = counters.get("skipped_steps", stack.skipped_iterations)
+        operations = self.client_state.get(OPERATIONS)
+        if isinstance(operations, int | float):
+            stack.floating_point_operations = operations
+        return [*dict.fromkeys(notes), *self.common.go_on()]
+
+
+# ------------------------------------------------ schedule
+
+
+def _changed(scheduler: Any, saved: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Settings of the scheduler that the checkpoint changes. Raises StateMismatchError where they
+    differ and the scheduler is told neither to take the checkpoint's nor to keep its own."""
+    if NUM_STEPS not in saved:
+        return {}
+    own = {key: value for key, value in scheduler.state_dict().items() if key != NUM_STEPS}
+    if "weight_decay" in saved:  # a schedule that does not let it grow
+        saved = {"start_wd": saved["weight_decay"], "end_wd": saved["weight_decay"], **saved}
+    different = {key: saved[key] for key in own if key in saved and saved[key] != own[key]}
+    if not different or _keeps_own(scheduler):
+        return {}
+    if scheduler.use_checkpoint_opt_param_scheduler:
+        return different
+    raise StateMismatchError(
+        "the schedule differs from the checkpoint's",
+        file=file,
+        expected=", ".join(f"{key}={value}" for key, value in different.items()),
+        found=", ".join(f"{key}={own[key]}" for key in different),
+        fix="--use-checkpoint-opt_param-scheduler takes the checkpoint's settings, "
+        "--override-opt_param-scheduler keeps these",
+    )
+
+
+def _keeps_own(scheduler: Any) -> bool:
+    """Whether changed settings of the schedule win over the checkpoint's."""
+    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
+
+
+def _set_rates(
+    number: int, group: dict[str, Any], saved: Mapping[str, Any], notes: list[str]
+) -> None:
+    """The values between which the schedule moves a group."""
+    for key in SCHEDULED:
+        if key in saved and group.get(key) != saved[key]:
+            notes.append(f"group {number}: {key} {group.get(key)} became {saved[key]}")
+            group[key] = saved[key]
+
+
+def _samples(saved: Mapping[str, Any], counters: Mapping[str, int], notes: list[str]) -> int:
+    """How many samples the schedule has seen: those of iterations that were not skipped."""
+    if NUM_STEPS in saved:
+        return int(saved[NUM_STEPS])
+    steps, skipped = counters.get("global_steps", 0), counters.get("skipped_steps", 0)
+    samples = counters.get("global_samples", 0)
+    taken = samples * (steps - skipped) // steps if steps else samples
+    notes.append(
+        "the checkpoint holds no schedule that counts samples: the engine's goes on from "
+        f"{taken} samples"
+    )
+    return taken
+
+
+def _set_schedule(
+    scheduler: Any, changed: Mapping[str, Any], samples: int, optimizer: bool, notes: list[str]
+) -> None:
+    for key, value in changed.items():
+        notes.append(f"schedule: {key} {getattr(scheduler, key)} became {value}")
+        setattr(scheduler, key, value)
+    scheduler.num_steps = samples
+    if not optimizer:
+        scheduler.step(0)
+        return
+    for number, group in enumerate(scheduler.optimizer.param_groups):
+        decay = scheduler.get_wd(group) * group.get("wd_mult", 1.0)
+        for key, want in (("lr", scheduler.get_lr(group)), ("weight_decay", decay)):
+            if group[key] != want:
+                notes.append(
+                    f"group {number}: the next step has the checkpoint's {key} {group[key]}, those "
+                    f"after it what the schedule says, {want} now"
+                )
+
+
+# ------------------------------------------------ loss scale
+
+
+def _set_scaler(scaler: Any, saved: LossScale, notes: list[str]) -> None:
+    """Carries the loss scale from fp16 to fp16; every other target ignores it."""
+    if scaler is None or not saved.said:
+        return
+    dynamic = hasattr(scaler, "_growth_tracker")
+    if saved.is_kind(dynamic, notes) and dynamic:  # a constant is the configuration's
+        scaler._scale.fill_(saved.cur_scale)
+        scaler._growth_tracker = saved.good_steps(scaler.growth_interval)
+        scaler._hysteresis_tracker = int(saved.said.get("cur_hysteresis", scaler.hysteresis))

@@ -1,0 +1,492 @@
+"""What resumes in every engine besides tensors: random generators, the position in the data."""
+
+import copy
+import hashlib
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.engines.built import Values
+from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
+from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Checkpoint
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.per_rank import RANDOM_STATES
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import How, KeepsPosition
+
+# ---- random states
+#
+# Random generators of a rank: kept beside a save, the same again on the same mesh, derived anew
+# on another one.
+
+
+# Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where
+# a program uses it.
+_TRACKERS = {
+    "megatron": "megatron.core.tensor_parallel.random",
+    "deepspeed": "deepspeed.runtime.activation_checkpointing.checkpointing",
+}
+_ALWAYS = frozenset({"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"})
+_GPU_BYTES = 16  # of a CUDA generator: its seed and offset
+SEED, STEPS = "seed", "global_steps"  # keys of the manifest's `run`
+CONVERTED = (
+    "converted_from"  # the mesh whose ranks had the generators, which a conversion leaves behind
+)
+
+
+def file_name(rank: int) -> str:
+    return f"{RANDOM_STATES}{rank:05d}.safetensors"
+
+
+def write(folder: Path, rank: int) -> Path:
+    """Writes this rank's generators; returns the file."""
+    path = folder / file_name(rank)
+    path.write_bytes(file_bytes())  # not save_file: its files are for the user alone
+    return path
+
+
+def file_bytes() -> bytes:
+    """What such a file holds."""
+    from safetensors.torch import save
+
+    return save(states())
+
+
+def states() -> dict[str, torch.Tensor]:
+    """The generators of torch, numpy, Python, the GPU, and every tracker of tensor-parallel
+    regions, as tensors."""
+    _, keys, place, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    found = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.array(keys, dtype=np.int64)),
+        "numpy_place": torch.tensor([place, has_gauss]),
+        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
+        "python": torch.tensor([version, *internal]),
+        "python_gauss": torch.tensor(
+            [math.nan if gauss_next is None else gauss_next], dtype=torch.float64
+        ),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    for owner, tracker in _trackers().items():
+        for name, state in tracker.get_states().items():
+            found[f"{owner}.{name}"] = (
+                state if isinstance(state, torch.Tensor) else state.get_state()
+            )
+    return {name: state.cpu().contiguous().clone() for name, state in found.items()}
+
+
+def _trackers() -> dict[str, Any]:
+    return {
+        owner: sys.modules[module].get_cuda_rng_tracker()
+        for owner, module in _TRACKERS.items()
+        if module in sys.modules
+    }
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a load does with the generators, known before it writes anything: `states` to set, or
+    `seed` to derive from."""
+
+    note: str | None
+    states: dict[str, torch.Tensor] | None = None
+    seed: int | None = None
+
+    @classmethod
+    def plan(cls, source: Checkpoint, here: Mesh, rank: int, place: tuple[int, int]) -> "Restored":
+        """Reads this rank's file where the mesh is the same, and where our own saves left none what
+        the format's own program keeps. `place`: this rank's data-parallel rank and pipeline stage.
+
+        Raises DamagedFileError.
+        """
+        manifest, file = source.recorded, str(source.folder / file_name(rank))
+        kept = source.beside(file_name(0)) is not None
+        run: Mapping[str, Any] = {} if manifest is None else manifest.run
+        if manifest is None or SEED not in run or not (kept or CONVERTED in run):
+            found = source.random_states(here, rank)
+            if isinstance(found, str):
+                return cls(f"random states: {found}, this process's own go on")
+            return cls._exactly({name: _tensor(found[name]) for name in found}, source.main_file)
+        if kept and manifest.mesh.has_ranks_of(here):
+            return cls._exactly(_parse(source.beside(file_name(rank)), file), file)
+        text = " ".join(map(str, (run[SEED], run.get(STEPS, 0), *place)))
+        return cls(
+            "random states: derived from the seed, the step and this rank's coordinates, as the "
+            "mesh is another one",
+            seed=int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1,
+        )
+
+    @classmethod
+    def _exactly(cls, saved: dict[str, torch.Tensor], file: str) -> "Restored":
+        """Sets generators to what they were. Those of a GPU and of a machine without one can't be
+        set to each other's, and a tracker may have names that the other has not: these go on, and
+        the note says which. Raises DamagedFileError for what no generator can be set to."""
+        _check(saved, file)
+        live = {name: state for name, state in states().items() if name not in _ALWAYS}
+        shapes = {name: state.shape for name, state in saved.items()}
+        kept = [name for name, state in live.items() if shapes.get(name) != state.shape]
+        if "cuda" in saved and "cuda" not in live and saved["cuda"].numel() == _GPU_BYTES:
+            kept.append("cuda")
+        note = (
+            "random states: this process's own go on for "
+            f"{', '.join(kept)}, as the checkpoint has none that fit them"
+        )
+        fitting = {name: state for name, state in saved.items() if name not in kept}
+        return cls(note if kept else None, states=fitting)
+
+    def apply(self) -> None:
+        """Sets the generators of this rank."""
+        if self.states is not None:
+            _set(self.states)
+        elif self.seed is not None:
+            _derive(self.seed)
+
+
+def _parse(data: bytes | None, file: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        found = load(data or b"")
+    except SafetensorError as error:
+        raise DamagedFileError(
+            "a file of random states can't be read", file=file, found=str(error)
+        ) from None
+    return found
+
+
+def _tensor(value: bytes | Sequence[int] | Sequence[float]) -> torch.Tensor:
+    """In the form of `states`."""
+    if isinstance(value, bytes):
+        return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    kind = torch.float64 if isinstance(value[0], float) else torch.int64
+    return torch.tensor(value, dtype=kind)
+
+
+def _check(saved: Mapping[str, torch.Tensor], file: str) -> None:
+    """Setting them comes after everything else was written: what torch, numpy and Python would
+    refuse, or take as something else, is found now. Raises DamagedFileError."""
+    for name, own in states().items():
+        theirs = saved.get(name)
+        if name in _ALWAYS and (theirs is None or _form(theirs) != _form(own)):
+            raise DamagedFileError(
+                "a file of random states is not complete",
+                file=file,
+                parameter=name,
+                expected=_form(own),
+                found="nothing of it" if theirs is None else _form(theirs),
+            )
+    _check_values(saved, file)
+
+
+def _form(state: torch.Tensor) -> str:
+    return f"{state.dtype} {tuple(state.shape)}"
+
+
+def _check_values(saved: Mapping[str, torch.Tensor], file: str) -> None:
+    for name, state in saved.items():
+        if name not in _ALWAYS and not _is_of_torch(state):
+            _refuse(name, _form(state), file)
+    words = torch.cat([saved["numpy"], saved["python"][1:-1]])
+    places = torch.stack([saved["numpy_place"][0], saved["python"][-1]])
+    for name, found, most in (
+        ("numpy, python", words, 2**32 - 1),
+        ("place", places, TWISTER_WORDS),
+    ):
+        if not bool(((found >= 0) & (found <= most)).all()):
+            _refuse(name, "a word or a place that no generator has", file)
+    try:
+        torch.Generator().set_state(saved["torch"])
+        np.random.RandomState().set_state(_of_numpy(saved))
+        random.Random().setstate(_of_python(saved))
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        _refuse("torch, numpy or python", str(error)[:200], file)
+
+
+def _is_of_torch(state: torch.Tensor) -> bool:
+    """Whether a generator of torch can be set to it, on a GPU or on a CPU."""
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        return False
+    if state.numel() == _GPU_BYTES:
+        return True
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _refuse(name: str, found: str, file: str) -> NoReturn:
+    raise DamagedFileError(
+        "random states are no states of a generator",
+        file=file,
+        parameter=name,
+        found=found,
+        fix="load another tag, or with rng=False",
+    )
+
+
+def _of_numpy(saved: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """As numpy's `set_state` takes it."""
+    place, has_gauss = saved["numpy_place"].tolist()
+    words = saved["numpy"].numpy().astype(np.uint32)
+    return "MT19937", words, place, has_gauss, saved["numpy_gauss"].item()
+
+
+def _of_python(saved: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """As Python's `setstate` takes it."""
+    version, *internal = saved["python"].tolist()
+    gauss_next = saved["python_gauss"].item()
+    return version, tuple(internal), None if math.isnan(gauss_next) else gauss_next
+
+
+def _set(saved: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(saved["torch"])
+    np.random.set_state(_of_numpy(saved))
+    random.setstate(_of_python(saved))
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    for owner, tracker in _trackers().items():
+        live = tracker.get_states()
+        tracked = {name: saved.get(f"{owner}.{name}", state) for name, state in live.items()}
+        if tracked:
+            tracker.set_states(tracked)
+
+
+def _derive(seed: int) -> None:
+    """Tensor-parallel ranks share all but their regions' generators: replicated parameters need the
+    same dropout there."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    for owner, tracker in _trackers().items():
+        if owner == "megatron" and tracker.get_states():
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+# ---- loader
+#
+# A torch DataLoader over a DistributedSampler that goes on where a save was, also on another
+# number of ranks.
+
+
+_NEEDED = ("num_replicas", "rank", "dataset", "epoch", "drop_last", "set_epoch")
+
+
+class ResumableLoader:
+    """Wraps a `DataLoader` whose sampler is a `DistributedSampler`, or one of its kind; iterates as
+    it does, and goes on where a save was, on any number of ranks.
+
+    Such a sampler deals the epoch's order out like cards, so that the ranks together have always
+    had a prefix of it: how many samples that is says all, on any number of ranks. Counted is what
+    the loop got, not what workers fetched ahead.
+
+    Args:
+        loader: The `DataLoader`.
+
+    Raises:
+        UnsupportedError: For another sampler.
+
+    Example:
+        >>> sampler = DistributedSampler(data, seed=1)
+        >>> loader = ucp.ResumableLoader(DataLoader(data, batch_size=4, sampler=sampler))
+        >>> ucp.attach(engine, loader=loader)  # saves keep its position, loads restore it
+        >>> for epoch in range(loader.epoch, epochs):
+        ...     loader.set_epoch(epoch)
+        ...     for batch in loader:
+        ...         train(batch)
+    """
+
+    def __init__(self, loader: Any) -> None:
+        batches: Any = getattr(loader, "batch_sampler", None)
+        sampler = getattr(batches, "sampler", None)
+        missing = [name for name in _NEEDED if not hasattr(sampler, name)]
+        if missing:
+            raise UnsupportedError(
+                "the loader's sampler is none of DistributedSampler's kind",
+                found=type(sampler).__qualname__,
+                expected=f"a batch sampler over one with {', '.join(_NEEDED)}",
+                fix="use DataLoader(..., batch_size=, sampler=DistributedSampler(...)), also on "
+                "one rank",
+            )
+        self.loader: Any = loader
+        self.sampler: Any = sampler
+        self.samples = 0  # of the epoch, handed out by all ranks together
+        self._start = 0  # where the next iteration begins
+        self._is_restored = False  # and has not been iterated since
+        batches.sampler = _Rest(self)
+
+    @property
+    def epoch(self) -> int:
+        return int(self.sampler.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the sampler's. Another epoch than the present one begins at its first sample."""
+        if epoch != self.epoch:
+            self._start = self.samples = 0
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, replicas = self._start, int(self.sampler.num_replicas)
+        rest = len(self.sampler.dataset) - start
+        share = rest // replicas if self.sampler.drop_last else -(-rest // replicas)  # of this rank
+        self.samples, handed = start, 0
+        for batch in self._begun():
+            handed = min(handed + int(self.loader.batch_sampler.batch_size), share)
+            self.samples = start + handed * replicas
+            yield batch
+
+    def _begun(self) -> Iterator[Any]:
+        """The iteration of the loader that begins now. Torch draws a seed of its workers as one
+        begins; the first one after a load draws it of a copy: what was restored is what the
+        program draws next, as in the run that saved, whose iteration had begun before."""
+        if not self._is_restored:
+            return iter(self.loader)
+        self._is_restored = False
+        with torch.random.fork_rng(devices=[]):
+            return iter(self.loader)
+
+    def take_start(self) -> int:
+        """Where the iteration that begins now starts; the one after it starts at the beginning."""
+        start, self._start = self._start, 0
+        return start
+
+    def order_from(self, start: int) -> list[int]:
+        """This rank's share of the epoch's order after its first `start` samples, as
+        DistributedSampler deals it."""
+        replicas, rank = int(self.sampler.num_replicas), int(self.sampler.rank)
+        whole = self._whole()
+        rest = whole[start:]
+        if self.sampler.drop_last:
+            rest = rest[: len(rest) // replicas * replicas]
+        elif short := -len(rest) % replicas:
+            rest += (whole * (short // len(whole) + 1))[
+                :short
+            ]  # the epoch's first ones again, as there
+        return rest[rank::replicas]
+
+    def _whole(self) -> list[int]:
+        """The epoch's order: what the sampler gives to one replica of one."""
+        alone, count = copy.copy(self.sampler), len(self.sampler.dataset)
+        alone.num_replicas, alone.rank, alone.num_samples, alone.total_size = 1, 0, count, count
+        return list(alone)
+
+    # ---------------------------------------------------------------- position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in samples; the same on every rank and on every number of ranks."""
+        return {"epoch": self.epoch, "samples": self.samples, **self._identity()}
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "dataset": len(self.sampler.dataset),
+            "seed": getattr(self.sampler, "seed", None),
+            "shuffle": getattr(self.sampler, "shuffle", None),
+        }
+
+    def check(self, state: Mapping[str, Any], file: str | None = None) -> None:
+        """Raises StateMismatchError where the position counts in another order than this
+        loader's."""
+        saved = {key: state.get(key) for key in self._identity()}
+        if saved != self._identity():
+            raise StateMismatchError(
+                "the data position belongs to another order of samples",
+                file=file,
+                expected=saved,
+                found=self._identity(),
+                fix="build dataset and sampler as the run did, or load without loader=",
+            )
+        if (ours := self.order_from(0)) != (theirs := list(self.sampler)):
+            raise UnsupportedError(
+                "the sampler deals its samples out in another way than DistributedSampler",
+                expected=f"{ours[:4]}...",
+                found=f"{theirs[:4]}...",
+                fix="keep the data position yourself, in client_state",
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the position. Raises as `check`."""
+        self.check(state)
+        self.sampler.set_epoch(int(state["epoch"]))
+        self._start = self.samples = min(int(state["samples"]), len(self.sampler.dataset))
+        self._is_restored = True
+
+
+def restore_position(loader: KeepsPosition | None, position: Mapping[str, Any] | None) -> list[str]:
+    """Gives a loader the position of a checkpoint; notes where there is only one of them."""
+    if loader is not None and position is not None:
+        loader.load_state_dict(position)
+    elif loader is not None or position is not None:
+        why = "no loader was given" if loader is None else "the checkpoint has none"
+        return [f"the data position was not restored: {why}"]
+    return []
+
+
+class _Rest:
+    """What the batch sampler draws from: the sampler, less what was handed out before."""
+
+    def __init__(self, owner: ResumableLoader) -> None:
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._owner.order_from(self._owner.take_start()))
+
+    def __len__(self) -> int:
+        return len(self._owner.sampler)
+
+
+# ---- common extras
+#
+# What resumes in every engine besides tensors, in the same way.
+
+
+@dataclass(frozen=True)
+class CommonExtras:
+    """Values of a checkpoint, ready to be set."""
+
+    counters: Mapping[str, int]
+    scaler: LossScale
+    client_state: Mapping[str, Any]
+    randoms: Restored
+    position: Mapping[str, Any] | None
+    loader: KeepsPosition | None
+
+    @classmethod
+    def taken(
+        cls, source: Checkpoint, values: Values, how: How, mesh: Mesh, place: tuple[int, int]
+    ) -> "CommonExtras":
+        """`place` is this rank's data-parallel rank and pipeline stage. Raises StateMismatchError
+        where the data position does not fit the loader."""
+        saved = source.extras
+        client = saved.client_state
+        if how.own is not None:
+            client = how.own.over(client, how.apart)
+        position = None if how.module_only else saved.data_position
+        if how.loader is not None and position is not None:
+            how.loader.check(position, str(source.folder))
+        rank = agree.world()[0]
+        randoms = Restored.plan(source, mesh, rank, place) if how.rng else Restored(None)
+        built = values.built(dict(client), "client_state")
+        return cls(saved.counters, saved.scaler, built, randoms, position, how.loader)
+
+    def go_on(self) -> list[str]:
+        """Sets random states and the data position; returns notes."""
+        self.randoms.apply()
+        notes = [self.randoms.note] if self.randoms.note else []
+        return notes + restore_position(self.loader, self.position)

@@ -1,0 +1,316 @@
+"""The settings of a model: its sizes, and what it computes besides what the shapes of its
+parameters say."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any, cast
+
+from megatron_ucp.core.manifest import RECORDED
+
+# ---- sizes
+#
+# The sizes of a model.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model. `vocab` is the padded vocabulary, `true_vocab` the tokenizer's; `ffn`
+    the width of one half of a gated MLP; `groups` the key-value groups; `positions` is 0 where none
+    are learned. `qkv_biases`: only queries, keys and values have biases; `qk_norms`: queries and
+    keys are normalised, head by head. A family with sizes of its own gives a subclass."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    true_vocab: int
+    positions: int = 0
+    tied: bool = False
+    gated: bool = False
+    biases: bool = True
+    norm_biases: bool = True
+    qkv_biases: bool = False
+    qk_norms: bool = False
+
+    @property
+    def qkv(self) -> int:
+        """Rows of linear_qkv: megatron-core interleaves (heads/groups queries, one key, one value)
+        per group."""
+        return (self.heads + 2 * self.groups) * self.head_dim
+
+
+# ---- architecture
+#
+# What a model computes besides what the shapes of its parameters say.
+
+
+_LONG = 8192.0  # positions that megatron-core's scaled rotary base was trained with
+
+# Fields of megatron-core's TransformerConfig, and of its GPTModel, that change what is computed:
+# the values with which they change nothing. Of those below the line only where there are experts.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "add_qkv_bias": (False,),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla",),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,),
+    "multi_latent_attention": (False,),
+    "experimental_attention_variant": (None,),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0,),
+    "window_size": (None,),
+    "window_attn_skip_freq": (None,),
+    "no_rope_freq": (None,),
+    "mtp_num_layers": (None, 0),
+    "heterogeneous_block_specs": (False,),
+}
+NEUTRAL_OF_EXPERTS: dict[str, tuple[object, ...]] = {
+    "moe_layer_freq": (1,),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_pre_softmax": (False,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_group_topk": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_latent_size": (None,),
+    # sinkhorn alone weighs experts in another way; losses add nothing to what is computed
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+}
+
+
+# Of latent attention, whose rotary embedding the config says; and where that is scaled (yarn), all
+# of these.
+NEUTRAL_OF_LATENT: dict[str, tuple[object, ...]] = {
+    "rope_type": ("rope",),
+    "mscale_all_dim": (0.0,),
+}
+SCALED_LATENT = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+# Of a GPTModel whose rotary embedding is scaled by yarn, all that its config says of these.
+POSITION_KIND = "position_embedding_type"
+YARN = (
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
+WINDOW, FULL_EVERY = "window_size", "window_attn_skip_freq"
+FREQUENCY, BALANCING = "moe_layer_freq", "moe_router_load_balancing_type"
+SCORES, PRE_SOFTMAX = "moe_router_score_function", "moe_router_pre_softmax"
+GROUPS, GROUPS_OF_TOKEN = "moe_router_num_groups", "moe_router_group_topk"
+LATENT = "multi_latent_attention"
+
+
+def every_of(said: object) -> int:
+    """Which layers have experts as a number: megatron-core's `moe_layer_freq` may also be a list
+    with a mark for each layer. Raises ValueError for one that no number says, TypeError for what is
+    neither."""
+    if isinstance(said, int):
+        return said
+    if not isinstance(said, list | tuple):
+        raise TypeError(f"{FREQUENCY} is neither a number nor a list")
+    marks = [bool(mark) for mark in cast("Sequence[object]", said)]
+    for every in range(1, len(marks) + 1):
+        if marks == [not number % every for number in range(len(marks))]:
+            return every
+    raise ValueError(f"{FREQUENCY} is a list that no number says")
+
+
+def full_every(marks: Sequence[object]) -> Any:
+    """Which layers attend to all positions, of `marks` that are true for those with a window: each
+    layer of such a number (None: no layer), or the list where no number says it."""
+    windows = [bool(mark) for mark in marks]
+    if all(windows):
+        return None
+    for every in range(1, len(windows) + 1):
+        if windows == [bool((number + 1) % every) for number in range(len(windows))]:
+            return every
+    return [int(window) for window in windows]
+
+
+def as_one(name: str, value: Any) -> Any:
+    """The value of a setting, as one value where a list says the same: of several ways to balance
+    megatron-core takes the losses alone."""
+    if name == BALANCING and isinstance(value, list | tuple):
+        return "none"
+    if name == FULL_EVERY and isinstance(value, list | tuple):
+        return full_every(cast("Sequence[object]", value))
+    if name == WINDOW and isinstance(value, list):
+        return tuple(cast("Sequence[object]", value))
+    try:
+        return every_of(value) if name == FREQUENCY else value
+    except (TypeError, ValueError):
+        return value
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Numbers that no parameter's shape shows, in megatron-core's words and with its defaults.
+
+    `positions` is the longest sequence; `activation` is "gelu" (exact), "gelu_tanh" or "silu";
+    `rope_factor` (0: none) scales long rotary wavelengths as Llama 3.1 does, `interpolation` (0:
+    none) divides positions; a token goes to `topk` experts. `odd` has every other setting that
+    changes what is computed, by its field's name.
+    """
+
+    positions: int = 0
+    norm_epsilon: float = 1e-5
+    activation: str = "gelu"
+    rotary_base: float = 10000.0
+    rope_factor: float = 0.0
+    interpolation: float = 0.0
+    topk: int = 0
+    odd: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def recorded(sizes: Sizes, module: Any) -> dict[str, Any]:
+    """What a manifest says of a live model of a family: its sizes, and its architecture where the
+    module shows it."""
+    found = architecture_of(module)
+    said: dict[str, Any] = {"sizes": asdict(sizes)}
+    return said if found is None else {**said, "architecture": asdict(found)}
+
+
+def described(run: Mapping[str, Any], sizes: type[Sizes]) -> tuple[Sizes, Architecture] | None:
+    """What `recorded` gave, from a manifest's `run`; None where it says none, or the sizes of no
+    family: a model that was attached without one has none. Raises TypeError or ValueError for what
+    is no such record."""
+    of, more = _part(run, "sizes"), _part(run, "architecture")
+    return (sizes(**of), Architecture(**more)) if of and more is not None else None
+
+
+def described_architecture(run: Mapping[str, Any]) -> Architecture | None:
+    """The architecture that `recorded` gave, from a manifest's `run`, whatever the sizes are; None
+    where it says none. Raises TypeError for what is no such record."""
+    more = _part(run, "architecture")
+    return None if more is None else Architecture(**more)
+
+
+def other_sizes(run: Mapping[str, Any], sizes: type[Sizes]) -> list[str]:
+    """The names of sizes in which a record differs from what a family has."""
+    of = _part(run, "sizes")
+    if not of:
+        return []
+    known = {one.name: one for one in fields(sizes)}
+    needed = {
+        name
+        for name, one in known.items()
+        if one.default is MISSING and one.default_factory is MISSING
+    }
+    return sorted(({*of} - {*known}) | (needed - {*of}))
+
+
+def _part(run: Mapping[str, Any], part: str) -> dict[str, Any] | None:
+    """A part of the record of a model; None where a manifest has none. Raises TypeError."""
+    said: Any = run.get(RECORDED)
+    found = cast("dict[str, Any]", said).get(part) if isinstance(said, dict) else None
+    if found is not None and not isinstance(found, dict):
+        raise TypeError(f"{part} is no table of names and values")
+    return cast("dict[str, Any] | None", found)
+
+
+def architecture_of(module: Any) -> Architecture | None:
+    """Of a megatron-core GPTModel, or a PipelineModule with the same attributes; None for another
+    module."""
+    config: Any = getattr(module, "config", None)
+    needed = ("layernorm_epsilon", "activation_func", "bias_activation_fusion")
+    if any(not hasattr(config, name) for name in needed):
+        return None
+    rotary = getattr(module, POSITION_KIND, "") in ("rope", "yarn")
+    if rotary and not hasattr(module, "rotary_base"):
+        return None
+    experts = bool(getattr(config, "num_moe_experts", None))
+    found = Architecture(
+        positions=int(getattr(module, "max_sequence_length", 0)),
+        norm_epsilon=float(config.layernorm_epsilon),
+        activation=_activation(config),
+        topk=int(config.moe_router_topk) if experts else 0,
+        odd=_odd(module, config, experts),
+    )
+    return _with_rotary(found, module) if rotary else found
+
+
+def _activation(config: Any) -> str:
+    name = str(getattr(config.activation_func, "__name__", config.activation_func))
+    # megatron-core's fused kernel of bias and gelu computes the tanh form
+    return "gelu_tanh" if name == "gelu" and config.bias_activation_fusion else name
+
+
+def odd_settings(said: Callable[[str, object], Any], experts: bool) -> dict[str, Any]:
+    """Settings that change what is computed; `said(name, usual)` is the value of one, or the usual
+    one where nothing says it."""
+    asked = NEUTRAL | (NEUTRAL_OF_EXPERTS if experts else {})
+    if said(LATENT, False):
+        asked |= NEUTRAL_OF_LATENT
+        if said("rope_type", "yarn") == "yarn":
+            asked |= dict.fromkeys(SCALED_LATENT, ())
+    out: dict[str, Any] = {}
+    for name, values in asked.items():
+        value = as_one(name, said(name, values[0] if values else None))
+        if value not in values:
+            out[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    if out.get(SCORES) == "sigmoid":  # there is no softmax then
+        out.pop(PRE_SOFTMAX, None)
+    if GROUPS not in out:
+        out.pop(GROUPS_OF_TOKEN, None)
+    if WINDOW not in out:
+        out.pop(FULL_EVERY, None)
+    return out
+
+
+def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
+    out = odd_settings(
+        lambda name, usual: getattr(module, name, getattr(config, name, usual)), experts
+    )
+    kind = getattr(module, POSITION_KIND, "learned_absolute")
+    if kind not in ("rope", "learned_absolute"):
+        out[POSITION_KIND] = str(kind)
+    said = {name: getattr(config, name, None) for name in YARN if kind == "yarn"}
+    return out | {name: value for name, value in said.items() if value is not None}
+
+
+def _with_rotary(found: Architecture, module: Any) -> Architecture:
+    """With what the rotary embedding computes; a GPTModel keeps of its scaling only the result."""
+    rotary: Any = getattr(module, "rotary_pos_emb", None)
+    said: Any = module.config if getattr(module.config, LATENT, False) else module
+    base = float(getattr(rotary, "rotary_base", said.rotary_base))  # yarn's own
+    interpolation = float(getattr(rotary, "seq_len_interpolation_factor", None) or 0.0)
+    scaled = rotary is not None and bool(getattr(module, "rotary_scaling", False))
+    factor = _rope_factor(rotary, base) if scaled else 0.0
+    return replace(found, rotary_base=base, interpolation=interpolation, rope_factor=factor)
+
+
+def _rope_factor(rotary: Any, base: float) -> float:
+    """The factor by which the longest wavelength was scaled; 0 where none was long enough.
+
+    megatron-core divides frequencies below 1/8192 turns by it, leaves those above 4/8192, and
+    mixes both in between (`RotaryEmbedding._apply_scaling`).
+    """
+    count = len(rotary.inv_freq)
+    plain = base ** (-(count - 1) / count)
+    turns = _LONG * plain / (2 * 3.141592653589793)
+    mixed = min(max((turns - 1.0) / 3.0, 0.0), 1.0)
+    if mixed == 1.0:
+        return 0.0
+    return round((1.0 - mixed) / (float(rotary.inv_freq[-1]) / plain - mixed), 3)

@@ -1,0 +1,471 @@
+"""An opened checkpoint, whatever its format: what it is asked for, and the answers that most
+formats share."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.manifest import Manifest, Order, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.rules import RuleSet
+from megatron_ucp.core.tensor_parts import Share
+from megatron_ucp.core.values import Stand
+from megatron_ucp.formats import per_rank
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.manifest_beside import Recorded
+from megatron_ucp.formats.per_rank import Apart, OwnValues, PerRank
+from megatron_ucp.formats.pt.values import (
+    ITEMSIZE,
+    MAX_ELEMS,
+    TensorRef,
+    number_in,
+    storages_of,
+    tensor_value,
+)
+
+# ---- base
+#
+# What every format gives to the operations above it, whatever its files are.
+
+
+# A rank's random generators by name (see `Checkpoint.random_states`).
+Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
+TWISTER_WORDS = 624  # of the state of a Mersenne Twister, which torch, numpy and Python have
+NO_RANDOM_STATES = "the checkpoint has none"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One stored run of bytes: `size_bytes` from byte `offset_bytes` of the file on, with the
+    CRC-32 that the file says (0 where it says none)."""
+
+    name: str
+    offset_bytes: int
+    size_bytes: int
+    crc32: int
+
+
+class ByteFile(Protocol):
+    """An open file, whatever container it is."""
+
+    path: str
+    has_checksums: bool
+
+    def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
+        """Fills `target` with the bytes from `start_byte` of the record on. Raises DamagedFileError
+        for a short read."""
+        ...
+
+    def read_rows_into(
+        self, record: Record, starts: range, size_bytes: int, target: memoryview, places: range
+    ) -> None:
+        """For each of `starts`, bytes of the record, fills `size_bytes` of `target` from the same
+        one of `places` on. Raises as `read_into`."""
+        ...
+
+    def check(self, record: Record) -> None:
+        """Compares the record with its CRC-32. Raises DamagedFileError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a slot lies: `elems` elements of `dtype` from byte `offset_bytes` of a record on."""
+
+    file: ByteFile
+    record: Record
+    offset_bytes: int
+    elems: int
+    dtype: str
+
+    def run(self, first: int, elems: int) -> "Where":
+        """So many of the elements from `first` on."""
+        offset = self.offset_bytes + first * ITEMSIZE[self.dtype]
+        return replace(self, offset_bytes=offset, elems=elems)
+
+
+# What torch's schedulers keep once per parameter group; the stages of a pipeline may have different
+# groups.
+PER_GROUP = frozenset(
+    {
+        *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
+        *("base_momentums", "max_momentums"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a run saved besides element-wise states. Tensors in it are references, which
+    `Checkpoint.read` takes.
+
+    `scheduler` is its `state_dict`; what it keeps for each parameter group stands in the order of
+    the manifest's groups. `scaler` is the loss scale, `config` the DeepSpeed config (None: the
+    files hold none), `others` are states of DeepSpeed's own helpers by key. `clip_grad` and
+    `int_steps` (whether the optimizer keeps its step as an int) are as the files show them.
+    `stateless` are entries of the weights that hold nothing, by canonical name; `patterns` is stock
+    DeepSpeed's `universal_checkpoint_info`; `modules` are what modules keep besides tensors
+    (`get_extra_state`), by the names of these entries of the weights; `side_data` is what quantized
+    layers keep beside their weights, by such names.
+    """
+
+    counters: Mapping[str, int]
+    scheduler: Mapping[str, Any] | None
+    scaler: LossScale
+    config: Mapping[str, Any] | None
+    client_state: Mapping[str, Any]
+    others: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    data_position: Mapping[str, Any] | None = None
+    version: str = ""
+    clip_grad: float | None = None
+    int_steps: bool = False
+    stateless: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    modules: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    side_data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Readable(Protocol):
+    """Where tensors can be read from."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What there is."""
+        ...
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
+        ...
+
+    def opened(self, path: str) -> ByteFile:
+        """The open file of a path that `where` gave."""
+        ...
+
+    def check_read(self) -> None:
+        """Compares the tensors that `place_of` gave, and scalar states, with their CRC-32. Raises
+        DamagedFileError."""
+        ...
+
+
+class Checkpoint(Readable, Protocol):
+    """An opened checkpoint; a context manager. Nothing of it is executed: only directories and
+    pickles were read."""
+
+    folder: Path
+    led_here: Sequence[str]  # of `notes` those about the way from the path that was given
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def recorded(self) -> Manifest | None:
+        """The manifest that lies beside the files, None where there is none."""
+        ...
+
+    @property
+    def extras(self) -> Extras:
+        """What was saved besides element-wise states. Raises DamagedFileError."""
+        ...
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how the checkpoint was understood."""
+        ...
+
+    @property
+    def main_file(self) -> str:
+        """The file that says most of the extras, for messages."""
+        ...
+
+    @property
+    def file_names(self) -> list[str]:
+        """Every file with state in it, relative to the folder."""
+        ...
+
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        """Compares one file with the others. `allow` names what may be ("stale" and "positions" are
+        asked here); `optimizer` says whether its states are wanted. Raises
+        ForeignFileError for a file of another run, step or mesh, StateMismatchError where nothing
+        in it says whose its states are, DamagedFileError."""
+        ...
+
+    def differs(self, name: str) -> PerRank:
+        """What of a file's plain values and buffers differs from the first one's of its kind, as
+        ranks keep them. Raises DamagedFileError."""
+        ...
+
+    def of_rank(self, rank: int) -> OwnValues:
+        """What a rank has of all that `differs`. Raises DamagedFileError."""
+        ...
+
+    def check_beside(self) -> None:
+        """Compares what lies beside the state files with what the manifest says of it. Raises
+        ForeignFileError."""
+        ...
+
+    def file(self, name: str) -> ByteFile:
+        """A file of the folder, open. Raises ForeignFileError where it is not the one that the
+        manifest lists, DamagedFileError."""
+        ...
+
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
+        ...
+
+    def place_of(self, ref: TensorRef) -> Where:
+        """Place of a tensor that `extras` refer to: as many elements from there on as its strides
+        span. Raises DamagedFileError."""
+        ...
+
+    def beside(self, name: str) -> bytes | None:
+        """The bytes of a small file that the manifest lists; None where it lists none of that
+        name."""
+        ...
+
+    def random_states(self, here: Mesh, rank: int) -> Generators | str:
+        """The generators that the format's own program kept for a rank of the mesh `here`, or why
+        there are none for it.
+
+        `torch` and `cuda` are the bytes of these; `numpy` its 624 words, `numpy_place` the position
+        in them and whether a normal number is left of a pair, `numpy_gauss` that number; `python`
+        version, words and position, `python_gauss` the number that is left (NaN: none);
+        `megatron.NAME` the bytes of what megatron-core's tracker calls NAME. Raises
+        DamagedFileError."""
+        ...
+
+    def layers(self) -> Layers | None:
+        """The layers of the pipeline that wrote it, as its files show them; None without one."""
+        ...
+
+    def copies(self) -> Readable | None:
+        """The weights that the model computed with, in the dtype of training: the masters, rounded.
+        Some elements of each one were compared. None where the files do not have all of them beside
+        the masters. Raises ForeignFileError for one that is not its master."""
+        ...
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a caller knows of a checkpoint, which may not say it by itself: how parameters are cut
+    (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
+    `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
+    Hugging Face folder holds of the parameters in `specs`; `like` the caller's model, which says
+    what it ties, and without a family what such a folder holds; `tensors` says the same of the
+    names and shapes of a folder's tensors, where their names are others than the model's (None:
+    nobody can); `weights`: the optimizer's states
+    are not wanted, and may be damaged;
+    `renamed` the names in the state dict of the caller's model that are others than its
+    parameters and buffers have, with those; `classes` are those that the caller's own plain values
+    have, by module and name (None: all that a file names may stand as names);
+    `shapes`: of what the caller's first tensor-parallel rank has of each parameter, where its
+    optimizer sorted by them; `registered`: the templates of the parameters of a model of
+    megatron-core's in the order in which it registers them (see `megatron.registration`)."""
+
+    order: Order | None = None
+    specs: Mapping[str, ParamSpec] | None = None
+    names: Mapping[str, str] | None = None
+    rules: RuleSet | None = None
+    shares: Mapping[str, Share] | None = None
+    like: Manifest | None = None
+    tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None = None
+    weights: bool = False
+    shapes: Mapping[str, Ints] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    classes: frozenset[str] | None = frozenset()
+    registered: Sequence[str] = ()
+
+
+class Format(Protocol):
+    """One row of the table of formats."""
+
+    def recognises(self, folder: Path) -> bool:
+        """Whether a tag folder is of this format."""
+        ...
+
+    def open(self, folder: Path, told: Told) -> Checkpoint:
+        """Opens it. Raises a UcpError for anything that directories and pickles can show."""
+        ...
+
+
+# ---- opened folder
+#
+# What every opened folder has, whatever its format: open files, the manifest beside them, tensors
+# that are read outside of a plan. Where a format has nothing of a kind, the answer stands here.
+
+
+class OpenedFolder:
+    """A context manager; closes its files. A subclass sets `manifest` and gives `file`, `where`,
+    `main_file`, `file_names` and what else it has of a `Checkpoint`."""
+
+    manifest: Manifest
+    main_file: str  # that says most of the extras: a full path
+    led_here: Sequence[str] = ()  # of the notes those about the way from the path that was given
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._closing = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._read_apart: dict[tuple[str, str], Record] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.close()
+        self._open.clear()
+
+    # ------------------------------------------------ files
+
+    def full_path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def file(self, name: str) -> Any:
+        """A file of the folder, open. Raises as `Checkpoint.file`."""
+        raise NotImplementedError
+
+    def opened(self, path: str) -> Any:
+        """The open file for a full path."""
+        return self.file(Path(path).relative_to(self.folder).as_posix())
+
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        """Opens one file: what it says was compared with the others when the folder was opened."""
+        self.file(name)
+
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        """Every record of a `.pt` file, with the dtype of the tensors in it ("" where it holds
+        none)."""
+        file = self.file(name)
+        places = {f"{file.root}/data/{one.key}": one.dtype for one in storages_of(file.tree)}
+        return [(file.records[record], places.get(record, "")) for record in file.records]
+
+    # ------------------------------------------------ the manifest, and what it lists
+
+    @cached_property
+    def evidence(self) -> Recorded | None:
+        """The manifest beside the files, with what it lists; None for a format without one."""
+        return None
+
+    @property
+    def recorded(self) -> Manifest | None:
+        """The manifest that lies beside the files."""
+        return self.evidence.manifest if self.evidence is not None else None
+
+    def beside(self, name: str) -> bytes | None:
+        """The bytes of a small file that the manifest lists; None where it lists none of that
+        name."""
+        return self.evidence.read(name) if self.evidence is not None else None
+
+    def check_beside(self) -> None:
+        """No manifest says anything of files beside the states."""
+
+    def differs(self, name: str) -> PerRank:
+        """See `Checkpoint`: what the manifest says."""
+        return per_rank.listed(self.recorded)
+
+    def of_rank(self, rank: int) -> OwnValues:
+        """See `Checkpoint`."""
+        found = per_rank.listed(self.recorded)
+        return per_rank.recorded_of(self.folder, rank, self.beside) if found else OwnValues()
+
+    # ------------------------------------------------ what few formats have
+
+    def random_states(self, here: Mesh, rank: int) -> Generators | str:
+        return NO_RANDOM_STATES
+
+    def layers(self) -> Layers | None:
+        return None
+
+    def copies(self) -> Readable | None:
+        return None
+
+    @property
+    def extras(self) -> Extras:
+        """What was saved besides element-wise states. Raises DamagedFileError."""
+        return self._extras
+
+    @cached_property
+    def _extras(self) -> Extras:
+        return self.read_extras()
+
+    def read_extras(self) -> Extras:
+        """What `extras` gives."""
+        return Extras({}, None, LossScale(), None, {})
+
+    # ------------------------------------------------ tensors outside of a plan
+
+    def place(self, name: str, ref: TensorRef) -> Where:
+        """Place of a tensor of a `.pt` file."""
+        file, dtype = self.file(name), ref.storage.dtype
+        start = ref.offset_elems * ITEMSIZE[dtype]
+        return Where(file, file.record(ref.storage), start, ref.numel, dtype)
+
+    def place_apart(self, path: str, ref: TensorRef) -> Where:
+        """Place of a tensor that is read outside of a plan: a scalar state, client state. See
+        `check_read`."""
+        where = self.place(Path(path).relative_to(self.folder).as_posix(), ref)
+        self.note_read(where.file, where.record)
+        return where
+
+    def note_read(self, file: ByteFile, record: Record) -> None:
+        """Remembers a record for `check_read`."""
+        self._read_apart[file.path, record.name] = record
+
+    def place_of(self, ref: TensorRef) -> Where:
+        """Place of a tensor that the extras refer to."""
+        return self.place_apart(self.main_file, ref)
+
+    def check_read(self) -> None:
+        """Compares these records with their CRC-32, which the executor does for all that a plan
+        reads. Raises DamagedFileError."""
+        for (path, _), record in self._read_apart.items():
+            self.opened(path).check(record)
+
+    def tensor(self, path: str, ref: TensorRef, max_elems: int = MAX_ELEMS) -> Stand:
+        """A small tensor, as a plain value. Raises UnsupportedError for a larger one."""
+        return tensor_at(self.place_apart(path, ref), ref, max_elems)
+
+    def scalar(self, path: str, ref: TensorRef) -> float:
+        """The value of a one-element tensor. Raises DamagedFileError."""
+        return number_in(self.tensor(path, ref), path)
+
+
+def tensor_at(where: Where, ref: TensorRef, max_elems: int = MAX_ELEMS) -> Stand:
+    """A small tensor at a place, as a plain value. Raises UnsupportedError."""
+    data = bytearray(ref.span_bytes if ref.numel <= max_elems else 0)
+    where.file.read_into(where.record, where.offset_bytes, memoryview(data))
+    return tensor_value(ref, data, where.file.path, max_elems)
+
+
+# ---- rank differences
+#
+# What differs from rank to rank in a checkpoint.
+
+
+def ranks_of(checkpoint: Checkpoint) -> Mesh:
+    """The mesh whose ranks saved, which files without ranks do not say."""
+    return (checkpoint.recorded or checkpoint.manifest).mesh
+
+
+def apart_in(checkpoint: Checkpoint) -> Apart:
+    """All of it, of all ranks of a checkpoint. Raises DamagedFileError."""
+    what = differing(checkpoint, checkpoint.file_names)
+    count = ranks_of(checkpoint).world if what else 0
+    return Apart(what, [checkpoint.of_rank(rank).only(what) for rank in range(count)])
+
+
+def differing(checkpoint: Checkpoint, names: Iterable[str]) -> PerRank:
+    """What differs between some files of a checkpoint and the first ones of their kind."""
+    found = PerRank()
+    for name in names:
+        found |= checkpoint.differs(name)
+    return found

@@ -1,0 +1,331 @@
+"""Whether the files of a tag belong together: one run, one step, one mesh; masters and weights."""
+
+import math
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp.core.experts import expert_place, file_rank
+from megatron_ucp.core.flat import Fragment, alone
+from megatron_ucp.core.layout import Partial
+from megatron_ucp.core.manifest import Manifest, Order
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.values import same
+from megatron_ucp.errors import ForeignFileError
+from megatron_ucp.formats.checkpoint import ByteFile, Record, Where
+from megatron_ucp.formats.deepspeed.by_position import by_position, check_positions
+from megatron_ucp.formats.deepspeed.files import TagFolder
+from megatron_ucp.formats.deepspeed.manifest import difference, read_contents, require_equal, shares
+from megatron_ucp.formats.deepspeed.optimizers import Contents, sharing
+from megatron_ucp.formats.deepspeed.run import SlotPlaces
+from megatron_ucp.formats.deepspeed.weights import shapes_by_group
+from megatron_ucp.formats.plain_values import number
+from megatron_ucp.formats.proof import is_rounded
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+
+# ---- file checks
+#
+# Whether the files of a tag folder belong together: one run, one step, one mesh.
+
+
+SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
+COMPARED = (Keeper.ZERO_1_OR_2, Keeper.BF16)  # the optimizers that keep masters beside weights
+# slot of the masters, fragment, name, weight, file of the weight
+_Sample = tuple[Slot, Fragment, str, TensorRef, str]
+
+
+def check_file(
+    step: SlotPlaces,
+    name: str,
+    allow: Collection[str] = (),
+    optimizer: bool = True,
+) -> None:
+    """Compares one file with the structure; see `Checkpoint.check`. Raises ForeignFileError for a
+    file of another run, step or mesh, StateMismatchError where nothing says whose states are in
+    it."""
+    if name in step.names.optimizer.values():
+        part, mp = next(key for key, n in step.names.optimizer.items() if n == name)
+        rank = step.rank_of_file(part, mp)
+        _check_optimizer_file(step, name, step.optimizer_tree(part, mp), rank)
+        if "stale" not in allow and step.contents.keeper in COMPARED:
+            check_weights(step, rank)
+    elif name in step.names.expert_optimizer.values():
+        _check_expert_optimizer(step, name)
+    elif name in step.names.model.values():
+        mp = _check_model_file(step, name)
+        if by_position(step):
+            check_positions(step, mp, allow, optimizer)
+    else:
+        step.files.file(name)
+        if name in {*step.names.layers.values(), *step.names.experts.values()}:
+            step.weights.check(name)
+
+
+def _check_expert_optimizer(step: SlotPlaces, name: str) -> None:
+    """One of stage 0 against the first one of its expert-parallel rank."""
+    mesh, tree = step.mesh, step.files.tree(name).get("optimizer")
+    if step.contents.keeper == Keeper.NOBODY:  # nobody said whose the states in it are
+        return
+    (ep, mp), *_ = (at for at, n in step.names.expert_optimizer.items() if n == name)
+    places = ((mp // mesh.tp, ep, etp) for etp in range(mesh.etp))
+    place = next((place for place in places if file_rank(mesh, *place) == mp), None)
+    if place is None or ep >= mesh.ep:
+        raise ForeignFileError(
+            "there is an optimizer file of more expert-parallel ranks than the run had",
+            file=step.files.full_path(name),
+            expected=f"{mesh.ep} expert-parallel ranks",
+            found=f"rank {ep}, model-parallel rank {mp}",
+        )
+    rank = mesh.rank_of(expert_place(*place), 0)
+    at = step.place_of_rank(rank)
+    order = [
+        [m.param for b in step.stages[at].buffers for m in b.members if m.group == group]
+        for group in range(len(step.stages[at].groups))
+    ]
+    _check_optimizer_file(step, name, tree, rank, order)
+
+
+def _check_optimizer_file(
+    step: SlotPlaces, name: str, tree: Any, rank: int, order: Order | None = None
+) -> None:
+    file, place = step.files.full_path(name), step.place_of_rank(rank)
+    first = step.stages[place]
+    found = read_contents(step, step.readers[place], (tree, file), order, rank)
+    _check_sharing(step, tree, found, rank, file)
+    for what in ("keeper", "groups", "scalars", "buffers", "scaler"):
+        ours, theirs = getattr(first, what), getattr(found, what)
+        if what == "scaler":
+            ours, theirs = ours.said, theirs.said
+        if what == "groups":
+            ours, theirs = ([dict(group.settings) for group in one] for one in (ours, theirs))
+        if not (same(ours, theirs) if what == "groups" else ours == theirs):
+            raise ForeignFileError(
+                f"an optimizer file differs from the first one in its {what}",
+                file=file,
+                **difference(ours, theirs),
+            )
+
+
+def _check_sharing(step: SlotPlaces, tree: Any, found: Contents, rank: int, file: str) -> None:
+    """Where a file of ZeRO-3 says which ranks share each sub-group: they must be those of the
+    mesh, as nothing else shows whose experts lie in it."""
+    for one, buffer in zip(sharing(tree, file) or (), found.buffers, strict=False):
+        said, want = one.get("partition_ranks"), list(step.mesh.sharers(rank, buffer.spread))
+        if said != want:
+            raise ForeignFileError(
+                "a sub-group was shared by other ranks than the mesh says",
+                file=file,
+                parameter=buffer.members[0].param if buffer.members else None,
+                expected=f"ranks {want}",
+                found=str(said)[:120],
+            )
+
+
+def _check_model_file(step: SlotPlaces, name: str) -> int:
+    """Against the first one of the run, and what is flattened against the first one that holds as
+    much; returns its model-parallel rank."""
+    tree = step.files.tree(name)
+    mp = next(mp for (_, mp), n in step.names.model.items() if n == name)
+    # shares of different sizes were compared with their layout
+    alike = mp if step.uneven else mp - mp % step.mesh.tp
+    one, file = step.model_of(alike), step.files.full_path(name)
+    first, at = step.files.tree(one), step.files.full_path(one)
+    keys = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
+    ours: dict[str, Any] = {key: number(step.meta.get(key)) for key in keys}
+    theirs: dict[str, Any] = {key: number(tree.get(key)) for key in keys}
+    ours["param_shapes"] = shapes_by_group(first, at)
+    theirs["param_shapes"] = shapes_by_group(tree, file)
+    require_equal(ours, theirs, "a model file differs from the first one in", file)
+    return mp
+
+
+def check_weights(
+    step: SlotPlaces,
+    rank: int,
+    most: int = SAMPLES,
+    runs: int = 1,
+    run_elems: int = 1,
+) -> None:
+    """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
+    run. Of at most that many parameters, evenly chosen, as many runs are compared as `spread`
+    gives."""
+    for sample in _sampled(step, rank, most):
+        fragment = sample[1]
+        _check_runs(step, sample, *spread(fragment.high - fragment.low, runs, run_elems))
+
+
+def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:
+    """Where runs begin, and how many elements each has: all of few elements, else a single run in
+    the middle, else runs at both ends and evenly between them."""
+    if elems <= runs * run_elems:
+        return range(1), elems
+    if runs == 1:
+        middle = (elems - run_elems + 1) // 2
+        return range(middle, middle + 1), run_elems
+    run_elems += (elems - run_elems) % (runs - 1)  # that the last one ends with the last element
+    step = (elems - run_elems) // (runs - 1)
+    return range(0, elems - run_elems + 1, step), run_elems
+
+
+def _check_runs(step: SlotPlaces, sample: _Sample, starts: range, run_elems: int) -> None:
+    """Raises ForeignFileError where a master, rounded, is not the weight."""
+    import torch  # inspecting a checkpoint must not need it
+
+    slot, fragment, name, weight, beside = sample
+    where = step.where(slot)
+    size = step.manifest.buffers[slot.buffer].members[fragment.member].size
+    if weight.numel != size:
+        raise ForeignFileError(
+            "a weight has another size than its master",
+            file=step.files.full_path(beside),
+            parameter=name,
+            expected=f"{size} elements",
+            found=f"shape {weight.shape}",
+            fix="put the files of one save into the folder",
+        )
+    ours, theirs = _runs(step, sample, where, starts, run_elems)
+    if not is_rounded(ours, theirs):
+        model = step.files.file(beside)
+        for file, record in ((where.file, where.record), (model, model.record(weight.storage))):
+            file.check(record)  # damage is the cause of a difference, where there is some
+        bits = [one.view(torch.uint8) for one in (ours.to(theirs.dtype), theirs)]
+        index = int((bits[0] != bits[1]).nonzero()[0]) // ITEMSIZE[weight.storage.dtype]
+        raise ForeignFileError(
+            "the master weights are not those of the model file",
+            file=where.file.path,
+            parameter=name,
+            expected=f"{theirs[index].item()} as in {beside}",
+            found=f"{ours[index].item()}",
+            fix="put the files of one save into the folder; if masters were changed on "
+            'purpose, load with --allow stale (Python: allow={"stale"})',
+        )
+
+
+def _runs(
+    step: SlotPlaces, sample: _Sample, where: Where, starts: range, run_elems: int
+) -> tuple[Any, Any]:
+    """Masters and weights of runs of a fragment."""
+    _, fragment, _, weight, beside = sample
+    first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
+    model, at = step.files.file(beside), weight.offset_elems + fragment.low
+    record, dtype = model.record(weight.storage), weight.storage.dtype
+    return (
+        _elements(where.file, where.record, where.dtype, first, starts, run_elems),
+        _elements(model, record, dtype, at, starts, run_elems),
+    )
+
+
+def _sampled(step: SlotPlaces, rank: int, most: int) -> Iterator[_Sample]:
+    """Some fragments of a rank's partitions whose weights are in a file beside them."""
+    manifest = step.manifest
+    for index, cut, part in manifest.parts_of(rank):
+        buffer = manifest.buffers[index]
+        if not buffer.stepped:
+            continue
+        fragments = list(buffer.fragments(part))
+        for fragment in fragments[:: max(1, len(fragments) // most)]:
+            name = buffer.members[fragment.member].param
+            weight, beside = step.weight(name, cut)
+            # Of a tied parameter only the first stage's copy is in a layer file, and the others
+            # need not be equal: what a stage has of a tied module without using it stays as it was
+            # initialised.
+            comparable = isinstance(weight, TensorRef) and weight.is_contiguous
+            if comparable and manifest.is_read(name, index):
+                yield Slot(index, cut, part, MASTER), fragment, name, weight, beside
+
+
+def _elements(
+    file: ByteFile, record: Record, dtype: str, first: int, starts: range, run_elems: int
+) -> Any:
+    """Runs, one after the other; they begin at `starts` after an element of a record."""
+    import torch
+
+    size, run_bytes = ITEMSIZE[dtype], run_elems * ITEMSIZE[dtype]
+    rows = range((first + starts[0]) * size, (first + starts[-1]) * size + 1, starts.step * size)
+    data = bytearray(len(starts) * run_bytes)
+    places = range(0, len(data), run_bytes)
+    file.read_rows_into(record, rows, run_bytes, memoryview(data), places)
+    return torch.frombuffer(data, dtype=getattr(torch, dtype))
+
+
+# ---- trained weights
+#
+# The weights that a model computed with, which DeepSpeed saves beside the masters: half of their
+# bytes in bf16.
+
+
+# What is compared with the masters of each part of a parameter. One element of some parameters, as
+# `check` compares them, says of which run all files are; but one file among many (of a layer, or of
+# an expert) may be of a step before, from which few weights have changed: of an embedding the rows
+# of the tokens that were seen. The first ones are the most frequent, and rows for padding and for
+# tokens that were added, which programs write by hand, stand at the ends.
+RUNS, RUN_ELEMS = 3, 512
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The parameters of a checkpoint as its model files hold them: `held` are the weights of each
+    buffer of the manifest at each place along the axes that cut it, with the names of their
+    files."""
+
+    manifest: Manifest
+    files: TagFolder
+    held: Mapping[tuple[int, Coords], tuple[TensorRef, str]]
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot of the manifest."""
+        ref, name = self.held[slot.buffer, slot.cut]
+        return self.files.place(name, ref)
+
+    def opened(self, path: str) -> ByteFile:
+        return self.files.opened(path)
+
+    def check_read(self) -> None:
+        self.files.check_read()
+
+
+def trained_weights(step: SlotPlaces) -> TrainedWeights | None:
+    """The weights in the files of a checkpoint; None where they have not all of them, where there
+    are no masters beside them, and where several are averaged: the mean of masters is rounded once.
+    Raises ForeignFileError for one that is not its master, rounded."""
+    if step.contents.keeper not in COMPARED or _averaged(step.manifest):
+        return None
+    manifest = _manifest(step)
+    held: dict[tuple[int, Coords], tuple[TensorRef, str]] = {}
+    for index, buffer in enumerate(manifest.buffers):
+        want = buffer.length, dict(buffer.states)[VALUE]
+        for cut in manifest.cuts_of(buffer):
+            ref, name = step.weight(buffer.members[0].param, cut)
+            if not isinstance(ref, TensorRef) or not ref.is_contiguous:
+                return None
+            if (ref.numel, ref.storage.dtype) != want:
+                return None
+            held[index, cut] = ref, name
+    for part, mp in step.names.optimizer:
+        check_weights(step, step.rank_of_file(part, mp), sys.maxsize, RUNS, RUN_ELEMS)
+    return TrainedWeights(manifest, step.files, held)
+
+
+def _averaged(manifest: Manifest) -> bool:
+    """Whether ranks have copies of a parameter that may differ."""
+    return any(
+        isinstance(spec.layout, Partial) and manifest.mesh.size(spec.layout.axis) > 1
+        for spec in manifest.params
+    )
+
+
+def _manifest(step: SlotPlaces) -> Manifest:
+    """Every parameter in a buffer of its own, in the dtype of training."""
+    whole = step.manifest
+    buffers = [buffer for buffer in whole.buffers if not buffer.stepped]
+    for spec in whole.params:
+        if spec.name not in whole.holders or not whole.first_holder(spec.name)[0].stepped:
+            continue
+        local = spec.layout.local_shape(spec.name, spec.shape, step.mesh.shares())
+        axes, states = step.spread.axes(spec.name), ((VALUE, spec.dtype),)
+        own = alone(spec.name, math.prod(local), states, axes=axes)
+        buffers += shares(step, spec, own)
+    return Manifest(Keeper.WEIGHTS, whole.mesh, whole.params, tuple(buffers), ties=whole.ties)

@@ -1,0 +1,310 @@
+"""How the parameters of a checkpoint are cut and named where no manifest says so: by a family,
+by rules, by stock's patterns."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import is_expert
+from megatron_ucp.core.layers import TIED
+from megatron_ucp.core.layout import Chunks, Replicate, Shard, same_layout
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.rules import RuleSet
+from megatron_ucp.core.values import Stand
+from megatron_ucp.errors import (
+    LayoutError,
+    RuleError,
+    UcpError,
+    UnsupportedError,
+    some_of,
+)
+from megatron_ucp.formats.deepspeed import tp_patterns
+from megatron_ucp.formats.deepspeed.files import PATTERNS, TagFolder
+from megatron_ucp.formats.deepspeed.tp_patterns import (
+    INTERLEAVED,
+    is_fused,
+    is_matched,
+    order_of,
+)
+from megatron_ucp.formats.deepspeed.weights import frozen_shapes, no_extra_state, shapes_by_group
+from megatron_ucp.formats.pt.unpickler import TensorRef
+
+# ---- joined rows
+#
+# What stock DeepSpeed's converter makes of query_key_value, of which Megatron-DeepSpeed's
+# patterns say nothing: it joins the ranks' rows one after the other.
+
+
+def refuse_joined(
+    meta: Mapping[str, Any], file: str, held: Iterable[tuple[str, ParamSpec]]
+) -> None:
+    """Raises UnsupportedError where such rows may be thirds of each rank, which are in no order
+    then. `meta` is a model file of the run that was converted; `held` are parameters with their
+    names in it."""
+    arguments, info = meta.get("args"), meta.get(PATTERNS)
+    said = arguments.state if isinstance(arguments, Stand) else {}
+    ranks = said.get("tensor_model_parallel_size", meta.get("mp_world_size"))
+    if ranks == 1 or order_of(arguments) == INTERLEAVED:
+        return
+    for name, spec in held:
+        told = order_of(arguments) == "" and isinstance(spec.layout, Shard)
+        known = told or (isinstance(info, dict) and is_matched(info, name, file))
+        if is_fused(name) and not known:
+            raise UnsupportedError(
+                "the rows of query_key_value may be in no order: DeepSpeed's converter joined what "
+                f"{ranks} tensor-parallel ranks had, one after the other",
+                file=file,
+                parameter=spec.name,
+                expected="rows that are by head, as rules or the arguments of the run say",
+                found="neither says so",
+                fix="load or convert the native checkpoint, which megatron-ucp joins as its rules "
+                "say; if the rows are by head, give --rules megatron_deepspeed_interleaved",
+                id="layout-unknown",
+            )
+
+
+# ---- declared
+#
+# How the parameters of a checkpoint are cut and named where no manifest says so: by a family, by
+# rules, by stock's patterns.
+
+
+_NAMED = 5  # parameters that a note lists by name
+
+
+@dataclass
+class LayoutSource:
+    """The first that is given speaks: `specs` (of a manifest or a family), `rules`, `info` (stock
+    DeepSpeed's `universal_checkpoint_info` in the model file `file`). `pipe` are a pipeline's names
+    of canonical ones, which `info` uses. `order` is that of query_key_value's rows, where the
+    arguments of the run decide it."""
+
+    mesh: Mesh
+    file: str
+    specs: Mapping[str, ParamSpec] | None = None
+    rules: RuleSet | None = None
+    info: Mapping[str, Any] | None = None
+    pipe: Mapping[str, str] = field(default_factory=dict[str, str])
+    order: str = ""
+    _by_default: dict[str, None] = field(default_factory=dict[str, None], init=False)
+    _by_patterns: dict[str, None] = field(default_factory=dict[str, None], init=False)
+    _overruled: dict[str, None] = field(default_factory=dict[str, None], init=False)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks have shares of one parameter."""
+        return self.mesh.cut_of_dense > 1
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing says how parameters are cut."""
+        return self.specs is None and not self.info and not (self.rules and self.rules.rules)
+
+    @property
+    def notes(self) -> list[str]:
+        """What rests on stock's default alone, and where rules and stock's patterns disagree."""
+        found = {
+            "cut on dim 0 by stock DeepSpeed's default, as no pattern of universal_checkpoint_info "
+            "matches": self._by_default,
+            "the rules say another layout than universal_checkpoint_info": self._overruled,
+        }
+        return [f"{what}: {some_of(list(names), _NAMED)}" for what, names in found.items() if names]
+
+    def find(self, name: str, local: Ints, kind: str) -> ParamSpec | None:
+        """The whole parameter of which a rank holds `local`; None where nothing declares it. Raises
+        RuleError, LayoutError."""
+        if self.specs is not None:
+            return self._told(name)
+        if self.rules is None or not self.rules.rules:
+            return self._by_stock(name, local) if self.is_cut and kind != "buffer" else None
+        if kind == "buffer" and not self.rules.matching(name):
+            return None
+        spec = self.rules.declare(name, local, self.mesh.cuts(is_expert(name)))
+        if self.info and kind != "buffer" and self.is_cut and not self._agrees(spec, local):
+            self._overruled[name] = None
+        return spec
+
+    def _told(self, name: str) -> ParamSpec | None:
+        """What the manifest or the family says. Raises LayoutError."""
+        spec = (self.specs or {}).get(name)
+        if spec is not None and tp_patterns.contradicts(spec, self.order):
+            raise LayoutError(
+                "the rows of query_key_value are in another order in the checkpoint",
+                file=self.file,
+                parameter=name,
+                expected=spec.layout,
+                found=f"{self.order}, as the arguments of the run that wrote it say",
+                fix="resume with the code that wrote it: no layout turns one order into the other",
+            )
+        return spec
+
+    def _by_stock(self, name: str, local: Ints) -> ParamSpec | None:
+        if not self.info:
+            return None
+        pipe = self.pipe.get(name, name)
+        found = tp_patterns.declared(self.info, pipe, local, self.mesh.tp, self.file, self.order)
+        if not tp_patterns.is_fused(pipe) and not tp_patterns.is_matched(
+            self.info, pipe, self.file
+        ):
+            self._by_default[name] = None
+        self._by_patterns[pipe] = None
+        return replace(found, name=name)
+
+    def check_patterns(self) -> None:
+        """Once every parameter was found: raises RuleError for a pattern that matches none of them,
+        where another parameter, for which it may be meant, is cut on dim 0 by default."""
+        info = self.info if self._by_default and self.info else {}
+        if found := tp_patterns.unused(info, self._by_patterns, self.file):
+            raise RuleError(
+                "a pattern of universal_checkpoint_info matches no parameter, and parameters that "
+                "none matches would be cut on dim 0",
+                file=self.file,
+                expected=f"a parameter that matches {found[:200]}",
+                found=f"none; no pattern matches {some_of(list(self._by_default), _NAMED)}",
+                fix="give --rules FILE (Python: rules=); `megatron-ucp rules` writes a draft",
+                id="layout-unknown",
+            )
+
+    def _agrees(self, spec: ParamSpec, local: Ints) -> bool:
+        try:
+            pipe, info = self.pipe.get(spec.name, spec.name), self.info or {}
+            if tp_patterns.is_open(info, pipe, self.file, self.order):
+                return True
+            stock = tp_patterns.declared(info, pipe, local, self.mesh.tp, self.file, self.order)
+        except UcpError:  # patterns that are no use to anybody
+            return False
+        return same_layout(stock.layout, spec.layout)
+
+
+def compared(manifest: Manifest, rules: RuleSet, file: str) -> Manifest:
+    """A recorded manifest that no rule contradicts. One of a run without a family says nothing
+    about tp > 1: there the rules' layouts take the place of its whole parameters. Raises
+    RuleError."""
+    for pipe, name in manifest.names.items() if rules.pipeline else ():
+        compared_name(pipe, name, rules, file)
+    return replace(
+        manifest,
+        params=tuple(compared_spec(spec, manifest, rules, file) for spec in manifest.params),
+    )
+
+
+def compared_name(pipe: str, name: str, rules: RuleSet, file: str) -> None:
+    """Raises RuleError where a [[pipeline]] entry says another name than the manifest."""
+    if (found := rules.canonical(pipe)) != name:
+        raise RuleError(
+            "a [[pipeline]] entry contradicts the manifest",
+            file=rules.source,
+            parameter=pipe,
+            expected=f"{name}, as {file} says",
+            found=found,
+            fix="correct the rules, or leave them out",
+        )
+
+
+def compared_spec(spec: ParamSpec, manifest: Manifest, rules: RuleSet, file: str) -> ParamSpec:
+    """One parameter of `compared`."""
+    if not rules.rules or (spec.kind == "buffer" and not rules.matching(spec.name)):
+        return spec
+    local = manifest.local_shape(spec.name)
+    ruled = rules.declare(spec.name, local, manifest.mesh.cuts(spec.expert is not None))
+    if not says_layouts(manifest):
+        return replace(spec, layout=ruled.layout, extent=ruled.extent or spec.extent)
+    for what, ours, theirs in (
+        ("layout", spec.layout, ruled.layout),
+        ("vocabulary", spec.extent, ruled.extent or spec.extent),
+    ):
+        if ours != theirs and not (what == "layout" and same_layout(spec.layout, ruled.layout)):
+            raise RuleError(
+                f"a rule contradicts the manifest in the {what}",
+                file=rules.source,
+                parameter=spec.name,
+                expected=f"{ours}, as {file} says",
+                found=theirs,
+                fix="correct the rule, or leave the rules out",
+            )
+    return spec
+
+
+def says_layouts(manifest: Manifest) -> bool:
+    """Whether a manifest knows how parameters are cut; one of a run at tp=1 without a family knows
+    them as whole only."""
+    return (
+        bool(manifest.family)
+        or manifest.mesh.tp > 1
+        or any(
+            spec.on_mesh is not None or not isinstance(spec.layout, Replicate | Chunks)
+            for spec in manifest.params
+        )
+    )
+
+
+# ------------------------------------------------ a pipeline's names
+
+
+def pipe_names(folder: TagFolder, files: list[str], rules: RuleSet) -> dict[str, str]:
+    """Name in the pipeline -> canonical name, by the [[pipeline]] entries, for all that the layer
+    files and the model files `files` (one of each stage) hold. Raises RuleError."""
+    return renamed(pipe_keys(folder, files), rules)
+
+
+def renamed(pipes: Iterable[str], rules: RuleSet) -> dict[str, str]:
+    """Name in the pipeline -> canonical name. Raises RuleError where an entry is missing or two
+    parameters get one name."""
+    out = {pipe: rules.canonical(pipe) for pipe in pipes}
+    first: dict[str, str] = {}
+    for pipe, name in out.items():
+        other = first.setdefault(name, pipe)
+        if other != pipe and not (rules.may_share(pipe) and rules.may_share(other)):
+            raise RuleError(
+                "two parameters of the pipeline get one canonical name",
+                file=rules.source,
+                parameter=pipe,
+                expected="one name for each, or tied = true",
+                found=f"{name}, as {other} gets",
+                fix=f"edit the [[pipeline]] entries of {rules.source}",
+            )
+    return out
+
+
+def pipe_keys(folder: TagFolder, files: list[str]) -> list[str]:
+    """Names in the pipeline: as the model files list them, and position and key of all other
+    tensors of the layer files."""
+    named = dict.fromkeys(name for file in files for name in _listed(folder, file))
+    tied: dict[str, set[str]] = {}
+    for name in named:
+        if name.startswith(f"{TIED}."):
+            head, _, rest = name.removeprefix(f"{TIED}.").partition(".")
+            tied.setdefault(head, set()).add(rest)
+    own = {name.partition(".")[0] for name in named}
+    for (layer, rank), file in sorted(folder.names.layers.items()):
+        if rank:
+            continue
+        keys = [
+            key
+            for key, value in folder.tree(file).items()
+            if isinstance(value, TensorRef) and not no_extra_state(key, value)
+        ]
+        # the file of a tied module has the place of one of its users; its names are those of the
+        # module
+        if str(layer) not in own and any(rests <= set(keys) for rests in tied.values()):
+            continue
+        named.update(dict.fromkeys(f"{layer}.{key}" for key in keys))
+    return list(named)
+
+
+def _listed(folder: TagFolder, file: str) -> Iterator[str]:
+    """Parameters that the model file of a stage lists, or the optimizer files beside it."""
+    tree = folder.tree(file)
+    path = folder.full_path(file)
+    for named in [*(shapes_by_group(tree, path) or []), frozen_shapes(tree, path)]:
+        yield from named
+    mp = next(mp for (_, mp), name in folder.names.model.items() if name == file)
+    for (_, rank), name in sorted(folder.names.optimizer.items()):
+        state = folder.tree(name).get("optimizer_state_dict") if rank == mp else None
+        mappings = state.get("param_slice_mappings") if isinstance(state, dict) else None
+        for named in mappings if isinstance(mappings, list) else []:
+            yield from (
+                (key for key in named if isinstance(key, str)) if isinstance(named, dict) else ()
+            )

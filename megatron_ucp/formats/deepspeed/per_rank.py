@@ -1,0 +1,144 @@
+"""What ranks have of their own in files of ZeRO-3, where DeepSpeed writes a model file for each."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp.core.experts import number_and_count
+from megatron_ucp.core.values import TENSOR, Stand, same
+from megatron_ucp.formats.deepspeed.files import OWN_KEYS
+from megatron_ucp.formats.deepspeed.run import NamedWeights
+from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank
+from megatron_ucp.formats.pt.unpickler import TensorRef, with_tensors
+
+
+def differs_in(source: NamedWeights, name: str) -> PerRank:
+    """What of a model file differs from the one of its place's first rank; nothing of other
+    files."""
+    place = next((at for at, file in source.names.model.items() if file == name), None)
+    if place is None or name == (first := source.model_of(place[1])):
+        return PerRank()
+    ours, theirs = (_client(source, file) for file in (first, name))
+    pair = _Pair(source, first, name)
+    keys = {
+        key
+        for key in {**ours, **theirs}
+        if key not in ours or key not in theirs or not pair.same(ours[key], theirs[key])
+    }
+    schedules = [source.files.tree(file).get(SCHEDULER) for file in (first, name)]
+    return PerRank(
+        frozenset(_buffers_that_differ(pair)), frozenset(keys), not pair.same(*schedules)
+    )
+
+
+def held_by(source: NamedWeights, rank: int) -> OwnValues:
+    """All that a rank's model file has of what may differ, read when it is asked for."""
+    part, mp = source.file_place(rank)
+    file = source.model_of(mp, part)
+    module = source.files.tree(file).get("module") or {}
+    buffers = {
+        source.weights.name_of(name, file): module[name] for name in _held_names(source, file)
+    }
+    scheduler = _read(source, file, source.files.tree(file).get(SCHEDULER))
+    client = _client(source, file)
+    return OwnValues(_Read(source, file, buffers), _Read(source, file, client), scheduler)
+
+
+class _Read(Mapping[Any, Any]):
+    """Values of a file whose tensors are read for each one that is asked for."""
+
+    def __init__(self, source: NamedWeights, file: str, values: Mapping[Any, Any]) -> None:
+        self._source, self._file, self._values = source, file, values
+
+    def __getitem__(self, key: Any) -> Any:
+        return _read(self._source, self._file, self._values[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+
+def _client(source: NamedWeights, file: str) -> dict[Any, Any]:
+    """The client state of a file, its tensors by place."""
+    return {key: value for key, value in source.files.tree(file).items() if key not in OWN_KEYS}
+
+
+def _read(source: NamedWeights, file: str, value: Any) -> Any:
+    path = source.files.full_path(file)
+    return with_tensors(value, lambda found: _tensor(source, path, found))
+
+
+def _tensor(source: NamedWeights, path: str, found: Any) -> Any:
+    """With no limit but the size of the file."""
+    return source.files.tensor(path, found, found.numel) if isinstance(found, TensorRef) else found
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two files of which values are compared: large tensors by the CRC-32 of their records, or of
+    others by a digest."""
+
+    source: NamedWeights
+    first: str
+    name: str
+
+    def same(self, one: Any, other: Any) -> bool:
+        return self._by(self._summed, one, other) or self._by(self._digested, one, other)
+
+    def _by(self, short: Callable[[str, Any], Any], one: Any, other: Any) -> bool:
+        """Whether values are the same with a short form of each tensor."""
+        return same(
+            *(
+                with_tensors(value, lambda found, file=file: short(file, found))
+                for file, value in ((self.first, one), (self.name, other))
+            )
+        )
+
+    def _summed(self, file: str, found: Any) -> Any:
+        if not isinstance(found, TensorRef):
+            return found
+        record = self.source.files.file(file).record(found.storage)
+        if not record.crc32 or found.span_bytes <= _READ_BYTES:
+            return self._digested(file, found)
+        placed = (found.shape, found.stride, found.offset_elems, found.storage.dtype)
+        return Stand(TENSOR, (placed, record.crc32, record.size_bytes))
+
+    def _digested(self, file: str, found: Any) -> Any:
+        if not isinstance(found, TensorRef):
+            return found
+        value = _tensor(self.source, self.source.files.full_path(file), found)
+        digest = hashlib.sha256(value.state.pop("data")).hexdigest()
+        return Stand(TENSOR, (digest,), value.state)
+
+
+def _held_names(source: NamedWeights, file: str) -> list[str]:
+    """Buffers, and extra states of modules, in a model file."""
+    tree = source.files.tree(file)
+    module = tree.get("module") or {}
+    states = (name for name in module if str(name).endswith(EXTRA_STATE))
+    return [name for name in (*(tree.get("buffer_names") or []), *states) if name in module]
+
+
+def _buffers_that_differ(pair: _Pair) -> list[str]:
+    """What a model file has otherwise than the first one, of buffers and extra states."""
+    source, name = pair.source, pair.name
+    ours, theirs = (source.files.tree(file).get("module") or {} for file in (pair.first, name))
+    out: list[str] = []
+    for held in _held_names(source, name):
+        canonical = source.weights.name_of(held, name)
+        of_an_expert = number_and_count(canonical, source.expert_counts) is not None
+        if of_an_expert or held not in ours:
+            continue  # ranks have other experts
+        if not pair.same(ours[held], theirs[held]):
+            out.append(canonical)
+    return out
+
+
+EXTRA_STATE = "_extra_state"
+_READ_BYTES = 2**20  # up to so many are read

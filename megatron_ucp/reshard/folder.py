@@ -1,0 +1,627 @@
+"""A folder as a sink: its files are written aside, by one process or by all ranks, and it
+appears whole or not at all."""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from isal.isal_zlib import crc32, crc32_combine
+
+from megatron_ucp.errors import PlanError, SaveError, UsageError
+from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.deepspeed.files import MODEL, MODEL_PARTITION
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
+from megatron_ucp.formats.output_folder import OutFile
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.tags import require_no_pointer
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import bytes_of
+from megatron_ucp.reshard.files import THREADS, WINDOW_BYTES, Memory, ThreadMemory, pool
+from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
+from megatron_ucp.reshard.transfer import (
+    Lost,
+    Proved,
+    Readers,
+    Rounding,
+    SinkPart,
+    TransferRun,
+    WindowSource,
+)
+
+# ---- folder sink
+#
+# A folder as a sink: its files are written aside, and it appears whole or not at all.
+
+
+ROWS_AT_ONCE = 128  # of tiles that are joined
+_JOB_BYTES = 16 * 2**20  # of one file that a thread writes before it takes the next job
+FileRun = tuple[Path, int, int]  # file, first byte, how many bytes
+
+
+@dataclass(frozen=True)
+class FolderOutput:
+    """A folder on paper: what each of its files holds of which part. `close` writes what holds
+    nothing of a tensor into the folder aside, once all else is there; `publish` gives that its
+    name. `each` writes what a rank has for itself, and says which files. `verb` says what for: to
+    train, to export."""
+
+    parts: tuple[SinkPart, ...]
+    files: tuple[FileLayout, ...]
+    close: Callable[[Path], None]
+    publish: Callable[[Path], object]
+    verb: str = "train"
+    each: Callable[[Path, int], Sequence[Path]] = lambda aside, rank: ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.size_bytes for file in self.files for piece in pieces_of(file))
+
+    def prove(self) -> None:
+        """Every piece is all of its slot, every wanted slot has a piece, and no two pieces of a
+        file overlap. Raises PlanError."""
+        wanted = {(number, s) for number, part in enumerate(self.parts) for s, _ in part.wants}
+        for file in self.files:
+            for piece in pieces_of(file):
+                buffer = self.parts[piece.part].target.buffers[piece.slot.buffer]
+                elems = buffer.of(piece.slot.state).elems(piece.slot.part)
+                if elems != piece.elems or buffer.dtype_of(piece.slot.state) != piece.dtype:
+                    raise PlanError(
+                        "a piece of a file is not all of what it stands for",
+                        file=file.name,
+                        expected=f"{elems} elements",
+                        found=piece,
+                    )
+                wanted.discard((piece.part, piece.slot))
+            _prove_apart(file)
+        if wanted:
+            raise PlanError("no file holds what is wanted", found=min(wanted, key=str))
+
+
+def _prove_apart(file: FileLayout) -> None:
+    tiled = [(rows.place, sum(tile.size_bytes for tile in rows.tiles)) for rows in file.tiled]
+    runs = sorted([*tiled, *((piece.place, piece.size_bytes) for piece in file.pieces)])
+    end = 0
+    for place, size in [*runs, (file.size_bytes, 0)]:
+        if place < end:
+            raise PlanError("pieces of a file overlap", file=file.name, found=f"byte {place}")
+        end = place + size
+
+
+def pieces_of(file: FileLayout) -> list[FilePiece]:
+    """All pieces of a file, the tiles among them."""
+    return [*file.pieces, *(tile for rows in file.tiled for tile in rows.tiles)]
+
+
+class OutputFolder:
+    """One folder, from the making of the one aside to its name."""
+
+    thorough = True
+    what_failed = "the output could not be written; nothing is left of it"
+    what_to_do = "free space or mend permissions, then try again"
+
+    def __init__(self, folder: Path, output: FolderOutput) -> None:
+        output.prove()
+        self.folder, self.output = folder, output
+        self.parts, self.verb = output.parts, output.verb
+        absolute = folder.absolute()
+        self.aside = output_folder.aside_of(absolute.parent, absolute.name)
+        self._held = ExitStack()
+        self._lost: Lost = {}
+
+    def __enter__(self) -> Self:
+        """The folder beside it that files are written into, this process's alone. Raises UsageError
+        where another process writes it, SaveError where the disk refuses."""
+        with self._as_save_error():
+            self._held.enter_context(self._life())
+        return self
+
+    @contextmanager
+    def _life(self) -> Iterator[None]:
+        """The folder aside, from its making to its end."""
+        self.aside.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            try:
+                held.enter_context(output_folder.held(self.aside))
+            except SaveError as error:
+                raise UsageError(
+                    "another conversion is writing this output",
+                    file=error.file,
+                    expected=error.expected,
+                    found=error.found,
+                    fix=error.what_to_do,
+                    id=error.id,
+                ) from None
+            yield
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def lost(self) -> Lost:
+        """What was looked at as it was written."""
+        return self._lost
+
+    def finish(self) -> Any:
+        """Writes what holds nothing of a tensor; all of it is on disk then."""
+        with self._as_save_error():
+            for file in self.output.files:
+                _require_whole(self.aside / file.name, file.size_bytes)
+            self.output.close(self.aside)
+            self._bring_to_disk()
+
+    def _bring_to_disk(self) -> None:
+        sync_all(self.aside)
+
+    @contextmanager
+    def _as_save_error(self) -> Iterator[None]:
+        """Inside, what the operating system refuses is a SaveError."""
+        try:
+            yield
+        except OSError as error:
+            raise SaveError(
+                self.what_failed,
+                file=error.filename or self.folder,
+                found=f"{type(error).__name__}: {error}",
+                fix=self.what_to_do,
+            ) from error
+
+    def publish(self, told: Sequence[Any]) -> None:
+        """Gives the folder its name. Raises UsageError where a save took it meanwhile."""
+        with self._as_save_error():
+            self.output.publish(self.aside)
+
+
+def _require_whole(path: Path, size_bytes: int) -> None:
+    found = path.stat().st_size
+    if found != size_bytes:
+        what = "a file has another size than was planned"
+        raise PlanError(what, file=path, expected=size_bytes, found=found)
+
+
+# ------------------------------------------------ by the threads of one process
+
+
+class FolderSink(OutputFolder):
+    """A folder that is written by the threads of one process."""
+
+    def move(self, source: WindowSource, parts: Sequence[Proved], run: TransferRun) -> None:
+        """Several pieces at a time, each window by window: read, summed, written."""
+        readers, run.total = Readers(source, parts), self.output.size_bytes
+        places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
+        writer = _Threads(self.aside, readers, run)
+        with self._as_save_error(), pool() as threads:
+            for place in places:
+                place.mkdir(parents=True, exist_ok=True)
+            writer.write(threads, self.output.files)
+        self._lost = readers.overflows.found
+
+
+@dataclass
+class FileOnItsWay:
+    """A file of which threads write pieces; `crcs` are those of what is there, `left` jobs are not
+    done."""
+
+    path: Path
+    layout: FileLayout
+    left: int
+    crcs: dict[int, int] = field(default_factory=dict[int, int])
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def wrote(self, out: OutFile, crcs: dict[int, int]) -> None:
+        """Says which pieces a job wrote. Behind the last one comes what stands around them."""
+        with self._lock:
+            self.crcs.update(crcs)
+            self.left -= 1
+            is_last = self.left == 0
+        if is_last:
+            write_around(out, self.layout, self.crcs)
+
+
+def write_around(out: OutFile, layout: FileLayout, crcs: Mapping[int, int]) -> None:
+    """Writes all of a file but its pieces, whose CRC-32s are known. Raises OSError."""
+    sums = dict(crcs)
+    for at, blob in layout.blobs:
+        data = blob()
+        sums[at] = crc32(data)
+        out.write(data, at)
+    for at, data in layout.around(sums):
+        out.write(data, at)
+
+
+class _Threads:
+    """Writes the pieces of files."""
+
+    def __init__(self, aside: Path, readers: Readers, run: TransferRun) -> None:
+        self._aside, self._readers, self._run = aside, readers, run
+        self._memory, self._tiles = ThreadMemory(), [Memory() for _ in range(THREADS)]
+
+    def write(self, threads: ThreadPoolExecutor, files: Sequence[FileLayout]) -> None:
+        """All files; the largest jobs first, so that the threads hardly wait in the end."""
+        jobs: list[tuple[int, Callable[[], FileRun | None]]] = []
+        for layout in files:
+            self._write_tiled(threads, layout)
+            runs = _jobs_of(layout.pieces)
+            on_its_way = FileOnItsWay(self._aside / layout.name, layout, len(runs))
+            for pieces in runs:
+                size = sum(piece.size_bytes for piece in pieces)
+                jobs.append((size, partial(self._pieces, on_its_way, pieces)))
+        jobs.sort(key=lambda job: -job[0])
+        in_threads(threads, [job for _, job in jobs], self._run.stopped)
+
+    def _pieces(self, file: FileOnItsWay, pieces: Sequence[FilePiece]) -> FileRun | None:
+        """Some pieces of a file that follow each other. Runs in a thread of its own."""
+        with OutFile(file.path) as out:
+            crcs = {piece.place: self._piece(out, piece) for piece in pieces}
+            file.wrote(out, crcs)
+        size = sum(piece.size_bytes for piece in pieces)
+        return (file.path, pieces[0].place, size) if size > WINDOW_BYTES else None
+
+    def _piece(self, out: OutFile, piece: FilePiece) -> int:
+        """One piece; its CRC-32."""
+        size, crc = ITEMSIZE[piece.dtype], 0
+        step = self._readers.window_bytes(piece.part, piece.slot) // size
+        for low in range(0, piece.elems, step):
+            window = self._memory.take(min(step, piece.elems - low), piece.dtype)
+            self._readers.fill(piece.part, piece.slot, low, window)
+            data = bytes_of(window)
+            crc = crc32(data, crc)
+            out.write(data, piece.place + low * size)
+            self._run.count(window.nbytes)
+        return crc
+
+    def _write_tiled(self, threads: ThreadPoolExecutor, layout: FileLayout) -> None:
+        """Tensors in tiles. All threads together read a run of rows, each a tile, which is whole
+        rows of the source where there is one run."""
+        for rows in layout.tiled:
+            held = zip(rows.tiles, self._tiles, strict=False)
+            windows = [memory.take(tile.elems, tile.dtype) for tile, memory in held]
+            pairs = zip(rows.tiles, windows, strict=True)
+            fill = [
+                partial(self._readers.fill, tile.part, tile.slot, 0, window)
+                for tile, window in pairs
+            ]
+            in_threads(threads, fill, self._run.stopped)
+            self._write_rows(threads, self._aside / layout.name, rows, windows)
+
+    def _write_rows(
+        self, threads: ThreadPoolExecutor, path: Path, rows: TiledRows, tiles: list[torch.Tensor]
+    ) -> None:
+        """Rows of which each tile has some columns. One thread writes, as a file system lets only
+        one write a file; the disk begins meanwhile."""
+        held = [(bytes_of(tile), tile.nbytes // rows.rows) for tile in tiles]
+        row_bytes = sum(width for _, width in held)
+        with OutFile(path) as out:
+            for first in range(0, rows.rows, ROWS_AT_ONCE):
+                numbers = range(first, min(first + ROWS_AT_ONCE, rows.rows))
+                pieces = [data[at * n : at * n + n] for at in numbers for data, n in held]
+                start, size = rows.place + first * row_bytes, len(numbers) * row_bytes
+                out.write_joined(pieces, start)
+                threads.submit(begin_sync, path, start, size)
+                self._run.count(size)
+
+
+def _jobs_of(pieces: Sequence[FilePiece]) -> list[list[FilePiece]]:
+    """Runs of pieces, each of about _JOB_BYTES; one without any for a file that has none."""
+    jobs: list[list[FilePiece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if size >= _JOB_BYTES:
+            jobs.append([])
+            size = 0
+        jobs[-1].append(piece)
+        size += piece.size_bytes
+    return jobs
+
+
+def in_threads(
+    threads: ThreadPoolExecutor,
+    jobs: Iterable[Callable[[], FileRun | None]],
+    stopped: threading.Event,
+) -> None:
+    """Runs all jobs, several at a time. The disk begins with what one has written while the others
+    go on. After a failure, and after Ctrl-C, `stopped` is set, and those that have not begun don't
+    begin."""
+    waiting: list[Future[FileRun | None]] = []
+    try:
+        waiting.extend(threads.submit(job) for job in jobs)
+        for done in as_completed(waiting):
+            if written := done.result():
+                begin_sync(*written)
+    finally:
+        if not all(one.done() for one in waiting):
+            stopped.set()
+        for one in waiting:
+            one.cancel()
+
+
+def begin_sync(path: Path, start: int, size: int) -> None:
+    """Lets the disk begin with `size` bytes of a file from `start` on while others are made. Only a
+    hint: `sync_all` waits for all of them."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
+    if call is not None:
+        handle = os.open(path, os.O_RDONLY)
+        call(handle, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
+        os.close(handle)
+
+
+def sync_all(folder: Path) -> None:
+    """Brings a folder with all that lies in it to disk: by one call for the whole file system,
+    where there is one."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    except AttributeError:  # no such call on this system
+        sync = output_folder.Syncs()
+        for path in sorted(folder.rglob("*")):
+            sync(path)
+        sync(folder)
+    finally:
+        os.close(handle)
+
+
+# ------------------------------------------------ before anything is written
+
+
+def require_plain(folder: Path, may_replace: Callable[[], object] | None = None) -> None:
+    """Raises UsageError for an output that exists, unless `may_replace` says that it may be
+    replaced, or that has no plain name, or a pointer's."""
+    require_no_pointer(folder.absolute())
+    if may_replace is None or not may_replace():
+        require_free(folder)
+    if folder.absolute().name.startswith(".") or not folder.name:
+        raise UsageError(
+            "the output is the plain name of a new folder",
+            file=folder,
+            expected="converted/global_step100",
+            found=str(folder),
+            fix="give such a name",
+        )
+
+
+def require_free(folder: Path) -> None:
+    """Raises UsageError for an output that exists."""
+    if folder.exists() or folder.is_symlink():
+        raise UsageError(
+            "the output exists",
+            file=folder,
+            expected="a folder that does not exist yet",
+            found="one that does",
+            fix="give another name, or remove it; export-hf replaces its own with --force (Python: "
+            "force=True)",
+        )
+
+
+def require_outside(folder: Path, source: Path) -> None:
+    """A `latest` in a tag folder would lead every load of that tag astray. Raises UsageError."""
+    parent = Path(os.path.realpath(folder)).parent  # of a loop of links, too
+    beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+    if Path(os.path.realpath(source)) in (parent, *parent.parents) or any(
+        MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
+    ):
+        raise UsageError(
+            "the output lies inside of a checkpoint",
+            file=folder,
+            expected="a place beside it",
+            found=parent,
+            fix="name the output in another folder",
+        )
+
+
+def check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> None:
+    """Compares the files of a checkpoint with each other, all of them; the output lies elsewhere.
+    Raises a UcpError."""
+    require_outside(folder, source.folder)
+    for name in source.file_names:
+        source.check(name, allow)
+
+
+# ---- ranks folder
+#
+# A folder as a sink of all ranks: each writes its share of the files, all of them at once.
+#
+# With a snapshot it takes windows into that while the source lasts, and writes them in the end:
+# then another thread may do that, and the source may change meanwhile.
+
+
+_BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the next one is summed
+
+
+class Snapshot(Protocol):
+    """Memory for what is written later."""
+
+    def room(self, size_bytes: int) -> torch.Tensor | None:
+        """So many bytes, of whatever value; None where there is no room for them."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a window goes: the file, and its piece."""
+
+    file: FileLayout
+    piece: FilePiece
+
+
+@dataclass(frozen=True)
+class PieceRun:
+    """Flat bytes of a piece, which come to byte `at` of its file."""
+
+    place: _Place
+    at: int
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True, order=True)
+class _Sum:
+    """The CRC-32 of bytes [at, at + size) of a file."""
+
+    at: int
+    size: int
+    crc: int
+
+
+class RanksFolderSink(OutputFolder):
+    """Rank 0 makes the folder and names it. A file without an owner is written by all, each piece
+    by the rank that can best. `sync` brings files to disk; `snapshot` holds what is written
+    later."""
+
+    what_to_do = "free space or mend permissions on every rank, then try again"
+
+    def __init__(
+        self,
+        folder: Path,
+        output: FolderOutput,
+        sync: output_folder.Syncs | None = None,
+        snapshot: Snapshot | None = None,
+    ) -> None:
+        super().__init__(folder, output)
+        self.rank, self.world = agree.world()
+        self.sync = sync or output_folder.Syncs()
+        self._snapshot = snapshot
+        self._waiting: list[PieceRun] = []
+        self._given: torch.Tensor | None = None  # of the snapshot, for the window that comes next
+        self._sums: dict[tuple[str, int], list[_Sum]] = {}  # by file, and place of the piece
+        self._files: dict[str, OutFile] = {}
+
+    def __enter__(self) -> Self:
+        if self.rank == 0:
+            super().__enter__()
+            with ExitStack() as undo, self._as_save_error():
+                undo.callback(self._held.close)
+                for file in self.output.files:  # so that no machine has to learn of a new name
+                    with open(self.aside / file.name, "wb") as out:
+                        out.truncate(file.size_bytes)
+                undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for out in self._files.values():
+            out.close()
+        self._files.clear()
+        super().__exit__()
+
+    def move(self, source: Memories, parts: Sequence[Proved], run: TransferRun) -> None:
+        """Every rank writes what it has itself; what others have comes in rounds."""
+        rounding, queue = Rounding(source, parts), [*self._queue(source)]
+        run.total = sum(one.elems * ITEMSIZE[one.goal.piece.dtype] for one in queue)
+
+        def put(window: Window, exact: torch.Tensor) -> None:
+            place: _Place = window.goal
+            memory = rounding.rounded(window.part, window.slot, window.low, exact)
+            self._take(place, window.low, memory)
+            run.count(memory.nbytes)
+
+        with self._as_save_error():
+            source.move(queue, put, self._room)
+        self._given = None
+        self._lost = rounding.overflows.found
+
+    def finish(self) -> Any:
+        """Each rank brings what it wrote to disk: other machines can't do it for it."""
+        with self._as_save_error():
+            self._write_all()
+            with self.sync.right.changing(f"writes what rank {self.rank} has of its own"):
+                beside = self.output.each(self.aside, self.rank)
+            for path in [*(self.aside / name for name in sorted(self._files)), *beside]:
+                self.sync(path)
+        if self.rank == 0:
+            super().finish()
+
+    def _write_all(self) -> None:
+        """What waits, then what stands around the pieces of this rank's files, whose CRC-32s are
+        known by then. Raises OSError."""
+        for one in self._waiting:
+            self.sync.right.says(f"writes {self.aside / one.place.file.name}")
+            self._write(one)
+        self._waiting.clear()
+        for file in self.output.files:
+            if self.rank == (file.owner or 0):
+                sums = {
+                    one.place: self._sums.get((file.name, one.place), ()) for one in file.pieces
+                }
+                crcs = {place: _joined(found) for place, found in sums.items()}
+                with self._writing(file.name) as out:
+                    write_around(out, file, crcs)
+
+    def _bring_to_disk(self) -> None:
+        held = {self.aside / file.name for file in self.output.files}  # by those who wrote them
+        for path in [*sorted({*self.aside.iterdir()} - held), self.aside]:
+            self.sync(path)
+
+    def publish(self, told: Sequence[Any]) -> None:
+        if self.rank == 0:
+            super().publish(told)
+
+    def _queue(self, source: Memories) -> Iterator[Window]:
+        """The windows that this rank takes, in the order of the files' bytes."""
+        places = [_Place(file, piece) for file in self.output.files for piece in file.pieces]
+        takers = self._takers(places, source)
+        for place, taker in zip(places, takers, strict=True):
+            piece = place.piece
+            step = MESSAGE_BYTES // ITEMSIZE[piece.dtype]
+            for low in range(0, piece.elems if taker == self.rank else 0, step):
+                elems = min(step, piece.elems - low)
+                yield Window(piece.part, piece.slot, low, elems, place)
+
+    def _takers(self, places: Sequence[_Place], source: Memories) -> list[int]:
+        """The rank that writes each piece."""
+        owners = [place.file.owner for place in places]
+        free = [place.piece for place in places if place.file.owner is None]
+        sizes = [(one.size_bytes, source.holders_of(one.part, one.slot)) for one in free]
+        others = iter(evenly(sizes, self.world))
+        return [next(others) if owner is None else owner for owner in owners]
+
+    def _room(self, window: Window, size_bytes: int) -> torch.Tensor | None:
+        """Where the next window is put together, so that it need not be copied once more."""
+        self._given = None if self._snapshot is None else self._snapshot.room(size_bytes)
+        return self._given
+
+    def _take(self, place: _Place, low: int, memory: torch.Tensor) -> None:
+        """Keeps elements of a piece from `low` on; what finds no room is written."""
+        at, flat = place.piece.place + low * memory.element_size(), memory.view(torch.uint8)
+        given = self._given
+        if given is None or len(given) < len(flat):
+            self._write(PieceRun(place, at, flat))
+            return
+        kept = given[: len(flat)]
+        if kept.data_ptr() != flat.data_ptr():  # it was rounded
+            kept.copy_(flat)
+        self._waiting.append(PieceRun(place, at, kept))
+
+    def _write(self, one: PieceRun) -> None:
+        data, file, piece = bytes_of(one.memory), one.place.file, one.place.piece
+        with self._writing(file.name) as out:
+            out.write(data, one.at)
+        if file.owner is not None:
+            sums = self._sums.setdefault((file.name, piece.place), [])
+            sums.append(_Sum(one.at, len(data), crc32(data)))
+        is_whole = one.at + len(data) == piece.place + piece.size_bytes
+        if is_whole and self.sync.durable and piece.size_bytes >= _BEGIN_SYNC_BYTES:
+            begin_sync(self.aside / file.name, piece.place, piece.size_bytes)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[OutFile]:
+        """A file, as long as the save has its right."""
+        with self.sync.right.changing(f"writes {self.aside / name}"):
+            if name not in self._files:
+                self._files[name] = OutFile(self.aside / name)
+            yield self._files[name]
+
+
+def _joined(sums: Iterable[_Sum]) -> int:
+    """The CRC-32 of a piece from those of its windows, in whatever order they were written."""
+    crc = 0
+    for one in sorted(sums):
+        crc = crc32_combine(crc, one.crc, one.size)
+    return crc

@@ -1,0 +1,655 @@
+"""Loads a checkpoint into a live engine: the elements, what is no element, and what all ranks
+must agree on."""
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from megatron_ucp import say
+from megatron_ucp.core.flat import FlatBuffer, Scalars
+from megatron_ucp.core.manifest import ORIGIN, RUN, BufferPart, Manifest, ParamGroup
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
+from megatron_ucp.core.plan import Cast, Mean, Op, Plan, Slot, Want, joined
+from megatron_ucp.errors import (
+    DamagedFileError,
+    StateMismatchError,
+    some_of,
+)
+from megatron_ucp.formats.checkpoint import Checkpoint, Told, differing, ranks_of
+from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
+from megatron_ucp.formats.optimizers import kept_by, require_equal
+from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_unless
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Engine, FingerprintCheck, Holder, How, Report, TakenExtras
+from megatron_ucp.reshard.execute import OfOp, TensorOf, tensor_of
+from megatron_ucp.reshard.files import SharedFiles
+from megatron_ucp.reshard.fingerprint import (
+    StateKey,
+    Sums,
+    Table,
+    compared_with,
+    is_held,
+    recorded_in,
+    require_alike,
+    require_recorded,
+    sums_of,
+    table_of,
+    true_shape,
+)
+from megatron_ucp.reshard.hybrid import for_model
+from megatron_ucp.reshard.match import (
+    Fit,
+    check_not_lost,
+    group_values,
+    has_masters,
+    match_optimizers,
+    match_params,
+    match_ties,
+    one_value,
+    replica_notes,
+    require_alone,
+    require_one_copy,
+    source_states,
+)
+from megatron_ucp.reshard.memories import SharedMemories
+from megatron_ucp.reshard.transfer import (
+    Lost,
+    Proved,
+    SinkPart,
+    Source,
+    TransferRun,
+    lost_in_weights,
+    may_overflow,
+    param_of,
+    transfer,
+)
+
+# ---- own values
+#
+# What a rank of a live engine gets of values that differ from rank to rank in a checkpoint.
+
+
+# makes one value of those of all ranks, by the name of the value
+Reduce = Callable[[str, list[Any]], Any]
+
+
+def values_for(
+    source: Checkpoint,
+    bare: Manifest,
+    what: PerRank,
+    rule: Reduce | None,
+    allow: Collection[str],
+) -> tuple[OwnValues | None, list[str]]:
+    """What this rank gets of all that differs (None: what all share), and notes. On another mesh
+    the `rule` decides, or the first rank's is taken where that is allowed.
+
+    Raises StateMismatchError, DamagedFileError.
+    """
+    if not what:
+        return None, []
+    mesh, file = ranks_of(source), str(source.folder)
+    if mesh.has_ranks_of(bare.mesh):
+        own, notes = source.of_rank(agree.world()[0]).only(what), list[str]()
+    elif rule is not None:
+        held = [source.of_rank(rank).only(what) for rank in range(mesh.world)]
+        own, notes = _reduced(what, held, rule), [f"made of those of all ranks: {what}"]
+    else:
+        return None, [refuse_unless("per_rank" in allow, what, file, str(bare.mesh))]
+    _check_buffers(own, bare, file)
+    return own, notes
+
+
+def _reduced(what: PerRank, held: Sequence[OwnValues], rule: Reduce) -> OwnValues:
+    def client(key: Any) -> Any:
+        values = [own.client_state[key] for own in held if key in own.client_state]
+        return rule(f"client_state[{key!r}]", values)
+
+    return OwnValues(
+        {n: rule(n, [o.buffers[n] for o in held if n in o.buffers]) for n in what.buffers},
+        {key: client(key) for key in what.client_state},
+        rule(SCHEDULER, [own.scheduler for own in held]) if what.scheduler else None,
+    )
+
+
+def _check_buffers(own: OwnValues, bare: Manifest, file: str) -> None:
+    """Raises DamagedFileError where a rank's own buffer has another shape than the model's."""
+    for name, value in own.buffers.items():
+        spec = bare.by_name.get(name)
+        if spec is not None and tuple(spec.shape) != tuple(value.get("shape")):
+            raise DamagedFileError(
+                "a rank's own buffer has another shape than the one of the model",
+                file=file,
+                parameter=name,
+                expected=spec.shape,
+                found=value.get("shape"),
+            )
+
+
+def set_buffers(engine: Engine, own: Mapping[str, Any]) -> None:
+    """Gives the engine what this rank had otherwise than the first one."""
+    for number, cut, part in engine.parts():
+        buffer = engine.manifest.buffers[number]
+        name = buffer.first_param
+        if name in own and not buffer.stepped:
+            whole = tensor_of(own[name])
+            order = engine.manifest.by_name[name].order
+            stored = whole if order is None else whole.permute(order)
+            engine.tensor(Slot(number, cut, part, VALUE)).copy_(stored.reshape(-1))
+
+
+# ---- engine sink
+#
+# A live engine as a sink: its memory is filled in place, in the order of the source.
+
+
+_NAMED = 5  # parameters that a note lists by name
+
+
+class InPlaceSource(Source, Protocol):
+    """A source that fills memory where it lies. `sums` are bytes: what this rank took, what all of
+    them compared with checksums and what they did not; `read_by_all` what all ranks took."""
+
+    sums: tuple[int, int, int]
+    read_by_all: int
+
+    def fill(
+        self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
+    ) -> None:
+        """Fills what this rank has of some parts. Checksums are taken of records of which an
+        operation `is_summed`, where the source has any."""
+        ...
+
+    def check_records(self, slots: Iterable[Slot]) -> None:
+        """Looks again at what holds some slots. Raises DamagedFileError."""
+        ...
+
+    def lost(self, engine: Engine, plan: Plan) -> Lost:
+        """What of a plan's values was lost as they were rounded."""
+        ...
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What an engine gets besides elements: `states` and `scalars` for each buffer of the manifest
+    that this rank fills, `groups` for each of its groups. `recorded` is what the save said of all
+    elements (empty: nothing)."""
+
+    states: Mapping[int, tuple[str, ...]]
+    scalars: Mapping[int, list[Scalars]]
+    groups: list[Mapping[str, Any]]
+    recorded: Table
+
+
+class EngineSink:
+    """What a load fills on this rank. `held` is the checkpoint's manifest; `notes` grow with what
+    is done."""
+
+    verb = "train"
+    thorough = False  # what no rank needs is not read for a checksum: the report says how much
+
+    def __init__(
+        self,
+        engine: Engine,
+        held: Manifest,
+        how: How,
+        parts: tuple[SinkPart, ...],
+        filled: Filled,
+        extras: TakenExtras,
+        notes: list[str],
+    ) -> None:
+        self.engine, self.held, self.how, self.parts = engine, held, how, parts
+        self.filled, self.extras, self.notes = filled, extras, notes
+        self._read: tuple[InPlaceSource, Plan] | None = None
+        self._target = parts[0].target  # of all parts
+        self._states = {slot: state for part in parts for slot, state in part.wants}
+        self._recorded = filled.recorded if how.checksums else {}
+        self._sums: Sums = {}
+        self._sizes: Counter[StateKey] = Counter()
+        self._loaded_bytes = 0
+        self.compared: FingerprintCheck | None = None
+
+    def __enter__(self) -> Self:
+        """The first write. From here on a failure of any rank leaves the engine unusable on all."""
+        self.engine.mark_unusable()
+        if self.how.optimizer:
+            self.engine.allocate(self.filled.states)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What was filled in part stays unusable."""
+
+    def move(self, source: InPlaceSource, parts: Sequence[Proved], run: TransferRun) -> None:
+        """All bytes that this rank needs, straight into its memory."""
+        plans = [one.plan for one in parts]
+        self._read = source, joined(plans)
+        source.fill(parts, self.engine.tensor, run, lambda op: self._vouched_for(op) is None)
+        for plan in plans if self._recorded else ():
+            self._loaded_bytes += _bytes_of(plan, self._target)
+            self._sums |= sums_of(
+                self._target,
+                plan.wants,
+                self.engine.read,
+                only=self._is_compared,
+                sizes=self._sizes,
+                copies=True,
+            )
+
+    def _vouched_for(self, op: Op) -> StateKey | None:
+        """The state whose recorded fingerprint will be compared with what an operation fills: a
+        checksum of the bytes that it reads would sum them twice. None where nothing will."""
+        target, slot = self._target, op.target.slot
+        member = target.member(slot.buffer, op.member)
+        name, state = member.param, self._states[slot]
+        crc = self._recorded.get(name, {}).get(state, "")
+        same_dtype = crc.startswith(target.buffers[slot.buffer].dtype_of(slot.state) + " ")
+        if not same_dtype or not self._is_compared(slot, name) or self._has_padding(name):
+            return None
+        return (name, state) if is_held(target, slot, member, copies=True) else None
+
+    def _has_padding(self, name: str) -> bool:
+        """Whether rows of a vocabulary's padding are in the files: a fingerprint says nothing of
+        these, and the losses depend on them."""
+        held = self.held.by_name.get(name)
+        return held is not None and true_shape(held) != held.shape
+
+    def _is_compared(self, slot: Slot, name: str) -> bool:
+        """Whether a parameter in a slot gets what the checkpoint has, element by element."""
+        held = self.held.by_name.get(name)
+        dtype = self._target.buffers[slot.buffer].dtype_of(slot.state)
+        return (
+            held is not None
+            and true_shape(held) == true_shape(self.engine.manifest.by_name[name])
+            and self.held.states_of(name).get(self._states[slot]) == dtype
+        )
+
+    def lost(self) -> Lost:
+        """Collective. What this rank's memory, which was filled, lost of the checkpoint's values,
+        and what weights will lose of the masters. Nothing where no rank rounds, and the dtype of
+        the training is the same."""
+        if self._read is None:
+            return {}
+        (source, plan), manifest = self._read, self.engine.manifest
+        own = _inexact(plan, manifest), self._sums, self._sizes, self._loaded_bytes
+        found, sums, sizes, loaded = zip(*agree.gather(own), strict=True)
+        self.notes[:0] = _of_all_ranks(manifest, found)
+        if self._recorded:
+            same = self._compare(source, plan, sums)
+            self.compared = FingerprintCheck(
+                sum(own[key] for own in sizes for key in same), sum(loaded)
+            )
+        rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
+        if not rounds:
+            return {}
+        return {**lost_in_weights(self.engine, plan), **source.lost(self.engine, plan)}
+
+    def _compare(self, source: InPlaceSource, plan: Plan, ranks: Sequence[Sums]) -> set[StateKey]:
+        """Which states were compared. Raises DamagedFileError where a record is not what its file
+        says, else ForeignFileError where what ranks have now is not what was saved."""
+        table, apart = table_of(self._target, ranks)
+        same, wrong = compared_with(table, self._recorded)
+        unseen = set[Slot]()  # of the files: read without a checksum, and not as was saved
+        for op in plan.ops:
+            key = self._vouched_for(op)
+            if key is not None and key not in same:
+                unseen |= {side.slot for side in op.sources}
+        if not wrong and not apart:
+            source.check_records(unseen)
+            return same
+        agree.collect(lambda: source.check_records(unseen))  # that error says more
+        require_alike([] if "replicas" in self.how.allow else apart, source.file)
+        require_recorded(table, self._recorded, source.file)
+        return same
+
+    def finish(self) -> None:
+        """Copies the masters into the weights; sets steps, hyper-parameters and extras."""
+        self.engine.refresh()
+        self.notes += self.engine.drop_gradients()
+        if self.how.own is not None:
+            set_buffers(self.engine, self.how.own.buffers)
+        if self.how.optimizer:
+            for number, scalars in self.filled.scalars.items():
+                self.engine.set_scalars(number, scalars)
+            self.notes += self._set_groups()
+        self.notes += self.extras.restore()
+
+    def publish(self, told: Sequence[None]) -> None:
+        """The engine may step, and be saved."""
+        self.engine.mark_usable()
+
+    def _set_groups(self) -> list[str]:
+        if self.how.hyper == "config":
+            return ["hyper-parameters kept from the engine's configuration, as asked"]
+        if not any(self.filled.groups):
+            fresh = "the optimizer's states begin afresh, "
+            return [
+                f"{fresh if not any(self.filled.states.values()) else ''}hyper-parameters kept "
+                "from the engine: the checkpoint holds none"
+            ]
+        own = {group.optimizer for group in self.engine.manifest.groups}
+        theirs = {group.optimizer for group in self.held.groups}
+        return self.engine.set_groups(self.filled.groups, carried=theirs <= {*own, ""})
+
+
+def _bytes_of(plan: Plan, target: Manifest) -> int:
+    """What a plan puts into the memory of a rank, padding apart."""
+    return sum(
+        op.box.numel
+        * ITEMSIZE[target.buffers[op.target.slot.buffer].dtype_of(op.target.slot.state)]
+        for op in plan.ops
+    )
+
+
+def _inexact(plan: Plan, target: Manifest) -> tuple[int, int]:
+    """Parameters of which a plan rounds some elements, and of which it averages some: a bit for
+    each parameter of the manifest, as every rank sends it to every other one."""
+    number = {spec.name: 1 << n for n, spec in enumerate(target.params)}
+    rounded = averaged = 0
+    for op in plan.ops:
+        if isinstance(op, Mean):
+            averaged |= number[param_of(op, target)]
+        elif isinstance(op, Cast) and not op.lossless:
+            rounded |= number[param_of(op, target)]
+    return rounded, averaged
+
+
+def _of_all_ranks(target: Manifest, found: Sequence[tuple[int, int]]) -> list[str]:
+    """Notes for what the plans of all ranks do: one rank's report speaks for the load."""
+    names: list[list[str]] = [[], []]
+    for listed, masks in zip(names, zip(*found, strict=True), strict=True):
+        every = reduce(int.__or__, masks)
+        listed += sorted(spec.name for n, spec in enumerate(target.params) if every >> n & 1)
+    return named({"rounded to a narrower dtype": names[0], "averaged over its copies": names[1]})
+
+
+def named(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """A note for each thing that some parameters have in common."""
+    return [f"{what}: {some_of(names, _NAMED)}" for what, names in found.items() if names]
+
+
+# ---- resume
+#
+# Fills a live engine from a checkpoint of any mesh: what every engine's load does.
+#
+# Order: everything that metadata can show is found on all ranks first; then the engine is marked
+# unusable, filled, refreshed and marked usable again. No collective stands inside the arithmetic.
+
+
+def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Report:
+    """Fills an engine. Collective. Raises a UcpError on every rank; the engine is unchanged where
+    metadata could show the reason, and refuses to step and to save where it could not."""
+    started = time.perf_counter()
+    with ExitStack() as opened:
+        with agree.together() as looked:
+            read = opened.enter_context(open_checkpoint(path, tag, told=_told(engine, how)))
+            source = for_model(read, engine.manifest, how.allow)
+            looked.value = _check_files(source, how, engine)
+        how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
+        values = SharedFiles(source, str(source.folder), how.checksums)
+        return _filled_from(engine, source, values, how, started)
+
+
+def resume_from_memory(engine: Engine, source: Checkpoint, held: Holder, how: How) -> Report:
+    """As `resume`, from the memories of all ranks: `source` says all that is no element of a
+    tensor, and `held` has this rank's elements."""
+    started = time.perf_counter()
+    with agree.together() as looked:
+        looked.value = _check_files(source, how, engine)
+    how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
+    return _filled_from(engine, source, SharedMemories(str(source.folder), held), how, started)
+
+
+def _filled_from(
+    engine: Engine,
+    source: Checkpoint,
+    values: InPlaceSource,
+    how: How,
+    started: float,
+) -> Report:
+    """Fills an engine with `values`, which are those of `source`. `started` is the clock when the
+    load began. Collective."""
+    with agree.together():
+        sink = _prepared(engine, source, how)
+    with say.progress("load") as advance:
+        transfer(values, sink, run=TransferRun(progress=advance))
+    steps = source.extras.counters.get("global_steps", 0)
+    said = source.recorded.run if source.recorded is not None else {}
+    return Report(
+        str(source.folder),
+        str(source.manifest.written_on),
+        str(engine.manifest.mesh),
+        *values.sums,
+        time.perf_counter() - started,
+        sink.extras.client_state,
+        tuple(sink.notes),
+        steps,
+        str(said.get(RUN, "")),
+        str(said.get(ORIGIN, "")),
+        values.read_by_all,
+        _left_out(how, engine),
+        sink.compared,
+    )
+
+
+def _told(engine: Engine, how: How) -> Told:
+    """What the engine knows of the checkpoint, and what the caller allows."""
+    told = replace(engine.told(), weights="weights" in how.allow)
+    return replace(told, classes=None) if "values" in how.allow else told
+
+
+def _left_out(how: How, engine: Engine) -> str:
+    """What of a training state was not asked for, in words."""
+    if how.module_only:
+        return "optimizer, scheduler and counters"
+    return "the optimizer's states" if engine.has_optimizer and not how.optimizer else ""
+
+
+def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
+    """Everything that needs no tensor byte; raises before anything is written. Every rank looks at
+    the whole engine, and prepares the parts that it has."""
+    file, bare = str(source.folder), engine.manifest
+    optimizer = how.optimizer and engine.has_optimizer
+    engine.check(source, optimizer)
+    fit = _fit(source.manifest, bare, how.allow, optimizer, file)
+    if optimizer:
+        match_ties(source.manifest, file)
+    require_alone(bare, fit, optimizer and engine.has_one_step, file)
+    states = _states(bare, source.manifest, fit, optimizer, file)
+    target = _with_states(engine, states)
+    groups, settings = _groups(engine, source, target, fit, how) if optimizer else ([], [])
+    own, apart = values_for(source, bare, how.apart, how.per_rank, how.allow)
+    how = replace(how, optimizer=optimizer, own=own)
+    extras = _extras(engine, source, how)
+    filled = _filled(engine, source, states, groups)
+    parts = _parts(engine, target, fit, how.allow)
+    copies = require_one_copy(source, bare.by_name, how.allow)
+    described = _described(fit, source.manifest)
+    notes = [*source.notes, *copies, *described, *settings, *apart, *extras.notes]
+    return EngineSink(engine, source.manifest, how, parts, filled, extras, notes)
+
+
+def _filled(
+    engine: Engine,
+    source: Checkpoint,
+    states: list[tuple[str, ...]],
+    groups: list[Mapping[str, Any]],
+) -> Filled:
+    """What this rank's buffers get besides elements."""
+    buffers = engine.manifest.buffers
+    own = [number for number, _, _ in engine.parts() if buffers[number].stepped]
+    scalars = {number: _scalars(buffers[number], source.manifest) for number in own}
+    recorded = {} if source.recorded is None else recorded_in(source.recorded.run)
+    return Filled({number: states[number] for number in own}, scalars, groups, recorded)
+
+
+def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
+    """The scalar states that each member of a buffer gets: none where they begin afresh."""
+    return [
+        source.scalars_of(member.param) if member.param in source.holders else {}
+        for member in buffer.members
+    ]
+
+
+def _check_files(source: Checkpoint, how: How, engine: Engine) -> PerRank:
+    """Compares the files with each other; the ranks share the work. Returns what differs from rank
+    to rank in those of this one."""
+    rank, world = agree.world()
+    optimizer = how.optimizer and engine.has_optimizer
+    own = source.file_names[rank::world]
+    for name in own:
+        source.check(name, how.allow, optimizer)
+    if optimizer:
+        refuse_lost_moments(source.manifest, str(source.folder))
+    return differing(source, own)
+
+
+def _fit(
+    source: Manifest, bare: Manifest, allow: frozenset[str], optimizer: bool, file: str
+) -> Fit:
+    """How the engine is filled: weights come from the masters, where the checkpoint has them.
+
+    Raises ModelMismatchError; StateMismatchError for a checkpoint without an optimizer whose states
+    are asked for.
+    """
+    fit = match_params(source, bare, allow, file)
+    trainable = {spec.name for spec in bare.params if spec.kind == "trainable"} - fit.fresh
+    if has_masters(source, trainable):
+        return fit
+    if optimizer and source.keeper != Keeper.WEIGHTS:
+        raise StateMismatchError(
+            "the checkpoint holds no optimizer",
+            file=file,
+            fix="load with load_optimizer_states=False",
+            id="no-optimizer",
+        )
+    return replace(fit, master=VALUE)
+
+
+def _states(
+    bare: Manifest, source: Manifest, fit: Fit, optimizer: bool, file: str
+) -> list[tuple[str, ...]]:
+    """For each buffer of the engine the element-wise states that it gets besides the masters.
+    Raises StateMismatchError where members disagree, or the engine's optimizer keeps others."""
+    out: list[tuple[str, ...]] = []
+    for buffer in bare.buffers:
+        begins_afresh = any(member.param in fit.fresh for member in buffer.members)
+        if not optimizer or not buffer.stepped or not buffer.members or begins_afresh:
+            out.append(())
+            continue
+        out.append(_states_of(buffer, bare, source, file))
+    return out
+
+
+def _states_of(buffer: FlatBuffer, bare: Manifest, source: Manifest, file: str) -> tuple[str, ...]:
+    def names_of(param: str) -> Mapping[str, bool]:
+        return dict.fromkeys(source_states(source, param), True)
+
+    params = [member.param for member in buffer.members]
+    found = one_value(params, names_of, "states", file)
+    scalars = one_value(params, source.scalars_of, "steps", file)
+    group = ParamGroup({}) if buffer.group is None else bare.groups[buffer.group]
+    keeps = kept_by(group.optimizer, group.settings)
+    if found or scalars:
+        require_equal(keeps.element, found, params[0], file)
+        require_equal(keeps.scalar, scalars, params[0], file)
+    elif keeps.element or keeps.scalar:  # from before the first step, or never saved
+        check_not_lost(source, source.group_of(params[0]), group.optimizer, file)
+    return tuple(found)
+
+
+def _with_states(engine: Engine, states: list[tuple[str, ...]]) -> Manifest:
+    """The engine with the states that it will have."""
+    buffers: list[FlatBuffer] = []
+    for number, (buffer, found) in enumerate(zip(engine.manifest.buffers, states, strict=True)):
+        if found:
+            added = tuple((state, engine.state_dtype(number, state)) for state in found)
+            buffer = replace(buffer, states=(*buffer.states, *added))
+        buffers.append(buffer)
+    return replace(engine.manifest, buffers=tuple(buffers))
+
+
+def _wants(target: Manifest, fit: Fit, taken: Sequence[BufferPart]) -> list[Want]:
+    """Every slot that is taken, and the source state that fills it."""
+    wants: list[Want] = []
+    for number, cut, part in taken:
+        buffer = target.buffers[number]
+        first = buffer.first_param
+        if first in fit.new or (not buffer.stepped and first in fit.skipped):
+            continue
+        trained = first in target.by_name and target.by_name[first].kind == "trainable"
+        origin = VALUE if first in fit.unfrozen else fit.master
+        for state, _ in buffer.states:
+            weights = state == MASTER or (state == VALUE and (trained or first in fit.frozen))
+            wants.append((Slot(number, cut, part, state), origin if weights else state))
+    return wants
+
+
+def _groups(
+    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, how: How
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The hyper-parameters of each group as live values, and notes; none for a group whose
+    parameters all begin afresh. Raises StateMismatchError, UnsafePickleError."""
+    file = str(source.folder)
+    notes = match_optimizers(source.manifest, target, fit.fresh, how.allow, file)
+    groups = group_values(target, source.manifest.group_of, file, fit.fresh)
+    if how.hyper == "config":
+        return groups, notes
+    groups, left = engine.built_groups(groups, file, "values" in how.allow)
+    return groups, notes + left
+
+
+def _parts(
+    engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]
+) -> tuple[SinkPart, ...]:
+    """What is filled on this rank. What is frozen from here on is rounded to its
+    training copy, as the run did, and so are the weights of an engine without an optimizer; nothing
+    else without `allow`."""
+    allow = allow if engine.has_optimizer else allow | {"narrow"}
+    wants = _wants(target, fit, engine.parts())
+    frozen = [want for want in wants if target.buffers[want[0].buffer].first_param in fit.frozen]
+    apart = {slot for slot, _ in frozen}
+    others = [want for want in wants if want[0] not in apart]
+    parts = [SinkPart(target, tuple(others), allow, as_trained=True)]
+    if frozen:
+        parts.append(SinkPart(target, tuple(frozen), allow | {"narrow"}, as_trained=True))
+    return tuple(parts)
+
+
+def _extras(engine: Engine, source: Checkpoint, how: How) -> TakenExtras:
+    """What the engine takes besides element-wise states, and the sums of what was read for it."""
+    scheduler = how.scheduler and not how.module_only
+    origins = _origins(engine.manifest, source.manifest)
+    extras = engine.take_extras(source, scheduler, origins, how)
+    if how.checksums:
+        source.check_read()
+    return extras
+
+
+def _origins(bare: Manifest, source: Manifest) -> list[int | None]:
+    """For each group of the engine the group of the checkpoint that its parameters come from, the
+    first one that comes from any."""
+    found: dict[int, int | None] = {}
+    for _, member, group in bare.stepped():
+        if found.get(group) is None:
+            found[group] = source.group_number(member.param)
+    return [found.get(number) for number in range(len(bare.groups))]
+
+
+def _described(fit: Fit, source: Manifest) -> list[str]:
+    """Notes for what metadata already shows to be not carried over."""
+    found: dict[str, Sequence[str]] = {
+        "kept from the engine: not in the checkpoint": fit.skipped,
+        "dropped: not in the model": fit.dropped,
+        "vocabulary resized": fit.resized,
+        "trained from here on, their states begin afresh: they were frozen": fit.unfrozen,
+        "new, with the engine's values, their states begin afresh": fit.new,
+        "frozen from here on, their states dropped": fit.frozen,
+    }
+    return replica_notes(source) + named(found)

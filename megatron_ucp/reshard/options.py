@@ -1,0 +1,540 @@
+"""The options of loads and saves: what is allowed at which door, and how a value is checked."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.errors import UsageError, did_you_mean
+from megatron_ucp.formats.deepspeed.target import Target
+
+# ---- allowances
+#
+# What a caller may allow to happen besides exact copies: each word, and where it acts. A word
+# that can't act where it is given is refused, so that nobody counts on it.
+#
+# | door | what it is |
+# |---|---|
+# | load | `load` of an engine from files |
+# | memory | `load` from what `hold` keeps, and `resize` |
+# | convert, export, import | the tools |
+#
+# `attach` takes every word of a load: what it got is for all loads of the engine, and a word that
+# one of them has no use for does nothing there.
+
+
+LOAD, MEMORY, CONVERT, EXPORT, IMPORT = "load", "memory", "convert", "export", "import"
+OF_LOADS = frozenset({LOAD, MEMORY})
+OF_FILES = frozenset({LOAD})
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a word lets happen, and the `doors` at which it acts. `needs` is what a load must be
+    asked for, by the fields of `LoadWanted` below, and `otherwise` what to do where it is not.
+    `of_parts`: the word may name parameters by what their names begin with ("new:vision_tower")."""
+
+    meaning: str
+    doors: frozenset[str] = OF_LOADS
+    needs: str = ""
+    otherwise: str = "leave it out"
+    of_parts: bool = False
+
+
+_STATES = "leave it out, or load the optimizer's states"
+TABLE = {
+    "narrow": Allowance("values may be rounded to a narrower dtype", OF_LOADS | {CONVERT, IMPORT}),
+    "mean": Allowance(
+        "copies of a Partial parameter may be averaged", OF_LOADS | {CONVERT, EXPORT}
+    ),
+    "vocab": Allowance(
+        "rows of a vocabulary may be dropped; new ones are zeros where they are padding, else as "
+        "the engine has them"
+    ),
+    "missing": Allowance(
+        "frozen parameters and buffers that the checkpoint lacks keep the engine's values",
+        of_parts=True,
+    ),
+    "stale": Allowance(
+        "masters may differ from the weights beside them; the masters are loaded",
+        OF_FILES | {CONVERT, EXPORT},
+    ),
+    "replicas": Allowance(
+        "copies that differed between ranks are loaded: elsewhere than on those ranks, one of them",
+        OF_LOADS | {CONVERT},
+    ),
+    "positions": Allowance(
+        "states in stage-0 files without a manifest are taken in the order of the groups", OF_FILES
+    ),
+    "scheduler": Allowance(
+        "the engine's scheduler may get the state of one of another class",
+        needs="scheduler",
+        otherwise="leave it out, or load the scheduler",
+    ),
+    "optimizer": Allowance(
+        "the engine's optimizer may step by another rule than the run's",
+        needs="optimizer",
+        otherwise=_STATES,
+    ),
+    "values": Allowance(
+        "values of classes that this program has not are left as the engine has them, or out"
+    ),
+    "per_rank": Allowance(
+        "what differed from rank to rank is rank 0's on another mesh", OF_LOADS | {CONVERT}
+    ),
+    "weights": Allowance(
+        "the optimizer's states may be damaged or lost; the weights beside them are loaded",
+        OF_FILES | {EXPORT},
+        needs="weights",
+        otherwise="give load_optimizer_states=False with it: the optimizer's states are what it "
+        "leaves out",
+    ),
+    "hybrid": Allowance(
+        "a GPTModel's layers become those of a hybrid model, which counts otherwise, or back",
+        OF_FILES,
+    ),
+    "memory": Allowance(
+        "a newer step in memory may be taken in the place of the tag that is named",
+        OF_FILES,
+        needs="steps_in_memory",
+        otherwise='leave it out, or attach the engine with keep="memory"',
+    ),
+    "extra": Allowance("frozen parameters and buffers that the model lacks are dropped"),
+    "unfreeze": Allowance(
+        "parameters that were frozen are trained from here on, with fresh states"
+    ),
+    "freeze": Allowance(
+        "parameters that were trained are frozen from here on; their states are dropped"
+    ),
+    "new": Allowance(
+        "trainable parameters that the checkpoint lacks keep the engine's values, states afresh",
+        of_parts=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class LoadWanted:
+    """What a load is asked for, as far as allowances need it: the states of an optimizer that the
+    engine has, the state of the scheduler, steps that are kept in memory."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    steps_in_memory: bool = True
+
+    @property
+    def weights(self) -> bool:
+        """Whether weights are loaded without the optimizer's states."""
+        return not self.optimizer
+
+
+def words_at(door: str) -> list[str]:
+    """The words that act at a door."""
+    return [word for word, row in TABLE.items() if door in row.doors]
+
+
+def check_words(allow: Any, doors: Collection[str]) -> None:
+    """Raises UsageError for what is no collection of words that act at one of the doors."""
+    known = [word for word, row in TABLE.items() if not row.doors.isdisjoint(doors)]
+    if isinstance(allow, str) or not isinstance(allow, Collection):
+        raise UsageError(
+            "allow is a set of words that say what may happen",
+            expected=f"some of {' '.join(known)}",
+            found=repr(allow)[:200],
+            fix='give a set, such as {"narrow"}',
+        )
+    wrong = [one for one in allow if not isinstance(one, str) or not _is_word(one)]
+    if wrong:
+        raise UsageError(
+            "allow names what may happen",
+            expected=f"some of {' '.join(known)}",
+            found=", ".join(sorted(map(str, wrong)))[:200],
+            fix=did_you_mean(wrong[0], known, 'give a set of these, such as allow={"narrow"}'),
+        )
+    idle = sorted(one for one in allow if _word(one) not in known)
+    if idle:
+        acts = "; ".join(f'"{one}" acts at {_named(TABLE[_word(one)])}' for one in idle)
+        raise UsageError(
+            "this is nothing that can be allowed here",
+            expected=f"some of {' '.join(known)}",
+            found=", ".join(idle),
+            fix=f"leave it out: {acts}",
+        )
+
+
+def check_acting(allow: Collection[str], wanted: LoadWanted) -> None:
+    """Raises UsageError for a word that can't act in a load of what is wanted."""
+    for word in sorted(allow):
+        needs = TABLE[_word(word)].needs
+        if needs and not getattr(wanted, needs):
+            raise UsageError(
+                f'allow={{"{word}"}} can do nothing in this load',
+                expected=TABLE[_word(word)].meaning,
+                found=_NOT_WANTED[needs],
+                fix=TABLE[_word(word)].otherwise,
+            )
+
+
+_NOT_WANTED = {
+    "optimizer": "a load without the optimizer's states",
+    "scheduler": "a load without the scheduler",
+    "weights": "a load with the optimizer's states",
+    "steps_in_memory": "an engine that keeps no steps in memory",
+}
+_DOORS = {
+    LOAD: "load from files",
+    MEMORY: "load from memory",
+    CONVERT: "convert",
+    EXPORT: "export_hf",
+    IMPORT: "import_hf",
+}
+
+
+def is_allowed(word: str, name: str, allow: Collection[str]) -> bool:
+    """Whether a word is allowed for a parameter, in general or by what its name begins with."""
+    return word in allow or is_named(word, name, allow)
+
+
+def is_named(word: str, name: str, allow: Collection[str]) -> bool:
+    """Whether `allow` names a parameter, or something that it is in: "new:vision_tower"."""
+    given = (one.partition(":") for one in allow)
+    return any(
+        head == word and colon and (name == part or name.startswith(f"{part}."))
+        for head, colon, part in given
+    )
+
+
+def _word(given: str) -> str:
+    return given.partition(":")[0]
+
+
+def _is_word(given: str) -> bool:
+    """Whether this is a word of the table, or one with a part of the model behind a colon."""
+    word, colon, part = given.partition(":")
+    return word in TABLE and (not colon or (bool(part) and TABLE[word].of_parts))
+
+
+def _named(row: Allowance) -> str:
+    return ", ".join(text for door, text in _DOORS.items() if door in row.doors)
+
+
+# ---- arguments
+#
+# Arguments that several functions take, checked before anything else happens.
+
+
+_SECTIONS = ("bf16", "fp16", "bfloat16", "zero_optimization", "optimizer", "checkpoint")
+
+
+def plain_path(path: Any) -> str:
+    """A path as text. Raises UsageError for what is none."""
+    if isinstance(path, str | Path) and str(path):
+        return os.fspath(path)
+    raise UsageError(
+        "this is no path",
+        expected="the path of a folder",
+        found=repr(path)[:200],
+        fix="give a path as text, such as runs/llama",
+    )
+
+
+def absolute_path(path: Any) -> Path:
+    """The path of a folder as it is meant at the call, wherever the program goes before it is used.
+    Raises UsageError for what is no path."""
+    return Path(os.path.abspath(plain_path(path)))
+
+
+def require_known(options: Iterable[str], known: Sequence[str]) -> None:
+    """Raises UsageError, with the nearest known one, for options that a function does not take."""
+    if unknown := [name for name in options if name not in known]:
+        raise UsageError(
+            "an option is not known",
+            expected=", ".join(known),
+            found=", ".join(sorted(unknown)),
+            fix=did_you_mean(unknown[0], known, "give one of these options"),
+        )
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raises UsageError for a switch that is neither on nor off: "no" is true in Python."""
+    if not isinstance(value, bool):
+        raise UsageError(
+            f"{name} is a switch",
+            expected="True or False",
+            found=repr(value)[:200],
+            fix=f"give {name}=True or {name}=False",
+        )
+
+
+# ------------------------------------------------ options of saves and steps in memory
+
+
+@dataclass(frozen=True)
+class NumberOption:
+    """A number of `units`: `least` or more (`is_above`: more than that), `most` at most; None where
+    it may be left out."""
+
+    units: str
+    least: int
+    most: int | None = None
+    is_whole: bool = True
+    is_above: bool = False
+    is_optional: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        if (value is None and self.is_optional) or self._fits(value):
+            return
+        low = f"more than {self.least}" if self.is_above else f"at least {self.least}"
+        left_out = f", or leave {name} out" if self.is_optional else ""
+        raise UsageError(
+            f"{name} is a {'whole ' if self.is_whole else ''}number of {self.units}",
+            parameter=name,
+            expected=low if self.most is None else f"{low}, at most {self.most:,}",
+            found=repr(value)[:200],
+            fix=f"give such a number{left_out}",
+        )
+
+    def _fits(self, value: object) -> bool:
+        kinds = (int,) if self.is_whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            return False
+        is_low = value <= self.least if self.is_above else value < self.least
+        return not is_low and (self.most is None or value <= self.most)
+
+
+@dataclass(frozen=True)
+class WordOption:
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        if value not in self.words:
+            raise UsageError(
+                f"{name} is none of its words",
+                parameter=name,
+                expected=" or ".join(self.words),
+                found=repr(value)[:200],
+                fix=f"give {name} as one of these",
+            )
+
+
+class SwitchOption:
+    """True or False."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        check_switch(name, value)
+
+
+_YEAR_S = 366 * 24 * 3600  # the operating system waits no longer at once
+OPTIONS_OF_SAVES: dict[str, NumberOption | WordOption | SwitchOption] = {
+    "durable": SwitchOption(),
+    "rng": SwitchOption(),
+    "keep_latest": NumberOption("tags", 1, is_optional=True),
+    "busy": WordOption(("wait", "skip")),
+    "deadline": NumberOption(
+        "seconds", 0, _YEAR_S, is_whole=False, is_above=True, is_optional=True
+    ),
+    "on_error": WordOption(("raise", "warn")),
+    "snapshot_bytes": NumberOption("bytes", 0, is_optional=True),
+    "keep_snapshot": SwitchOption(),
+    "keep": WordOption(("memory",)),
+    "every": NumberOption("steps", 1),
+    "copies": NumberOption("machines", 0),
+}
+
+
+def check_saves(options: object) -> None:
+    """Checks every field of a dataclass that is one of the `OPTIONS_OF_SAVES`. Raises
+    UsageError."""
+    for name, row in OPTIONS_OF_SAVES.items():
+        if hasattr(options, name):
+            row.check(name, getattr(options, name))
+
+
+def one_target(mesh: Any, target: Any, **more: Any) -> Target | None:
+    """The target that a caller gave, as a mesh or as a target; None where neither was given. Raises
+    UsageError."""
+    if mesh is not None and target is not None:
+        raise UsageError(
+            "a mesh and a target were given",
+            expected="one of them: a target has a mesh",
+            found=f"{mesh} and {target}"[:200],
+            fix="leave the mesh out",
+        )
+    given = target if mesh is None else mesh
+    return None if given is None else Target.of(given, **more)
+
+
+def needed_target(mesh: Any, target: Any, what: str) -> Target:
+    """As `one_target`, of `what` needs one. Raises UsageError where neither was given."""
+    given = one_target(mesh, target)
+    if given is None:
+        raise no_mesh(what)
+    return given
+
+
+def no_mesh(what: str) -> UsageError:
+    """The error where nobody said a mesh, which `what` is for."""
+    return UsageError(
+        f"{what} for one mesh",
+        expected="a mesh, such as tp=1,dp=4,zero=1",
+        found="none",
+        fix="give --mesh (Python: mesh=)",
+    )
+
+
+def parsed_config(ds_config: Any) -> Mapping[str, Any] | None:
+    """A DeepSpeed config that a caller gave, as a mapping or by its file; None for None. Raises
+    UsageError."""
+    if ds_config is None:
+        return None
+    if isinstance(ds_config, Mapping):
+        return _with_sections(ds_config, "")
+    found = read_json(plain_path(ds_config))
+    if not isinstance(found, dict):
+        raise UsageError(
+            "this file is no DeepSpeed config",
+            file=ds_config,
+            expected="a JSON object",
+            found=type(found).__name__,
+            fix="give the config that the job passes to DeepSpeed",
+        )
+    return _with_sections(found, str(ds_config))
+
+
+def _with_sections(config: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """A DeepSpeed config. Raises UsageError where a section that is read is none."""
+    wrong = [name for name in _SECTIONS if not isinstance(config.get(name, {}), Mapping)]
+    if wrong:
+        raise UsageError(
+            "a section of the DeepSpeed config is no object",
+            file=file or None,
+            expected=f'"{wrong[0]}": {{...}}',
+            found=repr(config[wrong[0]])[:200],
+            fix="correct the config",
+        )
+    return config
+
+
+def read_json(path: str) -> Any:
+    """The value in a JSON file. Raises UsageError."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        found = getattr(error, "strerror", None) or str(error)
+        raise UsageError(
+            "there is no such file" if missing else "the file can't be read as JSON",
+            file=path,
+            expected="a JSON file",
+            found="nothing" if missing else found,
+            fix="check the path and what is in the file",
+        ) from None
+
+
+# ---- load options
+#
+# What a load is asked for.
+
+
+def check_options(
+    hyper: str = "checkpoint",
+    checksums: bool = True,
+    allow: Collection[str] = (),
+    rng: bool = True,
+    per_rank: Callable[[str, list[Any]], Any] | None = None,
+) -> None:
+    """Raises UsageError for an option of `load` that can't be, before anybody trains for hours with
+    it."""
+    check_switch("checksums", checksums)
+    check_switch("rng", rng)
+    if hyper not in ("checkpoint", "config"):
+        raise UsageError(
+            "hyper says where hyper-parameters come from",
+            expected="checkpoint or config",
+            found=hyper,
+            fix='give hyper="checkpoint" or hyper="config"',
+        )
+    if per_rank is not None and not callable(per_rank):
+        raise UsageError(
+            "per_rank is a function of a name and the values of all ranks",
+            expected="function(name, values)",
+            found=repr(per_rank)[:200],
+            fix="give a function, or leave per_rank out",
+        )
+    check_words(allow, OF_LOADS)
+
+
+# ---- ds section
+#
+# The section of a DeepSpeed config that attaches engines.
+
+
+SECTION = "universal_checkpoint"
+_KEYS = {
+    "enabled": bool,
+    "hyper": str,
+    "checksums": bool,
+    "allow": list,
+    "family": str,
+    "rules": str,
+    "rng": bool,
+    "durable": bool,
+    "keep_latest": int,
+    "save": str,
+    "busy": str,
+    "deadline": (int, float),
+    "on_error": str,
+    "snapshot_bytes": int,
+    "keep_snapshot": bool,
+    "keep": str,
+    "every": int,
+    "copies": int,
+    "folder": str,
+}
+_OF_LOADS = ("hyper", "checksums", "allow", "rng")
+
+
+def options_of(config: Any, enabled: bool = False) -> dict[str, Any] | None:
+    """Options of the section "universal_checkpoint" of a parsed DeepSpeed config; None where it is
+    not enabled: neither by the section, nor by the stock key `"checkpoint": {"load_universal":
+    true}`, nor by whoever asks (`enabled`), whom the section may contradict.
+
+    Raises UsageError for an unknown key or value.
+    """
+    section = config.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise UsageError(
+            f'"{SECTION}" of the DeepSpeed config is a section',
+            expected='{"enabled": true}',
+            found=repr(section),
+            fix='write it as {"enabled": true}, or leave it out',
+        )
+    unknown = sorted(
+        key
+        for key, value in section.items()
+        if key not in _KEYS or not isinstance(value, _KEYS[key])
+    )
+    if unknown:
+        raise UsageError(
+            f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
+            expected=", ".join(f"{k}: {_ds_word(t)}" for k, t in _KEYS.items()),
+            found=", ".join(f"{k}: {section[k]!r}" for k in unknown),
+            fix="correct the key or its value (docs/reference/python.md, Settings)",
+        )
+    options = {key: value for key, value in section.items() if key != "enabled"}
+    check_options(**{key: value for key, value in options.items() if key in _OF_LOADS})
+    stock = config.get("checkpoint")
+    enabled |= isinstance(stock, Mapping) and bool(stock.get("load_universal"))
+    return options if section.get("enabled", enabled) else None
+
+
+def _ds_word(kind: type | tuple[type, ...]) -> str:
+    return "number" if isinstance(kind, tuple) else kind.__name__
