@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def options(parser: argparse.ArgumentParser) -> dict[str, str]:
     found = {}
     for action in parser._actions:
         if action.option_strings and action.dest != "help":
-            name = " ".join(filter(None, [action.option_strings[0], action.metavar]))
+            value = f" {action.metavar}" if action.metavar else ""
+            name = f"{action.option_strings[0]}{value}"
             found[name] = (action.help or "").partition(" narrow: ")[0]
     return found
 
@@ -115,7 +117,7 @@ def arguments(word: str) -> str:
     """The arguments of a function or class, from its docstring, with the defaults of its
     signature."""
     module, _, name = word.rpartition(".")
-    home = inspect.importlib.import_module(f"megatron_ucp.{module}") if module else ucp
+    home: Any = import_module(f"megatron_ucp.{module}") if module else ucp
     what = getattr(home, name)
     defaults = {
         one.name: one.default
@@ -148,8 +150,10 @@ def code(text: str) -> str:
 
 
 def functions(word: str) -> str:
-    """What each function does: the first sentence of its docstring."""
-    names = [name for name in ucp.__all__ if name.islower()]
+    """What each other function does: the first sentence of its docstring."""
+    own = {"attach", "load", "save", "hold", "resize", "attach_megatron", "report", "fingerprint"}
+    own |= {"initialize", "install", "register_optimizer"}  # which have sections of their own
+    names = [name for name in ucp.__all__ if name.islower() and name not in own]
     return "\n".join(f"- `ucp.{name}`: {first(getattr(ucp, name))}" for name in names)
 
 
@@ -198,8 +202,8 @@ MESH = re.compile(r"(?:(tp|pp|ep)(\d))?z(\d)")
 
 def figures(word: str) -> str:
     """The ratios of a benchmark as its results have them, beside the aim of each; ✗: missed."""
-    if word == "range":
-        return load_range()
+    if word in SENTENCES:
+        return SENTENCES[word]()
     tree = json.loads((RESULTS / f"{word}.json").read_text())
     if word == "load":
         return loads(tree)
@@ -235,6 +239,68 @@ def shown(one: dict[str, Any]) -> str:
     sign = "≥" if one.get("kind") == "at least" else "≤"
     aim = f" ({sign} {limit:.3g})" if limit else ""
     return f"{one['ratio']:.3g}{aim}{'' if one.get('met') in (True, None) else ' ✗'}"
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def other_writers() -> str:
+    """What training waits for, and when the bytes are on disk, of this package and others."""
+    found = results("save")["others"]
+    names = {
+        '`save="background"` of DeepSpeed\'s engine': "background",
+        "DeepSpeed's own save": "stock",
+        "torch's `async_save` with its defaults": "torch's async_save",
+        '`save="background"` of megatron-core\'s stack': "stack in the background",
+        "megatron-core's `dist_checkpointing.save`": "megatron-core's save",
+    }
+    rows = [
+        (text, f"{found[f'{name} blocked']:.2f} s", f"{found[f'{name} seconds']:.2f} s")
+        for text, name in names.items()
+    ]
+    return table(("", "training waits", "on disk after"), rows)
+
+
+def reading() -> str:
+    """What a load reads and takes, at most, of all loads."""
+    parts = results("load").values()
+    read = {who: worst(parts, "bytes", "ratio", who) for who in ("ucp", "stock")}
+    taken = {who: worst(parts, "memory", "anonymous_over_after", who) for who in ("ucp", "stock")}
+    ours, stock = (f"{taken[who] / 2**20:.0f}" for who in ("ucp", "stock"))
+    return (
+        f"Each rank reads at most {read['ucp']:.4f} times the bytes that it needs (counted by "
+        f"`strace`; DeepSpeed {read['stock']:.2f}). It takes at most {ours} MiB on top of the "
+        f"engine's own memory, DeepSpeed {stock}."
+    )
+
+
+def worst(parts: Any, table: str, key: str, who: str) -> float:
+    return max(
+        one[key]
+        for part in parts
+        for name, ranks in part.get(table, {}).items()
+        if name.startswith(f"{who} ")
+        for one in ranks
+    )
+
+
+def steps_beside() -> str:
+    ratio = results("save")["steps per second"]["ratio"]
+    return f"Training steps while a background save goes on: {ratio:.2f} times as many a second."
+
+
+def many_ranks() -> str:
+    manifest, table = results("save")["manifest"], results("inspect")["manifest"]
+    model = results("derive")
+    memory = model["peak memory in bytes"] / 2**20
+    return (
+        f"The manifest of a run on {manifest['ranks']:,} ranks with {manifest['parameters']:.1e} "
+        f"parameters has {manifest['bytes'] / 1e6:.0f} MB; `inspect` of one that lists "
+        f"{table['files']:,} files takes {table['seconds']:.2f} s. A model of DeepSeek-V3's shape "
+        f"({model['elements'] / 1e9:.0f} billion elements) for {model['ranks']:,} ranks: a plan "
+        f"takes {model['plan']['ratio']:.1f} s, and its process {memory:.0f} MiB at most."
+    )
 
 
 def ratios(tree: Any) -> dict[str, float]:
@@ -303,6 +369,15 @@ def doc_of(path: Path) -> str:
     return re.split(r"(?<=[.:;]) ", doc)[0].rstrip(":;.")
 
 
+SENTENCES: dict[str, Callable[[], str]] = {
+    "range": load_range,
+    "others": other_writers,
+    "reading": reading,
+    "steps": steps_beside,
+    "ranks": many_ranks,
+}
+
+
 # ---- programs beside the package
 
 
@@ -313,8 +388,8 @@ def patch_rows(word: str) -> str:
         same = one.versions == patches.MEGATRON_CORE
         which = "every tested" if same else ", ".join(one.versions)
         where = f"{one.package}, {which}" + ("; without a GPU" if one.only_without_gpu else "")
-        rows.append((f"`{name}`", where, one.why, one.until))
-    return table(("patch", "of", "defect", "it can go when"), rows)
+        rows.append((f"`{name}`", where, one.why))
+    return table(("patch", "of", "defect"), rows)
 
 
 def trainer_flags(word: str) -> str:
