@@ -428,15 +428,18 @@ def foreign(word: str) -> str:
 # ---- the tree
 
 
+CLAUSE = re.compile(r", (?:which|where|so|as|under|but|with|by|that|of)\b")
+
+
 def tree(word: str) -> str:
-    """One line for each module of a folder: its name, and what its docstring says first."""
+    """One line for each module of a folder: its name, and the first clause of its docstring."""
     folder = ROOT / word
     rows = []
     for path in sorted(folder.rglob("*.py")):
         doc = doc_of(path)
         name = str(path.relative_to(folder).with_suffix("")).replace("/__init__", "/")
         if path.name != "__init__.py" or doc:
-            rows.append(f"- `{name}`: {doc}")
+            rows.append(f"- `{name}`: {CLAUSE.split(doc)[0]}")
     return "\n".join(rows)
 
 
