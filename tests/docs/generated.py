@@ -62,7 +62,7 @@ def options(parser: argparse.ArgumentParser) -> dict[str, str]:
         if action.option_strings and action.dest != "help":
             value = f" {action.metavar}" if action.metavar else ""
             name = f"{action.option_strings[0]}{value}"
-            found[name] = (action.help or "").partition(" narrow: ")[0]
+            found[name] = code(action.help or "")
     return found
 
 
@@ -83,12 +83,15 @@ def cli(word: str) -> str:
         usage.append(f"[{name}]" if one.nargs == "?" else str(name))
     known = shared()
     own = {name: text for name, text in options(parser).items() if name not in known}
-    others = [f"`{name.split()[0]}`" for name in options(parser) if name in known]
+    names = [name.split()[0] for name in options(parser) if name in known]
+    others = [f"`{name}`" for name in names if name not in ("--json", "--quiet")]
     lines = [f"`{' '.join(usage)}`", ""]
     if own:
         lines += [table(("option", ""), [(f"`{name}`", words(text)) for name, text in own.items()])]
         lines += [""]
-    return "\n".join([*lines, f"Shared options: {', '.join(others)}."])
+    if others:
+        lines += [f"Shared options: {', '.join(others)}."]
+    return "\n".join(lines).rstrip()
 
 
 def words(text: str) -> str:
