@@ -120,7 +120,7 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     (
         "commands",
         "reshard/test_cli, reshard/test_commands, reshard/test_main*, reshard/test_verify, "
-        "reshard/test_preview, reshard/test_doctor, reshard/test_rule_draft",
+        "reshard/test_preview, reshard/test_doctor, reshard/test_rule*",
         "what a user reads: text, JSON, exit codes",
     ),
     (
