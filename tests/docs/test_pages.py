@@ -185,6 +185,14 @@ def test_every_file_of_tests_has_a_subject() -> None:
     assert not sorted(str(path.relative_to(folder)) for path in without)
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    found = []
+    for page in all_pages():
+        names = re.findall(r"`[\w/]*?(test_[\w*]+\.py)`", (ROOT / page).read_text())
+        found += [f"{page}: {name}" for name in names if not [*(ROOT / "tests").rglob(name)]]
+    assert not found
+
+
 def test_a_stale_block_is_seen() -> None:
     """Negative control."""
     stale = "<!-- generated: cli ls -->\nold\n<!-- end of generated -->"
