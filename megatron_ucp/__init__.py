@@ -36,10 +36,11 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.deepspeed.target import Target
 
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imported on first use
-    from megatron_ucp.engines.attach import attach, initialize, install
     from megatron_ucp.engines.background import wait
+    from megatron_ucp.engines.deepspeed.engine import attach, initialize
     from megatron_ucp.engines.handle import fingerprint, report
     from megatron_ucp.engines.hold import hold, resize
+    from megatron_ucp.engines.install import install
     from megatron_ucp.engines.load import load
     from megatron_ucp.engines.megatron.engine import attach_megatron
     from megatron_ucp.engines.megatron.save import save
@@ -106,7 +107,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "attach": "engines.attach",
+    "attach": "engines.deepspeed.engine",
     "attach_megatron": "engines.megatron.engine",
     "convert": "reshard.convert",
     "describe": "reshard.look",
@@ -117,9 +118,9 @@ _HOMES = {
     "fp32_tensors": "reshard.fp32",
     "hold": "engines.hold",
     "import_hf": "reshard.hugging_face.import_hf",
-    "initialize": "engines.attach",
+    "initialize": "engines.deepspeed.engine",
     "inspect": "reshard.look",
-    "install": "engines.attach",
+    "install": "engines.install",
     "load": "engines.load",
     "ls": "reshard.look",
     "newest_whole": "reshard.look",

@@ -32,7 +32,7 @@ PRELOADED = (
     "deepspeed.moe.layer",
     "pytest",
     "torch._dynamo",  # the first step of an optimizer imports it, in seconds
-    "megatron_ucp.engines.attach",
+    "megatron_ucp.engines.deepspeed.engine",
     "megatron_ucp.engines.load",
     "megatron_ucp.engines.megatron.save",
     "pretrain.megatron.models",

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
 
 from megatron_ucp import say
-from megatron_ucp.engines.save import SAVED, SaveReport, SnapshotMemory, under_way
+from megatron_ucp.engines.record import SAVED, record_of
+from megatron_ucp.engines.save import SaveReport, SnapshotMemory, under_way
 from megatron_ucp.errors import RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.reshard import agree
@@ -153,7 +154,6 @@ class BesideRanks:
 # lowest priority, on connections between ranks that training does not use.
 
 
-BACKGROUNDS = "_ucp_background"  # of an engine: what works beside its training, by what it does
 _SAVES = "saves"
 _LONGER_S = 1.0  # than its deadline a save is waited for: the ranks name the one that is late
 
@@ -383,12 +383,12 @@ def background_of(engine: Any) -> Background | None:
 
 
 def _all_of(engine: Any) -> dict[str, Background]:
-    return getattr(engine, "__dict__", {}).get(BACKGROUNDS, {})
+    return record_of(engine).backgrounds
 
 
 def keep_background(engine: Any, background: Background, does: str = _SAVES) -> None:
     """From now on the engine is saved so, or what else it `does`."""
-    engine.__dict__.setdefault(BACKGROUNDS, {})[does] = background
+    record_of(engine).backgrounds[does] = background
     if does == _SAVES:
         _SAVING.add(background)
 

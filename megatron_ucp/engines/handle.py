@@ -12,11 +12,12 @@ from megatron_ucp import say
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.core.names import dtype_name
 from megatron_ucp.engines.background import wait, wait_together
-from megatron_ucp.engines.hold import HANDLE, LentRun, Taking
+from megatron_ucp.engines.hold import LentRun, Taking
 from megatron_ucp.engines.live import config_of
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.memory import KeptReport, steps_of
-from megatron_ucp.engines.save import LOADED, SAVED, SaveReport
+from megatron_ucp.engines.record import HANDLE, LOADED, SAVED
+from megatron_ucp.engines.save import SaveReport
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.family import Model
 from megatron_ucp.families.settings import recorded

@@ -12,8 +12,10 @@ from megatron_ucp.core.manifest import ORIGIN, BufferPart, Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines import resume_state
 from megatron_ucp.engines.background import wait_together
+from megatron_ucp.engines.load import MemorySource, load
+from megatron_ucp.engines.record import HANDLE, run_of
 from megatron_ucp.engines.resume_state import ResumableLoader
-from megatron_ucp.engines.save import position_of, run_of
+from megatron_ucp.engines.save import position_of
 from megatron_ucp.engines.values import LiveValues
 from megatron_ucp.errors import RankError, UsageError
 from megatron_ucp.formats import per_rank
@@ -141,7 +143,6 @@ def _beside(rank: int, values: RankValues, place: DataPlace) -> dict[str, bytes]
 
 
 _RELEASED = "the engine's memory may be gone, as release=True asked"
-HANDLE = "ucp"  # of an attached engine: its `Handle`
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class _Whole:
 
 
 @dataclass
-class HeldRun:
+class HeldRun(MemorySource):
     """A run in memory, as `hold` returned it: what this rank keeps of it. `size_bytes` is the host
     memory that it takes; `release()` lets go of it, as a load does that was whole."""
 
@@ -174,6 +175,17 @@ class HeldRun:
     def is_empty(self) -> bool:
         """Whether this rank keeps nothing: it joined, or others keep all that it had."""
         return not self.size_bytes
+
+    def resume(self, engine: Engine, how: How) -> Report:
+        left = "what is held is whole on this rank; the new engine is not usable"
+        with agree.as_rank_error("the load", left):
+            whole = _everywhere(self)
+            holder = self._lender or self._memory or HeldMemory(whole.manifest, [])
+            _require_whole(whole, holder)
+            source = RunInMemory(whole.run, whole.manifest)
+            report = resume_from_memory(engine, source, holder, how)
+        self.release()
+        return report
 
     def release(self) -> None:
         """Lets go of the memory. The run can't be loaded from it again."""
@@ -260,8 +272,6 @@ def resize(
     Example:
         >>> report = ucp.resize(trainer, evaluator, load_module_only=True)
     """
-    from megatron_ucp.engines.load import load
-
     of_both = (options.get(name) for name in ("loader", "rng", "checksums"))
     how = _taking(old_engine, client_state, *of_both)
     with agree.as_rank_error("the resize", "the old engine is whole on this rank"):
@@ -411,31 +421,6 @@ def _lent_as_held(lent: LentRun) -> HeldRun:
 
 
 # ------------------------------------------------ loading
-
-
-def resume_held(engine: Engine, held: HeldRun, how: How) -> Report:
-    """What `load` does with a run in memory; the memory is let go of. Collective. Raises a UcpError
-    on every rank; what is held stays then."""
-    left = "what is held is whole on this rank; the new engine is not usable"
-    with agree.as_rank_error("the load", left):
-        whole = _everywhere(held)
-        holder = held._lender or held._memory or HeldMemory(whole.manifest, [])
-        _require_whole(whole, holder)
-        source = RunInMemory(whole.run, whole.manifest)
-        report = resume_from_memory(engine, source, holder, how)
-    held.release()
-    return report
-
-
-def refuse_tag(tag: str | None) -> None:
-    """Raises UsageError, on all ranks: they were given one."""
-    if tag is not None:
-        raise UsageError(
-            "what is held has no tags",
-            expected="no tag",
-            found=repr(tag),
-            fix="leave the tag out, or give the folder of a checkpoint",
-        )
 
 
 def _everywhere(held: HeldRun) -> _Whole:

@@ -16,6 +16,7 @@ from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import alike, shown
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.engines.values import Values, inert
 from megatron_ucp.errors import (
     EngineUnusableError,
@@ -308,9 +309,6 @@ _DOORS = (
     "_zero3_consolidated_16bit_state_dict",
     *("state_dict", "sharded_state_dict", "save_parameter_state"),
 )
-_SAVED = "_ucp_methods_before_load"
-_HOOKS = "_ucp_hooks_while_unusable"
-_WHY = "_ucp_is_unusable_as"
 _LOAD_FAILED = "a load failed after bytes were written into this engine"
 
 
@@ -320,34 +318,37 @@ def mark_unusable(
     """From now on the `program` (an engine of DeepSpeed, an optimizer of megatron-core) raises
     EngineUnusableError by all of its doors, and so do the state dicts of its `modules`. Twice is
     once."""
-    program.__dict__[_WHY] = why
-    if _SAVED in program.__dict__:
+    record = record_of(program)
+    record.unusable_as = why
+    if record.closed_doors is not None:
         return
-    program.__dict__[_SAVED] = {
+    record.closed_doors = {
         name: program.__dict__.get(name) for name in _DOORS if hasattr(program, name)
     }
-    for name in program.__dict__[_SAVED]:
+    for name in record.closed_doors:
         program.__dict__[name] = partial(_refuse, program)
-    program.__dict__[_HOOKS] = [
+    record.hooks = [
         module.register_state_dict_pre_hook(partial(_refuse_values, program)) for module in modules
     ]
 
 
 def require_usable(program: Any) -> None:
     """Raises EngineUnusableError where the mark is there."""
-    if _SAVED in program.__dict__:
+    if record_of(program).closed_doors is not None:
         _refuse(program)
 
 
 def mark_usable(program: Any) -> None:
     """Takes the mark away."""
-    for name, method in program.__dict__.pop(_SAVED, {}).items():
+    record = record_of(program)
+    for name, method in (record.closed_doors or {}).items():
         if method is None:
             program.__dict__.pop(name, None)
         else:
             program.__dict__[name] = method
-    for hook in program.__dict__.pop(_HOOKS, ()):
+    for hook in record.hooks:
         hook.remove()
+    record.closed_doors, record.hooks = None, []
 
 
 def _refuse_values(program: Any, _module: Any, _prefix: str, keep_vars: bool) -> None:
@@ -356,7 +357,7 @@ def _refuse_values(program: Any, _module: Any, _prefix: str, keep_vars: bool) ->
 
 
 def _refuse(program: Any, *_: Any, **__: Any) -> None:
-    raise EngineUnusableError(program.__dict__[_WHY])
+    raise EngineUnusableError(record_of(program).unusable_as)
 
 
 # ---- places

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,15 +16,13 @@ from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.model import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
-from megatron_ucp.engines.hold import HANDLE, HeldRun, refuse_tag, resume_held
-from megatron_ucp.engines.memory import KeptShare, Looked, adopt, look, steps_of
+from megatron_ucp.engines.record import HANDLE, LOADED, go_on_with, record_of
 from megatron_ucp.engines.resume_state import ResumableLoader
-from megatron_ucp.engines.save import LOADED, go_on_with
 from megatron_ucp.engines.values import reducing
-from megatron_ucp.errors import NotFoundError
+from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats.tags import content_id
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import How, Report
+from megatron_ucp.reshard.engine import Engine, How, Report
 from megatron_ucp.reshard.load import resume
 from megatron_ucp.reshard.options import (
     LOAD,
@@ -33,6 +32,15 @@ from megatron_ucp.reshard.options import (
     check_options,
     check_words,
 )
+
+
+class MemorySource(ABC):
+    """What `load` takes in the place of a path: a run in the memory of ranks."""
+
+    @abstractmethod
+    def resume(self, engine: Engine, how: How) -> Report:
+        """Fills an engine; the memory is let go of. Collective. Raises a UcpError on every rank;
+        what is held stays then."""
 
 
 @contextmanager
@@ -52,7 +60,7 @@ def collector_paused() -> Iterator[None]:
 @agree.door("the load")
 def load(
     engine: Any,
-    path: str | Path | HeldRun,
+    path: str | Path | MemorySource,
     tag: str | None = None,
     *,
     load_optimizer_states: bool = True,
@@ -128,11 +136,11 @@ def load(
     of_both = {key: given[key] for key in ("hyper", "checksums", "allow", "rng")}
     check_options(**of_both, per_rank=per_rank)
     if allow is not None:  # what `attach` got is for all loads, whatever each has a use for
-        check_words(allow, {MEMORY if isinstance(path, HeldRun) else LOAD})
+        check_words(allow, {MEMORY if isinstance(path, MemorySource) else LOAD})
         check_acting(how.allow, _wanted(engine, how))
     # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
-    if (kept := steps_of(engine)) is not None and not isinstance(path, HeldRun):
-        adopt(kept, Path(path))
+    if (kept := record_of(engine).memory) is not None and not isinstance(path, MemorySource):
+        kept.adopt_folder_of(Path(path))
     return fill(engine, path, tag, given["family"], how)
 
 
@@ -153,7 +161,7 @@ def _wanted(engine: Any, how: How) -> LoadWanted:
     return LoadWanted(
         optimizer=how.optimizer and has_optimizer,
         scheduler=how.scheduler and not how.module_only,
-        steps_in_memory=steps_of(engine) is not None,
+        steps_in_memory=record_of(engine).memory is not None,
     )
 
 
@@ -191,27 +199,40 @@ def to_fill(engine: Any, family: Any) -> LiveEngine:
 
 
 def _resumed(
-    engine: Any, live: Any, path: str | Path | HeldRun, tag: str | None, how: How
-) -> tuple[Report, KeptShare | None]:
-    """Fills an engine from what is held, from a step in memory, or from files; with a share of the
-    step in memory, if it is that."""
-    if isinstance(path, HeldRun):
-        refuse_tag(tag)
-        return resume_held(live, path, how), None
-    kept = steps_of(engine)
-    looked = Looked() if kept is None else look(kept, live, Path(path), tag, how)
-    if looked.held is None or looked.step is None:
+    engine: Any, live: Engine, path: str | Path | MemorySource, tag: str | None, how: How
+) -> tuple[Report, Any]:
+    """Fills an engine from memory or from files; with a share of the in-memory checkpoint that was
+    newer than the files, if there was one."""
+    if isinstance(path, MemorySource):
+        _refuse_tag(tag)
+        return path.resume(live, how), None
+    kept = record_of(engine).memory
+    if kept is None:
+        return resume(live, path, tag, how), None
+    newer = kept.look(live, Path(path), tag, how)
+    if newer.held is None:
         try:
             report, share = resume(live, path, tag, how), None
         except NotFoundError:  # a first start, of which the notes still say what is in memory
-            for text in looked.notes:
+            for text in newer.notes:
                 say.note(text)
             raise
     else:
-        report, share = resume_held(live, looked.held, how), looked.step.first
+        report, share = newer.held.resume(live, how), newer.share
         if not (report.client_state or how.module_only):
-            looked.notes.append("it has no client state: attach(client_state=) says what is kept")
-    return replace(report, notes=(*looked.notes, *report.notes)), share
+            newer.notes.append("it has no client state: attach(client_state=) says what is kept")
+    return replace(report, notes=(*newer.notes, *report.notes)), share
+
+
+def _refuse_tag(tag: str | None) -> None:
+    """Raises UsageError, on all ranks: they were given one."""
+    if tag is not None:
+        raise UsageError(
+            "what is held has no tags",
+            expected="no tag",
+            found=repr(tag),
+            fix="leave the tag out, or give the folder of a checkpoint",
+        )
 
 
 def go_on(
@@ -220,13 +241,13 @@ def go_on(
     origin: str,
     steps: int,
     files: Iterable[Path],
-    share: KeptShare | None = None,
+    share: Any = None,
 ) -> None:
     """The engine was filled, has come to `steps`, and goes on with the run of that id, or from the
     `origin` that has none: from one of the folders `files`, or from what a step in memory is a
     `share` of. Collective."""
     go_on_with(engine, run_id, origin)
-    if (kept := steps_of(engine)) is not None:
+    if (kept := record_of(engine).memory) is not None:
         kept.goes_on(steps, share, is_own=any(map(kept.is_of, files)))
 
 
@@ -239,7 +260,9 @@ def origin_of(folder: str | Path) -> str:
 
 @agree.door("the load")
 @collector_paused()
-def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, how: How) -> Report:
+def fill(
+    engine: Any, path: str | Path | MemorySource, tag: str | None, family: Any, how: How
+) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""
     wait_together(engine)
     # a caller may evaluate: tensors that inference mode makes could never be trained again
@@ -248,9 +271,9 @@ def fill(engine: Any, path: str | Path | HeldRun, tag: str | None, family: Any, 
         live = to_fill(engine, family) if handle is None else handle.to_fill(family)
         report, life = _resumed(engine, live, path, tag, how)
     if not how.module_only:
-        is_file = not (report.run_id or report.run_origin or isinstance(path, HeldRun))
+        is_file = not (report.run_id or report.run_origin or isinstance(path, MemorySource))
         origin = origin_of(report.path) if is_file else report.run_origin
-        files = () if isinstance(path, HeldRun) else (Path(path), Path(path).absolute().parent)
+        files = () if isinstance(path, MemorySource) else (Path(path), Path(path).absolute().parent)
         go_on(engine, report.run_id, origin, report.global_steps, files, life)
     engine.__dict__[LOADED] = report
     say.ended(str(report), report.notes)

@@ -31,8 +31,9 @@ from megatron_ucp.engines.background import (
     keep_background,
 )
 from megatron_ucp.engines.hold import DataPlace, HeldRun, LentRun, Taking, held_as
+from megatron_ucp.engines.record import record_of, run_of
 from megatron_ucp.engines.resume_state import STEPS, ResumableLoader
-from megatron_ucp.engines.save import as_save_error, run_of, stamp
+from megatron_ucp.engines.save import as_save_error, stamp
 from megatron_ucp.errors import SaveError, UcpError, UsageError, some_of
 from megatron_ucp.formats import in_memory
 from megatron_ucp.formats.locks import is_alive, this_process
@@ -385,7 +386,6 @@ def refuse_room(needed_bytes: int, room: int, path: Path, amounts: tuple[str, st
 # ranks are done does the step count; the one before it is whole until then.
 
 
-KEPT_STEPS = "_ucp_memory_steps"  # of an engine
 MEMORY = "memory"
 _DEADLINE_S = 600.0  # after which a step is given up: no rank waits longer for one that is gone
 
@@ -510,6 +510,18 @@ class MemorySteps:
             before.close()
         self.path = path
         _OF_FOLDER[path] = self
+
+    def adopt_folder_of(self, path: Path) -> None:
+        """As `adopt`, of the folder at a path, or around it where that is a tag. Collective. Raises
+        UsageError on every rank where another engine keeps steps for it."""
+        is_tag = agree.collect(lambda: path.is_dir() and has_state_files(path))[0]
+        with agree.together():
+            self.adopt(path.absolute().parent if is_tag else path)
+
+    def look(self, engine: Engine, path: Path, tag: str | None, how: How) -> "Looked":
+        """Looks for an in-memory checkpoint that is newer than the tag on disk; where a tag is
+        named, only if that is allowed. Collective. Raises a UcpError on every rank."""
+        return _look(self, engine, path, tag, how)
 
     def _lives_beside(self, other: "MemorySteps") -> bool:
         """Whether its engine trains on beside another one: both are of this world, and have no
@@ -869,12 +881,12 @@ def copy_of(lent: LentRun, parts: Sequence[BufferPart], memory: torch.Tensor) ->
 
 def steps_of(engine: Any) -> MemorySteps | None:
     """What keeps steps of an engine in memory, if anything does."""
-    return getattr(engine, "__dict__", {}).get(KEPT_STEPS)
+    return record_of(engine).memory
 
 
 def keep_steps(engine: Any, kept: MemorySteps) -> None:
     """From now on the engine's steps are kept."""
-    engine.__dict__[KEPT_STEPS] = kept
+    record_of(engine).memory = kept
     keep_background(engine, kept.background, MEMORY)
 
 
@@ -914,10 +926,14 @@ class Looked:
     came_to: int = 0
     notes: list[str] = field(default_factory=list[str])
 
+    @property
+    def share(self) -> KeptShare | None:
+        """A share of the step."""
+        return None if self.step is None else self.step.first
 
-def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, how: How) -> Looked:
-    """Looks for a step in memory that is newer than the tag on disk; where a tag is named, only if
-    that is allowed. Collective. Raises a UcpError on every rank."""
+
+def _look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, how: How) -> Looked:
+    """As `MemorySteps.look`."""
     found = Looked()
     if not kept.is_of(path) or (tag is not None and "memory" not in how.allow):
         return found
@@ -940,14 +956,6 @@ def look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, how: Ho
     if steps or found.came_to:
         _say_chosen(found, disk.steps, "the newest tag" if tag is None else tag)
     return found
-
-
-def adopt(kept: MemorySteps, path: Path) -> None:
-    """What is kept is of the run in a folder, or of that around a tag, if of none yet. Collective.
-    Raises UsageError on every rank where another engine keeps steps for it."""
-    is_tag = agree.collect(lambda: path.is_dir() and has_state_files(path))[0]
-    with agree.together():
-        kept.adopt(path.absolute().parent if is_tag else path)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -19,6 +19,7 @@ from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.plan import Slot
+from megatron_ucp.engines.record import SAVED, run_of
 from megatron_ucp.engines.resume_state import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats import locks, output_folder
@@ -168,9 +169,6 @@ def require_unstepped(before: Mapping[str, float], now: Mapping[str, float]) -> 
         )
 
 
-LOADED, SAVED = "ucp_report", "ucp_save_report"  # of an engine: what its last load, and save, did
-
-
 @dataclass(frozen=True)
 class SaveReport:
     """What a save did. `written_bytes` are of all ranks' files; `sync_seconds` are in fsync, and
@@ -231,31 +229,6 @@ def require_one_save(said: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
     (`Saving.asked`)."""
     agree.require_same([where for where, _ in said], "the ranks don't save into one tag")
     agree.require_same([asked for _, asked in said])
-
-
-_RUN = "_ucp_run"  # of an engine
-
-
-@dataclass
-class OwnRun:
-    """The run that an engine's saves are of: `id` is born with its first save, or comes from the
-    checkpoint that it loaded. `origin` is that checkpoint where it has no id (`tags.content_id`;
-    empty: none). `said` are lines about older tags that no later save repeats."""
-
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    origin: str = ""
-    said: set[str] = field(default_factory=set[str])
-
-
-def run_of(engine: Any) -> OwnRun:
-    """The run that an engine's saves are of."""
-    return engine.__dict__.setdefault(_RUN, OwnRun())
-
-
-def go_on_with(engine: Any, run_id: str, origin: str = "") -> None:
-    """The engine's next save is of the run that it loaded; of a new one, which went on from
-    `origin`, where that has no id."""
-    engine.__dict__[_RUN] = OwnRun(run_id, origin) if run_id else OwnRun(origin=origin)
 
 
 def publish(

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import attach as attaching
 from megatron_ucp.engines import memory
+from megatron_ucp.engines.deepspeed.engine import attach_with
 from megatron_ucp.engines.memory import NODE
 from megatron_ucp.reshard import agree
 from tests.engines import stack_jobs
@@ -250,7 +250,7 @@ def attached_twice(first: dict[str, Any], second: dict[str, Any], by_install: bo
     engine = make_engine(RUN_A, attach=False)
     stock = engine.save_checkpoint.__func__
     if by_install:
-        attaching._attach(engine, first, by_install=True)
+        attach_with(engine, first, by_install=True)
     else:
         ucp.attach(engine, **first)
     try:
@@ -266,7 +266,7 @@ def saves_as_asked_under_install(folder: str) -> tuple[list[str], bool]:
     """A script attaches what the runner attached; which tags are there, and whether a save was made
     in the background."""
     engine = make_engine(RUN_A, attach=False)
-    attaching._attach(engine, {"hyper": "config"}, by_install=True)
+    attach_with(engine, {"hyper": "config"}, by_install=True)
     ucp.attach(engine, save="background", keep_latest=1, keep="memory", every=1, folder=folder)
     under_way = False
     for step in (1, 2, 3):

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import attach as attaching
+from megatron_ucp.engines import install
+from megatron_ucp.engines.deepspeed import engine as attaching
 from tests.engines.killed import start
 
 LIMIT_S = 60
@@ -297,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
 
     assert all((accelerate, deepspeed, lightning, transformers)), "imported once, for all lives"
     if args.plant_fault:
-        attaching.guard_removals = attaching.guard_trainers = lambda: None
+        attaching.guard_removals = install.guard_trainers = lambda: None
     dice, failed = random.Random(args.seed), 0
     args.folder.mkdir(parents=True, exist_ok=True)
     for number in range(args.lives):

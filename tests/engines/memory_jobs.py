@@ -23,6 +23,7 @@ from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME, RUN
 from megatron_ucp.engines import memory
 from megatron_ucp.engines.memory import NODE, MemoryFolder
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.reshard import agree
 from tests.connected import connect
 from tests.engines import stack_jobs
@@ -98,7 +99,7 @@ def recalled(
         found["kept"] = ucp.report(handle).memory
         found["files"] = files_of(first, folder)
         kind.close(engine)
-        handle.__dict__["_ucp_memory_steps"].close()
+        record_of(handle).memory.close()
         del engine, handle
     if connected(second, f"{store}1"):
         if dist.get_rank() == 0:
@@ -126,7 +127,7 @@ def loaded(first: World, second: World, folder: str, every: int, want: Any) -> d
     look(found, kind, engine, want[step], compare)
     found["left"] = files_of(second, folder)
     kind.close(engine)
-    handle.__dict__["_ucp_memory_steps"].close()
+    record_of(handle).memory.close()
     return found
 
 
@@ -245,7 +246,7 @@ def newest_step(world: World, folder: str) -> int:
     engine = make(world, folder, 1)
     handle = kind.handle(engine)
     step = ucp.load(handle, folder).global_steps
-    handle.__dict__["_ucp_memory_steps"].close()
+    record_of(handle).memory.close()
     kind.close(engine)
     return step
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.formats import optimizers as table
 from tests.engines import jobs
 from tests.engines.canonical import canonical, differences
@@ -59,7 +60,7 @@ def attaching(setup: Setup, steps: int = 0, cut: int = 1) -> dict[str, Any]:
     finally:
         logger.removeHandler(handler)
     out["unchanged"] = not differences(before, canonical(engine))
-    out["attached"] = "_ucp_attached" in engine.__dict__
+    out["attached"] = record_of(engine).attachment is not None
     out["said"] = "\n".join(said)
     engine.destroy()
     return out

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp.engines.record import record_of
 from tests.engines import autotp_states
 from tests.engines.canonical import canonical
 
@@ -278,7 +279,7 @@ def installed(config: Any) -> bool | str:
         return str(error)
     finally:
         deepspeed.initialize = stock
-    return "_ucp_attached" in engine.__dict__
+    return record_of(engine).attachment is not None
 
 
 def first_start(folder: str) -> list[Any]:

@@ -62,7 +62,7 @@ def save_of(case: str, scratch: Path) -> Save:
     inner = next(source.glob("iter_*"), source)
     copy = scratch / "copied" / inner.name
     shutil.copytree(inner, copy)
-    if case.startswith("v1"):
+    if case.startswith("attached"):
         told = told_of(copy)
     return Save(linked(copy, scratch / "run", inner.name), inner.name, told)
 

@@ -17,6 +17,7 @@ from megatron_ucp.engines.megatron.model import (
     require_agreement,
     said_together,
 )
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import LayoutError, RuleError, UsageError
 from megatron_ucp.families import model_of_module
 from megatron_ucp.families.family import Declared, Family, Model
@@ -30,7 +31,6 @@ from megatron_ucp.reshard import agree
 # model says itself; or that alone.
 
 
-_REMEMBERED = "_ucp_model"
 _OF_ENGINES = "module", "save_checkpoint", "load_checkpoint"
 
 
@@ -53,7 +53,7 @@ def model_of(engine: Any, family: str | Family | None) -> Model | None:
     """
     require_engine(engine)
     if family is None:
-        return engine.__dict__.get(_REMEMBERED)
+        return record_of(engine).model
     model = model_of_module(family, engine.module, parallel_of(engine)[0][0])
     remember(engine, model)
     return model
@@ -61,7 +61,7 @@ def model_of(engine: Any, family: str | Family | None) -> Model | None:
 
 def remember(engine: Any, model: Model) -> None:
     """For later calls that name no family."""
-    engine.__dict__[_REMEMBERED] = model
+    record_of(engine).model = model
 
 
 def as_it_says(engine: Any, model: Model | None) -> Model | None:

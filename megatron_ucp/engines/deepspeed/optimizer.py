@@ -9,6 +9,7 @@ import torch
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.names import Keeper
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.formats.deepspeed.optimizers import steps_matrices, uncut_states
 
@@ -302,15 +303,13 @@ class LiveFusedFlat(LiveUnfused):
                 param.data.copy_(live.master.data[start : start + param.numel()].view_as(param))
 
 
-STEPPED = "_ucp_stepped"  # of an engine: what its plain optimizer stepped when it was attached
-
-
 def remember_stepped(engine: Any) -> None:
     """Keeps which parameters a plain optimizer steps: some may be frozen later."""
     optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         params = (param for group in optimizer.param_groups for param in group["params"])
-        engine.__dict__[STEPPED] = {id(param) for param in params if param.requires_grad}
+        stepped = (id(param) for param in params if param.requires_grad)
+        record_of(engine).stepped = frozenset(stepped)
 
 
 class LivePlain(Wrapper):
@@ -334,7 +333,7 @@ class LivePlain(Wrapper):
         """Whether a parameter is one of the optimizer's, as it is under ZeRO: also where it was
         frozen after DeepSpeed was initialized, since then the optimizer goes on keeping its states.
         One that was frozen before is listed, and has none."""
-        begun = getattr(self.engine, STEPPED, ())
+        begun = record_of(self.engine).stepped
         return param.requires_grad or id(param) in begun or param in self.base.state
 
     def refresh(self) -> None:

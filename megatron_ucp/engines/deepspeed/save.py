@@ -56,6 +56,7 @@ from megatron_ucp.engines.deepspeed.state import (
 from megatron_ucp.engines.hold import LentRun, RankValues, Taking, lent
 from megatron_ucp.engines.live import recorded_settings, require_usable
 from megatron_ucp.engines.pt_files import RankFiles, replicas_of
+from megatron_ucp.engines.record import run_of
 from megatron_ucp.engines.resume_state import STEPS
 from megatron_ucp.engines.save import (
     BACKGROUND,
@@ -67,7 +68,6 @@ from megatron_ucp.engines.save import (
     require_left,
     require_one_save,
     require_unstepped,
-    run_of,
     where_to,
 )
 from megatron_ucp.engines.save_frame import (

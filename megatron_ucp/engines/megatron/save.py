@@ -49,6 +49,7 @@ from megatron_ucp.engines.megatron.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.model import bare_model, keys_of_chunks
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers, kind_of
 from megatron_ucp.engines.megatron.shard import MegatronStack
+from megatron_ucp.engines.record import record_of, run_of
 from megatron_ucp.engines.resume_state import ResumableLoader
 from megatron_ucp.engines.save import (
     SaveReport,
@@ -63,7 +64,6 @@ from megatron_ucp.engines.save import (
     require_left,
     require_one_save,
     require_unstepped,
-    run_of,
     under_way,
     where_to,
 )
@@ -515,9 +515,6 @@ def _copies(present: PresentStates, output: StackOutput) -> Sums:
 # background has to do nothing but copy while training stands still.
 
 
-_KEPT = "_ucp_planned"  # of a stack
-
-
 def structure_of(stack: MegatronStack, present: PresentStates) -> tuple[Any, ...]:
     """Everything that the plan of a save depends on: equal where the plan is. Values, steps and
     hyper-parameters are no part of it; of the ranks all that matters is in the mesh."""
@@ -564,7 +561,7 @@ class PlannedSave:
 
 def knows(stack: MegatronStack, structure: tuple[Any, ...]) -> bool:
     """Whether this rank has the plan of a save of this structure."""
-    kept: PlannedSave | None = stack.__dict__.get(_KEPT)
+    kept: PlannedSave | None = record_of(stack).plan
     return kept is not None and kept.structure == structure
 
 
@@ -577,9 +574,9 @@ def planned(
 ) -> PlannedSave:
     """The plan of a save, which every rank has (`known`), or makes. Collective."""
     if not known:
-        stack.__dict__.pop(_KEPT, None)
-        stack.__dict__[_KEPT] = PlannedSave(stack, structure, present, file)
-    return stack.__dict__[_KEPT]
+        record_of(stack).plan = None  # its memory goes before the next one is made
+        record_of(stack).plan = PlannedSave(stack, structure, present, file)
+    return record_of(stack).plan
 
 
 # ---- besides

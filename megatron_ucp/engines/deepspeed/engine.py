@@ -1,5 +1,4 @@
-"""The three ways in: `attach` an engine, `initialize` one, or `install` for trainers that call
-deepspeed themselves."""
+"""A DeepSpeed engine as an engine of this package: `attach` one, or `initialize` one attached."""
 
 import functools
 import os
@@ -13,7 +12,6 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import (
-    BACKGROUNDS,
     BESIDE,
     Background,
     beside_training,
@@ -35,20 +33,20 @@ from megatron_ucp.engines.deepspeed.save import Asked, empty_extra_state, info_o
 from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.state import saved_by_engine
 from megatron_ucp.engines.handle import Handle, check_versions
-from megatron_ucp.engines.hold import HANDLE, LentRun, Taking
+from megatron_ucp.engines.hold import LentRun, Taking
 from megatron_ucp.engines.live import require_usable
 from megatron_ucp.engines.load import asked_of, fill, go_on, origin_of, to_fill
 from megatron_ucp.engines.memory import (
     IN_MEMORY,
-    KEPT_STEPS,
     MemorySteps,
     in_memory_as,
     keep_steps,
     steps_of,
 )
+from megatron_ucp.engines.record import HANDLE, record_of
 from megatron_ucp.engines.resume_state import ResumableLoader
 from megatron_ucp.engines.save import BACKGROUND, STOCK, SaveReport, Saving, ended
-from megatron_ucp.engines.trainers import guard_removals, guard_trainers
+from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
 from megatron_ucp.families.family import Family, Model
@@ -70,12 +68,11 @@ from megatron_ucp.reshard.options import (
 _OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank", "save")
 _OF_SAVES = ("durable", "keep_latest", "rng")
 _KNOWN = ("family", "loader", "rules", *_OPTIONS, *BESIDE, *IN_MEMORY)
-_ATTACHED = "_ucp_attached"  # of an engine: its `_Attachment`
 _STOCK_LOAD = "_load_checkpoint"  # what DeepSpeed's load_checkpoint reads a tag's model with
 _REPLACED = (
     *("save_checkpoint", "load_checkpoint", _STOCK_LOAD, "destroy"),
     *("step", "forward", "train_batch"),
-    *(HANDLE, LIVE_EXPORT, KEPT_STEPS, BACKGROUNDS, _ATTACHED),
+    *(HANDLE, LIVE_EXPORT),
 )
 
 
@@ -143,7 +140,7 @@ def attach(
     named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank, save)
     given = dict(zip(_OPTIONS, named, strict=True))
     given |= {"family": family, "loader": loader, "rules": rules, **beside}
-    _attach(engine, {key: value for key, value in given.items() if value is not None})
+    attach_with(engine, {key: value for key, value in given.items() if value is not None})
     return engine
 
 
@@ -157,11 +154,12 @@ class _Attachment:
     attributes: Mapping[str, Any]
 
 
-def _attach(engine: Any, options: Mapping[str, Any], by_install: bool = False) -> None:
-    """Collective. Raises a UcpError on every rank."""
+def attach_with(engine: Any, options: Mapping[str, Any], by_install: bool = False) -> None:
+    """As `attach`, of options by name; `by_install`: the program may ask for more. Collective.
+    Raises a UcpError on every rank."""
     agree.require_same(agree.gather(_comparable(options)))
     require_known(options, _KNOWN)
-    before: _Attachment | None = engine.__dict__.get(_ATTACHED)
+    before: _Attachment | None = record_of(engine).attachment
     if before is None:
         _attach_first(engine, dict(options), by_install)
     elif _more_than(before, options):
@@ -206,6 +204,8 @@ def _detach(engine: Any, attachment: _Attachment) -> None:
     wait_together(engine)
     if (kept := steps_of(engine)) is not None:
         kept.close()
+    record = record_of(engine)
+    record.attachment, record.memory, record.backgrounds = None, None, {}
     for name, value in attachment.attributes.items():
         engine.__dict__.pop(name, None)
         if value is not None:
@@ -234,7 +234,7 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
     if beside is not None:
         keep_background(engine, Background(beside))
         guard_removals()
-    engine.__dict__[_ATTACHED] = attachment
+    record_of(engine).attachment = attachment
     _take_over(engine, handle)
     if steps is not None:
         _keep_steps(engine, steps)
@@ -493,86 +493,3 @@ def initialize(
     options = options_of(made[0]._config._param_dict) or {}
     attach(made[0], loader=loader, **{**options, "family": family or options.get("family")})
     return made
-
-
-def install(*, enabled: bool = False) -> None:
-    """Wraps `deepspeed.initialize`, so that engines that a trainer makes are attached. For HF
-    Trainer, Accelerate and Lightning; before the trainer is built. Twice is once.
-
-    Args:
-        enabled: Attach every engine, unless the section "universal_checkpoint" of its DeepSpeed
-            config says `"enabled": false`. Without it only engines whose config enables it are
-            attached; a note says so once, where the first one does not.
-
-    Returns:
-        Nothing.
-
-    Raises:
-        UsageError: When an engine is made, for an unknown key of its config's section.
-        UnsupportedError: When an engine is made, as `attach`.
-
-    Example:
-        >>> import megatron_ucp as ucp
-        >>> ucp.install(enabled=True)
-    """
-    _install(enabled)
-
-
-def install_for_scripts() -> None:
-    """`install` for a script that says nothing of this package: an engine that can't be attached
-    is left alone, with a note, unless its config asks for it."""
-    _install(True, leaves_alone=True)
-
-
-def _install(enabled: bool, leaves_alone: bool = False) -> None:
-    import deepspeed
-
-    check_versions()
-    stock = deepspeed.initialize
-    if getattr(stock, _ATTACHED, None) is not None:
-        getattr(stock, _ATTACHED).enabled |= enabled
-        return
-    installed = _Installed(enabled, leaves_alone)
-    guard_trainers()
-
-    @functools.wraps(stock)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        made: Any = stock(*args, **kwargs)
-        installed.attach(made[0])
-        return made
-
-    setattr(wrapped, _ATTACHED, installed)
-    deepspeed.initialize = wrapped
-
-
-class _Installed:
-    """What a wrapped `deepspeed.initialize` does with the engines that it makes."""
-
-    def __init__(self, enabled: bool, leaves_alone: bool) -> None:
-        self.enabled, self.leaves_alone = enabled, leaves_alone
-        self._has_attached, self._has_warned = False, False
-
-    def attach(self, engine: Any) -> None:
-        config = engine._config._param_dict
-        options = options_of(config, self.enabled)
-        if options is not None:
-            try:
-                _attach(engine, options, by_install=True)
-            except UcpError as error:  # on every rank, before anything has changed
-                is_asked = options_of(config) is not None
-                if isinstance(error, UsageError) or is_asked or not self.leaves_alone:
-                    raise
-                say.note(
-                    "this engine is left as it is, and saves and loads as DeepSpeed alone does: "
-                    f"{error.problem}" + (f" ({error.parameter})" if error.parameter else "")
-                )
-                return
-            self._has_attached = True
-        elif not self.enabled and not self._has_attached and not self._has_warned:
-            self._has_warned = True
-            say.note(
-                "ucp.install() was called, and the DeepSpeed config does not enable it, so that "
-                f'this engine is not attached: add "{SECTION}": {{"enabled": true}} to the config, '
-                "or call megatron_ucp.install(enabled=True), which Lightning needs: its test, "
-                "validate and predict leave the section out"
-            )

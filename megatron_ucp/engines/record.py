@@ -1,0 +1,68 @@
+"""What this package keeps of a live engine, in one place: its record, which every module asks.
+
+An engine that was never attached has a record too, from its first load or save on:
+
+    record_of(engine).run.id    # the run that the engine's saves belong to
+"""
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HANDLE = "ucp"  # the attribute of an attached engine with its `Handle`
+LOADED, SAVED = "ucp_report", "ucp_save_report"  # those with the reports of its last load and save
+_RECORD = "_ucp"
+
+
+@dataclass
+class OwnRun:
+    """The run that an engine's saves are of: `id` is born with its first save, or comes from the
+    checkpoint that it loaded. `origin` is that checkpoint where it has no id (`tags.content_id`;
+    empty: none). `said` are lines about older tags that no later save repeats."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    origin: str = ""
+    said: set[str] = field(default_factory=set[str])
+
+
+@dataclass
+class EngineRecord:
+    """All that is known of one engine, beside what it says itself.
+
+    `attachment` says how it was attached (None: it was not). `backgrounds` are what works beside
+    its training, by what each does. `memory` keeps in-memory checkpoints, if anything does. `model`
+    is the family's model that an earlier call named. `stepped` are the ids of the parameters that a
+    plain optimizer stepped when the engine was attached: some may be frozen later. `plan` is that
+    of the last save, for the next one of the same structure. `closed_doors` are the methods that
+    the engine had before it became unusable (None: it is usable), `hooks` what stands in the way of
+    its modules' state dicts meanwhile, and `unusable_as` says why.
+    """
+
+    attachment: Any = None
+    run: OwnRun = field(default_factory=OwnRun)
+    backgrounds: dict[str, Any] = field(default_factory=dict[str, Any])
+    memory: Any = None
+    model: Any = None
+    stepped: frozenset[int] = frozenset()
+    plan: Any = None
+    closed_doors: Mapping[str, Callable[..., Any] | None] | None = None
+    hooks: list[Any] = field(default_factory=list[Any])
+    unusable_as: str = ""
+
+
+def record_of(engine: Any) -> EngineRecord:
+    """The record of an engine; of what is none, an empty one that nobody keeps."""
+    own: dict[str, Any] = getattr(engine, "__dict__", {})
+    return own.setdefault(_RECORD, EngineRecord())
+
+
+def run_of(engine: Any) -> OwnRun:
+    """The run that an engine's saves are of."""
+    return record_of(engine).run
+
+
+def go_on_with(engine: Any, run_id: str, origin: str = "") -> None:
+    """The engine's next save is of the run that it loaded; of a new one, which went on from
+    `origin`, where that has no id."""
+    record_of(engine).run = OwnRun(run_id, origin) if run_id else OwnRun(origin=origin)
