@@ -186,15 +186,16 @@ class _Freezer:
 
     def of(self, item: Any, place: _Place = "", level: int = 0) -> Any:
         """The inert form; what is shared is frozen once."""
-        number = id(item)
+        kind, number = type(item), id(item)
+        if kind in _AS_THEY_ARE and level <= _MAX_LEVELS:  # most values
+            return item
         self.holds_itself |= number in self._open
         if number in self._frozen:
             return self._frozen[number]
         self._originals.append(item)
         if level > _MAX_LEVELS:
             self.problems.append((place, f"more than {_MAX_LEVELS} levels"))
-            return ClassName(_qualname(type(item)))
-        kind = type(item)
+            return ClassName(_qualname(kind))
         if kind in _LISTS or kind in _DICTS or kind in _NAMESPACES.values():
             self._open.add(number)
             frozen = self._container(item, kind, place, level + 1)
