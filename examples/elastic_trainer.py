@@ -5,7 +5,7 @@ ranks that are left, or that came, and it goes on from its newest whole checkpoi
     torchrun --nnodes=1:2 --nproc_per_node 2 --max-restarts 3 --rdzv-backend c10d \
         --rdzv-endpoint HOST:29400 examples/elastic_trainer.py
 
-docs/resize.md says more of that command. The lines that megatron_ucp adds are marked with `# <--`.
+docs/elastic.md says more of that command. The lines that megatron_ucp adds are marked with `# <--`.
 """
 
 import argparse

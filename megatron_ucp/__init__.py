@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imp
     from megatron_ucp.reshard.hugging_face.import_hf import import_hf
     from megatron_ucp.reshard.look import describe, inspect, ls, newest_whole
     from megatron_ucp.reshard.plan import plan
-    from megatron_ucp.reshard.rules.comparison import rules
+    from megatron_ucp.reshard.rules import rules
 
 __all__ = [
     "DamagedFileError",
@@ -129,7 +129,7 @@ _HOMES = {
     "report": "engines.handle",
     "resize": "engines.hold",
     "ResumableLoader": "engines.resume_state",
-    "rules": "reshard.rules.comparison",
+    "rules": "reshard.rules",
     "save": "engines.megatron.save",
     "verify": "reshard.check",
     "wait": "engines.background",

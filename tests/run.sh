@@ -3,7 +3,7 @@
 # PYTHON=python3.12 before one of the lines below takes that Python, in an environment of its own (tests/venv.sh).
 #
 #   bash tests/run.sh             the default tests
-#   bash tests/run.sh quick       only those that start no processes (under a minute)
+#   bash tests/run.sh quick       only those that start no processes (a minute and a half on two idle cores)
 #   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many; then `older`
 #   bash tests/run.sh older       the core of the tests on ranks, with an older DeepSpeed
 #   bash tests/run.sh -k plan -x  further arguments go to pytest

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ucp import errors
+from megatron_ucp.cli.help import sections
 from megatron_ucp.errors import (
     DamagedFileError,
     EngineUnusableError,
@@ -108,6 +109,13 @@ def test_sections_have_text_reason_and_command() -> None:
         name, _, body = section.partition("\n")
         assert body.count("```") == 4, name
         assert re.search(r"^Why: ", body, re.MULTILINE), name
+
+
+def test_the_help_of_a_terminal_has_no_links_and_comments() -> None:
+    found = sections()
+    assert "<!--" in (text := (ROOT / errors.HELP_FILE).read_text()) and "](" in text
+    assert not [one for one, said in found.items() if "<!--" in said or "](" in said]
+    assert "a file of rules" in found["layout-unknown"]
 
 
 def test_the_id_is_shown_last_and_kept() -> None:

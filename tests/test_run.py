@@ -164,7 +164,7 @@ def test_a_program_that_has_no_such_names_is_refused(tmp_path: Path) -> None:
 
 def patches() -> list[list[str]]:
     """The patches of the page, as lines."""
-    page = (ROOT / "docs" / "megatron-lm.md").read_text()
+    page = (ROOT / "docs" / "megatron.md").read_text()
     return [one.splitlines() for one in re.findall(r"```diff\n(.*?)```", page, re.S)]
 
 
@@ -189,7 +189,7 @@ def test_a_patch_of_the_page_fits_each_version(tmp_path: Path, version: str) -> 
 def test_the_one_line_of_the_page_fits_every_version(tmp_path: Path, version: str) -> None:
     """Behind all else of the file: what it defines looks the names up when it is called."""
     program = stand_in(tmp_path, IMPORTS[version] + PROGRAM)
-    page = (ROOT / "docs" / "megatron-lm.md").read_text()
+    page = (ROOT / "docs" / "megatron.md").read_text()
     (command,) = re.findall(r"^echo .*training\.py$", page, re.M)
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=20)
     out, _ = run(tmp_path, program.stem, without=("deepspeed",))

@@ -106,7 +106,7 @@ OF_FOLDERS: dict[str, Callable[[Path, Path], object]] = {
     "inspect": lambda file, _: ucp.inspect(file),
     "ls": lambda file, _: ucp.ls(file),
     "plan": lambda file, _: ucp.plan(file, "dp=2"),
-    "rules": lambda file, _: ucp.rules(file),
+    "rules": lambda file, _: ucp.rules(file, check="megatron_deepspeed_split"),
     "fp32_state_dict": lambda file, _: ucp.fp32_state_dict(file),
     "convert": lambda file, out: ucp.convert(file, out),
     "export_hf": lambda file, out: ucp.export_hf(file, out),

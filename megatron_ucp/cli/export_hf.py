@@ -31,8 +31,7 @@ OPTIONS = {
     "adapter_config.json); tokenizer files are copied from there. Default: what the "
     "checkpoint says, else the file beside it",
     "--tokenizer FOLDER": "copy the tokenizer files of this folder",
-    "--merge BASE": "the folder of the base model of a LoRA run: write that model with the "
-    "adapter added. Without it the adapter alone is written",
+    "--merge BASE": "refused: the adapter is written, and peft merges it",
     "--verify": "read the files back and compare them with the checkpoint, bit by bit",
     "--force": "replace OUTPUT, if this command wrote it and nobody changed it since",
 }

@@ -44,12 +44,18 @@ def _listed(found: dict[str, str]) -> int:
     return DONE
 
 
+def _plain(text: str) -> str:
+    """A page without what a terminal has no use for: comments, and the targets of links."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<!--.*?-->\n", "", text))
+
+
 def sections() -> dict[str, str]:
     """The sections of the page by their ids, as an installation has them, or a checkout. Raises
     DamagedFileError where neither has it."""
     for page in (_PACKAGE / Path(HELP_FILE).name, _PACKAGE.parent / HELP_FILE):
         if page.is_file():
-            parts = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+            text = _plain(page.read_text(encoding="utf-8"))
+            parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
             return {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in parts}
     raise DamagedFileError(
         "this installation lacks its page of errors",

@@ -8,7 +8,7 @@ under a stored and a logical address.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -346,32 +346,6 @@ class Chunks(Layout):
 
     def local_shape(self, name: str, shape: Ints, place: Place) -> Ints:
         return self._joined(name, self._boxes(name, shape, place))
-
-    def split(self, dim: int, count: int) -> "Chunks":
-        """Each chunk as `count` chunks, which follow each other along a dim of its tensor."""
-        held: list[tuple[tuple[Ints, Ints], ...]] = []
-        for blocks in self.held:
-            lengths = [stop[dim] - start[dim] for start, stop in blocks]
-            length = sum(lengths) if dim == self.dim else lengths[0]
-            for number in range(count):
-                bounds = length * number // count, length * (number + 1) // count
-                held.append(self._between(blocks, dim, *bounds))
-        return Chunks(tuple(held), self.dim)
-
-    def _between(
-        self, blocks: Iterable[tuple[Ints, Ints]], dim: int, low: int, high: int
-    ) -> tuple[tuple[Ints, Ints], ...]:
-        """What lies in [low, high) of a dim of the tensor that holds these blocks."""
-        out: list[tuple[Ints, Ints]] = []
-        at = 0
-        for start, stop in blocks:
-            length = stop[dim] - start[dim]
-            first, last = max(low - at, 0), min(high - at, length)
-            if first < last:
-                begin = (*start[:dim], start[dim] + first, *start[dim + 1 :])
-                out.append((begin, (*stop[:dim], start[dim] + last, *stop[dim + 1 :])))
-            at += length if dim == self.dim else 0
-        return tuple(out)
 
     def _boxes(self, name: str, shape: Ints, place: Place) -> list[Box]:
         """The blocks of one chunk. Raises LayoutError for one outside of the parameter."""

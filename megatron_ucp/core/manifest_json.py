@@ -1,4 +1,4 @@
-"""The manifest as JSON, of every version that was written; other text is refused by name."""
+"""The manifest as JSON. Text of another version, or of none, is refused by name."""
 
 import gc
 import json
@@ -11,14 +11,11 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Extent, layout_from_json, layout_to_json
 from megatron_ucp.core.manifest import KINDS, FileEntry, Manifest, ParamGroup, ParamSpec, Tie
-from megatron_ucp.core.mesh import EXPERT_CUT, Mesh
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.values import NOT_CODED, coded, decoded
 from megatron_ucp.errors import DamagedFileError
 
-# 2: steps, groups and the optimizer belong to each member of a buffer. In 1 they belonged to whole
-# buffers, the optimizer to all of them. 3: values are exact (see `values.coded`), in 2 tuples were
-# lists and what JSON does not know was text; a group says how it steps.
 FORMAT_VERSION = 3
 MAX_BYTES = 64 * 2**20  # three times that of 16,384 ranks and 10^12 parameters
 MAX_VALUES = 4_000_000  # what JSON builds from a small text is large: 64 bytes for an empty list
@@ -88,17 +85,16 @@ def from_json(text: str | bytes, file: str) -> Manifest:
     try:
         check_extent(text, MAX_BYTES, MAX_VALUES)
         data = json.loads(text)
-        if data.pop("format") != "megatron_ucp" or data["version"] not in (1, 2, FORMAT_VERSION):
+        if data.pop("format") != "megatron_ucp" or data["version"] != FORMAT_VERSION:
             raise DamagedFileError(
                 "this is no manifest that this version reads",
                 file=file,
-                expected=f"version 1 to {FORMAT_VERSION}",
+                expected=f"version {FORMAT_VERSION}",
                 found=data.get("version"),
                 fix="use the version of megatron_ucp that wrote it, or remove the manifest to read "
                 "the DeepSpeed files by themselves",
             )
-        if data.pop("version") == 1:
-            _from_version_1(data)
+        del data["version"]
         return _build(data)
     except NOT_CODED as error:
         raise DamagedFileError(
@@ -123,17 +119,6 @@ def check_extent(text: str | bytes, max_bytes: int, max_values: int) -> None:
         )
 
 
-def _from_version_1(data: dict[str, Any]) -> None:
-    """Steps stood beside the buffers, by number; one optimizer was that of all groups."""
-    scalars: list[Any] = data.pop("scalars") or [{}] * len(data["buffers"])
-    for buffer, kept in zip(data["buffers"], scalars, strict=True):
-        buffer["scalars"] = kept
-    for axis in EXPERT_CUT:  # nobody had experts yet, and said 1
-        data["mesh"].pop(axis, None)
-    optimizer = data.pop("optimizer")
-    data["groups"] = [[optimizer, settings] for settings in data["groups"]]
-
-
 _BUILT = ("engine", "mesh", "params", "buffers", "groups", "ties", "files")
 
 
@@ -141,7 +126,7 @@ def _build(data: dict[str, Any]) -> Manifest:
     if unknown := data.keys() - {*_BUILT, *_AS_THEY_ARE}:
         raise ValueError(f"an unknown key {sorted(unknown)[0]!r}")
     for key, kind in {"engine": str, **_AS_THEY_ARE}.items():
-        if not isinstance(data.setdefault(key, {}) if key == "names" else data[key], kind):
+        if not isinstance(data[key], kind):
             raise ValueError(f"{key} is a {type(data[key]).__name__}")
     return Manifest(
         Keeper(data["engine"]),
@@ -161,7 +146,7 @@ def _build(data: dict[str, Any]) -> Manifest:
     )
 
 
-def _group(name: Any, settings: Any, steps_as: Any = "") -> ParamGroup:
+def _group(name: Any, settings: Any, steps_as: Any) -> ParamGroup:
     return ParamGroup(dict(decoded(settings)), str(name), steps_as=str(steps_as))
 
 

@@ -4,7 +4,6 @@ under a name of its own."""
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 from megatron_ucp.core.box import Box, Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
@@ -109,18 +108,6 @@ class Share:
         if self.order is not None:
             local = tuple(local[dim] for dim in self.order)
         return local[1:] if self.stacked else local
-
-    def tiles(self, spec: ParamSpec, rows: int, columns: int) -> list[list[Self]]:
-        """The tensor as so many runs of rows (of its first dim), each of them as so many tiles with
-        some columns (of its last dim) of all these rows. Where the tensor is stored transposed, the
-        columns are rows of the parameter."""
-        dims = self.order or tuple(range(len(spec.shape)))
-        whole = Chunks(((((0,) * len(spec.shape), spec.shape),),))
-        known = self.layout if isinstance(self.layout, Chunks) else whole
-        own = Chunks((known.held[self.number],), known.dim)
-        cut = own.split(dims[0], rows).split(dims[-1], columns)
-        tiles = [replace(self, layout=cut, number=number) for number in range(rows * columns)]
-        return [tiles[first : first + columns] for first in range(0, len(tiles), columns)]
 
 
 def weights_manifest(

@@ -27,7 +27,7 @@ from megatron_ucp.formats.output_folder import Syncs, aside_of
 from megatron_ucp.formats.tags import (
     LATEST,
     names_a_later_save,
-    newest_named,
+    pointers_in,
     pointers_to,
     read_pointer,
     saved_at,
@@ -274,7 +274,7 @@ def publish(
             later = partial(names_a_later_save, folder / name, manifest)
             if not output_folder.move_pointer(folder / name, wanted, sync, unless=later):
                 notes.append(f"`{name}` names a later save of this run, and stays as it is")
-        return notes
+        return notes + ([_NO_LOCKS] if sync.right.is_unlocked else [])
     except OSError as error:
         written = folder / tag / FILE_NAME
         if not written.is_file() or written.read_text(encoding="utf-8") != text:
@@ -295,6 +295,10 @@ def publish(
         ) from error
 
 
+_NO_LOCKS = (
+    "this file system has no locks (flock): nothing keeps another job out that saves into this "
+    "folder at the same time"
+)
 _NOT_SAVED = "the checkpoint was not saved; `latest` and all older tags are as they were"
 
 
@@ -404,10 +408,10 @@ def stamp(*seen: float | None) -> float:
 
 
 def _stamp_in(folder: Path) -> float | None:
-    """The stamp of the tag that a folder names now."""
-    with suppress(UcpError, OSError):  # what is wrong with a pointer is said when it moves
-        named = newest_named(folder)
-        return None if named is None else saved_at(folder / named.tag)
+    """The latest stamp of the tags that a folder names now."""
+    with suppress(OSError):  # what is wrong with a pointer is said when it moves
+        stamps = [saved_at(folder / tag) for tag in pointers_in(folder).values() if tag]
+        return max((stamp for stamp in stamps if stamp is not None), default=None)
     return None
 
 

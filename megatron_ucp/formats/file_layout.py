@@ -30,16 +30,6 @@ class FilePiece:
         return self.elems * ITEMSIZE[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class TiledRows:
-    """A run of rows of a tensor, from byte `place` of the file on. Each tile has some columns of
-    all of them; a tile's own `place` says nothing."""
-
-    rows: int
-    tiles: tuple[FilePiece, ...]
-    place: int
-
-
 def nothing_around(_: Crcs) -> Iterable[Blob]:
     """Of a file without checksums."""
     return ()
@@ -57,5 +47,4 @@ class FileLayout:
     pieces: Sequence[FilePiece]
     blobs: Sequence[tuple[int, Callable[[], bytes]]] = ()
     around: Callable[[Crcs], Iterable[Blob]] = nothing_around
-    tiled: Sequence[TiledRows] = ()
     owner: int | None = None

@@ -1,8 +1,7 @@
 """Who writes a folder: a file beside it, which one process holds as long as it lives.
 
 The file is locked (`flock`), which the kernel ends with the process, on a network file system too.
-Where a file system has no locks, what the file says decides: a process of this machine that is
-gone, or one of another machine that touched nothing for an hour, holds nothing.
+Where a file system has no locks, nobody is kept out (`PublishRight.is_unlocked`).
 
 Inside of a process each save has a `PublishRight`. A save that was given up loses it, and with it
 what it holds here.
@@ -29,7 +28,6 @@ _LOCK = ".lock"
 _WRITES, _REMOVES = "writes", "removes"
 # One that clears away is waited for; so is a claim that does not say yet whose it is.
 _PATIENCE_S, _PAUSE_S = 60.0, 0.02
-_ABANDONED_S = 3600.0
 _ENDED = ("Z", "X")  # states of a process that nobody has asked for yet
 
 
@@ -48,6 +46,7 @@ class PublishRight:
         self.says: Callable[[str], None] = lambda what: None  # is told what happens now
         self.done: list[str] = []  # what counts by now
         self.is_lost = False
+        self.is_unlocked = False  # the file system knows no locks
         self.hangs = ""  # the change that is being made
         self._changes = threading.Lock()
 
@@ -238,19 +237,10 @@ def _claim(aside: Path, doing: str, right: PublishRight, is_small: bool = False)
     """A claim; None where another process has it, or another save of this one."""
     path = lock_of(aside)
     while True:
-        opened = _opened(path)
-        if opened is None:
-            continue
-        handle, is_new = opened
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         locked = _lock(handle)
-        if locked is None and not is_new:  # no locks here: what the file says decides
-            is_dead = _is_taken_over(path) or _is_dead(aside)
-            if is_dead and _is_at(handle, path):
-                path.unlink(missing_ok=True)
-            os.close(handle)
-            if not is_dead:
-                return None
-        elif locked is False:
+        right.is_unlocked |= locked is None
+        if locked is False:
             os.close(handle)
             if not _is_taken_over(path):
                 return None
@@ -264,18 +254,6 @@ def _is_taken_over(path: Path) -> bool:
     """Whether a save of this process that was given up has let go of a claim by now."""
     own = _OWN.get(path)
     return own is not None and own.taken_over()
-
-
-def _opened(path: Path) -> tuple[int, bool] | None:
-    """The file, open, and whether it is new; None where it went meanwhile. Open for writing, which
-    locks on NFS ask for."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
-    except FileExistsError:
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(path, flags), False
-    return None
 
 
 def _lock(handle: int) -> bool | None:
@@ -341,22 +319,3 @@ def _holder(path: Path) -> dict[str, Any]:
         said = json.loads(path.read_text(encoding="utf-8"))
         return said if isinstance(said, dict) else {}
     return {}
-
-
-def _is_dead(aside: Path) -> bool:
-    """Whether what a claim says, and what lies there, shows that nobody writes any more."""
-    if not lock_of(aside).exists():
-        return False  # another process takes it away
-    holder = _holder(lock_of(aside))
-    if (alive := is_alive(holder)) is not None:
-        return not alive
-    return time.time() - _last_touched(aside) > _ABANDONED_S
-
-
-def _last_touched(aside: Path) -> float:
-    paths = [lock_of(aside), aside, *(aside.iterdir() if aside.is_dir() else ())]
-    times = [0.0]
-    for path in paths:
-        with contextlib.suppress(OSError):
-            times.append(path.lstat().st_mtime)
-    return max(times)

@@ -33,7 +33,13 @@ from megatron_ucp.formats.locks import (
     writing,
 )
 from megatron_ucp.formats.pt.file import PtFile
-from megatron_ucp.formats.tags import SAVING, is_unfinished, newest_named, require_no_pointer
+from megatron_ucp.formats.tags import (
+    SAVING,
+    is_unfinished,
+    newest_named,
+    pointers_in,
+    require_no_pointer,
+)
 
 _OURS = re.compile(
     r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
@@ -195,16 +201,6 @@ class OutFile:
             while done < len(data):  # one call moves at most 2 GiB
                 done += os.pwrite(self._handle, data[done:], place + done)
 
-    def write_joined(self, pieces: Sequence[memoryview], place: int) -> None:
-        """Pieces one after the other, from byte `place` on. Raises OSError."""
-        for first in range(0, len(pieces), _MOST_PIECES):
-            joined = pieces[first : first + _MOST_PIECES]
-            with self._named():
-                size, done = sum(map(len, joined)), os.pwritev(self._handle, joined, place)
-            if done < size:
-                self.write(b"".join(joined)[done:], place + done)
-            place += size
-
     @contextmanager
     def _named(self) -> Iterator[None]:
         try:
@@ -339,15 +335,15 @@ def prune(
     that somebody reads (see NativeCheckpoint), or saves. A tag stops looking like one before its
     first file goes.
     """
-    newest = newest_named(save_dir)
-    named = newest.tag if newest is not None else ""
+    named = {tag for tag in pointers_in(save_dir).values() if tag}
     manifests = {
         folder: manifest
         for folder in sorted(save_dir.iterdir())
         if not is_unfinished(folder.name) and (manifest := _manifest_or_none(folder)) is not None
     }
     if run is None:
-        newest_one = manifests.get(save_dir / named)
+        newest = newest_named(save_dir)
+        newest_one = None if newest is None else manifests.get(save_dir / newest.tag)
         run = str(newest_one.run.get(RUN, "")) if newest_one is not None else ""
     mine: list[tuple[bool, float, str]] = []
     kept: dict[str, list[str]] = {}
@@ -357,7 +353,7 @@ def prune(
         if reason := _not_ours(folder, manifest, run):
             kept.setdefault(reason, []).append(folder.name)
         else:
-            mine.append((folder.name == named, manifest.saved_at or 0.0, folder.name))
+            mine.append((folder.name in named, manifest.saved_at or 0.0, folder.name))
     older = [tag for is_named, _, tag in sorted(mine, reverse=True)[keep:] if not is_named]
     right = right or PublishRight()
     lines = [_remove(save_dir / tag, run, right) for tag in older]

@@ -139,7 +139,7 @@ def read_rules(path: str | Path) -> RuleSet:
             file=file,
             expected=f"at most {_LARGEST_BYTES} bytes",
             found="more",
-            fix="give a file of rules: a short text in TOML, as `megatron-ucp rules` drafts",
+            fix="give a file of rules: a short text in TOML (docs/reference/rules.md)",
         )
     try:
         tree = tomllib.loads(data.decode())

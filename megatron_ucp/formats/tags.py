@@ -16,21 +16,18 @@ from megatron_ucp.errors import NotFoundError, UcpError, UsageError, some_of
 
 # ---- pointers
 #
-# The files that name the newest tag of a run, DeepSpeed's and Megatron's, and which of the two is
-# followed where they disagree.
+# The files that name the newest tag of a run, DeepSpeed's and Megatron's.
 
 
 LATEST, MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
 _RELEASE = "release"  # what Megatron names weights without an iteration
 _MAX_NAME_CHARS = 255
-# A manifest that is so much younger than its save came here by a copy that kept no times.
-_COPIED_S = 60.0
 
 
 @dataclass(frozen=True)
 class Named:
-    """The tag that a folder names as its newest one, and the pointer that does; `note` says which
-    other one was not followed, and why."""
+    """The tag that a folder names as its newest one, and the pointer that does; `note` says what
+    the other pointer names."""
 
     pointer: str
     tag: str
@@ -48,18 +45,45 @@ def iteration_of_name(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def newest_named(folder: Path) -> Named | None:
-    """The pointer that was written last, and its tag; None where there is none. Raises
-    NotFoundError for one that names none."""
+def pointers_in(folder: Path) -> dict[str, str | None]:
+    """The pointers of a folder, and the tag that each names; None of one that names no tag."""
     there = [name for name in (LATEST, MEGATRON_LATEST) if (folder / name).is_file()]
-    if not there:
+    return {name: _tag_or_none(folder / name) for name in there}
+
+
+def newest_named(folder: Path) -> Named | None:
+    """The tag that the pointers name; None where there is none. Of two saves of one run that is the
+    later one. Raises NotFoundError for a pointer that names no tag, and for two that disagree
+    otherwise: which of them counts is the user's to say."""
+    tags = {name: _tag_of(folder / name) for name in pointers_in(folder)}
+    if not tags:
         return None
-    if len(there) == 1:
-        return Named(there[0], _tag_of(folder / there[0]))
-    tags = {name: _tag_or_none(folder / name) for name in there}
-    if tags[LATEST] == tags[MEGATRON_LATEST] is not None:
-        return Named(LATEST, _tag_of(folder / LATEST))
-    return _followed(folder, tags)
+    if len({*tags.values()}) == 1:
+        pointer, tag = next(iter(tags.items()))
+        return Named(pointer, tag)
+    saves = {name: _manifest_of(folder / tag) for name, tag in tags.items()}
+    runs = {manifest.run.get(RUN) if manifest else None for manifest in saves.values()}
+    times = {name: manifest.saved_at or 0.0 for name, manifest in saves.items() if manifest}
+    if None not in runs and len(runs) == 1 and len({*times.values()}) == 2:
+        last, other = sorted(tags, key=times.__getitem__, reverse=True)
+        note = f"`{last}` names {tags[last]}, the later save; `{other}` names {tags[other]}"
+        return Named(last, tags[last], note)
+    raise NotFoundError(
+        "the pointers of this folder name different tags, and nothing says which of them counts",
+        file=folder,
+        expected=f"`{LATEST}` and `{MEGATRON_LATEST}` that name one tag",
+        found=", ".join(f"`{name}` names {tag}" for name, tag in tags.items()),
+        fix="name the tag (--tag; Python: tag=), or remove the pointer that is out of date",
+        id="no-such-tag",
+    )
+
+
+def named_or_note(folder: Path) -> Named:
+    """As `newest_named`, for what looks at all tags: where no tag is named, the note says why."""
+    try:
+        return newest_named(folder) or Named("", "")
+    except NotFoundError as error:
+        return Named("", "", f"{error.problem}: {error.found}")
 
 
 def pointers_to(folder: Path, tag: str, own: str) -> tuple[dict[str, str], list[str]]:
@@ -75,8 +99,7 @@ def pointers_to(folder: Path, tag: str, own: str) -> tuple[dict[str, str], list[
             moving[name] = text
         elif (named := _tag_or_none(folder / name)) is not None:
             notes.append(
-                f"`{name}` still names {named}, as it can't name {tag}: `{own}`, which is newer, "
-                "is followed"
+                f"`{name}` still names {named}, as it can't name {tag}: `{own}` is followed"
             )
     return {**moving, own: _text_for(own, tag) or tag}, notes
 
@@ -93,12 +116,10 @@ def names_a_later_save(pointer: Path, manifest: Manifest) -> bool:
     tag = _tag_or_none(pointer) if pointer.is_file() else None
     if tag is None:
         return False
-    path = pointer.with_name(tag) / FILE_NAME
-    with suppress(OSError, UcpError):
-        named = from_json(path.read_bytes(), str(path))
-        is_same_run = named.run.get(RUN) == manifest.run.get(RUN) is not None
-        return is_same_run and (named.saved_at or 0.0) > (manifest.saved_at or 0.0)
-    return False
+    named = _manifest_of(pointer.with_name(tag))
+    if named is None or named.run.get(RUN) is None or named.run[RUN] != manifest.run.get(RUN):
+        return False
+    return (named.saved_at or 0.0) > (manifest.saved_at or 0.0)
 
 
 def read_pointer(path: Path) -> str:
@@ -151,52 +172,19 @@ def _bad_pointer(path: Path, expected: str, text: str) -> NotFoundError:
     )
 
 
-# ------------------------------------------------ which one
-
-
-def _followed(folder: Path, tags: dict[str, str | None]) -> Named:
-    """The pointer that was written last. Where a copy lost these times, or they are the same, that
-    of the newer save; else `latest`. Raises NotFoundError where it names no tag."""
-    written = {name: (folder / name).stat().st_mtime_ns for name in tags}
-    saved = {name: saved_at(folder / tag) for name, tag in tags.items() if tag is not None}
-    known = {name: time for name, time in saved.items() if time is not None}
-    is_lost = _is_copy(folder, tags, known) and not _since(folder, tags)
-    is_newer = written[MEGATRON_LATEST] > written[LATEST]
-    why = "was written later"
-    if is_lost or written[MEGATRON_LATEST] == written[LATEST]:
-        is_newer = len(known) == len(tags) and known[MEGATRON_LATEST] > known[LATEST]
-        why = "is of the newer save, as the files' times say nothing"
-    last, other = (MEGATRON_LATEST, LATEST) if is_newer else (LATEST, MEGATRON_LATEST)
-    tag = _tag_of(folder / last)
-    names = tags[other] or "no tag"
-    return Named(last, tag, f"`{last}`, which {why}, names {tag}; `{other}` names {names}")
+def _manifest_of(tag: Path) -> Manifest | None:
+    """The manifest in a tag folder; None where there is none that can be read."""
+    path = tag / FILE_NAME
+    with suppress(OSError, UcpError):
+        return from_json(path.read_bytes(), str(path))
+    return None
 
 
 def saved_at(tag: Path) -> float | None:
     """When a tag was saved, in seconds since the epoch, as its manifest says; None where nothing
     says it."""
-    path = tag / FILE_NAME
-    with suppress(OSError, UcpError):
-        return from_json(path.read_bytes(), str(path)).saved_at
-    return None
-
-
-def _is_copy(folder: Path, tags: dict[str, str | None], saved: dict[str, float]) -> bool:
-    """Whether the manifests of all tags that are named are much younger than their saves."""
-    if len(saved) < len(tags):
-        return False
-    ages = [
-        (folder / (tag or "") / FILE_NAME).stat().st_mtime - saved[name]
-        for name, tag in tags.items()
-    ]
-    return min(ages) > _COPIED_S
-
-
-def _since(folder: Path, tags: dict[str, str | None]) -> bool:
-    """Whether one of the pointers was written when the copy was done."""
-    times = sorted((folder / name).stat().st_mtime for name in tags)
-    last = max((path.stat().st_mtime for path in folder.iterdir() if path.is_dir()), default=0.0)
-    return times[-1] > max(last, times[0]) + _COPIED_S
+    manifest = _manifest_of(tag)
+    return None if manifest is None else manifest.saved_at
 
 
 # ---- tags

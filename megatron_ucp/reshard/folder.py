@@ -19,13 +19,13 @@ from megatron_ucp.errors import PlanError, SaveError, UsageError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import MODEL, MODEL_PARTITION
-from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece
 from megatron_ucp.formats.output_folder import OutFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.tags import require_no_pointer
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.files import THREADS, WINDOW_BYTES, Memory, ThreadMemory, pool
+from megatron_ucp.reshard.files import WINDOW_BYTES, ThreadMemory, pool
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
 from megatron_ucp.reshard.transfer import (
     Lost,
@@ -42,7 +42,6 @@ from megatron_ucp.reshard.transfer import (
 # A folder as a sink: its files are written aside, and it appears whole or not at all.
 
 
-ROWS_AT_ONCE = 128  # of tiles that are joined
 _JOB_BYTES = 16 * 2**20  # of one file that a thread writes before it takes the next job
 FileRun = tuple[Path, int, int]  # file, first byte, how many bytes
 
@@ -64,14 +63,14 @@ class FolderOutput:
     @property
     def size_bytes(self) -> int:
         """Bytes of all pieces."""
-        return sum(piece.size_bytes for file in self.files for piece in pieces_of(file))
+        return sum(piece.size_bytes for file in self.files for piece in file.pieces)
 
     def prove(self) -> None:
         """Every piece is all of its slot, every wanted slot has a piece, and no two pieces of a
         file overlap. Raises PlanError."""
         wanted = {(number, s) for number, part in enumerate(self.parts) for s, _ in part.wants}
         for file in self.files:
-            for piece in pieces_of(file):
+            for piece in file.pieces:
                 buffer = self.parts[piece.part].target.buffers[piece.slot.buffer]
                 elems = buffer.of(piece.slot.state).elems(piece.slot.part)
                 if elems != piece.elems or buffer.dtype_of(piece.slot.state) != piece.dtype:
@@ -88,18 +87,12 @@ class FolderOutput:
 
 
 def _prove_apart(file: FileLayout) -> None:
-    tiled = [(rows.place, sum(tile.size_bytes for tile in rows.tiles)) for rows in file.tiled]
-    runs = sorted([*tiled, *((piece.place, piece.size_bytes) for piece in file.pieces)])
+    runs = sorted((piece.place, piece.size_bytes) for piece in file.pieces)
     end = 0
     for place, size in [*runs, (file.size_bytes, 0)]:
         if place < end:
             raise PlanError("pieces of a file overlap", file=file.name, found=f"byte {place}")
         end = place + size
-
-
-def pieces_of(file: FileLayout) -> list[FilePiece]:
-    """All pieces of a file, the tiles among them."""
-    return [*file.pieces, *(tile for rows in file.tiled for tile in rows.tiles)]
 
 
 class OutputFolder:
@@ -242,13 +235,12 @@ class _Threads:
 
     def __init__(self, aside: Path, readers: Readers, run: TransferRun) -> None:
         self._aside, self._readers, self._run = aside, readers, run
-        self._memory, self._tiles = ThreadMemory(), [Memory() for _ in range(THREADS)]
+        self._memory = ThreadMemory()
 
     def write(self, threads: ThreadPoolExecutor, files: Sequence[FileLayout]) -> None:
         """All files; the largest jobs first, so that the threads hardly wait in the end."""
         jobs: list[tuple[int, Callable[[], FileRun | None]]] = []
         for layout in files:
-            self._write_tiled(threads, layout)
             runs = _jobs_of(layout.pieces)
             on_its_way = FileOnItsWay(self._aside / layout.name, layout, len(runs))
             for pieces in runs:
@@ -277,36 +269,6 @@ class _Threads:
             out.write(data, piece.place + low * size)
             self._run.count(window.nbytes)
         return crc
-
-    def _write_tiled(self, threads: ThreadPoolExecutor, layout: FileLayout) -> None:
-        """Tensors in tiles. All threads together read a run of rows, each a tile, which is whole
-        rows of the source where there is one run."""
-        for rows in layout.tiled:
-            held = zip(rows.tiles, self._tiles, strict=False)
-            windows = [memory.take(tile.elems, tile.dtype) for tile, memory in held]
-            pairs = zip(rows.tiles, windows, strict=True)
-            fill = [
-                partial(self._readers.fill, tile.part, tile.slot, 0, window)
-                for tile, window in pairs
-            ]
-            in_threads(threads, fill, self._run.stopped)
-            self._write_rows(threads, self._aside / layout.name, rows, windows)
-
-    def _write_rows(
-        self, threads: ThreadPoolExecutor, path: Path, rows: TiledRows, tiles: list[torch.Tensor]
-    ) -> None:
-        """Rows of which each tile has some columns. One thread writes, as a file system lets only
-        one write a file; the disk begins meanwhile."""
-        held = [(bytes_of(tile), tile.nbytes // rows.rows) for tile in tiles]
-        row_bytes = sum(width for _, width in held)
-        with OutFile(path) as out:
-            for first in range(0, rows.rows, ROWS_AT_ONCE):
-                numbers = range(first, min(first + ROWS_AT_ONCE, rows.rows))
-                pieces = [data[at * n : at * n + n] for at in numbers for data, n in held]
-                start, size = rows.place + first * row_bytes, len(numbers) * row_bytes
-                out.write_joined(pieces, start)
-                threads.submit(begin_sync, path, start, size)
-                self._run.count(size)
 
 
 def _jobs_of(pieces: Sequence[FilePiece]) -> list[list[FilePiece]]:

@@ -24,6 +24,7 @@ from megatron_ucp.core.manifest import (
 )
 from megatron_ucp.core.mesh import EXPERT_RANK
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
+from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.checkpoint import Told
@@ -41,11 +42,12 @@ from megatron_ucp.formats.registry import (
 )
 from megatron_ucp.formats.tags import (
     LATEST_UNIVERSAL,
-    Named,
     has_state_files,
     has_tags,
     is_unfinished,
+    named_or_note,
     newest_named,
+    pointers_in,
     require_folder,
     saved_at,
     state_files,
@@ -54,6 +56,7 @@ from megatron_ucp.formats.tags import (
 from megatron_ucp.reshard.check import check_size
 from megatron_ucp.reshard.execute import in_short
 from megatron_ucp.reshard.options import SECTION, options_of, parsed_config, plain_path
+from megatron_ucp.reshard.rules import NOTHING_KNOWN
 
 # ---- describe
 #
@@ -85,7 +88,9 @@ def describe(path: str | Path, tag: str | None = None, rules: str | Path | None 
         return checkpoint.manifest
 
 
-def look(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
+def look(
+    path: str | Path, tag: str | None = None, rules: str | Path | RuleSet | None = None
+) -> Manifest:
     """As `describe`, but a manifest is believed once every file that it lists is there with its
     size: none is opened.
 
@@ -183,7 +188,7 @@ def newest_whole(
     path = require_folder(path)
     if not has_tags(path) and (below := [one for one in path.iterdir() if has_tags(one)]):
         return _newest_of(path, below, specs, names)
-    named = newest_named(path) or Named("", "")
+    named = named_or_note(path)
     passed = [named.note] if named.note else []
     tags = {p.name: time_of_save(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
     if named.tag and named.tag not in tags:
@@ -514,8 +519,19 @@ def inspect(
         2
     """
     found = find_checkpoint(path, tag)
-    manifest = with_model(look(found.folder, None, rules))
-    return Inspected(str(found.folder), manifest, sizes(manifest), found.notes)
+    notes = tuple(found.notes)
+    try:
+        manifest = look(found.folder, None, rules)
+    except UcpError as error:
+        if error.id != "layout-unknown" or rules is not None:
+            raise
+        manifest = look(found.folder, None, NOTHING_KNOWN)
+        notes += (
+            "nothing says how tensor-parallel ranks cut the parameters: shapes are those that one "
+            "rank holds (give --rules FILE)",
+        )
+    manifest = with_model(manifest)
+    return Inspected(str(found.folder), manifest, sizes(manifest), notes)
 
 
 def date(seconds: float) -> str:
@@ -692,9 +708,9 @@ def ls(path: str | Path) -> Listed:
         ['global_step80']
     """
     folder = Path(plain_path(path))
-    if not folder.is_dir() or (has_state_files(folder) and newest_named(folder) is None):
+    if not folder.is_dir() or (has_state_files(folder) and not pointers_in(folder)):
         return Listed(str(folder), (_listed(tag_folder(folder), ""),), ())
-    named = newest_named(folder) or Named("", "")
+    named = named_or_note(folder)
     found = [one for one in folder.iterdir() if one.is_dir() and has_state_files(one)]
     if not found:
         raise _no_tags(folder)

@@ -527,7 +527,7 @@ def options_of(config: Any, enabled: bool = False) -> dict[str, Any] | None:
             f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
             expected=", ".join(f"{k}: {_ds_word(t)}" for k, t in _KEYS.items()),
             found=", ".join(f"{k}: {section[k]!r}" for k in unknown),
-            fix="correct the key or its value (docs/reference/config.md)",
+            fix="correct the key or its value (docs/reference/python.md, Settings)",
         )
     options = {key: value for key, value in section.items() if key != "enabled"}
     check_options(**{key: value for key, value in options.items() if key in _OF_LOADS})

@@ -550,7 +550,7 @@ def _check_cuts(wanted: Wanted) -> None:
             file=file,
             expected=f"layouts for {mesh}",
             found="a checkpoint without tensor parallelism and without a family",
-            fix="give --rules FILE (Python: rules=); `megatron-ucp rules` writes a draft",
+            fix="give --rules FILE (Python: rules=); docs/reference/rules.md says how to write one",
             id="layout-unknown",
         )
     unknown = [spec for spec in source.params if _is_unknown(spec)] if cuts else []

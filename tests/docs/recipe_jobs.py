@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import megatron_ucp as ucp
+from tests.docs.journeys import called
 from tests.engines.canonical import canonical, differences, everywhere
 from tests.engines.model import Setup, make_engine, train
 from tests.rank_reset import take_down
@@ -50,3 +51,20 @@ def in_between(store: str, edit: bool) -> Any:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def journeys(folder: str) -> dict[str, list[str]]:
+    """What a save, a load, and a hold with its load call, by the headings of the architecture."""
+    first = make_engine(Setup(1))
+    train(first, 1)
+    ucp.attach(first)
+    saving = called(lambda: first.save_checkpoint(folder, tag="one"))
+    again = make_engine(Setup(1, seed=9))
+    loading = called(lambda: ucp.load(again, folder, tag="one"))
+    held: list[Any] = []
+    holding = called(lambda: held.append(ucp.hold(first)))
+    third = make_engine(Setup(1, seed=7))
+    holding += [name for name in called(lambda: ucp.load(third, held[0])) if name not in holding]
+    for engine in (first, again, third):
+        engine.destroy()
+    return {"A save": saving, "A load": loading, "A resize": holding}

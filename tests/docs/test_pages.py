@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import megatron_ucp as ucp
-from tests.docs import console
+from pretrain import flags
+from tests.docs import console, generated, subjects, support
 from tests.docs.pages import (
+    GENERATED,
     LANGUAGES,
     ROOT,
     Block,
@@ -22,10 +24,10 @@ from tests.docs.pages import (
     language_faults,
     link_faults,
     sentences,
-    user_pages,
 )
 
 README_LINES, CHANGELOG_LINES = 150, 40
+HISTORY = ("CHANGELOG.md",)
 OTHER = "tests/test_setup.py::test_another_python_is_refused_with_the_versions_that_fit"
 
 
@@ -89,7 +91,7 @@ def test_blocks_and_links_of_a_page(page: Path) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("page", user_pages(), ids=str)
+@pytest.mark.parametrize("page", [one for one in all_pages() if one.name not in HISTORY], ids=str)
 def test_the_language_of_a_page(page: Path) -> None:
     found = list(language_faults(page, (ROOT / page).read_text()))
     assert not found, "\n".join(found)
@@ -98,21 +100,103 @@ def test_the_language_of_a_page(page: Path) -> None:
 def test_front_pages_are_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert len(section_lines(changelog, "0.1.0")) <= CHANGELOG_LINES
+    for version in re.findall(r"(?m)^## \[(.*?)\]", changelog):
+        assert len(section_lines(changelog, version)) <= CHANGELOG_LINES, version
     assert len(section_lines("## [0.1.0]\n" + "x\n" * 50, "0.1.0")) == 51  # negative control
 
 
 def test_the_version_is_one() -> None:
     (in_setup,) = re.findall(r'version="(.*?)"', (ROOT / "setup.py").read_text())
-    newest = re.findall(r"(?m)^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text())[0]
+    newest = re.findall(r"(?m)^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text())[0]
     assert in_setup == ucp.__version__ == newest
     assert f"Status: {in_setup}" in (ROOT / "README.md").read_text()
 
 
-def test_every_patch_has_its_row() -> None:
-    page = (ROOT / "docs" / "maintain" / "patches.md").read_text()
-    names = {path.stem for path in (ROOT / "patches").glob("*.py")} - {"__init__"}
-    assert set(re.findall(r"(?m)^\| `(\w+)` \|", page)) == names
+def test_generated_blocks_are_what_the_code_says() -> None:
+    found = []
+    for page in all_pages():
+        text = (ROOT / page).read_text()
+        assert text.count("<!-- generated:") == len(GENERATED.findall(text)), page
+        if generated.filled(text) != text:
+            found.append(str(page))
+    assert not found, f"python -m tests.docs.update --blocks; stale: {', '.join(found)}"
+
+
+def test_every_kind_of_block_is_on_a_page() -> None:
+    """Or nobody would see that a flag, a command or a patch has no page."""
+    blocks = {
+        (found["kind"], found["word"].strip())
+        for page in all_pages()
+        for found in GENERATED.finditer((ROOT / page).read_text())
+    }
+    assert {kind for kind, _ in blocks} == set(generated.TEXTS)
+    assert {word for kind, word in blocks if kind == "cli"} == {"shared", *generated.commands()}
+    assert {word for kind, word in blocks if kind == "flags"} == set(flags.GROUPS)
+    assert {word for kind, word in blocks if kind == "support"} == set(support.TABLES)
+
+
+def journeys() -> list[str]:
+    """What the pictures of the architecture name: `module.function`, `module.Class.method`."""
+    text = (ROOT / "docs" / "maintain" / "architecture.md").read_text()
+    lines = [line for block in blocks_of(text) if block.language == "text" for line in block.lines]
+    return re.findall(r"\b\w+(?:/\w+)+(?:\.\w+)*", "\n".join(lines))
+
+
+def missing(named: str) -> bool:
+    """Whether the package has no such module, or its module no such definition."""
+    path, *names = named.split(".")
+    file = ROOT / "megatron_ucp" / f"{path}.py"
+    package = file.with_suffix("") / "__init__.py"
+    if not file.is_file() and not package.is_file():
+        return True
+    nodes: list[ast.stmt] = ast.parse((file if file.is_file() else package).read_text()).body
+    for name in names:
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        found = [one for one in nodes if isinstance(one, kinds) and one.name == name]
+        if not found:
+            return True
+        nodes = found[0].body
+    return False
+
+
+def test_the_pictures_of_the_architecture_are_of_the_code() -> None:
+    found = journeys()
+    assert len(found) > 30
+    assert not [one for one in found if missing(one)]
+    assert missing("engines/load.no_such") and missing("engines/nowhere.load")
+    assert not missing("reshard/load.EngineSink.move")
+
+
+def test_what_is_supported_names_tests_that_exist() -> None:
+    for name, (head, rows) in support.TABLES.items():
+        for row in rows:
+            assert len(row) == len(head) + 2, (name, row[0])
+            for test in row[-1].split(", "):
+                assert (ROOT / "tests" / f"{test}.py").is_file(), f"{name}: {test}"
+
+
+def test_every_file_of_tests_has_a_subject() -> None:
+    folder = ROOT / "tests"
+    patterns = [one for _, names, _ in subjects.SUBJECTS for one in names.split(", ")]
+    matched = {pattern: set(folder.glob(f"{pattern}.py")) for pattern in patterns}
+    assert not [pattern for pattern, files in matched.items() if not files]
+    files = {*folder.rglob("test_*.py")}
+    without = files.difference(*matched.values())
+    assert not sorted(str(path.relative_to(folder)) for path in without)
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    found = []
+    for page in all_pages():
+        names = re.findall(r"`[\w/]*?(test_[\w*]+\.py)`", (ROOT / page).read_text())
+        found += [f"{page}: {name}" for name in names if not [*(ROOT / "tests").rglob(name)]]
+    assert not found
+
+
+def test_a_stale_block_is_seen() -> None:
+    """Negative control."""
+    stale = "<!-- generated: cli ls -->\nold\n<!-- end of generated -->"
+    assert "megatron-ucp ls PATH" in generated.filled(stale)
 
 
 def test_the_site_has_every_page() -> None:

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+import megatron_ucp as ucp
+from tests.docs.journeys import called, differ, listed
+from tests.docs.pages import ROOT
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
@@ -23,3 +26,18 @@ def test_groups_that_torch_takes_down_are_not_enough(tmp_path: Path) -> None:
             pool.run(4, f"{JOBS}:in_between", str(tmp_path / "store"), True, timeout_s=60)
     finally:
         pool.close()
+
+
+def test_real_runs_take_the_journeys_of_the_architecture(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(2, f"{JOBS}:journeys", str(tmp_path), timeout_s=100)[0]
+    megatron = tuple(one for one in listed("A save") if "/megatron/" in one)
+    faults = {heading: differ(heading, found[heading], megatron) for heading in found}
+    assert not [fault for fault in faults.values() if fault], faults
+    # negative control
+    assert differ("A load", found["A load"][::-1]) and differ("A load", found["A save"])
+
+
+def test_a_conversion_takes_the_journey_of_the_architecture(tmp_path: Path) -> None:
+    source = ROOT / "tests" / "formats" / "golden" / "megatron" / "td_full_tp2dp2"
+    out = tmp_path / "tag"
+    assert not differ("A conversion", called(lambda: ucp.convert(source, out, mesh="dp=2,zero=1")))

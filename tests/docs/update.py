@@ -1,7 +1,10 @@
-"""Puts into README and docs what their commands print:  python -m tests.docs.update [PAGE ...]
+"""Puts into README and docs what the code says and what their commands print:
 
-The work folder is made anew, the quickstart trains its 80 steps. Look at the difference before you
-commit it: what is printed becomes what the pages say.
+    python -m tests.docs.update [PAGE ...]      both
+    python -m tests.docs.update --blocks        the generated blocks alone, in a second
+
+For the commands the work folder is made anew, and the quickstart trains its 80 steps. Look at the
+difference before you commit it: what is printed becomes what the pages say.
 """
 
 import os
@@ -9,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.docs import console, work
+from tests.docs import console, generated, work
 from tests.docs.pages import ROOT, Block, all_pages, blocks_of
 from tests.ranks import RankPool
 
@@ -45,11 +48,23 @@ def run_block(page: Path, block: Block, edits: list[tuple[int, int, list[str]]])
     return failed
 
 
+def fill(page: Path) -> None:
+    path = ROOT / page
+    text = path.read_text()
+    path.write_text(generated.filled(text))
+
+
 def main() -> int:
+    pages = [Path(name) for name in sys.argv[1:] if name != "--blocks"] or all_pages()
+    for page in pages:
+        fill(page)
+    return 0 if "--blocks" in sys.argv else run_all(pages)
+
+
+def run_all(pages: list[Path]) -> int:
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ninja
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
-    pages = [Path(name) for name in sys.argv[1:]] or all_pages()
     failed = []
     pool = RankPool(2)
     with tempfile.TemporaryDirectory() as folder:

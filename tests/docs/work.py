@@ -8,6 +8,7 @@ base                 a Hugging Face model
 megatron             Megatron-LM's own folder, `fully_reshardable`; `megatron_default` is
                      `dp_reshardable`, `megatron_legacy` the format before `torch_dist`
 damaged              a copy of runs/llama's tag in which one bit is turned
+my_model.toml        rules for the model of runs/llama
 """
 
 import contextlib
@@ -47,6 +48,7 @@ def make(folder: Path, pool: RankPool, steps: int) -> None:
     for name, golden in COPIES.items():
         shutil.copytree(GOLDEN / golden, folder / name)
         (folder / name / "next_losses.txt").unlink(missing_ok=True)
+    shutil.copy(Path(__file__).with_name("my_model.toml"), folder)
     damage(next((folder / "runs" / "llama").glob("global_step*")), folder / "damaged")
 
 

@@ -234,13 +234,15 @@ EXPERT_FAULTS = {
 }
 
 
-def attempt(setup: Staged, folder: str, given: str | None = "gpt") -> dict[str, Any]:
+def attempt(
+    setup: Staged, folder: str, given: str | None = "gpt", **options: Any
+) -> dict[str, Any]:
     """A load that should fail: the error, and whether the engine is as before."""
     engine = make(setup, attach=False)
     before = canonical(engine)
     out: dict[str, Any] = {"error": None, "message": ""}
     try:
-        ucp.load(engine, folder, tag="trained", family=given)
+        ucp.load(engine, folder, tag="trained", family=given, **options)
     except ucp.UcpError as error:
         out |= {"error": type(error).__name__, "message": str(error)}
     out["unchanged"] = differences(before, canonical(engine)) == []

@@ -73,7 +73,7 @@ def test_rules_read_both_orders(sources: Sources, world: int, setup: Fork, tmp_p
     folder = stock(sources, world, setup)
     assert masters(folder, folder, rules_of(setup)) == set()
     assert masters(folder, folder, other(setup)) == FUSED
-    assert ucp.rules(folder, check=rules_of(setup)).findings == ()  # type: ignore[union-attr]
+    assert ucp.rules(folder, check=rules_of(setup)).findings == ()
     mesh = ucp.Mesh(tp=4, dp=1, zero=1)
     ucp.convert(folder, tmp_path / "four", target=mesh, rules=rules_of(setup))
     assert masters(folder, tmp_path / "four", None) == set()
@@ -163,7 +163,6 @@ def test_what_the_arguments_decide(sources: Sources) -> None:
     for setup in (Fork(2, "interleaved", groups=2), Fork(2, "split", said=True)):
         folder = stock(sources, 2, setup)
         assert masters(folder, folder, None) == set()
-        assert "split rows" in (text := ucp.rules(folder)) or "interleaved rows" in text
 
 
 def test_an_order_that_nobody_says_is_refused(sources: Sources) -> None:
@@ -173,10 +172,8 @@ def test_an_order_that_nobody_says_is_refused(sources: Sources) -> None:
         ucp.describe(folder)
     for word in ("query_key_value", "megatron_deepspeed_split", "megatron_deepspeed_interleaved"):
         assert word in str(refused.value)
-    drafted = ucp.rules(folder)
-    assert isinstance(drafted, str) and drafted.count('layout = "?"') == 2
     for rules in ("megatron_deepspeed_split", "megatron_deepspeed_interleaved"):
-        assert ucp.rules(folder, check=rules).findings == ()  # type: ignore[union-attr]
+        assert ucp.rules(folder, check=rules).findings == ()
 
 
 def test_a_live_model_of_the_other_order_is_refused() -> None:

@@ -1,5 +1,5 @@
 """LoRA: the real peft around transformers' models under DeepSpeed. Adapters go out in peft's own
-format, or merged into their base; runs resume on other meshes."""
+format; runs resume on other meshes."""
 
 import json
 import re
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
-from megatron_ucp.reshard.hugging_face.adapter import adapter_of, tensor_of
+from megatron_ucp.reshard.hugging_face.adapter import adapter_of
 from tests.engines.lora_jobs import BESIDE, FORMS
 from tests.engines.sources import without_manifest
 from tests.engines.test_pairs import check, check_fails
@@ -104,13 +104,9 @@ def test_every_form_of_adapter_as_peft_writes_it(saved: Saved, tmp_path: Path, k
         return
     beside = {n for n in seen["trained"] if not re.search(r"\.lora_|default", n)}
     assert f"{len(beside)} tensors" in notes and any(name in notes for name in beside)
-    # both ways that the note names have all of it
+    # the way that the note names has all of it
     whole = ucp.fp32_state_dict(folder)
     assert all(torch.equal(whole[name], value) for name, value in seen["trained"].items())
-    ucp.export_hf(folder, tmp_path / "merged", config=config, merge=folder / "base", verify=True)
-    merged = twins.read(tmp_path / "merged")
-    inside = {name: tensor_of(name) for name in beside}
-    assert all(torch.equal(merged[inside[n]], seen["trained"][n]) for n in beside)
 
 
 def test_peft_loads_adapters_of_experts_and_tokens(saved: Saved, tmp_path: Path) -> None:
@@ -181,109 +177,6 @@ def test_without_a_config_the_weights_alone(saved: Saved, tmp_path: Path) -> Non
     assert "no adapter_config.json was found" in found.notes[-1]
 
 
-def exact(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """The merged model by peft's own formula in fp64, from what peft wrote."""
-    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
-    adapter = load_file(folder / "peft" / "adapter_model.safetensors")
-    out = load_file(folder / "base" / "model.safetensors")
-    for name, tensor in adapter.items():
-        inside = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        if "lora_" not in name and inside in out:
-            out[inside] = tensor
-    for name in out:
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        for down, up in (("lora_A.weight", "lora_B.weight"),) + (
-            ("lora_embedding_A", "lora_embedding_B"),
-        ):
-            if f"{module}.{down}" not in adapter:
-                continue
-            a, b = (adapter[f"{module}.{part}"].double() for part in (down, up))
-            alpha = 20 if kind == "rslora" and "1.self_attn.q_proj" in name else 12
-            scale = alpha / (len(a) ** 0.5 if config["use_rslora"] else len(a))
-            product = b @ a
-            conv1d = "c_attn" in name if kind == "mixed" else config["fan_in_fan_out"]
-            turned = down != "lora_A.weight" or conv1d
-            out[name] = (out[name].double() + scale * (product.T if turned else product)).float()
-    return out
-
-
-@pytest.mark.parametrize(
-    ("kind", "zero", "exclude"),
-    [("llama", 1, True), ("llama", 2, False), ("gpt2", 1, True), ("rslora", 2, True)]
-    + [("embedding", 1, True), ("mixed", 1, True)],
-)
-def test_merged_into_the_base(
-    saved: Saved, tmp_path: Path, kind: str, zero: int, exclude: bool
-) -> None:
-    """The exact sum, rounded once; peft's own sum in fp32 is that but for its rounding."""
-    folder, _ = saved(kind, zero, exclude)
-    ucp.export_hf(
-        folder, tmp_path / "out", config=folder / "peft", merge=folder / "base", verify=True
-    )
-    found = twins.read(tmp_path / "out")
-    assert twins.same(found, exact(folder, kind)) == []
-    base, theirs = (load_file(folder / name / "model.safetensors") for name in ("base", "merged"))
-    changed = [name for name in base if not torch.equal(base[name], found[name])]
-    assert len(changed) >= 3 and {*found} == {*base}
-    assert all(torch.allclose(found[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
-    assert not all(torch.allclose(base[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
-    assert (tmp_path / "out" / "config.json").is_file()
-
-
-def test_files_of_the_run_and_of_its_base(saved: Saved, tmp_path: Path) -> None:
-    """A merged model has the run's tokenizer, and what its base's folder has besides."""
-    folder, _ = saved("llama")
-    config, base = tmp_path / "peft", tmp_path / "base"
-    shutil.copytree(folder / "peft", config)
-    shutil.copytree(folder / "base", base)
-    for name in ("tokenizer.json", "added_tokens.json"):
-        (config / name).write_text(f"the run's {name}")
-    for name in ("tokenizer.json", "merges.txt", "processor_config.json", "chat_template.jinja"):
-        (base / name).write_text(f"the base's {name}")
-    ucp.export_hf(folder, tmp_path / "out", config=config, merge=base)
-    names = {
-        path.name: path.read_text()
-        for path in (tmp_path / "out").iterdir()
-        if path.suffix in (".json", ".txt", ".jinja")
-    }
-    assert names["tokenizer.json"] == "the run's tokenizer.json"
-    assert names["processor_config.json"] == "the base's processor_config.json"
-    assert "added_tokens.json" in names and "merges.txt" not in names
-    assert "adapter_config.json" not in names and "config.json" in names
-
-
-def test_a_base_whose_files_have_other_names(saved: Saved, tmp_path: Path) -> None:
-    """An adapter of memory's names is merged into a folder of released ones, which it stays; as
-    peft merges, within its rounding."""
-    folder, _ = saved("images", 2, False)
-    base, theirs = (load_file(folder / name / "model.safetensors") for name in ("base", "merged"))
-    assert "language_model.model.embed_tokens.weight" in base
-    options = {"config": folder / "peft", "merge": folder / "base"}
-    ucp.export_hf(folder, tmp_path / "out", verify=True, **options)
-    found = twins.read(tmp_path / "out")
-    assert {*found} == {*base} == {*theirs}
-    assert all(torch.allclose(found[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
-    changed = {name for name in base if not torch.equal(base[name], found[name])}
-    assert "language_model.lm_head.weight" in changed
-    wrong = tmp_path / "base"
-    shutil.copytree(folder / "base", wrong)
-    base["language_model.model.layers.1.mlp.up_proj.weight"][3, 2] += 1e-3
-    save_file(base, wrong / "model.safetensors", {"format": "pt"})
-    said = refused(ModelMismatchError, folder, tmp_path / "no", config=folder / "peft", merge=wrong)
-    assert "language_model.model.layers.1.mlp.up_proj.weight" in said
-
-
-def test_transformers_loads_the_merged_model(saved: Saved, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    folder, _ = saved("llama")
-    options = {"config": folder / "peft", "merge": folder / "base"}
-    ucp.export_hf(folder, tmp_path / "out", dtype="bfloat16", max_shard_size=3000, **options)
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    want = {name: tensor.bfloat16() for name, tensor in exact(folder, "llama").items()}
-    assert twins.same({k: v for k, v in model.state_dict().items()}, want) == []
-
-
 def refused(error: type[ucp.UcpError], folder: Path, out: Path, **options: Any) -> str:
     with pytest.raises(error) as caught:
         ucp.export_hf(folder, out, **options)
@@ -291,81 +184,42 @@ def refused(error: type[ucp.UcpError], folder: Path, out: Path, **options: Any) 
     return str(caught.value)
 
 
-def test_what_can_not_be_merged(saved: Saved, tmp_path: Path) -> None:
+def test_peft_merges_what_is_exported(saved: Saved, tmp_path: Path) -> None:
+    """Bit for bit what it merges of the live model; a merge here is refused with how to do that."""
+    from peft import PeftModel
+
+    from tests.engines.lora_jobs import base_model
+
     folder, _ = saved("llama")
-    out, peft, base = tmp_path / "out", folder / "peft", folder / "base"
-    assert "--config" in refused(UsageError, folder, out, merge=base)
     said = refused(
-        UnsupportedError, saved("dora")[0], out, config=saved("dora")[0] / "peft", merge=base
+        UsageError, folder, tmp_path / "no", config=folder / "peft", merge=folder / "base"
     )
-    assert "use_dora" in said
-    said = refused(ModelMismatchError, folder, out, config=peft, merge=saved("gpt2")[0] / "base")
-    assert "model.layers.0.self_attn.q_proj.weight: the base has no such tensor" in said
-    assert "lm_head.weight" in said  # all at once
-    wrong = tmp_path / "config"
-    for key, value, error, word in (
-        ("init_lora_weights", "pissa", UnsupportedError, "took weights out"),
-        # the adapter is used behind these tokens alone
-        ("alora_invocation_tokens", [1, 2], UnsupportedError, "alora_invocation_tokens: [1, 2]"),
-        ("of_a_later_peft", True, UnsupportedError, "of_a_later_peft: True"),
-        ("r", 5, ModelMismatchError, "rank 5"),
-        ("peft_type", "IA3", ModelMismatchError, "IA3"),
-    ):
-        shutil.copytree(peft, wrong)
-        config = json.loads((wrong / "adapter_config.json").read_text()) | {key: value}
-        (wrong / "adapter_config.json").write_text(json.dumps(config))
-        assert word in refused(error, folder, out, config=wrong, merge=base)
-        shutil.rmtree(wrong)
+    assert "merge_and_unload" in said
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "peft")
+    model = PeftModel.from_pretrained(base_model("llama", 1), str(tmp_path / "out"))
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    found, theirs, base = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "merged", folder / "merged", folder / "base")
+    )
+    assert twins.same(found, theirs) == []
+    assert sum(not torch.equal(base[name], found[name]) for name in base) >= 3
 
 
-def test_a_scale_that_nobody_says(saved: Saved, tmp_path: Path) -> None:
+def test_a_config_of_another_adapter(saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved("llama")
     config = json.loads((folder / "peft" / "adapter_config.json").read_text())
     (tmp_path / "wrong").mkdir()
-    options = {"config": tmp_path / "wrong", "merge": folder / "base"}
-    for change, word in (
-        ({"lora_alpha": "x"}, "lora_alpha 'x'"),
-        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
-        ({"alpha_pattern": {"[": 3}}, "alpha_pattern"),
-        ({"alpha_pattern": "x"}, "alpha_pattern 'x'"),
-        ({"r": None}, "r None"),
-        ({"rank_pattern": [[2]]}, "rank_pattern"),
-    ):
+    cases: list[tuple[dict[str, Any], type[ucp.UcpError], str]] = [
+        ({"r": None}, DamagedFileError, "r None"),
+        ({"rank_pattern": [[2]]}, DamagedFileError, "rank_pattern"),
+        ({"r": 5}, ModelMismatchError, "rank 5"),
+        ({"peft_type": "IA3"}, ModelMismatchError, "IA3"),
+    ]
+    for change, error, word in cases:
         text = json.dumps({**config, **change})
         (tmp_path / "wrong" / "adapter_config.json").write_text(text)
-        assert word in refused(DamagedFileError, folder, tmp_path / "out", **options)
-
-
-def test_one_name_of_a_tied_tensor(saved: Saved, tmp_path: Path) -> None:
-    """The head of the trained model is not the trained embedding, but would be that of the base."""
-    folder, _ = saved("tied")
-    options = {"config": folder / "peft", "merge": folder / "base"}
-    said = refused(UnsupportedError, folder, tmp_path / "out", **options)
-    assert "model.embed_tokens.weight" in said and "lm_head.weight as in the base" in said
-    ucp.export_hf(folder, tmp_path / "out", config=folder / "peft")  # the adapter itself
-
-
-def test_square_matrices_of_which_the_config_does_not_speak(saved: Saved, tmp_path: Path) -> None:
-    """peft saves `fan_in_fan_out` as it is for the last layer, which here is the head."""
-    folder, _ = saved("square")
-    options = {"config": folder / "peft", "merge": folder / "base"}
-    said = refused(UnsupportedError, folder, tmp_path / "out", **options)
-    assert "transformer.h.1.attn.c_proj.weight" in said and "lm_head" not in said
-    assert not json.loads((folder / "peft" / "adapter_config.json").read_text())["fan_in_fan_out"]
-
-
-def test_another_base_is_found_by_the_frozen_weights(saved: Saved, tmp_path: Path) -> None:
-    """Of the same shapes; a checkpoint without its frozen weights can't tell."""
-    folder, _ = saved("llama", 2, False)
-    shutil.copytree(folder / "base", tmp_path / "base")
-    tensors = load_file(tmp_path / "base" / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] += 1e-3
-    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    options = {"config": folder / "peft", "merge": tmp_path / "base"}
-    said = refused(ModelMismatchError, folder, tmp_path / "out", **options)
-    assert "model.layers.1.mlp.up_proj.weight" in said
-    blind, _ = saved("llama", 1, True)
-    ucp.export_hf(blind, tmp_path / "out", **options)
+        assert word in refused(error, folder, tmp_path / "out", config=tmp_path / "wrong")
 
 
 def test_names_that_are_not_pefts() -> None:
@@ -393,19 +247,6 @@ def test_names_that_are_not_pefts() -> None:
     ):
         with pytest.raises(UnsupportedError):
             adapter_of(wrong, "")
-
-
-def test_a_merge_of_nothing(tmp_path: Path, saved: Saved) -> None:
-    folder, _ = saved("llama")
-    ucp.export_hf(folder, tmp_path / "merged", config=folder / "peft", merge=folder / "base")
-    said = refused(
-        UsageError,
-        tmp_path / "merged",
-        tmp_path / "out",
-        config=tmp_path / "merged",
-        merge=folder / "base",
-    )
-    assert "holds no adapter" in said
 
 
 PAIRS = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engines.sources import Sources
-from tests.engines.stages import Mesh, check, resume, show, source
+from tests.engines.stages import JOBS, Mesh, check, resume, setup, show, source
 
 pytestmark = pytest.mark.ranks
 
@@ -187,9 +187,9 @@ def test_frozen_parameters_and_buffers(sources: Sources, origin: Mesh, target: M
 @pytest.mark.parametrize(
     ("family", "origin", "target", "dtype"),
     [
-        ("gpt", (4, 1, 1, 0), (2, 2, 1, 1), "fp32"),
+        ("gpt", (4, 1, 1, 1), (2, 2, 1, 1), "fp32"),
         ("llama", (2, 2, 1, 1), (0, 1, 2, 2), "fp32"),
-        ("llama", (2, 2, 1, 0), (2, 1, 1, 0), "fp32"),
+        ("llama", (2, 2, 1, 1), (2, 1, 1, 0), "fp32"),
         ("gpt", (2, 1, 2, 0), (2, 2, 1, 0), "bf16"),
         ("gpt", (0, 2, 1, 0), (4, 1, 1, 1), "fp32"),
     ],
@@ -202,6 +202,18 @@ def test_stock_checkpoints_with_a_family(
     folder = source(sources, origin, family, attach=False, tied=tied, dtype=dtype)
     assert not list(Path(folder).rglob("ucp_manifest.json"))
     check(resume(sources, target, family, folder, tied=tied, dtype=dtype))
+
+
+def test_a_stock_pipeline_without_zero_is_refused_by_name(sources: Sources) -> None:
+    """Its optimizer files name no parameters. The weights alone can be had."""
+    folder = source(sources, (2, 2, 1, 0), "llama", attach=False)
+    target = setup((2, 1, 1, 0), "llama", seed=9)
+    for rank in sources.ranks.run(2, JOBS + "attempt", target, folder, "llama"):
+        assert rank["error"] == "UnsupportedError" and rank["unchanged"]
+        assert "nothing says which stage keeps which" in rank["message"]
+    alone: dict[str, Any] = {"allow": {"weights"}, "load_optimizer_states": False}
+    for rank in sources.ranks.run(2, JOBS + "attempt", target, folder, "llama", **alone):
+        assert rank["error"] is None and not rank["unchanged"], rank["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,11 @@
 """Optimizers are who they are; schedules and groups with numpy's values go on as the run's; what
 can't be represented is refused when it is attached."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import megatron_ucp as ucp
-from megatron_ucp.core.manifest import FILE_NAME
-from megatron_ucp.errors import ForeignFileError
-from megatron_ucp.formats.registry import open_checkpoint
 from tests.engines.rule_jobs import BY_CLASS, FINE, LATE
 from tests.ranks import RankPool
 
@@ -83,25 +78,6 @@ def test_a_groups_own_keys(ranks: RankPool, tmp_path: Path) -> None:
     for way in ("weights", "masters", "config"):
         assert found[way][:2] == ("None", None), way
     assert ucp.verify(tmp_path, deep=True).findings == ()
-
-
-def test_a_manifest_of_version_2_that_said_text_for_numpy(ranks: RankPool, tmp_path: Path) -> None:
-    """Saves of before were refused by every load: `3` is not "3"."""
-    ranks.run(1, JOBS + "own_keys", str(tmp_path))
-    file = tmp_path / "tag" / FILE_NAME
-    data: dict[str, Any] = json.loads(file.read_text())
-    for number, (name, settings, _) in enumerate(data["groups"]):
-        older = {**settings, "betas": settings["betas"]["items"]}
-        if "layer_id" in older:
-            older["layer_id"] = "3"
-        data["groups"][number] = [name, older]
-    data["version"] = 2
-    file.write_text(json.dumps(data))
-    assert ucp.verify(tmp_path, deep=True).findings == ()
-    data["groups"][0][1]["weight_decay"] = 0.75  # of another save
-    file.write_text(json.dumps(data))
-    with pytest.raises(ForeignFileError, match="weight_decay"), open_checkpoint(tmp_path):
-        pass
 
 
 def test_what_no_load_could_give_back_is_refused_at_attach(ranks: RankPool) -> None:

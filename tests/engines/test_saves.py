@@ -1,6 +1,7 @@
 """Saves that can be trusted: random states, data position, failures, retention, the newest whole
 tag."""
 
+import errno
 import itertools
 import json
 import re
@@ -15,8 +16,13 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
-from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.manifest import FILE_NAME, Manifest
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.engines.save import publish
 from megatron_ucp.errors import NotFoundError, UsageError
+from megatron_ucp.formats import locks
+from megatron_ucp.formats.output_folder import Syncs, begin
 from tests.engines.model import Setup
 from tests.engines.sources import drop_record
 from tests.ranks import ROOT, RankPool, RanksFailed
@@ -456,3 +462,20 @@ def check_order(calls: list["re.Match[str]"], folder: Path) -> None:
 def test_without_durable_nothing_is_synced(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, JOBS + "count_syncs", SETUP, str(tmp_path / "a"), durable=True) == [9, 3]
     assert ranks.run(2, JOBS + "count_syncs", SETUP, str(tmp_path / "b"), durable=False) == [0, 0]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_file_system_without_locks_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not has_locks:
+        monkeypatch.setattr(locks.fcntl, "flock", flock)
+    manifest = Manifest(Keeper.ZERO_1_OR_2, Mesh(), (), ())
+    sync = Syncs()
+    with begin(tmp_path, "step1", sync.right) as aside:
+        notes = publish(aside, tmp_path, manifest, "latest", sync)
+    assert (tmp_path / "latest").read_text() == "step1"
+    assert any("no locks (flock)" in note for note in notes) is not has_locks

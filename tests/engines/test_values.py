@@ -18,7 +18,7 @@ def test_every_kind_in_every_place_by_every_way(ranks: RankPool, tmp_path: Path)
     found = ranks.run(2, JOBS + "matrix", str(tmp_path), timeout_s=300)
     wanted = table(found[0])
     assert "NO" not in wanted
-    page = (ROOT / "docs" / "reference" / "values.md").read_text()
+    page = (ROOT / "docs" / "reference" / "formats.md").read_text()
     assert wanted in page, f"put this there:\n{wanted}"
     for rank in found:
         (refused,) = rank.pop("stock, converted")["error"]

@@ -177,12 +177,13 @@ def strangers(value: Any) -> list[str]:
 
 def table(back: dict[str, dict[str, list[str]]]) -> str:
     """The table of the documents, from what came back by every way: by way and place the kinds
-    that did not."""
+    that did not. Kinds that behave alike are one row."""
     lost = {
         way: {kind: [place for place in places if kind in places[place]] for kind in _ALL}
         for way, places in back.items()
     }
     lines = [f"| {' | '.join(_HEADS)} |", f"|{' --- |' * len(_HEADS)}"]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for kind in _ALL:
         own = kind in LIVE_KINDS
         said = "where the engine has the class" if own else "yes"
@@ -190,13 +191,14 @@ def table(back: dict[str, dict[str, list[str]]]) -> str:
         stock = [p for way in ("same mesh", "another") for p in lost[f"stock, {way}"][kind]]
         ways = ("converted", "converted back")
         converted = [p for way in ways for p in lost[f"attached, {way}"][kind]]
-        cells = [
+        cells = (
             *("NO" if place in attached else said for place in ("scheduler", "group")),
             "NO" if "client state" in attached else "refused at the save" if own else "yes",
             "NO" if stock else said,
             "NO" if converted else "yes",
-        ]
-        lines.append(f"| {' | '.join([kind, *cells])} |")
+        )
+        alike.setdefault(cells, []).append(kind)
+    lines += [f"| {' | '.join([', '.join(kinds), *cells])} |" for cells, kinds in alike.items()]
     return "\n".join(lines)
 
 

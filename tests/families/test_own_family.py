@@ -108,11 +108,42 @@ def test_verify_and_diff(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert FUSED in capsys.readouterr().out
 
 
+RULES = r"""
+format = 1
+[[rule]]
+pattern = '.*\.in_proj'
+layout = "ShardNC"
+axis = "tp"
+dim = 0
+parts = [PARTS]
+[[rule]]
+pattern = '.*\.conv'
+layout = "ShardNC"
+axis = "tp"
+dim = 0
+parts = [12, 8]
+[[rule]]
+pattern = '.*\.skip|words'
+layout = "Shard"
+axis = "tp"
+dim = 0
+[[rule]]
+pattern = '.*\.out_proj'
+layout = "Shard"
+axis = "tp"
+dim = 1
+[[rule]]
+pattern = '.*norm'
+layout = "Replicate"
+"""
+
+
 def test_rules(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    draft = tmp_path / "rules.toml"
-    assert main(["rules", str(folder), "--out", str(draft)]) == 0
-    assert "12, 8, 4" in draft.read_text()
-    assert main(["rules", str(folder), "--check", str(draft)]) == 0
+    """A fused parameter with parts of three sizes; and with parts of other sizes."""
+    rules = tmp_path / "rules.toml"
+    for parts, code in (("12, 8, 4", 0), ("8, 12, 4", 1)):
+        rules.write_text(RULES.replace("PARTS", parts))
+        assert main(["rules", str(folder), "--check", str(rules)]) == code, capsys.readouterr()
 
 
 TARGETS = {

@@ -4,7 +4,6 @@ name; what a killed one held is free."""
 import contextlib
 import errno
 import fcntl
-import json
 import multiprocessing
 import os
 import shutil
@@ -18,8 +17,7 @@ import pytest
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import SaveError
-from megatron_ucp.formats import locks as claims
-from megatron_ucp.formats import output_folder
+from megatron_ucp.formats import locks, output_folder
 from tests.formats.test_tags import STATE, content_of, save
 
 FORKS = multiprocessing.get_context("fork")
@@ -52,12 +50,7 @@ def both(work: Callable[..., None], *rows: tuple[Any, ...]) -> list[int | None]:
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
-def test_saves_of_two_jobs_under_their_own_tags(
-    tmp_path: Path, keep: int, locks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not locks:
-        without_locks(monkeypatch)
+def test_saves_of_two_jobs_under_their_own_tags(tmp_path: Path, keep: int) -> None:
     refused = FORKS.Value("i", 0)
     assert both(job, *((tmp_path, name, keep, refused) for name in "ab")) == [0, 0]
     assert refused.value == 0
@@ -107,12 +100,7 @@ def saver(folder: Path, tag: str) -> Iterator[int]:
         process.join()
 
 
-@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
-def test_the_second_of_one_tag_is_refused_by_name(
-    tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not locks:
-        without_locks(monkeypatch)
+def test_the_second_of_one_tag_is_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path, "step1", "old")
     with saver(tmp_path, "step1") as pid:
         with pytest.raises(SaveError, match="another process is writing") as refused:
@@ -128,12 +116,7 @@ def test_the_second_of_one_tag_is_refused_by_name(
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
-def test_what_a_killed_save_left_goes_with_the_next_one(
-    tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not locks:
-        without_locks(monkeypatch)
+def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
     with saver(tmp_path, "step1") as pid:
         os.kill(pid, signal.SIGKILL)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -150,45 +133,26 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
 
 
-def of_another_machine(folder: Path, tag: str) -> None:
-    """A save on its way that a process of another machine holds, where nobody sees locks."""
-    aside = output_folder.aside_of(folder, tag)
-    aside.mkdir()
-    (aside / STATE).write_text("half")
-    holder = {"doing": "writes", "host": "elsewhere", "machine": "other", "pid": 1, "started": "1"}
-    claims.lock_of(aside).write_text(json.dumps(holder))
-
-
-def test_without_locks_a_save_of_another_machine_is_left_until_it_is_old(
+def test_without_locks_a_save_goes_on_and_knows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_locks(monkeypatch)
-    of_another_machine(tmp_path, "step1")
-    save(tmp_path, "step2", "beside it")
-    assert (tmp_path / ".step1.saving" / STATE).read_text() == "half"
-    with pytest.raises(SaveError, match="process 1 on elsewhere"):
-        save(tmp_path, "step1", "second")
-    long_ago = time.time() - 4000
-    for path in (*tmp_path.glob(".step1.saving/*"), *tmp_path.glob(".step1.*")):
-        os.utime(path, (long_ago, long_ago))
-    save(tmp_path, "step3", "later")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step2", "step3"]
-
-
-def test_a_number_that_another_process_has_by_now_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Nobody is kept out: what a killed one left goes, and the tag is written."""
     without_locks(monkeypatch)
     with saver(tmp_path, "step1") as pid:
-        path = claims.lock_of(output_folder.aside_of(tmp_path, "step1"))
-        said = json.loads(path.read_text())
-        assert said["pid"] == pid
-        path.write_text(json.dumps({**said, "started": "1"}))
-        save(tmp_path, "step2", "next")
-        assert not path.exists()
+        os.kill(pid, signal.SIGKILL)
+    save(tmp_path, "step1", "again")
+    assert content_of(tmp_path / "step1") == "again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step1"]
+    right = locks.PublishRight()
+    with locks.writing(tmp_path / ".step2.saving", right):
+        assert right.is_unlocked
+    monkeypatch.undo()
+    right = locks.PublishRight()
+    with locks.writing(tmp_path / ".step2.saving", right):
+        assert not right.is_unlocked
 
 
 def test_a_conversion_on_its_way_is_not_removed(tmp_path: Path) -> None:

@@ -154,9 +154,8 @@ def adapter(folder: Path, large: bool) -> Path:
     return out / "step7"
 
 
-def merged(source: Path, out: Path, **options: Any) -> Any:
-    beside = {"config": source.parent / "peft", "merge": source.parent / "base"}
-    return ucp.export_hf(source, out, **beside, **options)
+def adapted(source: Path, out: Path, **options: Any) -> Any:
+    return ucp.export_hf(source, out, config=source.parent / "peft", **options)
 
 
 # ------------------------------------------------ engines
@@ -378,8 +377,8 @@ PAIRS: dict[str, Pair] = {
         gpt, lambda *a, **k: ucp.export_hf(*a, **k), {"dtype": "float16"}, _LISTED
     ),
     "Hugging Face to native": Pair(hugging_face, imported, {}, _MANIFEST, notes_ties=False),
-    "a base and an adapter to Hugging Face": Pair(
-        adapter, merged, {"dtype": "float16"}, _LISTED, world=1, notes_ties=False
+    "an adapter to Hugging Face": Pair(
+        adapter, adapted, {"dtype": "float16"}, _LISTED, world=1, notes_ties=False
     ),
     "files to an engine": Pair(Live, loaded, world=2),
     "memories to an engine": Pair(LiveTwo, into_another, reads="memories", world=2),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import ParamSpec
-from megatron_ucp.reshard.rules.comparison import Checked
+from megatron_ucp.reshard.rules import Checked
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
 

@@ -35,7 +35,14 @@ from tests.reshard.absence import (
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
 DEEPSPEED = [
     *("zero0_fp32", "zero0_bf16", "zero1", "zero2", "zero3", "bf16_optimizer", "zero1_elastic"),
-    *("zero1_old", "zero2_old", "zero3_old", "v1_zero0_fp32", "v1_zero1", "v1_zero3"),
+    *(
+        "zero1_old",
+        "zero2_old",
+        "zero3_old",
+        "attached_zero0_fp32",
+        "attached_zero1",
+        "attached_zero3",
+    ),
 ]
 OLDER = sorted(
     path.relative_to(GOLDEN).as_posix() for path in GOLDEN.glob("older/*/*") if path.is_dir()
@@ -83,7 +90,9 @@ def test_what_is_missing_is_missed_by_every_verb(case: str, tmp_path: Path) -> N
 
 
 def universal(scratch: Path) -> Path:
-    return Path(ucp.convert(GOLDEN / "v1_zero1", scratch / "made" / "s1", to="universal").path)
+    return Path(
+        ucp.convert(GOLDEN / "attached_zero1", scratch / "made" / "s1", to="universal").path
+    )
 
 
 def to_torch_dist(scratch: Path) -> Path:
@@ -91,7 +100,7 @@ def to_torch_dist(scratch: Path) -> Path:
     return Path(ucp.convert(source, scratch / "made" / "s1", to="torch_dist").path)
 
 
-def to_native(mesh: str, source: str = "v1_zero1") -> Callable[[Path], Path]:
+def to_native(mesh: str, source: str = "attached_zero1") -> Callable[[Path], Path]:
     def made(scratch: Path) -> Path:
         out = scratch / "made" / "s1"
         return Path(ucp.convert(GOLDEN / source, out, to="native", mesh=mesh).path)
@@ -214,7 +223,7 @@ def test_weights_alone_are_exported_where_that_is_allowed(
 
 def test_a_manifest_that_is_missing_is_a_note_of_every_verb(tmp_path: Path) -> None:
     """The rest is what the program alone would have written, and goes on as that."""
-    save = save_of("v1_zero1", tmp_path)
+    save = save_of("attached_zero1", tmp_path)
     assert ucp.verify(save.folder).notes == ()
     (save.folder / "ucp_manifest.json").unlink()
     for notes in (ucp.verify(save.folder).notes, ucp.inspect(save.folder).notes):

@@ -19,7 +19,7 @@ from tests.reshard.converted import TENSOR, Mesh, loaded, same
 pytestmark = pytest.mark.ranks
 
 # What stock's own loads do not restore (S2, S4 and S5 of DeepSpeed 0.19.8): stated in
-# docs/reference/convert.md, not promised.
+# docs/convert.md, not promised.
 STOCK_FORGETS = {1: {"values calls", "values scale", "weights frozen.weight"}, 3: {"hyper"}}
 
 

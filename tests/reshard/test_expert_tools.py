@@ -364,9 +364,7 @@ def unexplained(sources: Sources, tmp_path: Path) -> tuple[Path, Path]:
     return whole, without_manifest(tmp_path / "bare")
 
 
-def test_rules_say_how_experts_are_cut(
-    unexplained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rules_say_how_experts_are_cut(unexplained: tuple[Path, Path], tmp_path: Path) -> None:
     whole, bare = unexplained
     rules = tmp_path / "rules.toml"
     rules.write_text(RULES.format(layout="ShardNC", axis="etp", parts="parts = 2"))
@@ -377,10 +375,6 @@ def test_rules_say_how_experts_are_cut(
     out = tmp_path / "out"
     assert main(["convert", str(bare), str(out), "--mesh", "dp=4,ep=4,zero=2", *with_rules]) == 0
     assert main(["diff", str(whole), str(out)]) == 0
-    capsys.readouterr()
-    assert main(["rules", str(bare)]) == 0  # a draft: what the ranks' bytes show
-    draft = capsys.readouterr().out
-    assert r"local_experts\.\d+\.linear_fc1\.weight" in draft and "a rank holds 12x16" in draft
 
 
 def test_gate_and_up_of_experts_swapped_by_rules_are_a_difference(

@@ -10,9 +10,9 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.layout import Shard
-from megatron_ucp.errors import RuleError, UnsupportedError
+from megatron_ucp.errors import ModelMismatchError, RuleError, UnsupportedError, UsageError
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.rules.comparison import check_rules
+from megatron_ucp.reshard.rules import check_rules
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import PLAIN, Sources
 from tests.engines.tensor_jobs import Mega
@@ -41,7 +41,7 @@ def test_stock_at_tp2_is_the_state_at_tp1(
     sources: Sources, tmp_path: Path, family: str, zero: int, world: int
 ) -> None:
     folder, rules = stock(sources, Mega(family, 2, zero), world), write(tmp_path, RULES[family])
-    with pytest.raises(UnsupportedError, match="megatron-ucp rules"):
+    with pytest.raises(UnsupportedError, match="megatron-ucp inspect"):
         ucp.describe(folder)
     assert ucp.diff(folder, whole(sources, family), rules=rules) == []
     found = check_rules(folder, rules)
@@ -62,9 +62,9 @@ def test_the_verbs_take_rules(
     ):
         assert main([*args, "--rules", rules]) == 0, args
     assert main(["rules", folder, "--check", rules]) == 0
-    for args in (["inspect", folder], ["verify", folder], ["diff", folder, folder]):
+    for args in (["verify", folder], ["diff", folder, folder]):
         assert main(args) == 2, args
-    assert "megatron-ucp rules" in capsys.readouterr().err
+    assert "megatron-ucp inspect --all" in capsys.readouterr().err
 
 
 def test_swapped_gate_and_up_are_a_difference(sources: Sources, tmp_path: Path) -> None:
@@ -321,3 +321,52 @@ def test_a_stage_0_pipeline_ties_by_rule(sources: Sources, tmp_path: Path) -> No
     tied = tied.replace("name = 'embedding.{rest}'", "name = 'embedding.{rest}'\ntied = true")
     found = ucp.describe(folder, rules=write(tmp_path, tied)).by_name
     assert "embedding.word_embeddings.weight" in found and "output_layer.weight" not in found
+
+
+@pytest.mark.parametrize("to", ["universal", "native"])
+def test_a_stock_checkpoint_and_rules_are_enough_to_convert(
+    sources: Sources, tmp_path: Path, to: str
+) -> None:
+    folder, rules = stock(sources, Mega("llama", 2, 1)), write(tmp_path, LLAMA)
+    target = ucp.Mesh(tp=4, dp=1, zero=1) if to == "native" else None
+    made = ucp.convert(folder, tmp_path / "made", to=to, target=target, rules=rules)
+    assert ucp.diff(made.path, whole(sources, "llama")) == []
+    assert ucp.describe(made.path).mesh.tp == (4 if target else 1)
+
+
+def test_rules_for_another_model(sources: Sources, tmp_path: Path) -> None:
+    """Whole shapes follow from the shares that the files hold: one that has none is named."""
+    folder = stock(sources, Mega("llama", 2, 1))
+    with pytest.raises((RuleError, ModelMismatchError), match="no rule matches"):
+        ucp.describe(
+            folder,
+            rules=write(
+                tmp_path, "format = 1\n[[rule]]\npattern = 'bert\\..*'\nlayout = 'Replicate'\n"
+            ),
+        )
+
+
+def test_without_a_file_there_is_nothing_to_check(
+    sources: Sources, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stock(sources, Mega("llama", 2, 1))
+    with pytest.raises(UsageError, match="none is drafted any more"):
+        ucp.rules(folder)
+    assert main(["rules", str(folder)]) == 2
+    assert "inspect --all" in capsys.readouterr().err
+
+
+def test_inspect_lists_what_a_file_of_rules_needs(
+    sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names and shapes of a checkpoint whose cuts nobody says; and that they are one rank's."""
+    folder = stock(sources, Mega("llama", 2, 1))
+    with pytest.raises(UnsupportedError, match="needs a family or rules"):
+        ucp.describe(folder)
+    assert main(["inspect", str(folder), "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert "shapes are those that one rank holds" in shown
+    with open_checkpoint(folder, rules=Path(write(tmp_path, LLAMA))) as known:
+        for spec in known.manifest.params:
+            local = known.manifest.local_shape(spec.name)
+            assert spec.name in shown and "x".join(map(str, local)) in shown

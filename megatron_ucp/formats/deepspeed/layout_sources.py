@@ -163,7 +163,7 @@ class LayoutSource:
                 file=self.file,
                 expected=f"a parameter that matches {found[:200]}",
                 found=f"none; no pattern matches {some_of(list(self._by_default), _NAMED)}",
-                fix="give --rules FILE (Python: rules=); `megatron-ucp rules` writes a draft",
+                fix="give --rules FILE (Python: rules=; docs/reference/rules.md)",
                 id="layout-unknown",
             )
 

@@ -11,7 +11,7 @@ from megatron_ucp.core.experts import LocalExperts, for_experts, number_and_coun
 from megatron_ucp.core.flat import FlatBuffer, Member, alone
 from megatron_ucp.core.join_ranks import Stage, join
 from megatron_ucp.core.manifest import Manifest, Order, ParamSpec, Tie
-from megatron_ucp.core.mesh import Coords, expert_rank_of, stage_of
+from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.names import VALUE, Keeper
 from megatron_ucp.core.values import ClassName, alike, shown
 from megatron_ucp.errors import (
@@ -24,7 +24,6 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import same_bytes
-from megatron_ucp.formats.deepspeed.by_position import orders_of
 from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED, not_saved
 from megatron_ucp.formats.deepspeed.optimizers import (
@@ -141,15 +140,14 @@ def _aspects(manifest: Manifest, stepped: int) -> dict[str, Any]:
 
 
 def _says(said: Any, found: Any) -> bool:
-    """Whether a manifest's value is the one that a file has. Manifests of before version 3 had
-    lists for tuples, and text for what JSON does not know."""
+    """Whether a manifest's value is the one that a file has."""
     if isinstance(said, list | tuple) and isinstance(found, list | tuple):
         return len(said) == len(found) and all(map(_says, said, found))
     if isinstance(said, dict) and isinstance(found, Mapping):
         return said.keys() == found.keys() and all(_says(said[key], found[key]) for key in said)
     if isinstance(said, ClassName) and not isinstance(found, ClassName):
         return True  # left to the engine that loads: the manifest has its class alone
-    return alike(said, found) or (type(said) is str and not isinstance(found, str))
+    return alike(said, found)
 
 
 # ---- frozen
@@ -488,7 +486,9 @@ def _zero_stage(step: Optimizers) -> int:
 def held_of(step: NamedWeights, positions_too: bool) -> Optimizers:
     """With the optimizer of every place (see `Mesh.holding`). Without `positions_too` one that lies
     in files by position alone is read in the order that the caller told. Raises a UcpError."""
-    orders = orders_of(step, _own_order(step, step.told.order))
+    order = _own_order(step, step.told.order)
+    if order is not None:
+        _require_one_stage(step)
     readers: list[OptimizerFile] = []
     stages: list[Contents] = []
     for at in step.places:
@@ -496,7 +496,7 @@ def held_of(step: NamedWeights, positions_too: bool) -> Optimizers:
         if step.recorded is not None:
             wanted = group_order(step.recorded, at)
         else:
-            wanted = _renumbered(step, orders[stage_of(at)], rank)
+            wanted = _renumbered(step, order, rank)
         reader, found = _first_of_place(step, rank, wanted, positions_too)
         readers.append(reader)
         stages.append(found)
@@ -508,6 +508,25 @@ def held_of(step: NamedWeights, positions_too: bool) -> Optimizers:
                 found=found.keeper,
             )
     return after(step, Optimizers, readers=readers, stages=stages, contents=_joined(step, stages))
+
+
+def _require_one_stage(step: NamedWeights) -> None:
+    """Raises UnsupportedError for a pipeline of stage 0 without a manifest: its optimizer files say
+    how many parameters each stage steps, and not which."""
+    if step.recorded is not None or step.names.optimizer or step.mesh.pp == 1 or step.told.weights:
+        return
+    tree, file = step.optimizer_of(0)
+    if tree is not None:
+        raise UnsupportedError(
+            "the optimizer's states of a pipeline without ZeRO lie by position, and nothing says "
+            "which stage keeps which",
+            file=file,
+            expected="a manifest beside the files, or ZeRO stage 1",
+            found=f"{step.mesh.pp} stages",
+            fix="resume once on the same mesh with DeepSpeed's own load, then save with "
+            "megatron_ucp.attach, which writes the manifest; or take the weights alone: --allow "
+            'weights (Python: allow={"weights"}, load_optimizer_states=False)',
+        )
 
 
 def _first_of_place(

@@ -218,8 +218,8 @@ def _weights(step: RunRanks, names: Mapping[str, str]) -> Weights:
             "a pipeline checkpoint without a manifest needs a family or rules",
             file=step.main_file,
             found=f"{mesh.pp} stages",
-            fix="give --rules (Python: rules=) a draft of `megatron-ucp rules`, with "
-            "[[pipeline]] entries; or load it into an engine that was attached with a family",
+            fix="give --rules (Python: rules=) a file with [[pipeline]] entries "
+            "(docs/reference/rules.md); or load it into an engine that was attached with a family",
             id="layout-unknown",
         )
     if step.names.layers or step.meta.get("module") is None:
@@ -255,8 +255,9 @@ def _layout_source(step: RunRanks, names: Mapping[str, str]) -> LayoutSource:
             "a tensor-parallel checkpoint without a manifest needs a family or rules",
             file=step.main_file,
             found=f"mp_world_size {step.mesh.tp}",
-            fix="give --rules (Python: rules=) a file that `megatron-ucp rules` drafts; or "
-            "load it into an engine that was attached with a family",
+            fix="give --rules FILE (Python: rules=; docs/reference/rules.md), for which "
+            "`megatron-ucp inspect --all` lists names and shapes; or load it into an engine that "
+            "was attached with a family",
             id="layout-unknown",
         )
     return found

@@ -7,21 +7,18 @@ whole, trained biases, a table of tokens that has an adapter. What else was trai
 them, and is named.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.rules import LONGEST_NAME
 from megatron_ucp.errors import (
     DamagedFileError,
     ModelMismatchError,
     UnsupportedError,
     some_of,
 )
-from megatron_ucp.formats.rule_file import problem_of
 
 PREFIX = "base_model.model."  # peft's wrappers, before the names of the base model
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -53,21 +50,6 @@ _PROMPT_KINDS = ("PROMPT_TUNING", "PREFIX_TUNING")
 _WRAPPED = re.compile(r"(?P<module>.+)\.(base_layer|original_module)\.(?P<rest>[^.]+)")
 # Tables of tokens that peft's files hold as they are, frozen, where an adapter is on them.
 _TABLES = re.compile(r"(.+\.)?(embed_tokens|lm_head)")
-
-# Ways to begin that leave the base model as it is. Others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
-# take a part of its weights out first: added to the base as it was, that part would count twice.
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva")
-# Settings with which W + scale * B A stays what is computed. Of others, also those of a later peft,
-# nobody says so: DoRA, aLoRA (behind certain tokens alone), block-diagonal factors, KaSA, ...
-_ADDED = {
-    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
-    *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out"),
-    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *("loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config"),
-    *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r"),
-    *("rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
-    "velora_config",
-}
 
 
 @dataclass
@@ -266,46 +248,6 @@ def _are_ranks(found: set[int], said: set[Any], config: Mapping[str, Any]) -> bo
     if not config.get("target_parameters"):
         return found <= said
     return all(any(rows % rank == 0 for rank in said if rank) for rows in found)
-
-
-def not_merely_added(config: Mapping[str, Any]) -> list[str]:
-    """The settings of an adapter with which it is not merely added to its base; none where it
-    is."""
-    start = config.get("init_lora_weights", True)
-    faults = [f"{k}: {v}"[:200] for k, v in sorted(config.items()) if v and k not in _ADDED]
-    if start not in _PLAIN_STARTS:
-        faults.append(f"init_lora_weights: {start}, which took weights out of the base")
-    if config.get("peft_type") != "LORA":
-        faults.append(f"peft_type: {config.get('peft_type')}")
-    return faults
-
-
-def scale_of(config: Mapping[str, Any], module: str, rank: int, file: str) -> float:
-    """What the product of the factors is multiplied with: alpha / rank, or alpha / sqrt(rank) for
-    rank-stabilised adapters (arXiv:2312.03732). `alpha_pattern` has regular expressions for the
-    ends of modules' names. Raises DamagedFileError for what is no such config."""
-    alpha: Any = config.get("lora_alpha")
-    patterns: Any = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise _no_number("scale", file, f"alpha_pattern {patterns!r}")
-    for pattern, value in patterns.items():
-        if _is_end_of(module, pattern, file):
-            alpha = value
-            break
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise _no_number("scale", file, f"lora_alpha {alpha!r}")
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
-
-
-def _is_end_of(module: str, pattern: Any, file: str) -> bool:
-    """Whether a pattern matches a module's name, or what follows one of its dots. Raises
-    DamagedFileError for a pattern that is none, or that might be matched for ever."""
-    problem = problem_of(pattern) if isinstance(pattern, str) else "no text"
-    if problem or len(module) > LONGEST_NAME:
-        problem = problem or f"{module[:80]}... is too long to match"
-        raise _no_number("scale", file, f"alpha_pattern {pattern!r}: {problem}")
-    starts = (0, *(dot.end() for dot in re.finditer(r"\.", module)))
-    return any(re.compile(pattern).fullmatch(module, start) for start in starts)
 
 
 def _no_number(what: str, file: str, found: str) -> DamagedFileError:

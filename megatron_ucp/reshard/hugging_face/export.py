@@ -19,7 +19,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.names import MASTER, VALUE, dtype_name
 from megatron_ucp.core.plan import LOSSLESS, Slot, Want
-from megatron_ucp.core.tensor_parts import Interleaved, Share, state_in, weights_manifest
+from megatron_ucp.core.tensor_parts import Share, state_in, weights_manifest
 from megatron_ucp.errors import (
     NotFoundError,
     SaveError,
@@ -31,7 +31,7 @@ from megatron_ucp.errors import (
 from megatron_ucp.families.arguments import unknown_padding
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint, Readable, Told
-from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece
 from megatron_ucp.formats.hugging_face.checkpoint import (
     CONFIG_FILE,
     Tensor,
@@ -43,10 +43,10 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 )
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.check import Difference, unequal, weight_differences, weight_of
+from megatron_ucp.reshard.check import Difference, weight_differences, weight_of
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import Progress, checked
-from megatron_ucp.reshard.files import THREADS, WIDE_WINDOW_BYTES, FileSource, Memory
+from megatron_ucp.reshard.files import FileSource
 from megatron_ucp.reshard.folder import (
     FolderOutput,
     FolderSink,
@@ -55,7 +55,6 @@ from megatron_ucp.reshard.folder import (
     require_free,
     require_plain,
 )
-from megatron_ucp.reshard.hugging_face.merge import Merge, open_merge
 from megatron_ucp.reshard.hugging_face.names import (
     Twin,
     config_for,
@@ -72,8 +71,6 @@ from megatron_ucp.reshard.transfer import (
     SinkPart,
     Source,
     TransferRun,
-    WindowSource,
-    proved,
     transfer,
 )
 
@@ -379,12 +376,11 @@ class Outgoing:
         ]
 
     def output(
-        self, source: Source, beside: Beside, publish: Callable[[Path], object], tiles: int = 0
+        self, source: Source, beside: Beside, publish: Callable[[Path], object]
     ) -> FolderOutput:
-        """The folder on paper. What the source stores transposed is written in so many `tiles` side
-        by side (0: as all else)."""
+        """The folder on paper."""
         writer = _Slots(source.manifest_of(0), self.twin)
-        files = tuple(self._layout(file, writer, tiles) for file in self.files)
+        files = tuple(self._layout(file, writer) for file in self.files)
         part = writer.part()
         return FolderOutput((part,), files, partial(self.finish, beside=beside), publish, "export")
 
@@ -404,36 +400,12 @@ class Outgoing:
         where = str(folder), mesh, self.dtype
         return Exported(*where, *counts, *sizes, verified, said, self.is_loadable, seen)
 
-    def _layout(self, file: WeightFile, slots: "_Slots", tiles: int) -> FileLayout:
+    def _layout(self, file: WeightFile, slots: "_Slots") -> FileLayout:
         """One file: the pieces in the order of their bytes."""
-        pieces: list[FilePiece] = []
-        tiled: list[TiledRows] = []
-        for one in sorted(self.tensors, key=lambda one: one.place):
-            if one.file == file.name and self._is_tiled(one, tiles):
-                tiled += self._tiles(one, slots, tiles)
-            elif one.file == file.name:
-                pieces.append(slots.piece(one, one.share, one.elems))
+        tensors = sorted(self.tensors, key=lambda tensor: tensor.place)
+        pieces = [slots.piece(tensor) for tensor in tensors if tensor.file == file.name]
         blobs = [(0, partial(bytes, file.header))]
-        return FileLayout(file.name, file.size_bytes, pieces, blobs, tiled=tiled)
-
-    def _is_tiled(self, one: OutgoingTensor, tiles: int) -> bool:
-        size_bytes = one.elems * ITEMSIZE[one.dtype]
-        turned = one.share.order is not None and not one.share.stacked
-        turned = turned and not isinstance(one.share.layout, Interleaved)
-        return tiles > 0 and turned and size_bytes > WIDE_WINDOW_BYTES
-
-    def _tiles(self, one: OutgoingTensor, slots: "_Slots", count: int) -> Iterator[TiledRows]:
-        """Runs of rows of a tensor that the source stores transposed, in `count` tiles of about as
-        many bytes. (Each run reads what lies between its columns, too.)"""
-        spec, size_bytes = self.twin.specs[one.share.param], one.elems * ITEMSIZE[one.dtype]
-        runs = min(-(-size_bytes // (WIDE_WINDOW_BYTES * count)), one.shape[0])
-        place = one.place
-        for shares in one.share.tiles(spec, runs, min(count, one.shape[-1])):
-            shapes = [share.stored_shape(spec) for share in shares]
-            pairs = zip(shares, shapes, strict=True)
-            tiles = tuple(slots.piece(one, share, math.prod(shape)) for share, shape in pairs)
-            yield TiledRows(shapes[0][0], tiles, place)
-            place += sum(tile.size_bytes for tile in tiles)
+        return FileLayout(file.name, file.size_bytes, pieces, blobs)
 
     def finish(self, folder: Path, beside: Beside) -> None:
         """The index, and what else lies beside the weights. Raises OSError."""
@@ -469,13 +441,13 @@ class _Slots:
         self._wants: list[Want] = []
         self._names: list[str] = []
 
-    def piece(self, one: OutgoingTensor, share: Share, elems: int) -> FilePiece:
-        """All of a tensor, or a tile."""
+    def piece(self, tensor: OutgoingTensor) -> FilePiece:
+        """All of a tensor."""
         slot = Slot(len(self._rows), (), 0, VALUE)
-        self._rows.append((share, one.dtype))
-        self._wants.append((slot, state_in(self._source, one.state)))
-        self._names.append(one.name)
-        return FilePiece(0, slot, elems, one.dtype, one.place)
+        self._rows.append((tensor.share, tensor.dtype))
+        self._wants.append((slot, state_in(self._source, tensor.state)))
+        self._names.append(tensor.name)
+        return FilePiece(0, slot, tensor.elems, tensor.dtype, tensor.place)
 
     def part(self) -> SinkPart:
         """What the pieces are read into."""
@@ -542,7 +514,7 @@ def publish(aside: Path, folder: Path, force: bool = False) -> None:
 # not on the mesh that saved it. The folder appears whole or not at all.
 
 
-_OF_FILES = ("tag", "rules", "family", "merge", "verify", "force", "allow")
+_OF_FILES = ("tag", "rules", "family", "verify", "force", "allow")
 LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
 
 
@@ -557,7 +529,7 @@ def export_hf(
     config: str | Path | None = None,
     family: str = "",
     tokenizer: str | Path | None = None,
-    merge: str | Path | None = None,
+    merge: object = None,
     verify: bool = False,
     force: bool = False,
     allow: Collection[str] = (),
@@ -581,8 +553,7 @@ def export_hf(
             what the checkpoint says, else the file in the tag folder or in the one above.
         family: The model family, where neither the checkpoint nor its config says one.
         tokenizer: A folder whose tokenizer files are copied. Default: that of the config.
-        merge: The folder of the base model of a LoRA run: that model is written, with the adapter
-            added.
+        merge: Refused: peft itself merges the adapter that is written.
         verify: Whether to read the files back and compare them with the source, bit by bit.
         force: Whether to replace a folder that an earlier export wrote, and nobody changed.
         allow: What may happen besides exact copies and rounding: "mean", "stale", "weights".
@@ -601,7 +572,14 @@ def export_hf(
         >>> import megatron_ucp as ucp
         >>> assert ucp.export_hf("runs/llama", "hf", dtype="bf16", verify=True).loadable
     """
-    asked = _Asked(dtype, max_shard_size, config, tokenizer, tag, rules, family, merge)
+    if merge is not None:
+        raise UsageError(
+            "an adapter is no longer merged into its base model here",
+            found=f"merge={merge!r}",
+            fix="export the adapter, then let peft merge it: "
+            "PeftModel.from_pretrained(base, OUTPUT).merge_and_unload().save_pretrained(FOLDER)",
+        )
+    asked = _Asked(dtype, max_shard_size, config, tokenizer, tag, rules, family)
     asked = replace(asked, verify=verify, force=force, allow=allow)
     if hasattr(src, LIVE_EXPORT):
         return _of_engine(src, dst, asked)
@@ -626,7 +604,6 @@ class _Asked:
     tag: str | None
     rules: str | Path | None
     family: str
-    merge: str | Path | None
     verify: bool = False
     force: bool = False
     allow: Collection[str] = ()
@@ -646,7 +623,7 @@ def _of_files(
         source = opened.enter_context(open_checkpoint(src, asked.tag, asked.rules, told))
         check_source(source, folder, asked.allow)
         mesh = str(source.manifest.written_on)
-        prepared = _prepared(source, asked, opened)
+        prepared = _prepared(source, asked)
         moved = _write(prepared, folder, asked, progress)
         seen = "read back and equal" if asked.verify else checked(prepared.source)
         sizes = *moved, time.perf_counter() - started
@@ -665,37 +642,32 @@ def _pipe_names(asked: _Asked) -> Mapping[str, str] | None:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is read, and what is written: `merged` where an adapter is added to its base;
-    `readable` are the source's masters, or the weights that the model computed with."""
+    """What is read, and what is written. `readable` are the source's masters, or the weights that
+    the model computed with."""
 
     source: Checkpoint
     readable: Readable
     out: Outgoing
     beside: Beside
     notes: Sequence[str]
-    merged: Merge | None
 
 
-def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared:
+def _prepared(source: Checkpoint, asked: _Asked) -> _Prepared:
     """Finds the config, and decides under which names and in which files tensors are written."""
     found = config_for(source.manifest, asked.config, source.folder)
     given = None if found is None else found.tree
-    notes, merged, family = _notes(source, given is None), None, asked.family
+    notes, family = _notes(source, given is None), asked.family
     if found is not None and asked.config is None:
         notes.append(f"the model's config was found in {found.folder}")
-    if asked.merge is not None:
-        source, merged = open_merge(opened, asked.merge, source, given)
-        given, family = read_json(source.folder / CONFIG_FILE), ""
-    elif found is not None and needs_family(source.manifest):
+    if found is not None and needs_family(source.manifest):
         family = family or found.family
     chosen = asked.dtype or training_dtype(source.manifest)
     twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
-    # an adapter's folder has the tokenizer that the run used, its base's the rest
     of_model = None if found is None else found.folder
-    beside = beside_weights(twin, asked.tokenizer, of_model, asked.merge)
+    beside = beside_weights(twin, asked.tokenizer, of_model)
     notes += beside.notes
     out = Outgoing(source.manifest, twin, chosen, int(asked.max_shard_size))
-    return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes, merged)
+    return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes)
 
 
 def _write(
@@ -703,19 +675,14 @@ def _write(
 ) -> tuple[int, int]:
     """Bytes read, and bytes written."""
     values, run = _values(prepared), TransferRun(progress=progress)
-    tiles = THREADS if prepared.merged is None else 0
-    written = _Written(prepared, folder, values, asked)
-    output = prepared.out.output(
-        values, prepared.beside, lambda aside: written.publish(output, aside), tiles
-    )
+    written = _Written(prepared, folder, asked)
+    output = prepared.out.output(values, prepared.beside, written.publish)
     transfer(values, FolderSink(folder, output), frozenset(asked.allow), run=run, alone=True)
     return values.read_bytes, run.done
 
 
-def _values(prepared: _Prepared) -> WindowSource:
+def _values(prepared: _Prepared) -> FileSource:
     """What is written."""
-    if prepared.merged is not None:
-        return prepared.merged
     source, file = prepared.source, str(prepared.source.folder)
     is_copy = prepared.readable is not source
     return FileSource(prepared.readable, file, masters=source if is_copy else None)
@@ -772,53 +739,29 @@ class _Written:
     """The folder of an export, once its tensors are there: read back where that is asked for, then
     named."""
 
-    def __init__(
-        self, prepared: _Prepared, folder: Path, values: WindowSource, asked: _Asked
-    ) -> None:
-        self.prepared, self.folder, self.values, self.asked = prepared, folder, values, asked
+    def __init__(self, prepared: _Prepared, folder: Path, asked: _Asked) -> None:
+        self.prepared, self.folder, self.asked = prepared, folder, asked
 
-    def publish(self, output: FolderOutput, aside: Path) -> None:
+    def publish(self, aside: Path) -> None:
         """Raises SaveError where what was read back is something else, UsageError for a name that
         was taken meanwhile."""
         if self.asked.verify:
-            self._verify(output, aside)
+            self._verify(aside)
         publish(aside, self.folder, self.asked.force)
 
-    def _verify(self, output: FolderOutput, written: Path) -> None:
+    def _verify(self, written: Path) -> None:
         """Reads the files back under the names of the source, and compares every parameter with the
-        source's masters, rounded as the files are; what was merged with a second merge."""
+        source's masters, rounded as the files are."""
         twin = self.prepared.out.twin
         told = twin.told if twin.family or twin.is_adapter else None
-        if told is None and self.prepared.merged is None:
+        if told is None:
             like = self.prepared.source.manifest
             told = Told(like=like, tensors=lambda _: twin.shares)
         with open_checkpoint(written, told=told) as found:
-            if self.prepared.merged is None:
-                source = self.prepared.source
-                differences = weight_differences(source, found, among=twin.specs)
-            else:
-                differences = self._merged_differences(output, found)
+            differences = weight_differences(self.prepared.source, found, among=twin.specs)
         if differences:
             copies = self.prepared.readable is not self.prepared.source
             raise _not_as_written(written, differences, copies)
-
-    def _merged_differences(self, output: FolderOutput, found: Checkpoint) -> list[Difference]:
-        """Where a folder does not hold what was merged."""
-        (part,) = output.parts
-        back = replace(part, wants=tuple((slot, VALUE) for slot, _ in part.wants))
-        file = FileSource(found, str(found.folder))
-        sides = [
-            self.values.windows(proved(self.values, part)),
-            file.windows(proved(file, back)),
-        ]
-        out: list[Difference] = []
-        memory = Memory()
-        for slot, _ in part.wants:
-            count, first = unequal(part.target, slot, sides, memory)
-            if first is not None:
-                what = f"{count} elements, the first is {first[0]}"
-                out.append(Difference(part.names[slot.buffer], what, *first[1:]))
-        return out
 
 
 def _not_as_written(written: Path, differences: Sequence[Difference], copies: bool) -> SaveError:

@@ -42,7 +42,6 @@ from megatron_ucp.reshard.hugging_face.adapter import (
     Adapter,
     adapter_of,
     check_adapter_config,
-    not_merely_added,
 )
 from megatron_ucp.reshard.hugging_face.released import names_note, reader, released_names
 
@@ -656,7 +655,8 @@ def _adapter(
     if left:
         notes.append(
             f"NOT IN THE ADAPTER: {len(left)} tensors that were trained beside it, for which "
-            f"peft's files have no place: {some_of(left)}. {_way_that_keeps(config)}"
+            f"peft's files have no place: {some_of(left)}. ucp.fp32_state_dict(PATH) has all that "
+            "was trained, for load_state_dict(strict=False) of the wrapped model"
         )
     if adapter.tables:
         notes.append(
@@ -666,14 +666,3 @@ def _adapter(
     shares = {name: Share(param) for param, name in files.items()}
     specs = {param: manifest.by_name[param] for param in files}
     return Twin(shares, specs, config, "", ADAPTER_FILE, ADAPTER_CONFIG_FILE, notes=notes)
-
-
-def _way_that_keeps(config: Mapping[str, Any] | None) -> str:
-    """What writes, or gives, all that was trained, where an adapter's file can't hold it."""
-    values = (
-        "ucp.fp32_state_dict(PATH) has all that was trained, for load_state_dict(strict=False) of "
-        "the wrapped model"
-    )
-    if config is not None and not not_merely_added(config):
-        return f"--merge BASE (Python: merge=) writes the base model with all of it; {values}"
-    return values

@@ -131,25 +131,6 @@ def released_names(
     return None
 
 
-def renamed_in_files(config: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, str]:
-    """Parameter -> its name in a folder with these `tensors`, of parameters that are a whole tensor
-    there under another name; the folder's config says its class. Nothing where transformers is not
-    installed."""
-    if not is_installed() or not _is_plausible(config, {}, len(tensors)):
-        return {}
-    for name in _classes(config, ""):
-        model = _without_memory(name, config)
-        if model is None:
-            continue
-        state: Mapping[str, Any] = model.state_dict()
-        specs = {n: ParamSpec(n, tuple(t.shape), "float32", "frozen") for n, t in state.items()}
-        shares = _reverted(model, specs).shares
-        found = {s.param: n for n, s in shares.items() if s == Share(s.param) and n in tensors}
-        if found:
-            return {param: name for param, name in found.items() if param != name}
-    return {}
-
-
 def _is_plausible(
     config: Mapping[str, Any], params: Mapping[str, ParamSpec], tensors: int = 0
 ) -> bool:

@@ -1,5 +1,5 @@
-"""Checkpoints whose manifest is of version 1, as the package wrote them before steps, groups and
-the optimizer belonged to members: read bit for bit, and said anew in the present version.
+"""Checkpoints that an attached engine saved, with their manifests: read bit for bit, and written
+anew as they are. Manifests of other versions are refused.
 
 They were saved by two ranks with the engine attached, filled with provenance values; the arrays
 beside them were gathered from the live engine without the package (see `golden/make.py`).
@@ -17,18 +17,18 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, Manifest
 from megatron_ucp.core.manifest_json import FORMAT_VERSION, from_json, to_json
-from megatron_ucp.errors import ForeignFileError
+from megatron_ucp.errors import DamagedFileError, ForeignFileError
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state
 
 GOLDEN = Path(__file__).parent / "golden"
 HYPER = ("lr", "weight_decay", "betas", "eps", "initial_lr")
-CASES = ("v1_zero0_fp32", "v1_zero1", "v1_zero3")
+CASES = ("attached_zero0_fp32", "attached_zero1", "attached_zero3")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_is_read_bit_for_bit(case: str) -> None:
-    assert json.loads((GOLDEN / case / FILE_NAME).read_text())["version"] == 1
+    assert json.loads((GOLDEN / case / FILE_NAME).read_text())["version"] == FORMAT_VERSION
     with numpy.load(GOLDEN / f"{case}.npz") as arrays, open_checkpoint(GOLDEN / case) as checkpoint:
         rest = json.loads(str(arrays["json"]))
         names = [name for name in arrays.files if name != "json"]
@@ -68,10 +68,24 @@ def test_it_is_whole_and_can_be_said_anew(case: str, tmp_path: Path) -> None:
 
 def test_a_step_that_the_manifest_has_otherwise_is_seen(tmp_path: Path) -> None:
     folder = tmp_path / "tag"
-    shutil.copytree(GOLDEN / "v1_zero1", folder)
+    shutil.copytree(GOLDEN / "attached_zero1", folder)
     data = json.loads((folder / FILE_NAME).read_text())
-    data["scalars"][0]["step"] += 1
+    data["buffers"][0]["scalars"]["step"] += 1
     (folder / FILE_NAME).write_text(json.dumps(data))
     assert any("disagree in the scalars" in one.what for one in ucp.verify(folder).findings)
     with pytest.raises(ForeignFileError, match="disagree in the scalars"):
         ucp.diff(folder, folder)
+
+
+@pytest.mark.parametrize("version", [1, 2, 4, None])
+def test_another_version_is_refused_by_name(tmp_path: Path, version: int | None) -> None:
+    folder = tmp_path / "tag"
+    shutil.copytree(GOLDEN / "attached_zero1", folder)
+    data = json.loads((folder / FILE_NAME).read_text())
+    (folder / FILE_NAME).write_text(json.dumps({**data, "version": version}))
+    with pytest.raises(DamagedFileError, match="no manifest that this version reads") as refused:
+        ucp.inspect(folder)
+    assert refused.value.found == (None if version is None else str(version))
+    assert "remove the manifest" in refused.value.what_to_do
+    (folder / FILE_NAME).unlink()
+    assert ucp.diff(folder, GOLDEN / "attached_zero1") == [], "DeepSpeed's own files say it all"

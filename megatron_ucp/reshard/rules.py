@@ -1,24 +1,58 @@
-"""A file of rules against a checkpoint: what no rule matches, what two match, what matches nothing,
-what can't be true."""
+"""A file of rules compared with a checkpoint: what no rule matches, what two match, what matches
+nothing, what can't be true."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_ucp import say
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import is_expert
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Partial, Replicate, same_layout
-from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
-from megatron_ucp.core.rules import RuleSet, nearest
-from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
+from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
+from megatron_ucp.core.mesh import DENSE_CUT
+from megatron_ucp.core.rules import Rename, Rule, RuleSet, nearest
+from megatron_ucp.errors import (
+    DamagedFileError,
+    LayoutError,
+    RuleError,
+    UnsupportedError,
+    UsageError,
+)
+from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed import tp_patterns
-from megatron_ucp.formats.deepspeed.layout_sources import compared_name, compared_spec, renamed
+from megatron_ucp.formats.deepspeed.layout_sources import (
+    compared_name,
+    compared_spec,
+    renamed,
+    says_layouts,
+)
+from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.rule_file import is_ours, read_rules
+from megatron_ucp.formats.tags import find_tag
+from megatron_ucp.reshard.check import HeldAt, read_copy
 from megatron_ucp.reshard.execute import Finding, Progress, finding_of, some
-from megatron_ucp.reshard.rules.survey import DIFFERENT, EQUAL, Held, Survey, survey
 
 _T = TypeVar("_T")
+_BLOCK_BYTES = 4 * 2**20
+EQUAL, CONSTANT, DIFFERENT = "equal", "constant", "different"
+
+
+class _NothingKnown(RuleSet):
+    """Under Partial every rank holds a copy of its own: all that is known before somebody says
+    more. A checkpoint opened so has the shapes that one rank holds."""
+
+    def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
+        return ParamSpec(name, local, "", layout=Partial(*DENSE_CUT))
+
+
+_ANY = Rule("(?s:.*)", Replicate())  # says that every name has a rule
+NOTHING_KNOWN = _NothingKnown("nothing", (_ANY,), (Rename("(?P<name>(?s:.*))", "{name}"),))
 
 
 @dataclass(frozen=True)
@@ -35,8 +69,8 @@ class Checked:
         return not self.findings
 
     def __str__(self) -> str:
-        found = some(len(self.findings), "finding")
-        return f"{self.rules}: {found} for {self.parameters} parameters and buffers of {self.path}"
+        count = some(len(self.findings), "finding")
+        return f"{self.rules}: {count} for {self.parameters} parameters and buffers of {self.path}"
 
 
 def rules(
@@ -45,31 +79,35 @@ def rules(
     check: str | Path | None = None,
     tag: str | None = None,
     progress: Progress | None = None,
-) -> "str | Checked":
-    """Drafts a file of rules for a model that no family covers, or checks such a file.
+) -> Checked:
+    """Compares a file of rules, for a model that no family covers, with a checkpoint.
 
     Args:
         path: A tag folder, or the folder above it.
-        check: A file of rules (docs/reference/rules.md) to compare with the checkpoint.
+        check: The file of rules (docs/reference/rules.md).
         tag: The tag in `path`, where it is not the newest.
         progress: `progress(done, total)` counts parameters.
 
     Returns:
-        The text of a draft in TOML; with `check` what is wrong with the file, which is true where
-        nothing is.
+        What is wrong with the file, which is true where nothing is.
 
     Raises:
+        UsageError: Without `check`: rules are written by hand.
         RuleError: For a file that can't be used.
         NotFoundError: Where there is no checkpoint.
 
     Example:
         >>> import megatron_ucp as ucp
-        >>> print(ucp.rules("runs/llama"))
+        >>> ucp.rules("runs/llama", check="rules.toml").findings
     """
-    from megatron_ucp.reshard.rules.draft import draft_rules
-
     if check is None:
-        return draft_rules(path, tag, progress=progress)
+        raise UsageError(
+            "there is no file of rules to check, and none is drafted any more",
+            expected="--check FILE (Python: check=)",
+            found="none",
+            fix="write the rules by hand (docs/reference/rules.md): `megatron-ucp inspect --all` "
+            "lists the names and shapes of the checkpoint",
+        )
     return check_rules(path, check, tag, progress=progress)
 
 
@@ -82,15 +120,117 @@ def check_rules(
     Raises RuleError for a file that can't be used, NotFoundError where there is no checkpoint, and
     other UcpErrors for one that can't be read.
     """
-    found = read_rules(rules)
-    with survey(path, tag, progress) as seen:
-        return _Check(seen, found).run()
+    given = read_rules(rules)
+    with _survey(path, tag, progress) as seen:
+        return _Check(seen, given).run()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One parameter: the shape that a rank holds; whether the tensor-parallel ranks' copies are the
+    same bytes (CONSTANT: the same, and one value only, or of one rank); the spec, where a manifest
+    says it. `pipe` is its name in stock DeepSpeed's patterns, which is that of the pipeline where
+    there is one."""
+
+    name: str
+    pipe: str
+    local: Ints
+    kind: str
+    copies: str
+    recorded: ParamSpec | None
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What an opened checkpoint says of its layouts by itself. `stock_names` are names in a
+    pipeline that nothing maps to canonical ones; `info` is stock DeepSpeed's
+    `universal_checkpoint_info`, or empty, and `order` what the run's arguments say of
+    query_key_value."""
+
+    checkpoint: Checkpoint
+    held: tuple[_Held, ...]
+    info: Mapping[str, Any]
+    order: str
+    stock_names: list[str]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.checkpoint.manifest
+
+    @property
+    def tp(self) -> int:
+        """Ranks that have shares of one parameter."""
+        return self.manifest.mesh.tp
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a manifest that says how parameters are cut."""
+        return self.checkpoint.recorded is not None and says_layouts(self.manifest)
+
+
+@contextmanager
+def _survey(path: str | Path, tag: str | None, progress: Progress | None) -> Iterator[_Survey]:
+    """Opens a checkpoint without being told how it is cut, and compares the ranks' copies of each
+    parameter up to the first byte that differs. Raises a UcpError."""
+    place = find_tag(path, tag)
+    has_manifest = (place.folder / FILE_NAME).is_file()
+    with open_checkpoint(place.folder, rules=None if has_manifest else NOTHING_KNOWN) as checkpoint:
+        checkpoint.led_here = place.notes
+        manifest, held = checkpoint.manifest, list[_Held]()
+        pipes = {name: pipe for pipe, name in manifest.names.items()}
+        for spec in manifest.params:
+            held.append(
+                _Held(
+                    spec.name,
+                    pipes.get(spec.name, spec.name),
+                    manifest.local_shape(spec.name),
+                    spec.kind,
+                    _copies(checkpoint, spec.name),
+                    spec if has_manifest and says_layouts(manifest) else None,
+                )
+            )
+            if progress is not None:
+                progress(len(held), len(manifest.params))
+        stock_names = list(manifest.names) or [
+            param.name for param in held if re.match(rf"[0-9]+\.|{TIED}\.", param.name)
+        ]
+        yield _Survey(
+            checkpoint,
+            tuple(held),
+            checkpoint.extras.patterns,
+            tp_patterns.order_of(checkpoint.extras.client_state.get("args")),
+            [] if has_manifest else stock_names,
+        )
+
+
+def _copies(checkpoint: Checkpoint, name: str) -> str:
+    """How the tensor-parallel ranks' values of a parameter compare."""
+    manifest = checkpoint.manifest
+    b, m = manifest.holders[name][0]
+    buffer = manifest.buffers[b]
+    places = [HeldAt(b, m, cut) for cut in manifest.cuts_of(buffer)]
+    if len(places) < 2:
+        return CONSTANT
+    state, dtype = buffer.states[0]
+    size, width, values = buffer.members[m].size, ITEMSIZE[dtype], set[bytes]()
+    step = _BLOCK_BYTES // width
+    for low in range(0, size, step):
+        first, *others = (
+            read_copy(checkpoint, place, state, dtype, low, min(low + step, size))
+            for place in places
+        )
+        if any(other != first for other in others):
+            return DIFFERENT
+        values.add(first[:width])
+        if len(values) == 1 and first != first[:width] * (len(first) // width):
+            values.add(b"")  # more than one value
+    return EQUAL if len(values) > 1 else CONSTANT
 
 
 class _Check:
     """Collects what is wrong instead of stopping at the first."""
 
-    def __init__(self, seen: Survey, rules: RuleSet) -> None:
+    def __init__(self, seen: _Survey, rules: RuleSet) -> None:
         self._seen, self._rules = seen, rules
         self._manifest_file = str(seen.checkpoint.folder / FILE_NAME)
         self.findings: list[Finding] = []
@@ -182,7 +322,7 @@ class _Check:
             if pattern not in used and not is_ours(self._rules.source)
         ]
 
-    def _check_parameter(self, held: Held, name: str) -> None:
+    def _check_parameter(self, held: _Held, name: str) -> None:
         if held.kind == "buffer" and not self._rules.matching(name):
             return
         sizes = self._seen.manifest.mesh.cuts(is_expert(name))
@@ -219,7 +359,7 @@ class _Check:
                 )
             )
 
-    def _check_info(self, held: Held, spec: ParamSpec) -> None:
+    def _check_info(self, held: _Held, spec: ParamSpec) -> None:
         file, info, order = self._seen.checkpoint.main_file, self._seen.info, self._seen.order
         if tp_patterns.is_open(info, held.pipe, file, order):
             return
