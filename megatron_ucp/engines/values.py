@@ -79,7 +79,7 @@ from megatron_ucp.formats.per_rank import (
     file_name,
     text_of,
 )
-from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, tensor_stand
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, tensor_object
 from megatron_ucp.formats.pt.unpickle import VouchedClasses, loads, with_tensors
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at, tensor_of
@@ -316,7 +316,7 @@ def _problem_of_tensor(item: torch.Tensor) -> str:
 def _of_tensor(item: torch.Tensor) -> InertObject:
     dtype = str(item.dtype).removeprefix("torch.")
     data = bytes(bytes_of(item.cpu().contiguous())) if item.numel() else b""
-    return tensor_stand(dtype, tuple(item.shape), data)
+    return tensor_object(dtype, tuple(item.shape), data)
 
 
 def _of_array(item: np.ndarray[Any, Any]) -> InertObject:
