@@ -27,8 +27,8 @@ from typing import Any, cast
 
 
 class _Name(str):
-    """A text that equals no text of another class, as the thing that it names equals none: both may be
-    keys of one dict."""
+    """A text that equals no text of another class, as a dtype equals no text: both may be keys of
+    one dict."""
 
     __slots__ = ()
 
