@@ -27,8 +27,8 @@ from typing import Any, cast
 
 
 class _Name(str):
-    """A text that equals no text of another class, as what it stands for equals none: both may be
-    keys of one dict."""
+    """A text that equals no text of another class, as a dtype equals no text: both may be keys of
+    one dict."""
 
     __slots__ = ()
 
@@ -411,20 +411,20 @@ def _inert_object(qualname: str, made: str, args: list[Any], state: dict[Any, An
         raise ValueError(f"an object is made by {brief(made)}")
     if not all(type(name) is str for name in state):
         raise TypeError("an attribute whose name is no text")
-    stand = InertObject(_class_name(qualname).qualname, tuple(args), state, made)
-    if stand.qualname in (ARRAY, DTYPE, TENSOR):
-        _check_array(stand)
-    return stand
+    item = InertObject(_class_name(qualname).qualname, tuple(args), state, made)
+    if item.qualname in (ARRAY, DTYPE, TENSOR):
+        _check_array(item)
+    return item
 
 
-def _check_array(stand: InertObject) -> None:
+def _check_array(item: InertObject) -> None:
     """Raises ValueError for an array, a dtype or a tensor that is malformed."""
-    dtype = stand.get("dtype")
-    size = bytes_of_torch(dtype) if stand.qualname == TENSOR else bytes_of_numpy(dtype)
-    if stand.args or stand.made != "call":
-        raise ValueError(f"{stand.qualname} with arguments")
-    if stand.qualname != DTYPE:
-        check_bytes(size, stand.get("shape"), stand.get("data"))
+    dtype = item.get("dtype")
+    size = bytes_of_torch(dtype) if item.qualname == TENSOR else bytes_of_numpy(dtype)
+    if item.args or item.made != "call":
+        raise ValueError(f"{item.qualname} with arguments")
+    if item.qualname != DTYPE:
+        check_bytes(size, item.get("shape"), item.get("data"))
 
 
 def _as_python_does(kind: type[Any], types: _Types) -> ValueKind:

@@ -79,7 +79,7 @@ from megatron_ucp.formats.per_rank import (
     file_name,
     text_of,
 )
-from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, tensor_stand
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, tensor_object
 from megatron_ucp.formats.pt.unpickle import VouchedClasses, loads, with_tensors
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at, tensor_of
@@ -186,15 +186,16 @@ class _Freezer:
 
     def of(self, item: Any, place: _Place = "", level: int = 0) -> Any:
         """The inert form; what is shared is frozen once."""
-        number = id(item)
+        kind, number = type(item), id(item)
+        if kind in _AS_THEY_ARE and level <= _MAX_LEVELS:  # most values
+            return item
         self.holds_itself |= number in self._open
         if number in self._frozen:
             return self._frozen[number]
         self._originals.append(item)
         if level > _MAX_LEVELS:
             self.problems.append((place, f"more than {_MAX_LEVELS} levels"))
-            return ClassName(_qualname(type(item)))
-        kind = type(item)
+            return ClassName(_qualname(kind))
         if kind in _LISTS or kind in _DICTS or kind in _NAMESPACES.values():
             self._open.add(number)
             frozen = self._container(item, kind, place, level + 1)
@@ -315,7 +316,7 @@ def _problem_of_tensor(item: torch.Tensor) -> str:
 def _of_tensor(item: torch.Tensor) -> InertObject:
     dtype = str(item.dtype).removeprefix("torch.")
     data = bytes(bytes_of(item.cpu().contiguous())) if item.numel() else b""
-    return tensor_stand(dtype, tuple(item.shape), data)
+    return tensor_object(dtype, tuple(item.shape), data)
 
 
 def _of_array(item: np.ndarray[Any, Any]) -> InertObject:

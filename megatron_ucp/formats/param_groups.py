@@ -1,4 +1,4 @@
-"""What optimizer files say in plain values: hyper-parameters of groups."""
+"""Parameter groups of optimizer files: their hyper-parameters, as plain values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
@@ -22,7 +22,7 @@ GROUP_MARKS = frozenset(
 
 
 def param_groups(groups: Sequence[Mapping[str, Any]], tensors: Tensors) -> tuple[ParamGroup, ...]:
-    """Each group's hyper-parameters as they are, apart from what marks the group. Raises
+    """Each group's hyper-parameters as they are, without the keys that mark it. Raises
     UnsupportedError for a large tensor among them."""
     out: list[ParamGroup] = []
     for group in groups:

@@ -342,7 +342,7 @@ def _ways(parsed: Any, is_last: bool) -> int:
         elif name == "BRANCH":
             ways *= sum(_ways(branch, ends) for branch in argument[1])
         elif name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            ways *= _ways_of_repeat(*argument, rest, is_last)
+            ways *= _ways_of_repeat(argument, rest, is_last)
         elif name not in (*_ONE_CHARACTER, "AT"):
             what = "a back-reference" if name.startswith("GROUPREF") else "a look-around or flag"
             raise ValueError(f"{what} is not allowed in a pattern")
@@ -351,7 +351,8 @@ def _ways(parsed: Any, is_last: bool) -> int:
     return ways
 
 
-def _ways_of_repeat(low: int, high: int, body: Any, rest: Any, is_last: bool) -> int:
+def _ways_of_repeat(argument: Any, rest: Any, is_last: bool) -> int:
+    low, high, body = argument
     high = min(high, LONGEST_NAME)
     if high > 1 and body.getwidth()[0] == 0:
         raise ValueError("a repeat of what may be empty is not allowed in a pattern")

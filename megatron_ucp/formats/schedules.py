@@ -1,5 +1,9 @@
-"""States of schedulers: what they keep once per parameter group, also in the states of others that
-they hold (torch's SequentialLR and ChainedScheduler have a list of them)."""
+"""States of schedulers: the lists that they have with one value per parameter group, also in the
+states of other schedulers inside them (torch's SequentialLR and ChainedScheduler have a list of
+these).
+
+Example: of two stages with 1 and 2 groups `of_all_stages` makes `{"base_lrs": [a, b, c]}`.
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +15,16 @@ _COUNTED = ("base_lrs", "min_lrs")  # rates of every group, in each scheduler of
 
 
 def regrouped(states: Sequence[Any], of: Callable[[list[Any]], Any]) -> Any:
-    """The first of some states of one scheduler, where `of` gives what it keeps per group: it gets
-    the lists that the states have there, None of one that has none. Nothing of `states` changes."""
+    """The first of several states of one scheduler, with other lists per group: `of` gets the lists
+    that all states have in one place (None: a state has none there), and returns the new one.
+    Nothing of `states` changes."""
     return _Walk(of).over(list(states))
 
 
 def of_all_stages(first: Any, stages: Sequence[tuple[Any, int]]) -> Any:
-    """The first of some states of one scheduler, with what it keeps per group for the groups of all
-    pipeline stages, one stage after the other. `stages` are the state of each, and how many groups
-    it has; a list that does not count these stays the first one's."""
+    """The state `first` of a scheduler with lists for the groups of all pipeline stages, one stage
+    after the other. `stages` has the state of each stage, and how many groups the stage has; a list
+    of another length stays as it is in `first`."""
     counts = [count for _, count in stages]
 
     def of(lists: list[Any]) -> Any:
@@ -32,7 +37,7 @@ def of_all_stages(first: Any, stages: Sequence[tuple[Any, int]]) -> Any:
 
 
 def without_groups(state: Any) -> Any:
-    """A scheduler's state with nothing in the place of what it keeps per group."""
+    """A scheduler's state with None in the place of each list per group."""
     return regrouped([state], lambda _: None)
 
 

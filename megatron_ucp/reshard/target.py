@@ -46,7 +46,7 @@ from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import kept_by, refuse_step_in_group, require_equal
 from megatron_ucp.formats.per_rank import Apart, refuse_unless
 from megatron_ucp.formats.pt.allowed_calls import ALLOWED_CALLS
-from megatron_ucp.formats.pt.pickle import check_stand
+from megatron_ucp.formats.pt.pickle import check_object
 from megatron_ucp.formats.pt.unpickle import named_in
 from megatron_ucp.reshard.match import (
     check_not_lost,
@@ -368,7 +368,7 @@ class Origin:
         for item in named_in(kept):
             try:
                 if isinstance(item, InertObject):
-                    check_stand(item)
+                    check_object(item)
             except UcpError as error:
                 error.file = self.source.main_file
                 raise

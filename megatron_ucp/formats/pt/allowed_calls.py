@@ -436,10 +436,10 @@ def is_call(item: InertObject) -> bool:
     """Whether only a call makes an object that nobody here knows: not one of the table's."""
     if item.made != "call" or item.qualname in (ARRAY, DTYPE, TENSOR):
         return False
-    return ALLOWED_CALLS.get(item.qualname) not in _OF_STANDS
+    return ALLOWED_CALLS.get(item.qualname) not in _OF_OBJECTS
 
 
-_OF_STANDS = (
+_OF_OBJECTS = (
     inert_object,
     _fragment,
     _size,

@@ -57,8 +57,8 @@ class PtFile(OpenFile):
         allow: AllowedClasses = NOTHING_MORE,
         vouched: VouchedClasses | None = None,
     ) -> None:
-        """`allow`: further classes that the pickle may name, `vouched` where others may stand as
-        names; see `unpickler.loads`."""
+        """`allow` and `vouched` are further classes that the pickle may name; see
+        `unpickle.loads`."""
         super().__init__(path)
         self.vouched = vouched
         with ExitStack() as on_failure:

@@ -205,7 +205,7 @@ class _Pickle:
             return self.numpy_array(value.state)
         if value.qualname == DTYPE:
             return self.numpy_dtype(str(value.state["dtype"]))
-        check_stand(value)
+        check_object(value)
         if value.made == "member":
             return self.call("builtins.getattr", (ClassName(value.qualname), *value.args))
         self.name(value.qualname)
@@ -231,7 +231,7 @@ def _no_dtype(problem: str, dtype: str, known: Iterable[str]) -> UnsupportedErro
     )
 
 
-def check_stand(value: InertObject) -> None:
+def check_object(value: InertObject) -> None:
     """Raises UnsafePickleError for what only a call of somebody's function makes, UnsupportedError
     for an object of which its attributes alone can't be written."""
     if is_call(value) or (value.made == "member" and not _is_member(value)):

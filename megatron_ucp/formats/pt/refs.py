@@ -115,10 +115,10 @@ def tensor_value(
             for index in itertools.product(*map(range, ref.shape))
         )
         data = b"".join(data[place : place + size] for place in places)
-    return tensor_stand(ref.storage.dtype, ref.shape, bytes(data))
+    return tensor_object(ref.storage.dtype, ref.shape, bytes(data))
 
 
-def tensor_stand(dtype: str, shape: tuple[int, ...], data: bytes) -> InertObject:
+def tensor_object(dtype: str, shape: tuple[int, ...], data: bytes) -> InertObject:
     """A tensor as a plain value: its elements in C order."""
     return InertObject(TENSOR, (), {"dtype": dtype, "shape": tuple(shape), "data": data})
 

@@ -95,10 +95,13 @@ _MALFORMED = (
 
 @dataclass
 class VouchedClasses:
-    """Names that are not on the closed list and may stand as names, as somebody vouches for them:
-    those `known` (None: all), under a key of the tree that `is_value` and in parameter groups,
-    where a program's own values are. They may name an object too; nothing of it is made. `members`
-    says the names of members of enums, by (class, value). `names` are those that were found."""
+    """Classes and functions that are not on the closed list, and that somebody vouches for: a
+    pickle may name them, and objects of them become InertObjects. Nothing is made of them.
+
+    `known` are their names (None: any name). They may be named in parameter groups, and below the
+    keys of the tree that `is_value` says have a program's own values. `members` has the name of
+    each member of an enum, by (class, value). `names` are those that a pickle named.
+    """
 
     is_value: Callable[[str], bool]
     known: frozenset[str] | None = None
@@ -106,7 +109,7 @@ class VouchedClasses:
     names: set[str] = field(default_factory=set[str])
 
     def take(self, qualname: str) -> bool:
-        """Whether a name may stand as one; it is noted then."""
+        """Whether a pickle may name it; the name is noted then."""
         if self.known is not None and qualname not in self.known:
             return False
         self.names.add(qualname)
