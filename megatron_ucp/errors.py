@@ -133,7 +133,9 @@ class LayoutError(UcpError):
 class RuleError(UcpError):
     """No rule, or more than one, matches a parameter."""
 
-    fix = "correct the file of rules (--rules; Python: rules=; docs/reference/rules.md)"
+    fix = (
+        "correct the file of rules (--rules; Python: rules=); docs/reference/rules.md lists its keys"
+    )
     id = "rules"
 
 

@@ -362,8 +362,9 @@ def subject_table(word: str) -> str:
 def files_of_tests(word: str) -> str:
     """Each file of tests of a folder, with what its docstring says first."""
     folder = ROOT / "tests" / word
-    paths = sorted(folder.glob("test_*.py"))
-    return "\n".join(f"- `{path.stem}`: {doc_of(path)}" for path in paths)
+    paths = sorted(folder.glob("test_*.py") if word == "." else folder.rglob("test_*.py"))
+    names = {path: str(path.relative_to(folder).with_suffix("")) for path in paths}
+    return "\n".join(f"- `{name}`: {doc_of(path)}" for path, name in names.items())
 
 
 def doc_of(path: Path) -> str:

@@ -12,8 +12,7 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "the `.pt` container and pickles",
-        "formats/test_p*t_*, formats/test_safe_pickle, formats/test_pickle_*, "
-        "formats/test_resolve, formats/test_plain_values, formats/test_rank_files",
+        "formats/pt/test_*, formats/test_rank_files",
         "torch.load, Python's zipfile and pickle, numpy",
     ),
     (
@@ -27,7 +26,7 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
         "DeepSpeed's files",
         "formats/test_golden, formats/test_older, formats/test_rounding, formats/test_schedule*, "
         "formats/test_steppers, formats/test_prefixes, formats/test_partition, "
-        "formats/test_stage_order, formats/test_autotp_maps, formats/test_rule_file",
+        "formats/test_autotp_maps, formats/test_rule_file, formats/test_param_groups",
         "golden folders that DeepSpeed wrote; DeepSpeed's own functions",
     ),
     (
@@ -51,7 +50,7 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     (
         "tags, pointers, locks, retention",
         "formats/test_tags, formats/test_pointers, formats/test_two_jobs, "
-        "formats/test_publish_right, formats/test_manifest_versions, "
+        "formats/test_publish_right, formats/test_manifest_*, "
         "reshard/test_pointers",
         "kills between any two operations; two processes",
     ),
