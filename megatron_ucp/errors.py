@@ -133,9 +133,7 @@ class LayoutError(UcpError):
 class RuleError(UcpError):
     """No rule, or more than one, matches a parameter."""
 
-    fix = (
-        "correct the file of rules (--rules; Python: rules=); docs/reference/rules.md lists its keys"
-    )
+    fix = "correct the file of rules (--rules; Python: rules=; docs/reference/rules.md)"
     id = "rules"
 
 

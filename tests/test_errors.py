@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ucp import errors
-from megatron_ucp.cli.help import sections
+from megatron_ucp.cli.verbs import sections
 from megatron_ucp.errors import (
     DamagedFileError,
     EngineUnusableError,

@@ -1,5 +1,5 @@
-"""The command line: commands that parse, print and map errors to exit codes. No logic. One module
-per command."""
+"""The command line: it parses, prints and maps errors to exit codes. No logic; the commands are in
+`verbs`."""
 
 import argparse
 import contextlib
@@ -7,17 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import Any
 
 from megatron_ucp import __version__, say
 from megatron_ucp.cli.output import EXIT_CODES, UNUSABLE, Parser, add_options, nearest, print_json
+from megatron_ucp.cli.verbs import VERBS
 from megatron_ucp.errors import DamagedFileError, UcpError, UsageError
 
-COMMANDS = (
-    *("inspect", "ls", "plan", "verify", "diff"),
-    *("convert", "export-hf", "import-hf", "rules", "run", "doctor", "help"),
-)
+COMMANDS = tuple(verb.name for verb in VERBS)
 INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of a program that SIGINT, SIGPIPE ended
 COMPLETION = "--print-completion"
 # Names come from foreign files: nothing that a terminal obeys, nothing that turns text around, no
@@ -215,18 +212,17 @@ def _parser(completion: bool = False) -> Parser:
             COMPLETION, metavar="SHELL", help="print the completions for bash, zsh or tcsh"
         )
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    for name in COMMANDS:
-        module = import_module(f"megatron_ucp.cli.{name.replace('-', '_')}")
+    for verb in VERBS:
         command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.__doc__,
-            epilog=f"example:\n  megatron-ucp {module.EXAMPLE}\n\n{EXIT_CODES}",
+            verb.name,
+            help=verb.help,
+            description=verb.description,
+            epilog=f"example:\n  megatron-ucp {verb.example}\n\n{EXIT_CODES}",
         )
-        module.add_arguments(command)
-        add_options(command, getattr(module, "OPTIONS", {}))
+        verb.add(command)
+        add_options(command, verb.options)
         _add_common(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=verb.run)
     return parser
 
 

@@ -1,0 +1,689 @@
+"""The verbs of the command line: what each is called, which arguments it takes, what it calls and
+what it prints. No logic."""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.cli.output import (
+    DONE,
+    FOUND,
+    RULES,
+    add_allow,
+    add_checkpoint,
+    add_dtype,
+    allowed,
+    named,
+    nearest,
+    print_json,
+    print_notes,
+    show,
+)
+from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
+from megatron_ucp.core.manifest import FINGERPRINT
+from megatron_ucp.errors import HELP_FILE, DamagedFileError, UsageError
+from megatron_ucp.families import families
+from megatron_ucp.reshard.options import CONVERT, EXPORT, IMPORT
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command. `help` is its line in the list of commands, `description` what `--help` says;
+    `add` adds its arguments, `options` are those by name (see `add_options`)."""
+
+    name: str
+    help: str
+    description: str
+    example: str
+    run: Callable[[Any], int]
+    add: Callable[[argparse.ArgumentParser], None]
+    options: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    """It has options alone."""
+
+
+# ---- inspect
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+
+
+def run_inspect(args: Any) -> int:
+    from megatron_ucp.reshard.look import inspect
+
+    found = inspect(args.path, **named(args, "tag", "rules"))
+    summed = _summed(args) if args.fingerprint else {}
+    if args.json:
+        return print_json({**_inspected(found), **summed}, DONE)
+    print(found)
+    for name, one in summed.items():
+        print(f"{name:12} {one['digest']}")
+    if args.all:
+        print(f"\n{found.details()}")
+    return DONE
+
+
+def _summed(args: Any) -> dict[str, dict[str, Any]]:
+    from megatron_ucp.reshard.fingerprint import PARTS, of_path
+
+    found = of_path(args.path, **named(args, "tag", "rules"))
+    return {FINGERPRINT: {"digest": found.digest, **{key: getattr(found, key) for key in PARTS}}}
+
+
+def _inspected(found: Any) -> dict[str, Any]:
+    from megatron_ucp.reshard.look import experts
+
+    manifest = found.manifest
+    # a value for each parameter and state, which are long and say nothing to a reader
+    return {
+        "path": found.path,
+        "engine": manifest.keeper,
+        "family": manifest.family,
+        "mesh": manifest.written_on,
+        "run": {key: value for key, value in manifest.run.items() if key != FINGERPRINT},
+        "has_manifest": bool(manifest.save_id),
+        "parameters": len(manifest.params),
+        "elements": found.elems,
+        "files": len(manifest.files),
+        "file_bytes": manifest.size_bytes,
+        "experts": experts(manifest),
+        "states": {
+            name: {"dtypes": dtypes, "bytes": size} for name, (dtypes, size) in found.states.items()
+        },
+        "groups": [
+            {"optimizer": group.optimizer, "settings": group.settings} for group in manifest.groups
+        ],
+        "notes": found.notes,
+        "table": found.rows,
+    }
+
+
+# ---- ls
+
+
+def add_ls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="the folder above the tags")
+
+
+def run_ls(args: Any) -> int:
+    from megatron_ucp.reshard.look import ls
+
+    found = ls(args.path)
+    if args.json:
+        tags = [{**vars(one), "whole": one.whole} for one in found.tags]
+        return print_json({"path": found.path, "tags": tags, "notes": found.notes}, DONE)
+    print(found)
+    return DONE
+
+
+# ---- plan
+
+
+_RANKS_SHOWN = 32  # ranks in the table
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser, optional=True)
+    known = ", ".join(families())  # when it is asked for: others register theirs
+    what = f"no checkpoint: a model of this family ({known})"
+    parser.add_argument("--simulate", metavar="FAMILY", help=what)
+    add_target(parser)
+
+
+def run_plan(args: Any) -> int:
+    from megatron_ucp.reshard import plan
+
+    require_mesh(args, "a plan is")
+    target = target_of(args)
+    if args.simulate:
+        found = _simulated(args, target)
+    elif not args.path:
+        raise UsageError(
+            "plan needs a checkpoint",
+            expected="a path, or --simulate",
+            found="neither",
+            fix="give the folder of the checkpoint",
+        )
+    else:
+        refuse_unused_size(args, target, args.path)
+        found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config"))
+    if args.picture:
+        plan.draw(found, args.picture)
+    if args.json:
+        ranks = [{**vars(one), "read_bytes": one.read_bytes} for one in found.ranks]
+        return print_json({**vars(found), "ranks": ranks}, DONE)
+    _print_plan(found)
+    return DONE
+
+
+def _simulated(args: Any, target: Any) -> Any:
+    """The plan of a model and meshes that need not exist. Raises UsageError."""
+    from megatron_ucp.core.mesh import Mesh
+    from megatron_ucp.reshard import plan
+    from megatron_ucp.reshard.options import parsed_config
+
+    plan.find_family(args.simulate)
+    of_files = args.path or args.tag or args.rules
+    if of_files or not args.sizes or not args.source_mesh:
+        raise UsageError(
+            "a simulation needs sizes and a source mesh, and no checkpoint",
+            expected="--sizes and --source-mesh",
+            found=of_files or "not both of them",
+            fix=f"megatron-ucp plan --simulate {args.simulate} "
+            "--sizes layers=32,hidden=4096,heads=32,vocab=32000 --source-mesh dp=8,zero=1 "
+            "--mesh dp=6,zero=1",
+        )
+    sizes = plan.paper_sizes(args.simulate, args.sizes)
+    source = Mesh.parse(args.source_mesh)
+    return plan.simulate(
+        args.simulate, sizes, source, target.with_zero_of(source), parsed_config(args.ds_config)
+    )
+
+
+def _print_plan(found: Any) -> None:
+    print(f"{found.source_mesh}  to  {found.mesh}")
+    rows = _plan_table(found.ranks)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)))
+    if len(found.ranks) > _RANKS_SHOWN:
+        print(f"and {len(found.ranks) - _RANKS_SHOWN} ranks more: --json has them all")
+    total = sum(one.read_bytes for one in found.ranks)
+    print(
+        f"all ranks read {total / 1e6:,.1f} MB, {total / found.stored_bytes:.3f} times the states "
+        "of the checkpoint"
+    )
+    print_notes(found.notes)
+
+
+def _plan_table(ranks: Any) -> list[tuple[str, ...]]:
+    heads = ("files", "MB read", "segments", "MB of states", "MB at most")
+    rows: list[tuple[str, ...]] = [("rank", *ranks[0].coord.shown, *heads)]
+    for one in ranks[:_RANKS_SHOWN]:
+        place = map(str, (one.rank, *one.coord.shown.values(), len(one.files)))
+        sizes = (one.read_bytes, one.state_bytes, one.peak_bytes)
+        read, *memory = [f"{size / 1e6:,.1f}" for size in sizes]
+        rows.append((*place, read, f"{one.copies:,}", *memory))
+    return rows
+
+
+# ---- verify
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+
+
+def run_verify(args: Any) -> int:
+    from megatron_ucp.reshard.check import verify
+
+    found = verify(args.path, **named(args, "tag", "deep", "allow_nan", "rules"))
+    return show(args, found, DONE if found else FOUND, ok=found.ok)
+
+
+# ---- diff
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "a", metavar="A", help="a tag folder, the folder above it, or a saved fingerprint"
+    )
+    parser.add_argument("b", metavar="B", help="the other one")
+    parser.add_argument(
+        "--limit",
+        type=_count,
+        default=20,
+        metavar="COUNT",
+        help="print at most so many differences (default 20)",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no number of at least 0")
+    return int(text)
+
+
+def run_diff(args: Any) -> int:
+    from megatron_ucp.formats.registry import find_checkpoint
+    from megatron_ucp.reshard.check import diff
+    from megatron_ucp.reshard.fingerprint import is_kept
+
+    found = diff(args.a, args.b, **named(args, "rules", "rules_b", "fingerprint"))
+    code = FOUND if found else DONE
+    if args.json:
+        return print_json({"equal": not found, "differences": found}, code)
+    folders = [path for path in (args.a, args.b) if not is_kept(path)]
+    print_notes(note for path in folders for note in find_checkpoint(path).notes)
+    for one in found[: args.limit]:
+        print(f"{one.parameter or 'run'}: {one.what}: {one.a} and {one.b}")
+    if len(found) > args.limit:
+        print(f"and {len(found) - args.limit} more")
+    count = f"{len(found)} difference{'s' if len(found) != 1 else ''}"
+    how = ", as the saves recorded it: no tensor was read" if args.fingerprint else ""
+    print(f"{count if found else 'equal'}{how}")
+    return code
+
+
+# ---- convert
+
+
+_FORMATS = ("native", "universal", "torch_dist")
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser, optional=True)
+    parser.add_argument("--input-folder", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "output",
+        nargs="?",
+        metavar="OUTPUT",
+        help="the new tag folder, such as converted/global_step80",
+    )
+    parser.add_argument("--output-folder", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--to",
+        choices=_FORMATS,
+        metavar="FORMAT",
+        help="native (DeepSpeed's own files for one mesh; the default with --mesh), universal (the "
+        "default without), torch_dist (for Megatron-LM)",
+    )
+    add_target(parser)
+    add_allow(parser, CONVERT)
+
+
+def run_convert(args: Any) -> int:
+    from megatron_ucp.reshard.convert import convert
+
+    given = (args.input_folder, args.path, args.output_folder, args.output)
+    paths = [path for path in given if path]
+    if len(paths) != 2:
+        raise UsageError(
+            "convert needs a source and an output",
+            expected="two paths",
+            found=f"{len(paths)}",
+            fix="megatron-ucp convert CHECKPOINT OUTPUT --mesh tp=1,dp=4,zero=1",
+        )
+    to = args.to or ("native" if args.mesh else "universal")
+    if to == "native":
+        require_mesh(args, "DeepSpeed's own files are")
+    target = target_of(args)
+    refuse_unused_size(args, target, paths[0], to == "native")
+    found = convert(
+        paths[0],
+        paths[1],
+        to=to,
+        target=target,
+        allow=allowed(args),
+        **named(args, "latest", "tag", "rules", "ds_config"),
+    )
+    return show(args, found)
+
+
+# ---- export-hf
+
+
+_EXPORT_OPTIONS = (
+    *("dtype", "max_shard_size", "tag", "rules", "config", "family"),
+    *("tokenizer", "merge", "verify", "force"),
+)
+_EXPORT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add_export_hf(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument("output", metavar="OUTPUT", help="the new folder")
+    add_dtype(
+        parser,
+        _EXPORT_DTYPES,
+        "of the weights, to which the fp32 master weights are rounded: float32, bfloat16, float16 "
+        "(default: that of training)",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default 5GB)"
+    )
+    parser.add_argument(
+        "--family",
+        default="",
+        metavar="NAME",
+        help="where neither the checkpoint nor its config says one",
+    )
+    add_allow(parser, EXPORT)
+
+
+def run_export_hf(args: Any) -> int:
+    from megatron_ucp.reshard.hugging_face.export import export_hf
+
+    found = export_hf(
+        args.path,
+        args.output,
+        allow=allowed(args),
+        **named(args, *_EXPORT_OPTIONS),
+    )
+    return show(args, found, DONE if found.loadable else FOUND)
+
+
+# ---- import-hf
+
+
+def add_import_hf(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="FOLDER", help="with config.json and the safetensors files")
+    parser.add_argument(
+        "output", metavar="OUTPUT", help="the new tag folder, such as llama/global_step0"
+    )
+    add_target(parser)
+    parser.add_argument(
+        "--family",
+        default="",
+        metavar="NAME",
+        help="of megatron-core's modules (default: as config.json says)",
+    )
+    parser.add_argument(
+        "--padded-vocab-size",
+        type=int,
+        metavar="ROWS",
+        help="of the vocabulary with padding, which is zeros (default: as many as there are)",
+    )
+    add_allow(parser, IMPORT)
+
+
+def run_import_hf(args: Any) -> int:
+    from megatron_ucp.reshard.hugging_face.import_hf import import_hf
+
+    require_mesh(args, "DeepSpeed's own files are")
+    target = target_of(args)
+    refuse_unused_size(args, target, None)
+    found = import_hf(
+        args.path,
+        args.output,
+        target=target,
+        padded_vocab=args.padded_vocab_size,
+        allow=allowed(args),
+        **named(args, "latest", "family", "ds_config"),
+    )
+    return show(args, found)
+
+
+# ---- rules
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a tag folder, or the folder above it")
+
+
+def run_rules(args: Any) -> int:
+    from megatron_ucp.reshard.rules import rules
+
+    checked = rules(args.path, check=args.check, tag=args.tag)
+    return show(args, checked, DONE if checked else FOUND)
+
+
+# ---- run
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", nargs="*", help="the script, or -m module, with its arguments")
+
+
+def run_run(args: Any) -> int:
+    from megatron_ucp.run import main
+
+    return main(args.script)
+
+
+# ---- doctor
+
+
+def run_doctor(args: Any) -> int:
+    from megatron_ucp.reshard.look import doctor
+
+    found = doctor(args.ds_config)
+    code = DONE if found else FOUND
+    if args.json:
+        return print_json({"ok": bool(found), "rows": found.rows}, code)
+    print(found)
+    return code
+
+
+# ---- help
+
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+def add_help(parser: argparse.ArgumentParser) -> None:
+    """The id of an error."""
+    parser.add_argument("id", metavar="ID", nargs="?", help="as in `help:` of an error")
+
+
+def run_help(args: Any) -> int:
+    found = sections()
+    if args.id is None:
+        return print_json({"ids": [*found]}, DONE) if args.json else _list_errors(found)
+    if args.id not in found:
+        raise UsageError(
+            f"there is no help for {args.id[:80]!r}",
+            expected=", ".join(found),
+            found=args.id[:200],
+            fix=nearest(args.id, [*found], "megatron-ucp help"),
+        )
+    if args.json:
+        return print_json({"id": args.id, "text": found[args.id]}, DONE)
+    print(found[args.id])
+    return DONE
+
+
+def _list_errors(found: dict[str, str]) -> int:
+    width = max(map(len, found))
+    for name, text in found.items():
+        first = text.partition("```text\n")[2].partition("\n")[0]
+        print(f"{name:{width}}  {first}")
+    return DONE
+
+
+def _for_terminal(text: str) -> str:
+    """A page without what a terminal has no use for: comments, and the targets of links."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<!--.*?-->\n", "", text))
+
+
+def sections() -> dict[str, str]:
+    """The sections of the page by their ids, as an installation has them, or a checkout. Raises
+    DamagedFileError where neither has it."""
+    for page in (_PACKAGE / Path(HELP_FILE).name, _PACKAGE.parent / HELP_FILE):
+        if page.is_file():
+            text = _for_terminal(page.read_text(encoding="utf-8"))
+            parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+            return {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in parts}
+    raise DamagedFileError(
+        "this installation lacks its page of errors",
+        file=_PACKAGE / Path(HELP_FILE).name,
+        fix="install the package again",
+        id="",
+    )
+
+
+VERBS = (
+    Verb(
+        "inspect",
+        "what a checkpoint is: format, model, step, mesh, optimizer, size",
+        """\
+What a checkpoint is: format, model, step, mesh, optimizer, dtypes, date, size. Reads no tensor
+and imports no torch, but for a fingerprint.""",
+        "inspect runs/llama --all",
+        run_inspect,
+        add_inspect,
+        {
+            "--all": "also settings, groups, the model's sizes, and the table of parameters",
+            "--fingerprint": "also read every byte: what the state is, on whatever mesh it lies",
+        },
+    ),
+    Verb(
+        "ls",
+        "the tags of a folder, and which of them are whole",
+        """\
+The tags of a folder: step, mesh, date, size, whether each is whole, and which one a load
+takes.""",
+        "ls runs/llama",
+        run_ls,
+        add_ls,
+        {},
+    ),
+    Verb(
+        "plan",
+        "the dry run of a resume on another mesh, and a picture of it",
+        """\
+What a resume on another mesh would read, rank by rank: files, bytes, memory. Nothing is loaded:
+it is the dry run of a resume, and of `convert`.
+
+With --simulate neither the checkpoint nor the model needs to exist: a family, its sizes and two
+meshes are enough.""",
+        "plan runs/llama --mesh dp=3,zero=1 --picture plan.png",
+        run_plan,
+        add_plan,
+        {
+            "--picture FILE": "draw who reads what from whom into a PNG, PDF or SVG file",
+            "--sizes SIZES": "of the model of --simulate: "
+            "layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",
+            "--source-mesh MESH": "the mesh that would have written it",
+        },
+    ),
+    Verb(
+        "verify",
+        "whether a checkpoint is whole; with --deep every byte of it",
+        """\
+Whether a checkpoint is whole: every file, exact cover; with --deep every byte, every copy, every
+number. All damage is listed.""",
+        "verify runs/llama --deep",
+        run_verify,
+        add_verify,
+        {
+            "--deep": "read everything: checksums, copies of one parameter, NaN",
+            "--allow-nan": "don't look for NaN, which is no corruption",
+        },
+    ),
+    Verb(
+        "diff",
+        "compare two checkpoints of any meshes bit by bit",
+        """\
+Two checkpoints of any formats and meshes, compared bit by bit: fp32 master weights, optimizer
+states, steps, hyper-parameters, schedules.""",
+        "diff runs/llama converted/global_step80",
+        run_diff,
+        add_diff,
+        {
+            **RULES,
+            "--rules-b FILE": "other rules for B",
+            "--fingerprint": "compare what the saves recorded of their bytes, and read no tensor",
+        },
+    ),
+    Verb(
+        "convert",
+        "write files for another mesh, a universal folder, or one for Megatron-LM",
+        """\
+One checkpoint as another one on disk: DeepSpeed's files for another mesh, its universal folder,
+or a folder for Megatron-LM. Not needed to resume: a job loads any checkpoint as it is.
+
+OUTPUT is the new tag folder: it must not exist, and appears as a whole or not at all. The source is
+never touched. `plan` is the dry run. Weights for transformers are written by `export-hf`.""",
+        "convert runs/llama converted/global_step80 --mesh dp=3,zero=1",
+        run_convert,
+        add_convert,
+        {
+            "--latest": "let the pointer (`latest`) of the folder above name OUTPUT; it does "
+            "anyway where that folder is a run of the same format without one"
+        },
+    ),
+    Verb(
+        "export-hf",
+        "write the weights as a folder that transformers loads",
+        """\
+The weights of a checkpoint as a folder that transformers loads, straight from the files of any
+mesh. Replaces zero_to_fp32.py; --dtype float32 gives its dtype.
+
+OUTPUT is the new folder: it must not exist, and appears as a whole or not at all. Neither a GPU nor
+DeepSpeed nor Megatron is needed.""",
+        "export-hf runs/llama hf --dtype bf16 --verify",
+        run_export_hf,
+        add_export_hf,
+        {
+            "--config FILE_OR_FOLDER": "the model's config.json, or its folder (an adapter's "
+            "adapter_config.json); tokenizer files are copied from there. Default: what the "
+            "checkpoint says, else the file beside it",
+            "--tokenizer FOLDER": "copy the tokenizer files of this folder",
+            "--merge BASE": "refused: the adapter is written, and peft merges it",
+            "--verify": "read the files back and compare them with the checkpoint, bit by bit",
+            "--force": "replace OUTPUT, if this command wrote it and nobody changed it since",
+        },
+    ),
+    Verb(
+        "import-hf",
+        "write DeepSpeed's files from a folder of a Hugging Face model",
+        """\
+A folder of a Hugging Face model as DeepSpeed's files for any mesh, before the first step of
+training. Not needed to train: an engine loads the Hugging Face folder itself.
+
+OUTPUT is the new tag folder: it must not exist, and appears as a whole or not at all.""",
+        "import-hf hf start/global_step0 --mesh tp=2,dp=2,zero=1",
+        run_import_hf,
+        add_import_hf,
+        {
+            "--latest": "let `latest` of the folder above name OUTPUT; it does anyway where that "
+            "folder is a run without one"
+        },
+    ),
+    Verb(
+        "rules",
+        "check the rules of a model that no family covers",
+        """\
+Compares a file of rules with a checkpoint.""",
+        "rules runs/llama --check rules.toml",
+        run_rules,
+        add_rules,
+        {
+            "--tag TAG": "another tag in that folder",
+            "--check FILE": "compare this file with the checkpoint",
+        },
+    ),
+    Verb(
+        "run",
+        "run a training script, which then resumes on any mesh",
+        """\
+Runs a training script of DeepSpeed or Megatron-LM unchanged: its saves are atomic, and it loads
+what any mesh saved. The same as `python -m megatron_ucp.run`.""",
+        (
+            "run train.py --epochs 3\n"
+            "  torchrun --nproc_per_node 6 -m megatron_ucp.run train.py --epochs 3"
+        ),
+        run_run,
+        add_run,
+        {},
+    ),
+    Verb(
+        "doctor",
+        "versions beside those that were tested, compiler, GPU",
+        """\
+What this machine has: versions of torch, DeepSpeed, megatron-core and transformers beside those
+that were tested, compiler, GPU; with --ds-config whether that config attaches engines.""",
+        "doctor --ds-config ds_config.json",
+        run_doctor,
+        _nothing,
+        {"--ds-config FILE": "a DeepSpeed config to look into"},
+    ),
+    Verb(
+        "help",
+        "says more about an error, by the id in its last line",
+        """\
+What the line `help:` of an error names: the text, why it comes, and what to do. Without an ID
+all of them.""",
+        "help no-checkpoint",
+        run_help,
+        add_help,
+        {},
+    ),
+)
