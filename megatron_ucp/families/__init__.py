@@ -11,16 +11,16 @@ from megatron_ucp.families import (
     gpt,
     gpt_oss,
     llama,
-    mistral,
     mixtral,
-    qwen2,
-    qwen3,
     qwen3_moe,
 )
 from megatron_ucp.families.family import Family, Model, measured
 
-_OURS = gpt, llama, mixtral, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3, gpt_oss
-_FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _OURS}
+_OURS = (
+    *(gpt.FAMILY, llama.LLAMA, mixtral.FAMILY, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
+    *(qwen3_moe.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY),
+)
+_FAMILIES: dict[str, Family] = {family.name: family for family in _OURS}
 
 
 def register_family(family: Family) -> None:

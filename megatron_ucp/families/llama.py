@@ -1,5 +1,6 @@
 """LLaMA on megatron-core's local layer spec: grouped queries, SwiGLU (gate above up), RMSNorm,
-RoPE, no biases; and the models that are one but for a setting of their attention."""
+RoPE, no biases; and the models that are one but for a setting of their attention: Mistral, Qwen2
+(biases on queries, keys and values), Qwen3 (which normalises queries and keys, head by head)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from megatron_ucp.families.twin import (
     Config,
     HuggingFace,
     by_rows,
+    check_config,
     common,
     read_architecture,
     read_common,
@@ -45,7 +47,7 @@ def refuses(sizes: Sizes, architecture: Architecture, *known: str) -> list[str]:
 # ------------------------------------------------ families
 
 
-def alike(
+def llama_like(
     title: str,
     config: Mapping[str, Any],
     accepted: Callable[[Config], Config] = lambda found: found,
@@ -82,7 +84,7 @@ def alike(
     return Family(
         name,
         table,
-        f"megatron_ucp/families/{name}.py",
+        "megatron_ucp/families/llama.py",
         pipe.names,
         pipe.layers,
         builder=builder,
@@ -91,4 +93,27 @@ def alike(
     )
 
 
-FAMILY = alike("LLaMA", {"attention_bias": False, "mlp_bias": False})
+def without_window(found: Config) -> Config:
+    """The config of a Mistral. Raises UnsupportedError for a sliding window, which the class has
+    where nothing says otherwise."""
+    check_config({"sliding_window": 4096, **found}, {"sliding_window": (None,)})
+    return found
+
+
+def without_used_window(found: Config) -> Config:
+    """The config of any Qwen: a window that is not used may be in it. Raises UnsupportedError."""
+    check_config(found, {"use_sliding_window": (False,)})
+    return {**found, "sliding_window": None}
+
+
+LLAMA = llama_like("LLaMA", {"attention_bias": False, "mlp_bias": False})
+MISTRAL = llama_like("Mistral", {"sliding_window": None}, without_window)
+QWEN2 = llama_like(
+    "Qwen2", {"use_sliding_window": False}, without_used_window, {"qkv_biases": "add_qkv_bias"}
+)
+QWEN3 = llama_like(
+    "Qwen3",
+    {"attention_bias": False, "use_sliding_window": False},
+    without_used_window,
+    {"qk_norms": "qk_layernorm"},
+)

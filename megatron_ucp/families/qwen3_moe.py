@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.families import mixtral, qwen2
+from megatron_ucp.families import llama, mixtral
 from megatron_ucp.families.mixtral import MixtralSizes
 from megatron_ucp.families.settings import FREQUENCY, PRE_SOFTMAX, Architecture, every_of
 from megatron_ucp.families.twin import (
@@ -51,7 +51,7 @@ def refuses(sizes: MixtralSizes, architecture: Architecture) -> list[str]:
 def read(found: Config) -> tuple[MixtralSizes, Architecture]:
     """Sizes and architecture of a Qwen3-MoE. Raises UnsupportedError for what is not computed
     here."""
-    found, odd = qwen2.accepted(found), dict[str, Any](qk_layernorm=True)
+    found, odd = llama.without_used_window(found), dict[str, Any](qk_layernorm=True)
     if (every := _every(found)) != 1:
         odd[FREQUENCY] = every
     if not found.get("norm_topk_prob", False):
