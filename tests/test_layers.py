@@ -2,7 +2,10 @@
 docs/maintain/architecture.md."""
 
 import ast
+import io
+import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -220,6 +223,83 @@ def test_no_name_has_two_meanings() -> None:
 
 
 SAID_BY_EACH = {"FAMILY", "PATCHES"}  # what each file of a kind says of itself
+
+
+# Names of other programs, and of shapes of names, that prose may give in backticks.
+FOREIGN = {
+    *("AutoModelForCausalLM.from_pretrained", "DDP_BFLOAT16", "InferenceCudaGraphScope"),
+    *("MambaModel", "POSITION.rest", "RotaryEmbedding._apply_scaling", "_ParamAndGradBuffer"),
+    *("_apply_muon_updates_cpu_offload", "_common_checkpoint_state", "_configure_basic_optimizer"),
+    *("_configure_zero_optimizer", "_create_fp16_sub_groups", "_do_optimizer_sanity_check"),
+    *("_get_param_fragment_func", "_get_param_groups", "_init_group", "_init_training_state"),
+    *("_metadata", "_muon_momentum_buffer", "_save", "avoids_symlink_attacks", "backup_optimizer"),
+    *("distributed/param_and_grad_buffer.py", "ds_to_universal.py", "except"),
+    *("get_fp32_state_dict_from_zero_checkpoint", "get_standard_config_overrides", "init_state"),
+    *("iter_0000100", "language_model.model.layers.0.bias", "model.language_model.layers.0.bias"),
+    "load_hp_checkpoint_state_from_checkpoint_dir",
+    "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
+    *("merge_tp_slices", "nccl_start_alignment_factor", "optimizer.state.STATE.KEY"),
+    *("param_group_identifier_keys", "partition_balanced", "partition_uniform"),
+    *("runtime/superoffload/", "runtime/zero/stage3.py", "safe_globals.py", "snapshots/REVISION"),
+    *("stage3.py", "tied_modules.KEY.rest", "weight_dequant", "zero/NAME/STATE.pt"),
+    *("zero_optimizer_state", "zipfile"),
+}
+
+
+def prose(text: str) -> Iterator[str]:
+    """Docstrings and comments of a module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node, clean=False) or ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def words_of(tree: ast.AST) -> Iterator[str]:
+    """Every name of a module, and every word of its texts of one line."""
+    for node in ast.walk(tree):
+        for key in ("id", "attr", "name", "arg", "asname", "module"):
+            if isinstance(name := getattr(node, key, None), str):
+                yield from name.split(".")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if "\n" not in node.value:
+                yield from re.findall(r"\w+", node.value)
+
+
+def unknown_names(root: Path, texts: dict[str, str]) -> list[str]:
+    """Names in backticks of prose (by file) that no code below `root` has."""
+    files = [
+        file for top in (PACKAGE, "patches", "pretrain") for file in (root / top).rglob("*.py")
+    ]
+    known = {word for file in files for word in words_of(ast.parse(file.read_text()))}
+    known |= {part for file in files for part in (file.stem, file.parent.name)}
+    modules = {
+        file.relative_to(root / PACKAGE).with_suffix("").parts
+        for file in files
+        if PACKAGE in file.parts
+    }
+    places = modules | {parts[:-1] for parts in modules}
+    found: list[str] = []
+    for file, text in texts.items():
+        for name in re.findall(r"`([A-Za-z_][\w./]*)(?:\(\))?`", text):
+            parts = tuple(filter(None, re.split(r"[./]", name)))
+            is_place = len(parts) > 1 and parts[0] in LAYERS and "/" in name
+            lost = is_place and parts[: 2 + (parts[:2] in places - modules)] not in places
+            if name not in FOREIGN and (lost or not known.issuperset(parts)):
+                found.append(f"{file}: `{name}`")
+    return sorted({*found})
+
+
+def test_names_in_prose_exist() -> None:
+    files = sorted((ROOT / PACKAGE).rglob("*.py"))
+    texts = {str(file.relative_to(ROOT)): "\n".join(prose(file.read_text())) for file in files}
+    assert unknown_names(ROOT, texts) == []
+    planted = {"a.py": "See `formats/no_such_module`, `core/plan`, `no_such_name` and `Manifest`."}
+    assert unknown_names(ROOT, planted) == [
+        "a.py: `formats/no_such_module`",
+        "a.py: `no_such_name`",
+    ]
 
 
 PLANTED = [

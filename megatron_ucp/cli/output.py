@@ -106,7 +106,7 @@ RULES = {
 
 def add_allow(parser: argparse.ArgumentParser, door: str) -> None:
     """--allow, whose words each say what may happen: those that act at a door (see
-    `reshard.allowances`)."""
+    `reshard/options`)."""
     listed = "; ".join(f"{word}: {TABLE[word].meaning}" for word in words_at(door))
     parser.add_argument(
         "--allow",

@@ -266,7 +266,7 @@ class Told:
     have, by module and name (None: all that a file names may stand as names);
     `shapes`: of what the caller's first tensor-parallel rank has of each parameter, where its
     optimizer sorted by them; `registered`: the templates of the parameters of a model of
-    megatron-core's in the order in which it registers them (see `megatron.registration`)."""
+    megatron-core's in the order in which it registers them (see `formats/megatron/buffers`)."""
 
     order: Order | None = None
     specs: Mapping[str, ParamSpec] | None = None

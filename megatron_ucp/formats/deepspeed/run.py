@@ -43,7 +43,7 @@ from megatron_ucp.formats.wrapped_model import other_prefix
 #
 # What is known of DeepSpeed's own files, step by step: opened, the ranks that wrote them, the
 # names of their weights, the optimizers that they hold; last, where each slot lies
-# (`slot_places`).
+# (`SlotPlaces`).
 
 
 Next = TypeVar("Next")

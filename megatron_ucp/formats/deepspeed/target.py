@@ -1,6 +1,6 @@
 """What a converted checkpoint is for: a mesh, and what a mesh alone does not say.
 
-Formulas of the buffers: see `core/zero`. Which optimizer wrapper DeepSpeed chooses:
+Formulas of the buffers: see `formats/deepspeed/buffers`. Which optimizer wrapper DeepSpeed chooses:
 `_do_optimizer_sanity_check` and `_configure_zero_optimizer` of DeepSpeed 0.19.8's engine.
 """
 

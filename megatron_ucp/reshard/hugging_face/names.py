@@ -305,7 +305,7 @@ class Twin:
 def twin_of(
     manifest: Manifest, config: Mapping[str, Any] | None, family: str, dtype: str, file: str
 ) -> Twin:
-    """The twin of a checkpoint, for an export in `dtype`. `config` is what `given_config` reads,
+    """The twin of a checkpoint, for an export in `dtype`. `config` is what `config_for` reads,
     `family` the name of one (else the checkpoint's).
 
     Raises UnsupportedError for what Hugging Face's class can't represent, ModelMismatchError that
