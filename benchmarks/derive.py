@@ -46,7 +46,7 @@ from megatron_ucp.families.family import Declared
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.writer import state_file
 from megatron_ucp.reshard.plan import of_manifests, paper_manifest
-from megatron_ucp.reshard.target import Wanted, target_manifest
+from megatron_ucp.reshard.target import Conversion, target_manifest
 from tests.engines.hybrid_models import on_cpu
 
 RESULTS = Path(__file__).parent / "results" / "derive.json"
@@ -133,10 +133,10 @@ def planned(whole: DeclaredTable, meshes: tuple[Mesh, Mesh]) -> dict[str, Any]:
     model = model_by_itself(known)
     paper = paper_manifest(model.family, model.sizes)
     layers = in_a_row(known)
-    held = target_manifest(Wanted(paper, on_paper(meshes[0], layers), "", layers))
+    held = target_manifest(Conversion(paper, on_paper(meshes[0], layers), "", layers))
     size = len(to_json(held).encode())
     started = time.perf_counter()
-    wanted = target_manifest(Wanted(paper, on_paper(meshes[1], layers), "", layers))
+    wanted = target_manifest(Conversion(paper, on_paper(meshes[1], layers), "", layers))
     of_manifests(held, wanted, lambda slot: state_file(held, slot))
     seconds = time.perf_counter() - started
     return {

@@ -17,8 +17,8 @@ from benchmarks.megatron_ranks import Large
 from benchmarks.model import make_engine, train_step
 from benchmarks.resize_ranks import held_bytes, peak
 from megatron_ucp.engines.background import background_of
-from megatron_ucp.engines.deepspeed.save import Asked, save
-from megatron_ucp.engines.save import Saving
+from megatron_ucp.engines.deepspeed.save import SaveRequest, save
+from megatron_ucp.engines.save import SaveOptions
 from megatron_ucp.reshard import agree
 from tests.engines.stack_background_jobs import attached
 from tests.engines.stack_jobs import Engine, arguments, close, make, stock_save, train
@@ -38,8 +38,10 @@ def measure(
         each: dict[str, dict[str, float]] = {}
         for durable in (False, True) if number % 2 else (True, False):
             dist.barrier()
-            how, place = Saving(durable=durable), Path(folder)
-            report: Any = save(Asked(engine, None, how, stock_save, place, "tag", {}, True, False))
+            how, place = SaveOptions(durable=durable), Path(folder)
+            report: Any = save(
+                SaveRequest(engine, None, how, stock_save, place, "tag", {}, True, False)
+            )
             own = report.seconds - report.stock_seconds - report.sync_seconds
             each["durable" if durable else "not durable"] = {
                 "own": own,

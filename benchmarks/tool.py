@@ -275,12 +275,12 @@ def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
     from megatron_ucp.formats.loss_scale import LossScale
     from megatron_ucp.formats.pt.archive import write_pt
     from megatron_ucp.reshard.plan import paper_manifest, paper_sizes
-    from megatron_ucp.reshard.target import Wanted, target_manifest
+    from megatron_ucp.reshard.target import Conversion, target_manifest
 
     target = Target(Mesh(dp=2, zero=1), "bfloat16").completed({})
     known = paper_sizes(family, sizes)
     model = paper_manifest(find_family(family), known)
-    manifest = target_manifest(Wanted(model, target, "paper"))
+    manifest = target_manifest(Conversion(model, target, "paper"))
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     none = LossScale()
     extras = Extras({"global_steps": 1, "global_samples": 2}, None, none, config, {})

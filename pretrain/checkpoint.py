@@ -20,7 +20,7 @@ from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.family import Model, Sizes
-from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.files import TagFiles, scan
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
 from megatron_ucp.formats.pt.file import PtFile
@@ -86,7 +86,7 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
         return None
     names = _stage_names(args, sizes)
     folder, passed_over = _folder(args, tag, lambda folder: _declared(folder, args, sizes), names)
-    told = Told(specs=_declared(folder, args, sizes), names=names)
+    told = CallerModel(specs=_declared(folder, args, sizes), names=names)
     with open_checkpoint(folder, told=told) as checkpoint:
         manifest, extras = checkpoint.manifest, checkpoint.extras
         client, counters, schedule = extras.client_state, extras.counters, extras.scheduler

@@ -260,7 +260,7 @@ def ranks_of(local: Mapping[str, int], whole: Mapping[str, int], file: str) -> i
 
 
 @dataclass(frozen=True)
-class Spread:
+class PartitionRanks:
     """Which ranks share a buffer: over how many ZeRO partitions it, and which axes cut it, for what
     is an expert's and for what is not."""
 
@@ -269,7 +269,7 @@ class Spread:
     apart: bool
 
     @classmethod
-    def on(cls, mesh: Mesh, partitions: int | None = None) -> "Spread":
+    def on(cls, mesh: Mesh, partitions: int | None = None) -> "PartitionRanks":
         """On a mesh; `partitions` (as files count them) stands for its dense ones."""
         dense = mesh.partitions if partitions is None else partitions
         expert = mesh.expert_partitions if dense > 1 or mesh.partitions == dense else 1

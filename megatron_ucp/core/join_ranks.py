@@ -26,7 +26,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Joined:
+class AllRanks:
     """All places: their optimizer's buffers in the order of the places, then their values.
     `numbers` has for each place the numbers that its own buffers have among all, `values` those of
     its values, `first_group` the number under which its groups begin."""
@@ -39,7 +39,7 @@ class Joined:
     first_group: tuple[int, ...]
 
 
-def join(stages: Sequence[Stage]) -> Joined:
+def join(stages: Sequence[Stage]) -> AllRanks:
     """One list of everything. What is no expert's is held at all expert-parallel ranks of a stage;
     the first one's is taken. Raises ModelMismatchError where two places describe one thing
     differently."""
@@ -64,7 +64,7 @@ def join(stages: Sequence[Stage]) -> Joined:
     _check_shares(buffers.all)
     values = _Numbered(len(buffers.all))
     value_numbers = [values.of(stage.at, stage.values, 0) for stage in stages]
-    return Joined(
+    return AllRanks(
         tuple(params.values()),
         (*buffers.all, *values.all),
         tuple(groups),

@@ -78,7 +78,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorPart:
     """What a tensor holds of the parameter `param`: chunk `number` of the layout Chunks, or all of
     it where no layout cuts it. `order` are the parameter's dims as the tensor stores them. The
     tensor of a `stacked` share is one slice of the parameter's first dim, and lacks that dim.
@@ -111,7 +111,7 @@ class Share:
 
 
 def weights_manifest(
-    params: Mapping[str, ParamSpec], tensors: Iterable[tuple[Share, str]], family: str = ""
+    params: Mapping[str, ParamSpec], tensors: Iterable[tuple[TensorPart, str]], family: str = ""
 ) -> Manifest:
     """A manifest with a buffer for each tensor, in their order; each tensor has its own dtype.
 

@@ -159,7 +159,7 @@ _LONGER_S = 1.0  # than its deadline a save is waited for: the ranks name the on
 
 
 @dataclass(frozen=True)
-class BesideTraining:
+class BackgroundOptions:
     """How saves go on beside training.
 
     Args:
@@ -183,12 +183,12 @@ class BesideTraining:
         check_saves(self)
 
 
-BESIDE = tuple(one.name for one in fields(BesideTraining))
+BESIDE = tuple(one.name for one in fields(BackgroundOptions))
 
 
-def beside_training(is_asked: bool, options: Mapping[str, Any]) -> BesideTraining | None:
+def beside_training(is_asked: bool, options: Mapping[str, Any]) -> BackgroundOptions | None:
     """How saves go on beside training; None where they don't. Raises UsageError."""
-    how = BesideTraining(**options)
+    how = BackgroundOptions(**options)
     if options and not is_asked:
         raise UsageError(
             "options of saves in the background were given, and saves are not made there",
@@ -301,7 +301,7 @@ class Background:
 
     last: SaveTurn | None = None
 
-    def __init__(self, how: BesideTraining) -> None:
+    def __init__(self, how: BackgroundOptions) -> None:
         self.how = how
         self.snapshot = SnapshotMemory(how.snapshot_bytes)
         self._ranks: BesideRanks | None = None

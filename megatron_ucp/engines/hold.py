@@ -23,7 +23,7 @@ from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.in_memory import RunInMemory, TakenRun
 from megatron_ucp.formats.per_rank import PER_RANK, PerRank
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, Holder, How, Lender, Report
+from megatron_ucp.reshard.engine import Engine, Holder, Lender, LoadOptions, Report
 from megatron_ucp.reshard.fingerprint import (
     diverged,
     recorded_as,
@@ -66,7 +66,7 @@ class DataPlace:
 
 
 @dataclass(frozen=True)
-class Taking:
+class HoldOptions:
     """What is taken along: a `client_state`, the position of a `loader` (None: that of the loader
     that the engine was attached with), random states, and a fingerprint of all elements. `place` is
     what stands for position and random states where the program has drawn more since."""
@@ -96,7 +96,7 @@ class RankValues:
 
 
 def lent(
-    holder: Lender, said: Mapping[str, Any], extras: Extras, values: RankValues, how: Taking
+    holder: Lender, said: Mapping[str, Any], extras: Extras, values: RankValues, how: HoldOptions
 ) -> LentRun:
     """Puts together what all ranks have besides elements, which the `holder` has. `said` is what a
     manifest says of the run. Collective. Raises a UcpError on every rank."""
@@ -157,7 +157,7 @@ class _Whole:
 
 
 @dataclass
-class HeldRun(MemorySource):
+class MemoryRun(MemorySource):
     """A run in memory, as `hold` returned it: what this rank keeps of it. `size_bytes` is the host
     memory that it takes; `release()` lets go of it, as a load does that was whole."""
 
@@ -176,7 +176,7 @@ class HeldRun(MemorySource):
         """Whether this rank keeps nothing: it joined, or others keep all that it had."""
         return not self.size_bytes
 
-    def resume(self, engine: Engine, how: How) -> Report:
+    def resume(self, engine: Engine, how: LoadOptions) -> Report:
         left = "what is held is whole on this rank; the new engine is not usable"
         with agree.as_rank_error("the load", left):
             whole = _everywhere(self)
@@ -204,7 +204,7 @@ def hold(
     rng: bool | None = None,
     checksums: bool | None = None,
     release: bool = False,
-) -> HeldRun:
+) -> MemoryRun:
     """Keeps a run in host memory, so that the program can build another world around it: another
     mesh, fewer ranks or more. Between two steps; collective. The engine is as before, unless its
     memory is to go (`release`).
@@ -239,7 +239,7 @@ def hold(
         >>> report = ucp.load(engine, held)
     """
     if engine is None:
-        return HeldRun()
+        return MemoryRun()
     how = _taking(engine, client_state, loader, rng, checksums)
     left = "the engine is whole on this rank, and can go on or be saved"
     with agree.as_rank_error("the hold", _RELEASED if release else left):
@@ -283,15 +283,15 @@ def resize(
 
 def _taking(
     engine: Any, client_state: Mapping[str, Any] | None, loader: Any, rng: Any, checksums: Any
-) -> Taking:
+) -> HoldOptions:
     """What is taken along; what is not said (None) is as `attach` was told."""
     attached = getattr(getattr(engine, HANDLE, None), "options", {})
     rng = attached.get("rng", True) if rng is None else rng
     checksums = attached.get("checksums", True) if checksums is None else checksums
-    return Taking(dict(client_state or {}), loader, rng, checksums)
+    return HoldOptions(dict(client_state or {}), loader, rng, checksums)
 
 
-def lent_by(engine: Any, how: Taking) -> LentRun:
+def lent_by(engine: Any, how: HoldOptions) -> LentRun:
     """An attached engine as a run. A save that is under way is there before. Collective."""
     wait_together(engine)
     taken = getattr(engine, HANDLE).lent(how)
@@ -301,7 +301,7 @@ def lent_by(engine: Any, how: Taking) -> LentRun:
 
 
 def _checked(
-    engine: Any, mesh: Any, ranks: int | None, how: Taking, release: bool = False
+    engine: Any, mesh: Any, ranks: int | None, how: HoldOptions, release: bool = False
 ) -> Mesh | None:
     """The mesh that was asked for, of all ranks alike. Collective. Raises UsageError."""
     asked = {
@@ -352,7 +352,7 @@ def _params(engine: Any) -> set[int]:
 # ------------------------------------------------ holding
 
 
-def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None, release: bool) -> HeldRun:
+def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None, release: bool) -> MemoryRun:
     """Collective."""
     with agree.together() as block:
         block.value = lent.holder.parts()
@@ -368,7 +368,7 @@ def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None, release: bool) ->
         run = transfer(source, sink, run=TransferRun(progress=advance))
     whole = _Whole(_one_id(), layout.run, layout.manifest, _owners(layout.takers))
     _say_held(lent.run, run.done, source.read_bytes)
-    return HeldRun(whole, memory)
+    return MemoryRun(whole, memory)
 
 
 def _say_held(run: TakenRun, kept_bytes: int, moved_bytes: int) -> None:
@@ -408,22 +408,22 @@ def _owners(takers: Sequence[Sequence[BufferPart]]) -> dict[BufferPart, int]:
 
 def held_as(
     one_id: str, run: TakenRun, held_by: Mapping[BufferPart, int], memory: HeldMemory
-) -> HeldRun:
+) -> MemoryRun:
     """A run as its elements lie in `memory` on this rank; the `one_id` is that of all ranks."""
-    return HeldRun(_Whole(one_id, run, run.manifest, held_by), memory)
+    return MemoryRun(_Whole(one_id, run, run.manifest, held_by), memory)
 
 
-def _lent_as_held(lent: LentRun) -> HeldRun:
+def _lent_as_held(lent: LentRun) -> MemoryRun:
     """A run as its engine holds it, without a copy. Collective."""
     parts = agree.gather(lent.holder.parts())
     whole = _Whole(_one_id(), lent.run, lent.run.manifest, _owners(parts))
-    return HeldRun(whole, None, lent.holder)
+    return MemoryRun(whole, None, lent.holder)
 
 
 # ------------------------------------------------ loading
 
 
-def _everywhere(held: HeldRun) -> _Whole:
+def _everywhere(held: MemoryRun) -> _Whole:
     """What is held, on a rank that joined too. Collective. Raises UsageError."""
     with agree.together() as block:
         if held._is_released:
@@ -450,7 +450,7 @@ def _everywhere(held: HeldRun) -> _Whole:
     return held._whole or told[first] or _known(held)
 
 
-def _known(held: HeldRun) -> _Whole:
+def _known(held: MemoryRun) -> _Whole:
     if held._whole is None:
         raise UsageError("nothing is held", found=repr(held), fix="give what ucp.hold returned")
     return held._whole

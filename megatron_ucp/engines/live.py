@@ -10,7 +10,7 @@ import torch
 
 from megatron_ucp.core.box import Ints, dims_in_memory
 from megatron_ucp.core.experts import number_and_count
-from megatron_ucp.core.join_ranks import Joined, Stage, join
+from megatron_ucp.core.join_ranks import AllRanks, Stage, join
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.names import Keeper
@@ -27,7 +27,7 @@ from megatron_ucp.errors import (
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.family import Model
 from megatron_ucp.families.settings import architecture_of
-from megatron_ucp.formats.checkpoint import Checkpoint, Told
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.optimizers import DECOUPLED, Kept, steps_as
 from megatron_ucp.reshard.hugging_face.names import check_config, other_settings, settings_of
@@ -399,7 +399,7 @@ class LivePlaces:
                 found=str(found),
                 fix=fix,
             )
-        self.joined: Joined = join(stages)
+        self.joined: AllRanks = join(stages)
         self._here, self._groups, self._program = found.index(own.at), own.param_groups, program
         self.first_group = self.joined.first_group[self._here]
 
@@ -450,8 +450,8 @@ class LivePlaces:
         return notes
 
 
-def told_by(model: Model, manifest: Manifest) -> Told:
+def told_by(model: Model, manifest: Manifest) -> CallerModel:
     """What a family says of checkpoints of its model."""
     twin, rules = model.family.hugging_face, model.family.rules
     shares = None if twin is None else twin.tensors(model.sizes)
-    return Told(None, manifest.by_name, model.pipe, rules, shares, like=manifest)
+    return CallerModel(None, manifest.by_name, model.pipe, rules, shares, like=manifest)

@@ -22,7 +22,7 @@ from megatron_ucp.engines.values import reducing
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats.tags import content_id
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, How, Report
+from megatron_ucp.reshard.engine import Engine, LoadOptions, Report
 from megatron_ucp.reshard.load import resume
 from megatron_ucp.reshard.options import (
     LOAD,
@@ -38,7 +38,7 @@ class MemorySource(ABC):
     """What `load` takes in the place of a path: a run in the memory of ranks."""
 
     @abstractmethod
-    def resume(self, engine: Engine, how: How) -> Report:
+    def resume(self, engine: Engine, how: LoadOptions) -> Report:
         """Fills an engine; the memory is let go of. Collective. Raises a UcpError on every rank;
         what is held stays then."""
 
@@ -119,7 +119,7 @@ def load(
     attached: Mapping[str, Any] = getattr(getattr(engine, HANDLE, None), "options", {})
     given = {**_DEFAULTS, **attached, **{k: v for k, v in named.items() if v is not None}}
     per_rank = given["per_rank"]
-    how = How(
+    how = LoadOptions(
         load_optimizer_states and not load_module_only,
         load_lr_scheduler_states,
         load_module_only,
@@ -155,7 +155,7 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _wanted(engine: Any, how: How) -> LoadWanted:
+def _wanted(engine: Any, how: LoadOptions) -> LoadWanted:
     """What a load is asked for, as far as allowances need it."""
     has_optimizer = not hasattr(engine, "optimizer") or engine.optimizer is not None
     return LoadWanted(
@@ -171,10 +171,10 @@ def _words(allow: Any) -> frozenset[str]:
     return frozenset(one if isinstance(one, str) else repr(one) for one in given)
 
 
-_AS_THEY_ARE = ("hyper", "checksums", "allow", "rng", "loader")  # fields of `How`
+_AS_THEY_ARE = ("hyper", "checksums", "allow", "rng", "loader")  # fields of `LoadOptions`
 
 
-def asked_of(path: Any, tag: Any, how: How, family: Any) -> dict[str, Any]:
+def asked_of(path: Any, tag: Any, how: LoadOptions, family: Any) -> dict[str, Any]:
     """What all ranks must have been given alike, by the names that a caller knows."""
     options = {
         "path": os.path.abspath(path) if isinstance(path, str) else path,
@@ -199,7 +199,7 @@ def to_fill(engine: Any, family: Any) -> LiveEngine:
 
 
 def _resumed(
-    engine: Any, live: Engine, path: str | Path | MemorySource, tag: str | None, how: How
+    engine: Any, live: Engine, path: str | Path | MemorySource, tag: str | None, how: LoadOptions
 ) -> tuple[Report, Any]:
     """Fills an engine from memory or from files; with a share of the in-memory checkpoint that was
     newer than the files, if there was one."""
@@ -261,7 +261,7 @@ def origin_of(folder: str | Path) -> str:
 @agree.door("the load")
 @collector_paused()
 def fill(
-    engine: Any, path: str | Path | MemorySource, tag: str | None, family: Any, how: How
+    engine: Any, path: str | Path | MemorySource, tag: str | None, family: Any, how: LoadOptions
 ) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""
     wait_together(engine)

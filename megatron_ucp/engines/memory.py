@@ -26,11 +26,11 @@ from megatron_ucp.core.manifest import ORIGIN, RUN, BufferPart
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.background import (
     Background,
-    BesideTraining,
+    BackgroundOptions,
     SaveTurn,
     keep_background,
 )
-from megatron_ucp.engines.hold import DataPlace, HeldRun, LentRun, Taking, held_as
+from megatron_ucp.engines.hold import DataPlace, HoldOptions, LentRun, MemoryRun, held_as
 from megatron_ucp.engines.record import record_of, run_of
 from megatron_ucp.engines.resume_state import STEPS, ResumableLoader
 from megatron_ucp.engines.save import as_save_error, stamp
@@ -41,7 +41,7 @@ from megatron_ucp.formats.output_folder import Syncs, manifest_of, replace_text
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import content_id, find_tag, has_state_files
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, How
+from megatron_ucp.reshard.engine import Engine, LoadOptions
 from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, sums_of_rank, table_of
 from megatron_ucp.reshard.memory_layout import CopiedLayout, HeldMemory, copied
 from megatron_ucp.reshard.options import check_saves, plain_path
@@ -391,7 +391,7 @@ _DEADLINE_S = 600.0  # after which a step is given up: no rank waits longer for 
 
 
 @dataclass(frozen=True)
-class InMemory:
+class MemoryOptions:
     """What is kept in memory, and how often.
 
     Args:
@@ -428,16 +428,16 @@ def _refuse(name: str, expected: str, found: object) -> None:
     )
 
 
-IN_MEMORY = tuple(one.name for one in fields(InMemory))
+IN_MEMORY = tuple(one.name for one in fields(MemoryOptions))
 
 
-def in_memory_as(options: Mapping[str, Any]) -> InMemory | None:
+def in_memory_as(options: Mapping[str, Any]) -> MemoryOptions | None:
     """What is kept in memory, of options of `attach`; None where nothing is. Raises UsageError."""
     if not options:
         return None
     if missing := [name for name in ("keep", "every") if options.get(name) is None]:
         _refuse(missing[0], f'keep="{MEMORY}" and every=', options.get(missing[0]))
-    return InMemory(**options)
+    return MemoryOptions(**options)
 
 
 class Attached(Protocol):
@@ -446,7 +446,7 @@ class Attached(Protocol):
     program: Any
     module: Any
 
-    def lent(self, how: Taking) -> LentRun:
+    def lent(self, how: HoldOptions) -> LentRun:
         """The engine as a run. Collective."""
         ...
 
@@ -470,7 +470,7 @@ class MemorySteps:
     def __init__(
         self,
         attached: Attached,
-        how: InMemory,
+        how: MemoryOptions,
         rng: bool = True,
         loader: ResumableLoader | None = None,
     ) -> None:
@@ -479,7 +479,7 @@ class MemorySteps:
         self._is_named = False  # whether the folder of saves names this run
         self._place: DataPlace | None = None
         self.background = Background(
-            BesideTraining(busy="skip", on_error="warn", deadline=_DEADLINE_S)
+            BackgroundOptions(busy="skip", on_error="warn", deadline=_DEADLINE_S)
         )
         self.path: Path | None = None
         self.life: Life | None = None
@@ -518,7 +518,7 @@ class MemorySteps:
         with agree.together():
             self.adopt(path.absolute().parent if is_tag else path)
 
-    def look(self, engine: Engine, path: Path, tag: str | None, how: How) -> "Looked":
+    def look(self, engine: Engine, path: Path, tag: str | None, how: LoadOptions) -> "NewerStep":
         """Looks for an in-memory checkpoint that is newer than the tag on disk; where a tag is
         named, only if that is allowed. Collective. Raises a UcpError on every rank."""
         return _look(self, engine, path, tag, how)
@@ -622,7 +622,7 @@ class MemorySteps:
             )
             return
         self.background.wait()
-        how = Taking(state, self._loader, self._rng, checksums=False, place=self._place)
+        how = HoldOptions(state, self._loader, self._rng, checksums=False, place=self._place)
         lent = self._attached.lent(how)
         life = self._arranged(lent)
         with _as_save_error(), agree.together():
@@ -916,13 +916,13 @@ class KeptStep:
 
 
 @dataclass
-class Looked:
+class NewerStep:
     """What was found in memory: the `step` to go on from and what this rank holds of it (None: the
     disk has a newer one, or nothing is whole); `came_to` is the last step that the run is known to
     have come to. `notes` say what was chosen, and why."""
 
     step: KeptStep | None = None
-    held: HeldRun | None = None
+    held: MemoryRun | None = None
     came_to: int = 0
     notes: list[str] = field(default_factory=list[str])
 
@@ -932,9 +932,11 @@ class Looked:
         return None if self.step is None else self.step.first
 
 
-def _look(kept: MemorySteps, engine: Engine, path: Path, tag: str | None, how: How) -> Looked:
+def _look(
+    kept: MemorySteps, engine: Engine, path: Path, tag: str | None, how: LoadOptions
+) -> NewerStep:
     """As `MemorySteps.look`."""
-    found = Looked()
+    found = NewerStep()
     if not kept.is_of(path) or (tag is not None and "memory" not in how.allow):
         return found
     nodes = agree.gather(node())
@@ -979,7 +981,7 @@ class _Disk:
         return "" if own == (self.run or self.content) else "the tag on disk"
 
 
-def _listed(kept: MemorySteps, nodes: Sequence[str], found: Looked) -> list[KeptStep]:
+def _listed(kept: MemorySteps, nodes: Sequence[str], found: NewerStep) -> list[KeptStep]:
     """All steps in memory, the newest one first. Collective."""
     with agree.together() as block:
         if nodes.index(node()) == agree.world()[0]:
@@ -1038,7 +1040,7 @@ def _on_disk(engine: Engine, path: Path, tag: str | None) -> _Disk:
     return _Disk(in_memory=in_memory)
 
 
-def _say_chosen(found: Looked, disk: int | None, tag: str) -> None:
+def _say_chosen(found: NewerStep, disk: int | None, tag: str) -> None:
     on_disk = "no tag on disk" if disk is None else f"{tag} on disk is of step {disk:,}"
     steps = disk or 0
     if found.step is not None:
@@ -1056,8 +1058,8 @@ def _say_chosen(found: Looked, disk: int | None, tag: str) -> None:
 
 
 def _held(
-    folder: MemoryFolder, step: KeptStep, nodes: Sequence[str], checksums: bool, found: Looked
-) -> HeldRun | None:
+    folder: MemoryFolder, step: KeptStep, nodes: Sequence[str], checksums: bool, found: NewerStep
+) -> MemoryRun | None:
     """A step as this rank holds it; None where it is not whole. Collective."""
     what, parts = f"step {step.first.steps:,} in memory", step.first.parts
     if len(step.held_by) < parts:
@@ -1129,10 +1131,10 @@ class _Own:
         params = [member.param for member in self.run.manifest.buffers[slot.buffer].members]
         return f"{slot.state} of {some_of(params, 2)}"
 
-    def held(self, step: KeptStep) -> HeldRun:
+    def held(self, step: KeptStep) -> MemoryRun:
         """All of it, without a copy; of a rank that reads nothing, nothing."""
         if self.run is None:
-            return HeldRun()
+            return MemoryRun()
         memory = HeldMemory(self.run.manifest, self.parts)
         for slots in self._slots.values():
             for slot, own in slots:

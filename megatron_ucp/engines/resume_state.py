@@ -20,7 +20,7 @@ from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.per_rank import RANDOM_STATES
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import How, KeepsPosition
+from megatron_ucp.reshard.engine import KeepsPosition, LoadOptions
 
 # ---- random states
 #
@@ -469,7 +469,12 @@ class CommonExtras:
 
     @classmethod
     def taken(
-        cls, source: Checkpoint, values: Values, how: How, mesh: Mesh, place: tuple[int, int]
+        cls,
+        source: Checkpoint,
+        values: Values,
+        how: LoadOptions,
+        mesh: Mesh,
+        place: tuple[int, int],
     ) -> "CommonExtras":
         """`place` is this rank's data-parallel rank and pipeline stage. Raises StateMismatchError
         where the data position does not fit the loader."""

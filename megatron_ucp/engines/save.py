@@ -109,7 +109,7 @@ STOCK, DIRECT, BACKGROUND = WAYS = ("stock", "direct", "background")
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveOptions:
     """How saves are made. `durable`: files are on disk before they count. `keep_latest`: whole tags
     that are left after a save (None: all). `rng`: random states are kept. `loader`: its position is
     kept. `values_left`: a scheduler or a group may hold values that no load can build, which
@@ -226,7 +226,7 @@ def where_to(folder: Path, tag: str) -> dict[str, str]:
 
 def require_one_save(said: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
     """Raises UsageError on all ranks unless all of them save into one tag (`where_to`), in one way
-    (`Saving.asked`)."""
+    (`SaveOptions.asked`)."""
     agree.require_same([where for where, _ in said], "the ranks don't save into one tag")
     agree.require_same([asked for _, asked in said])
 

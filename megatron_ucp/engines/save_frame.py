@@ -17,8 +17,8 @@ from megatron_ucp.engines import resume_state
 from megatron_ucp.engines.background import Alongside, Background, SaveTurn
 from megatron_ucp.engines.pt_files import RankFiles, Replicas, WrittenRange
 from megatron_ucp.engines.save import (
+    SaveOptions,
     SaveReport,
-    Saving,
     as_rank_error,
     as_save_error,
     completed,
@@ -35,7 +35,7 @@ from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, sums_o
 
 
 @dataclass(frozen=True)
-class TakenFiles:
+class PendingSave:
     """All that a save takes of an engine: from here on the engine may train. `files` are written by
     this package (None: the engine's own code wrote them, and `written` has their paths). `held` is
     the memory of what this rank has, of its own or in the snapshot; `whole` has frozen parameters
@@ -46,7 +46,7 @@ class TakenFiles:
     folder: Path
     tag: str
     pointer: str | None
-    how: Saving
+    how: SaveOptions
     manifest: Manifest
     said: dict[str, Any]
     files: RankFiles | None
@@ -71,7 +71,7 @@ class TakenFiles:
 
 
 def saved_as_taken(
-    where: Path, background: Background | None, take: Callable[[ExitStack], TakenFiles]
+    where: Path, background: Background | None, take: Callable[[ExitStack], PendingSave]
 ) -> SaveReport:
     """Takes a save of a tag, and writes it; in the background beside training. What `take` gives to
     its stack ends with the save. Collective. Raises a UcpError on every rank; a rank that died
@@ -92,7 +92,7 @@ def saved_as_taken(
 
 
 def _in_background(
-    taken: TakenFiles, sums: Alongside, held: ExitStack, begun: SaveReport, turn: SaveTurn
+    taken: PendingSave, sums: Alongside, held: ExitStack, begun: SaveReport, turn: SaveTurn
 ) -> None:
     """The rest of a save, in a thread of its own."""
     with held, as_rank_error(taken.folder, taken.tag):
@@ -109,7 +109,7 @@ def files_of_rank(
     return RankFiles(replicas, sync, background.snapshot)
 
 
-def write_beside(aside: Path, own: LiveValues, apart: PerRank, how: Saving) -> list[Path]:
+def write_beside(aside: Path, own: LiveValues, apart: PerRank, how: SaveOptions) -> list[Path]:
     """Writes what this rank has for itself besides tensors; returns the files. Raises OSError."""
     rank = agree.world()[0]
     found = [own.write(aside, rank, apart)] if apart else []
@@ -117,7 +117,7 @@ def write_beside(aside: Path, own: LiveValues, apart: PerRank, how: Saving) -> l
 
 
 def _settled(
-    taken: TakenFiles, summing: Alongside, ranks: SaveTurn | None, blocked_seconds: float | None
+    taken: PendingSave, summing: Alongside, ranks: SaveTurn | None, blocked_seconds: float | None
 ) -> SaveReport:
     """Writes what waits, and brings it to disk; then files get their names. Collective, among
     `ranks`."""
@@ -145,7 +145,7 @@ def _settled(
     )
 
 
-def _entries(taken: TakenFiles, others: Iterable[WrittenRange]) -> list[FileEntry]:
+def _entries(taken: PendingSave, others: Iterable[WrittenRange]) -> list[FileEntry]:
     """This rank's files, whole and on disk, as lines of the manifest; `others` wrote ranges of
     them. Raises OSError."""
     made = [] if taken.files is None else taken.files.finish(others)
@@ -156,7 +156,7 @@ def _entries(taken: TakenFiles, others: Iterable[WrittenRange]) -> list[FileEntr
 
 
 def _recorded(
-    taken: TakenFiles, entries: Sequence[FileEntry], sums: Sequence[Sums]
+    taken: PendingSave, entries: Sequence[FileEntry], sums: Sequence[Sums]
 ) -> tuple[Manifest, list[str]]:
     """The manifest beside the files, with the fingerprint of what they hold; and notes."""
     table, apart = table_of(taken.whole, sums)
@@ -165,7 +165,7 @@ def _recorded(
     return completed(taken.manifest, entries, said, taken.folder), diverged(apart)
 
 
-def _written(taken: TakenFiles) -> tuple[list[WrittenRange], int]:
+def _written(taken: PendingSave) -> tuple[list[WrittenRange], int]:
     """What this rank wrote, all of it on disk: ranges of files that others made, and how many bytes
     in all. Raises OSError."""
     size_bytes = 0
@@ -184,7 +184,7 @@ def flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return [one for each in lists for one in each]
 
 
-def _named(taken: TakenFiles, manifest: Manifest, ranks: SaveTurn | None) -> list[str]:
+def _named(taken: PendingSave, manifest: Manifest, ranks: SaveTurn | None) -> list[str]:
     """Rank 0 gives the files their names, and takes older tags away; returns notes, on rank 0.
     Collective, among `ranks`."""
     rank = agree.world()[0] if ranks is None else ranks.rank

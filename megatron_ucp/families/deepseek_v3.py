@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.layout import Chunks
-from megatron_ucp.core.tensor_parts import Share
+from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import llama, mixtral
 from megatron_ucp.families.family import (
@@ -266,15 +266,17 @@ _COPIES = {
 _own_tensors = by_rows(table, _ROWS)
 
 
-def tensors(sizes: DeepSeekSizes) -> dict[str, Share]:
+def tensors(sizes: DeepSeekSizes) -> dict[str, TensorPart]:
     """What each tensor of DeepseekV3ForCausalLM holds, and of the layers behind its own."""
     out = _own_tensors(sizes)
     for end, param in _COPIES.items() if sizes.predictions else ():
         rows = block(0, sizes.true_vocab, sizes.hidden)
         layout = Chunks(((rows,),) * (1 + sizes.predictions))
-        out[TOP[param]] = Share(param, layout)
+        out[TOP[param]] = TensorPart(param, layout)
         for number in range(sizes.predictions):
-            out[f"model.layers.{sizes.layers + number}.{end}"] = Share(param, layout, 1 + number)
+            out[f"model.layers.{sizes.layers + number}.{end}"] = TensorPart(
+                param, layout, 1 + number
+            )
     return out
 
 

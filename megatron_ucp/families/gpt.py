@@ -2,7 +2,7 @@
 untied head."""
 
 from megatron_ucp.core.layout import Chunks
-from megatron_ucp.core.tensor_parts import Share
+from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.families import pipe
 from megatron_ucp.families.family import (
     Builder,
@@ -34,24 +34,24 @@ def table(sizes: Sizes) -> dict[str, Declared]:
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
-def tensors(sizes: Sizes) -> dict[str, Share]:
+def tensors(sizes: Sizes) -> dict[str, TensorPart]:
     """What each tensor of GPT2LMHeadModel holds: matrices transposed, in c_attn the queries of all
     heads, then the keys, then the values."""
     out = {
-        "transformer.wte.weight": Share("embedding.word_embeddings.weight"),
-        "transformer.wpe.weight": Share("embedding.position_embeddings.weight"),
+        "transformer.wte.weight": TensorPart("embedding.word_embeddings.weight"),
+        "transformer.wpe.weight": TensorPart("embedding.position_embeddings.weight"),
     }
     for number in range(sizes.layers):
         out |= _layer(sizes, f"transformer.h.{number}.", f"decoder.layers.{number}.")
     for part in ("weight", "bias"):
-        out[f"transformer.ln_f.{part}"] = Share(f"decoder.final_layernorm.{part}")
+        out[f"transformer.ln_f.{part}"] = TensorPart(f"decoder.final_layernorm.{part}")
     if not sizes.tied:
-        out["lm_head.weight"] = Share("output_layer.weight")
+        out["lm_head.weight"] = TensorPart("output_layer.weight")
     return out
 
 
-def _layer(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
-    out: dict[str, Share] = {}
+def _layer(sizes: Sizes, prefix: str, canonical: str) -> dict[str, TensorPart]:
+    out: dict[str, TensorPart] = {}
     for theirs, ours in {
         "ln_1": "input_layernorm",
         "attn.c_attn": "self_attention.linear_qkv",
@@ -61,12 +61,12 @@ def _layer(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
         "mlp.c_proj": "mlp.linear_fc2",
     }.items():
         for part, rest in (("weight", (sizes.hidden,)), ("bias", ())):
-            share = Share(f"{canonical}{ours}.{part}")
+            share = TensorPart(f"{canonical}{ours}.{part}")
             if theirs == "attn.c_attn":
                 queries, keys, values = split_qkv(sizes, *rest)
-                share = Share(share.param, Chunks(((*queries, *keys, *values),)))
+                share = TensorPart(share.param, Chunks(((*queries, *keys, *values),)))
             if rest and not theirs.startswith("ln"):
-                share = Share(share.param, share.layout, order=TRANSPOSED)
+                share = TensorPart(share.param, share.layout, order=TRANSPOSED)
             out[f"{prefix}{theirs}.{part}"] = share
     return out
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks, Layout, Replicate
-from megatron_ucp.core.tensor_parts import Share, Slice
+from megatron_ucp.core.tensor_parts import Slice, TensorPart
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.settings import Architecture, Sizes
 
@@ -36,7 +36,7 @@ class HuggingFace:
 
     model_type: str
     architecture: str
-    tensors: Callable[[Any], dict[str, Share]]
+    tensors: Callable[[Any], dict[str, TensorPart]]
     config: Callable[[Any, Architecture], dict[str, Any]]
     read: Callable[[Config], tuple[Sizes, Architecture]]
     refuses: Callable[[Any, Architecture], list[str]]
@@ -120,7 +120,7 @@ class Row:
     layout: Layout = field(default_factory=Replicate)
     stacked: bool = False
 
-    def named(self, sizes: Any, param: str, shape: Ints, prefix: str) -> dict[str, Share]:
+    def named(self, sizes: Any, param: str, shape: Ints, prefix: str) -> dict[str, TensorPart]:
         """The shares by the names of their tensors, which begin with `prefix`; those of a stack by
         its name and the number of the slice."""
         number = "".join(_EXPERT.findall(param))
@@ -132,12 +132,12 @@ class Row:
         of = Slice(name, int(number), 0, int(sizes.experts))
         return {f"{name}[{number}]": replace(share, slice_of=of)}
 
-    def shares(self, sizes: Any, param: str, shape: Ints) -> list[Share]:
+    def shares(self, sizes: Any, param: str, shape: Ints) -> list[TensorPart]:
         """One for each tensor."""
         if self.cut is None:
-            return [Share(param, self.layout, order=self.order)]
+            return [TensorPart(param, self.layout, order=self.order)]
         layout = Chunks(tuple(tuple(blocks) for blocks in self.cut(sizes, shape)))
-        return [Share(param, layout, at, self.order) for at in range(len(self.tensors))]
+        return [TensorPart(param, layout, at, self.order) for at in range(len(self.tensors))]
 
 
 def same(tensor: str) -> Row:
@@ -190,8 +190,8 @@ def by_rows(table: Callable[[Any], Mapping[str, Any]], rows: Rows) -> Callable[[
     say under which names those of a layer lie in files. A parameter without a row lies in none: the
     family `refuses` models that have one."""
 
-    def tensors(sizes: Any) -> dict[str, Share]:
-        out: dict[str, Share] = {}
+    def tensors(sizes: Any) -> dict[str, TensorPart]:
+        out: dict[str, TensorPart] = {}
         for name, declared in table(sizes).items():
             prefix, row = "", same(TOP[name]) if name in TOP else None
             if found := _IN_LAYER.fullmatch(name):

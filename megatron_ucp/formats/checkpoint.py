@@ -14,12 +14,12 @@ from megatron_ucp.core.manifest import Manifest, Order, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.core.tensor_parts import Share
+from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.manifest_beside import Recorded
-from megatron_ucp.formats.per_rank import Apart, OwnValues, PerRank
+from megatron_ucp.formats.manifest_beside import ManifestBeside
+from megatron_ucp.formats.per_rank import OwnValues, PerRank, RankDifferences
 from megatron_ucp.formats.pt.refs import (
     ITEMSIZE,
     MAX_ELEMS,
@@ -252,7 +252,7 @@ class Checkpoint(Readable, Protocol):
 
 
 @dataclass(frozen=True)
-class Told:
+class CallerModel:
     """What a caller knows of a checkpoint, which may not say it by itself: how parameters are cut
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
@@ -272,9 +272,9 @@ class Told:
     specs: Mapping[str, ParamSpec] | None = None
     names: Mapping[str, str] | None = None
     rules: RuleSet | None = None
-    shares: Mapping[str, Share] | None = None
+    shares: Mapping[str, TensorPart] | None = None
     like: Manifest | None = None
-    tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None = None
+    tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None = None
     weights: bool = False
     shapes: Mapping[str, Ints] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -289,7 +289,7 @@ class Format(Protocol):
         """Whether a tag folder is of this format."""
         ...
 
-    def open(self, folder: Path, told: Told) -> Checkpoint:
+    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
         """Opens it. Raises a UcpError for anything that directories and pickles can show."""
         ...
 
@@ -351,7 +351,7 @@ class OpenedFolder:
     # ------------------------------------------------ the manifest, and what it lists
 
     @cached_property
-    def evidence(self) -> Recorded | None:
+    def evidence(self) -> ManifestBeside | None:
         """The manifest beside the files, with what it lists; None for a format without one."""
         return None
 
@@ -456,11 +456,11 @@ def ranks_of(checkpoint: Checkpoint) -> Mesh:
     return (checkpoint.recorded or checkpoint.manifest).mesh
 
 
-def apart_in(checkpoint: Checkpoint) -> Apart:
+def apart_in(checkpoint: Checkpoint) -> RankDifferences:
     """All of it, of all ranks of a checkpoint. Raises DamagedFileError."""
     what = differing(checkpoint, checkpoint.file_names)
     count = ranks_of(checkpoint).world if what else 0
-    return Apart(what, [checkpoint.of_rank(rank).only(what) for rank in range(count)])
+    return RankDifferences(what, [checkpoint.of_rank(rank).only(what) for rank in range(count)])
 
 
 def differing(checkpoint: Checkpoint, names: Iterable[str]) -> PerRank:

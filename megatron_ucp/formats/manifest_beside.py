@@ -16,7 +16,7 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats import per_rank
 
 
-class Recorded:
+class ManifestBeside:
     """The manifest of a tag folder; `manifest` is None and `files` are empty where there is none.
 
     `state_files` are the names that were found there; `unneeded` says of a file that it may be

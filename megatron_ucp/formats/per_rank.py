@@ -78,7 +78,7 @@ class OwnValues:
 
 
 @dataclass(frozen=True)
-class Apart:
+class RankDifferences:
     """What differs from rank to rank, and what each rank has of it."""
 
     what: PerRank = field(default_factory=PerRank)

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import NotFoundError
-from megatron_ucp.formats.checkpoint import Checkpoint, Format, Told
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Format
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat, refuse_unnamed
@@ -32,7 +32,7 @@ class TorchDistFormat:
     def recognises(self, folder: Path) -> bool:
         return (folder / INDEX_FILE).is_file()
 
-    def open(self, folder: Path, told: Told) -> Checkpoint:
+    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
         check_backend(folder)
         index = read_index(folder)
         states = split_keys(index.tensors, str(folder / INDEX_FILE))
@@ -59,7 +59,7 @@ def open_checkpoint(
     path: str | Path,
     tag: str | None = None,
     rules: str | Path | RuleSet | None = None,
-    told: Told | None = None,
+    told: CallerModel | None = None,
 ) -> Checkpoint:
     """A checkpoint of any format, to look into and to read; a context manager.
 
@@ -70,7 +70,7 @@ def open_checkpoint(
     """
     found = find_checkpoint(path, tag)
     read = rules if rules is None or isinstance(rules, RuleSet) else read_rules(rules)
-    known = told or Told()
+    known = told or CallerModel()
     if read is not None:
         known = replace(known, rules=read)
     opened = format_of(found.folder).open(found.folder, known)

@@ -37,7 +37,7 @@ from megatron_ucp.formats.checkpoint import ByteFile, Checkpoint, Record, apart_
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
 from megatron_ucp.formats.manifest_beside import open_regular
 from megatron_ucp.formats.megatron.arguments import one_spelling
-from megatron_ucp.formats.per_rank import Apart
+from megatron_ucp.formats.per_rank import RankDifferences
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.pt.unpickle import VouchedClasses
@@ -743,7 +743,7 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         yield Difference("", "lr_scheduler", shown(a), shown(b))
 
 
-def _same_apart(a: Apart, b: Apart) -> bool:
+def _same_apart(a: RankDifferences, b: RankDifferences) -> bool:
     """Of buffers and schedulers: the client state is the caller's, and is not compared."""
     sides = [replace(each.what, client_state=frozenset()) for each in (a, b)]
     if not any(sides):

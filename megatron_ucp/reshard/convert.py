@@ -39,7 +39,7 @@ from megatron_ucp.reshard.options import (
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.target import Origin, Wanted
+from megatron_ucp.reshard.target import Conversion, SourceSettings
 from megatron_ucp.reshard.transfer import TransferRun, transfer
 from megatron_ucp.reshard.writers import native, torch_dist, universal
 
@@ -48,7 +48,7 @@ from megatron_ucp.reshard.writers import native, torch_dist, universal
 # The formats that can be written: a row for each, beside those of `formats/registry` for reading.
 
 
-FolderPlan = Callable[[Origin, Wanted, Mapping[str, Any] | None, Path], FolderOutput]
+FolderPlan = Callable[[SourceSettings, Conversion, Mapping[str, Any] | None, Path], FolderOutput]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def writable(name: str | None, given: Target | None) -> Writable:
     return WRITABLE[name]
 
 
-def default_target(origin: Origin, to: Writable) -> Target:
+def default_target(origin: SourceSettings, to: Writable) -> Target:
     """Where nobody said a mesh. Of a mixture a folder for Megatron then says that experts have no
     optimizer of their own, whatever the source has."""
     manifest = origin.manifest
@@ -302,7 +302,7 @@ def convert(
     with open_checkpoint(src, tag, rules) as source:
         check_source(source, folder, allow)
         refuse_lost_moments(source.manifest, str(source.folder))
-        origin = Origin(source, rules is not None)
+        origin = SourceSettings(source, rules is not None)
         wanted = _wanted(origin, asked, row, config, allow)
         origin.take_values(wanted.target.mesh if row.for_ranks else None, allow)
         output = row.plan(origin, wanted, config, folder)
@@ -311,12 +311,12 @@ def convert(
 
 
 def _wanted(
-    origin: Origin,
+    origin: SourceSettings,
     asked: Target | None,
     to: Writable,
     config: Mapping[str, Any] | None,
     allow: Collection[str],
-) -> Wanted:
+) -> Conversion:
     """What is written, with all that nobody said. Raises UsageError for what the format lacks."""
     asked = (asked or default_target(origin, to)).with_zero_of(origin.manifest.mesh)
     refuse_unused(asked, to)

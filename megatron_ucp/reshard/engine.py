@@ -8,7 +8,7 @@ from megatron_ucp import say
 from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.formats.checkpoint import Checkpoint, Told
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.per_rank import OwnValues, PerRank
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class KeepsPosition(Protocol):
 
 
 @dataclass(frozen=True)
-class How:
+class LoadOptions:
     """What a load is asked for; see `load`. `loader` is the data loader whose position is
     restored. `apart` is what differs from rank to rank in the checkpoint, and `own` what this rank
     gets of it (None: what all share), both known once its files were looked at."""
@@ -168,7 +168,7 @@ class Engine(Lender, Protocol):
     has_optimizer: bool
     has_one_step: bool
 
-    def told(self) -> Told:
+    def told(self) -> CallerModel:
         """What the engine knows of checkpoints of its own model."""
         ...
 
@@ -187,7 +187,7 @@ class Engine(Lender, Protocol):
         ...
 
     def take_extras(
-        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
+        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
     ) -> TakenExtras:
         """Reads scheduler, counters, client state, random states and data position. `groups` are
         the checkpoint's for each group of the manifest. Raises a UcpError before anything is

@@ -21,14 +21,21 @@ from megatron_ucp.errors import (
     StateMismatchError,
     some_of,
 )
-from megatron_ucp.formats.checkpoint import Checkpoint, Told, differing, ranks_of
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, differing, ranks_of
 from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_unless
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, FingerprintCheck, Holder, How, Report, TakenExtras
+from megatron_ucp.reshard.engine import (
+    Engine,
+    FingerprintCheck,
+    Holder,
+    LoadOptions,
+    Report,
+    TakenExtras,
+)
 from megatron_ucp.reshard.execute import OfOp, TensorOf, tensor_of
 from megatron_ucp.reshard.files import SharedFiles
 from megatron_ucp.reshard.fingerprint import (
@@ -199,7 +206,7 @@ class EngineSink:
         self,
         engine: Engine,
         held: Manifest,
-        how: How,
+        how: LoadOptions,
         parts: tuple[SinkPart, ...],
         filled: Filled,
         extras: TakenExtras,
@@ -382,7 +389,7 @@ def named(found: Mapping[str, Sequence[str]]) -> list[str]:
 # unusable, filled, refreshed and marked usable again. No collective stands inside the arithmetic.
 
 
-def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Report:
+def resume(engine: Engine, path: str | Path, tag: str | None, how: LoadOptions) -> Report:
     """Fills an engine. Collective. Raises a UcpError on every rank; the engine is unchanged where
     metadata could show the reason, and refuses to step and to save where it could not."""
     started = time.perf_counter()
@@ -396,7 +403,9 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         return _filled_from(engine, source, values, how, started)
 
 
-def resume_from_memory(engine: Engine, source: Checkpoint, held: Holder, how: How) -> Report:
+def resume_from_memory(
+    engine: Engine, source: Checkpoint, held: Holder, how: LoadOptions
+) -> Report:
     """As `resume`, from the memories of all ranks: `source` says all that is no element of a
     tensor, and `held` has this rank's elements."""
     started = time.perf_counter()
@@ -410,7 +419,7 @@ def _filled_from(
     engine: Engine,
     source: Checkpoint,
     values: InPlaceSource,
-    how: How,
+    how: LoadOptions,
     started: float,
 ) -> Report:
     """Fills an engine with `values`, which are those of `source`. `started` is the clock when the
@@ -438,20 +447,20 @@ def _filled_from(
     )
 
 
-def _told(engine: Engine, how: How) -> Told:
+def _told(engine: Engine, how: LoadOptions) -> CallerModel:
     """What the engine knows of the checkpoint, and what the caller allows."""
     told = replace(engine.told(), weights="weights" in how.allow)
     return replace(told, classes=None) if "values" in how.allow else told
 
 
-def _left_out(how: How, engine: Engine) -> str:
+def _left_out(how: LoadOptions, engine: Engine) -> str:
     """What of a training state was not asked for, in words."""
     if how.module_only:
         return "optimizer, scheduler and counters"
     return "the optimizer's states" if engine.has_optimizer and not how.optimizer else ""
 
 
-def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
+def _prepared(engine: Engine, source: Checkpoint, how: LoadOptions) -> EngineSink:
     """Everything that needs no tensor byte; raises before anything is written. Every rank looks at
     the whole engine, and prepares the parts that it has."""
     file, bare = str(source.folder), engine.manifest
@@ -497,7 +506,7 @@ def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
     ]
 
 
-def _check_files(source: Checkpoint, how: How, engine: Engine) -> PerRank:
+def _check_files(source: Checkpoint, how: LoadOptions, engine: Engine) -> PerRank:
     """Compares the files with each other; the ranks share the work. Returns what differs from rank
     to rank in those of this one."""
     rank, world = agree.world()
@@ -592,7 +601,7 @@ def _wants(target: Manifest, fit: Fit, taken: Sequence[BufferPart]) -> list[Want
 
 
 def _groups(
-    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, how: How
+    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, how: LoadOptions
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The hyper-parameters of each group as live values, and notes; none for a group whose
     parameters all begin afresh. Raises StateMismatchError, UnsafePickleError."""
@@ -622,7 +631,7 @@ def _parts(
     return tuple(parts)
 
 
-def _extras(engine: Engine, source: Checkpoint, how: How) -> TakenExtras:
+def _extras(engine: Engine, source: Checkpoint, how: LoadOptions) -> TakenExtras:
     """What the engine takes besides element-wise states, and the sums of what was read for it."""
     scheduler = how.scheduler and not how.module_only
     origins = _origins(engine.manifest, source.manifest)

@@ -27,11 +27,11 @@ from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError
 from megatron_ucp.families.arguments import with_model
-from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.files import is_universal
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
-from megatron_ucp.formats.manifest_beside import Recorded
+from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.distcp import SUFFIX
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import (
@@ -104,7 +104,7 @@ def look(
                 FileEntry(name, os.stat(folder / name).st_size) for name in checkpoint.file_names
             )
             return replace(checkpoint.manifest, files=files)
-    recorded = Recorded(
+    recorded = ManifestBeside(
         folder, [name for name in os.listdir(folder) if name.endswith("_states.pt")]
     )
     recorded.close()
@@ -261,7 +261,7 @@ def check_whole(
 ) -> None:
     """Raises a UcpError for a tag folder that lacks a file, or holds one that is damaged or of
     another save."""
-    with open_checkpoint(folder, told=Told(specs=specs, names=names)) as checkpoint:
+    with open_checkpoint(folder, told=CallerModel(specs=specs, names=names)) as checkpoint:
         for name in checkpoint.file_names:
             checkpoint.check(name)
         checkpoint.check_beside()

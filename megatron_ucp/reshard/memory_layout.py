@@ -26,7 +26,12 @@ from megatron_ucp.reshard.fingerprint import (
 )
 from megatron_ucp.reshard.match import scheduler_for
 from megatron_ucp.reshard.memories import SharedMemories, evenly
-from megatron_ucp.reshard.target import Origin, Wanted, target_manifest, universal_manifest
+from megatron_ucp.reshard.target import (
+    Conversion,
+    SourceSettings,
+    target_manifest,
+    universal_manifest,
+)
 from megatron_ucp.reshard.transfer import Lost, Proved, SinkPart, TransferRun
 
 # ---- held layout
@@ -143,8 +148,8 @@ class _Work:
         return rank
 
 
-def _wanted(run: TakenRun, target: Target) -> Wanted:
-    return Origin(RunInMemory(run, run.manifest), False).wanted(target, None)
+def _wanted(run: TakenRun, target: Target) -> Conversion:
+    return SourceSettings(RunInMemory(run, run.manifest), False).wanted(target, None)
 
 
 def _regrouped(run: TakenRun, manifest: Manifest) -> TakenRun:

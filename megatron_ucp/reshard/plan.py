@@ -26,7 +26,7 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.convert import refuse_unused
 from megatron_ucp.reshard.options import needed_target, parsed_config
-from megatron_ucp.reshard.target import Origin, Wanted, target_manifest, with_stages
+from megatron_ucp.reshard.target import Conversion, SourceSettings, target_manifest, with_stages
 
 # Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
 # reads over gaps.
@@ -102,7 +102,7 @@ def plan(
     asked = needed_target(mesh, target, "a plan is")
     config = parsed_config(ds_config)
     with open_checkpoint(path, tag, rules) as source:
-        origin = Origin(source, rules is not None)
+        origin = SourceSettings(source, rules is not None)
         asked = asked.with_zero_of(source.manifest.mesh)
         refuse_unused(asked)
         wanted, staged = with_stages(origin.wanted(asked, config))
@@ -135,7 +135,7 @@ def simulate(
         replace(one, dtype=one.dtype or "bfloat16", stages=one.stages or "layers").completed(said)
         for one, said in ((Target(source_mesh), {}), (target, config or {}))
     ]
-    of = [target_manifest(Wanted(whole, one, family, layers)) for one in chosen]
+    of = [target_manifest(Conversion(whole, one, family, layers)) for one in chosen]
     return of_manifests(of[0], of[1], lambda slot: state_file(of[0], slot), progress)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import (
-    Spread,
+    PartitionRanks,
     check_files,
     in_order,
     in_own_file,
@@ -44,7 +44,7 @@ from megatron_ucp.formats.deepspeed.weights import training_dtype
 from megatron_ucp.formats.deepspeed.writer import RunSettings
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import kept_by, refuse_step_in_group, require_equal
-from megatron_ucp.formats.per_rank import Apart, refuse_unless
+from megatron_ucp.formats.per_rank import RankDifferences, refuse_unless
 from megatron_ucp.formats.pt.allowed_calls import ALLOWED_CALLS
 from megatron_ucp.formats.pt.pickle import check_object
 from megatron_ucp.formats.pt.unpickle import named_in
@@ -81,7 +81,7 @@ class NamedGroup:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Conversion:
     """What is converted, and what for. `file` is the source's, for messages; `declared` says
     whether anybody declared how parameters are cut; `permuted` whether the source's groups are in
     the order of `round_robin_gradients`; `layers` are those of the pipeline, where somebody knows
@@ -132,7 +132,7 @@ def no_layers(file: str) -> UnsupportedError:
     )
 
 
-def placed(wanted: Wanted, local: Mapping[str, int]) -> list[frozenset[str]]:
+def placed(wanted: Conversion, local: Mapping[str, int]) -> list[frozenset[str]]:
     """The names that each stage of the target holds."""
     source, target, layers, file = wanted.source, wanted.target, wanted.layers, wanted.file
     if target.mesh.pp == 1:
@@ -157,7 +157,7 @@ def placed(wanted: Wanted, local: Mapping[str, int]) -> list[frozenset[str]]:
     ]
 
 
-def with_stages(wanted: Wanted) -> tuple[Wanted, list[str]]:
+def with_stages(wanted: Conversion) -> tuple[Conversion, list[str]]:
     """With how the layers are divided among the stages, where nobody said it: as in the source, if
     that has as many stages, else as many each of the most frequent kind, which a note says."""
     source, target, layers = wanted.source, wanted.target, wanted.layers
@@ -325,7 +325,7 @@ CLIP_GRAD = 1.0  # DeepSpeed's default
 VERSION = "0.19.8"  # whose files are written, where the source's don't say theirs
 
 
-class Origin:
+class SourceSettings:
     """A source as a conversion sees it. `ruled`: a file of rules was given. `notes` say what had to
     be assumed."""
 
@@ -334,7 +334,7 @@ class Origin:
         self.manifest = with_model(source.manifest)
         self.config: Mapping[str, Any] = self.extras.config or {}
         self.notes: list[str] = []
-        self.apart = Apart()
+        self.apart = RankDifferences()
         self._declared = ruled or says_layouts(self.manifest)
         trained = [spec.dtype for spec in self.manifest.params if spec.kind == "trainable"]
         self.dtype = trained[0] if trained else training_dtype({"ds_config": self.config}, {}, ())
@@ -355,7 +355,7 @@ class Origin:
         file, here = str(self.source.folder), str(mesh or "a format without ranks")
         self.notes.append(refuse_unless("per_rank" in allow, apart.what, file, here))
 
-    def _check_names(self, apart: Apart) -> None:
+    def _check_names(self, apart: RankDifferences) -> None:
         """Notes classes of the run's program that values name, as the written files name them
         again. Raises UnsafePickleError for what only a call makes: nobody here knows what it
         would do; UnsupportedError for an object that can't be written."""
@@ -380,7 +380,7 @@ class Origin:
 
     def wanted(
         self, target: Target, config: Mapping[str, Any] | None, allow: Collection[str] | None = None
-    ) -> Wanted:
+    ) -> Conversion:
         """What is asked for: the target with everything that the config of its job says, or else
         the source's. Raises UsageError; LayoutError where no engine could be built so."""
         self.notes += require_one_copy(self.source, self.manifest.by_name, allow)
@@ -392,7 +392,7 @@ class Origin:
             model.check_cut(target.mesh.tp)  # heads, which shapes alone do not show
         layers = self._layers() if target.mesh.pp > 1 else None
         file = str(self.source.folder)
-        return Wanted(self.manifest, target, file, layers, self._declared, self._permuted)
+        return Conversion(self.manifest, target, file, layers, self._declared, self._permuted)
 
     @property
     def _permuted(self) -> bool:
@@ -416,7 +416,7 @@ class Origin:
         return None if found is None else found.with_values(names)
 
     def settings(
-        self, wanted: Wanted, manifest: Manifest, config: Mapping[str, Any] | None
+        self, wanted: Conversion, manifest: Manifest, config: Mapping[str, Any] | None
     ) -> RunSettings:
         """What the files say besides the manifest. `config` is the DeepSpeed config of the
         target, None for the source's."""
@@ -472,7 +472,7 @@ class Origin:
 # mesh and engine.
 
 
-def named_groups(wanted: Wanted) -> list[NamedGroup]:
+def named_groups(wanted: Conversion) -> list[NamedGroup]:
     """The target's groups as an optimizer without pipeline has them. Raises UsageError,
     StateMismatchError."""
     target, source = wanted.target, wanted.source
@@ -486,7 +486,7 @@ def named_groups(wanted: Wanted) -> list[NamedGroup]:
     return [replace(one, group=replace(one.group, optimizer=target.optimizer)) for one in found]
 
 
-def target_manifest(wanted: Wanted) -> Manifest:
+def target_manifest(wanted: Conversion) -> Manifest:
     """What the target holds, buffer by buffer, without files. Raises a UcpError that names what is
     not known."""
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
@@ -518,7 +518,7 @@ def target_manifest(wanted: Wanted) -> Manifest:
     )
 
 
-def _local_shapes(wanted: Wanted, mesh: Mesh) -> dict[str, Ints]:
+def _local_shapes(wanted: Conversion, mesh: Mesh) -> dict[str, Ints]:
     """The shape of every parameter on a rank of a mesh."""
     shares = mesh.shares()
     return {
@@ -527,7 +527,7 @@ def _local_shapes(wanted: Wanted, mesh: Mesh) -> dict[str, Ints]:
     }
 
 
-def _as_stepped(wanted: Wanted, one: NamedGroup, shapes: Mapping[str, Ints]) -> NamedGroup:
+def _as_stepped(wanted: Conversion, one: NamedGroup, shapes: Mapping[str, Ints]) -> NamedGroup:
     """A group in the order of the optimizer that steps it, which Muon sorts by rank-local
     `shapes`. Raises UsageError."""
     if not steps_matrices(one.group.settings):
@@ -539,7 +539,7 @@ def _as_stepped(wanted: Wanted, one: NamedGroup, shapes: Mapping[str, Ints]) -> 
     return replace(one, names=names)
 
 
-def _check_cuts(wanted: Wanted) -> None:
+def _check_cuts(wanted: Conversion) -> None:
     """Raises RuleError where the target's mesh cuts what nobody declared how to cut, and as
     `check_experts`."""
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
@@ -584,7 +584,7 @@ def _is_unknown(spec: ParamSpec) -> bool:
 def _with_experts_apart(groups: list[NamedGroup], mesh: Mesh, source: Mesh) -> list[NamedGroup]:
     """Groups in which no expert is among parameters that other ranks share; those of experts come
     last, as DeepSpeed's own function splits them."""
-    spread = Spread.on(mesh)
+    spread = PartitionRanks.on(mesh)
     apart: list[NamedGroup] = []
     others: list[NamedGroup] = []
     for one in groups:
@@ -601,7 +601,7 @@ def _with_experts_apart(groups: list[NamedGroup], mesh: Mesh, source: Mesh) -> l
 
 
 def _stage(
-    wanted: Wanted,
+    wanted: Conversion,
     groups: list[NamedGroup],
     local: Mapping[str, int],
     held: frozenset[str],
@@ -651,7 +651,7 @@ def _check_stacks(
             )
 
 
-def universal_manifest(wanted: Wanted) -> Manifest:
+def universal_manifest(wanted: Conversion) -> Manifest:
     """The same parameters, each one whole and in a buffer of its own. Raises a UcpError."""
     source = wanted.source
     match_ties(source, wanted.file)
@@ -677,7 +677,7 @@ def universal_manifest(wanted: Wanted) -> Manifest:
     )
 
 
-def _states(wanted: Wanted, group: NamedGroup, keeper: Keeper) -> States:
+def _states(wanted: Conversion, group: NamedGroup, keeper: Keeper) -> States:
     """Masters and element-wise states of a group, which the target's `optimizer` has to keep if it
     is another one. At stage 0 in float32 the weights are the masters, whatever the source's are."""
     source, file, first = wanted.source, wanted.file, group.names[0]
@@ -703,10 +703,10 @@ def _states(wanted: Wanted, group: NamedGroup, keeper: Keeper) -> States:
 
 
 def _on_rank(
-    wanted: Wanted, number: int, one: NamedGroup, local: Mapping[str, int], keeper: Keeper
+    wanted: Conversion, number: int, one: NamedGroup, local: Mapping[str, int], keeper: Keeper
 ) -> GroupOnRank:
     """A group of a place, as its ranks have it."""
-    spread, first = Spread.on(wanted.target.mesh), one.names[0]
+    spread, first = PartitionRanks.on(wanted.target.mesh), one.names[0]
     return GroupOnRank(
         number,
         one.group.optimizer,
@@ -723,7 +723,7 @@ def _value(mesh: Mesh, keeper: Keeper, spec: ParamSpec, elems: int) -> FlatBuffe
     """A buffer, or a frozen parameter, which ZeRO-3 partitions."""
     states = ((VALUE, spec.dtype),)
     if keeper != Keeper.ZERO_3 or spec.kind != "frozen":
-        return alone(spec.name, elems, states, axes=Spread.on(mesh).axes(spec.name))
+        return alone(spec.name, elems, states, axes=PartitionRanks.on(mesh).axes(spec.name))
     parts = mesh.partitions
     return FlatBuffer((Member(spec.name, 0, elems),), -(-elems // parts), parts, "each", states)
 
@@ -731,7 +731,7 @@ def _value(mesh: Mesh, keeper: Keeper, spec: ParamSpec, elems: int) -> FlatBuffe
 # ------------------------------------------------ groups
 
 
-def _listed_groups(wanted: Wanted) -> list[NamedGroup]:
+def _listed_groups(wanted: Conversion) -> list[NamedGroup]:
     """The groups that the target lists. Raises UsageError where they don't list every trainable
     parameter once, StateMismatchError where members of one disagree."""
     source, file = wanted.source, wanted.file
@@ -759,7 +759,7 @@ def _listed_groups(wanted: Wanted) -> list[NamedGroup]:
     return out
 
 
-def _source_groups(wanted: Wanted) -> list[NamedGroup]:
+def _source_groups(wanted: Conversion) -> list[NamedGroup]:
     """The source's groups. The stages of a pipeline number their own: those are one that have the
     same number where all stages have as many, else those with the same settings (but for the
     rate)."""

@@ -53,7 +53,7 @@ from megatron_ucp.formats.megatron.writer import (
     finish_files,
     plan_torch_dist,
 )
-from megatron_ucp.formats.per_rank import PER_RANK, Apart, file_name, text_of
+from megatron_ucp.formats.per_rank import PER_RANK, RankDifferences, file_name, text_of
 from megatron_ucp.formats.pt.allowed_calls import ALLOWED_CALLS
 from megatron_ucp.formats.pt.archive import ArchiveLayout, Output, Stored, Weight, archive_layout
 from megatron_ucp.formats.pt.refs import storages_of
@@ -63,8 +63,8 @@ from megatron_ucp.reshard.fingerprint import recorded_in, true_shape
 from megatron_ucp.reshard.folder import FolderOutput, require_free
 from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.target import (
-    Origin,
-    Wanted,
+    Conversion,
+    SourceSettings,
     check_experts,
     no_layers,
     notes_of_groups,
@@ -131,7 +131,7 @@ _STATES, _WEIGHTS = 0, 1  # the parts of an output
 
 
 def native(
-    origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None, folder: Path
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
 ) -> FolderOutput:
     """The files that DeepSpeed would have written on the target's mesh. Raises a UcpError for what
     it has no place for."""
@@ -156,18 +156,18 @@ def native_output(
     source: Checkpoint,
     manifest: Manifest,
     settings: RunSettings,
-    wanted: Wanted,
+    wanted: Conversion,
     folder: Path,
-    apart: Apart | None = None,
+    apart: RankDifferences | None = None,
 ) -> FolderOutput:
     """The files of a manifest; `apart` are values of single ranks."""
     manifest = _versioned(manifest, settings)
     outputs = list(NativeWriter(manifest, settings, wanted.layers).outputs())
-    return _output(source, manifest, outputs, folder, apart or Apart())
+    return _output(source, manifest, outputs, folder, apart or RankDifferences())
 
 
 def universal(
-    origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None, folder: Path
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
 ) -> FolderOutput:
     """A universal folder. Raises a UcpError for what it has no place for."""
     if _stacked(wanted.source):
@@ -194,7 +194,7 @@ def _versioned(manifest: Manifest, settings: RunSettings) -> Manifest:
 # ------------------------------------------------ what is refused
 
 
-def refuse_muon(wanted: Wanted, what: str) -> None:
+def refuse_muon(wanted: Conversion, what: str) -> None:
     """Raises UnsupportedError where Muon steps a group, of whose momentum a format knows
     nothing."""
     if optimizers.is_used(wanted.source):
@@ -218,7 +218,7 @@ _AT_INIT = (
 )
 
 
-def _no_writer(wanted: Wanted, what: str, fix: str) -> UnsupportedError:
+def _no_writer(wanted: Conversion, what: str, fix: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what} with AutoEP's stacked experts are not written",
         file=wanted.file,
@@ -232,7 +232,11 @@ def _no_writer(wanted: Wanted, what: str, fix: str) -> UnsupportedError:
 
 
 def _output(
-    source: Checkpoint, manifest: Manifest, outputs: Sequence[Output], folder: Path, apart: Apart
+    source: Checkpoint,
+    manifest: Manifest,
+    outputs: Sequence[Output],
+    folder: Path,
+    apart: RankDifferences,
 ) -> FolderOutput:
     """The states, which the manifest describes, and the weights of training, which follow from the
     masters."""
@@ -254,7 +258,7 @@ def _output(
     return FolderOutput(parts, files, partial(_close, apart=apart), publish)
 
 
-def _close(aside: Path, apart: Apart) -> None:
+def _close(aside: Path, apart: RankDifferences) -> None:
     for number, own in enumerate(apart.ranks):
         (aside / file_name(number)).write_text(text_of(own), encoding="utf-8")
 
@@ -264,7 +268,7 @@ def _publish(
     manifest: Manifest,
     source: Checkpoint,
     names: Sequence[str],
-    apart: Apart,
+    apart: RankDifferences,
     aside: Path,
 ) -> None:
     listed = [*names, *map(file_name, range(len(apart.ranks)))]
@@ -335,7 +339,7 @@ _ADAM_STATES, _MODEL_WEIGHTS = 0, 1  # the parts of an output
 
 
 def torch_dist(
-    origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None, folder: Path
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
 ) -> FolderOutput:
     """Everything about the folder but its tensors, for the target's mesh: with expert parallelism
     Megatron keeps the groups of experts apart. Raises UnsupportedError, StateMismatchError, and as
@@ -354,7 +358,7 @@ def torch_dist(
 class _TorchDist:
     """A folder for Megatron: its states and its weights, where they lie, and `common.pt`."""
 
-    def __init__(self, origin: Origin, wanted: Wanted) -> None:
+    def __init__(self, origin: SourceSettings, wanted: Conversion) -> None:
         self.source, self.mesh, extras = origin.source, wanted.target.mesh, origin.extras
         said = extras.client_state.get(ARGUMENTS_KEY)
         apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)

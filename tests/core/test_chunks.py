@@ -25,7 +25,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot, make_plan
 from megatron_ucp.core.proof import prove
-from megatron_ucp.core.tensor_parts import Share
+from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import DamagedFileError, LayoutError, PlanError
 from tests.core.strategies import all_wants, cases, each, oracle_local, whole_parts
 from tests.core.test_plan import carry, same
@@ -198,7 +198,7 @@ def test_tiles_hold_every_element_of_a_tensor_at_its_place(data: st.DataObject) 
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=3), "shape"))
     layout = data.draw(tilings(shape), "layout")
     order = tuple(data.draw(st.permutations(range(len(shape))), "order"))
-    share = Share("w", layout, data.draw(st.integers(0, len(layout.held) - 1), "chunk"), order)
+    share = TensorPart("w", layout, data.draw(st.integers(0, len(layout.held) - 1), "chunk"), order)
     spec = ParamSpec("w", shape, "float32")
     stored = share.stored_shape(spec)
     rows = data.draw(st.integers(1, stored[0]), "rows")

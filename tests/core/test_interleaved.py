@@ -14,7 +14,7 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.tensor_parts import Interleaved, Share, Slice
+from megatron_ucp.core.tensor_parts import Interleaved, Slice, TensorPart
 from megatron_ucp.errors import LayoutError
 from tests.core.strategies import cases, oracle_local
 from tests.core.test_plan import carry, same
@@ -74,5 +74,5 @@ def test_it_is_no_other_layout() -> None:
 
 def test_a_slice_has_the_shape_of_its_parameter_as_it_is_stored() -> None:
     spec = ParamSpec("w", (4, 3), "float32")
-    share = Share("w", Interleaved(0, 2), order=(1, 0), slice_of=Slice("stack", 1, 0, 2))
+    share = TensorPart("w", Interleaved(0, 2), order=(1, 0), slice_of=Slice("stack", 1, 0, 2))
     assert share.stored_shape(spec) == (3, 4) and share.chunk is None

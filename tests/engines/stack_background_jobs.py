@@ -17,7 +17,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import Background, background_of
 from megatron_ucp.engines.megatron import save as saving
-from megatron_ucp.engines.megatron.save import PresentStates
+from megatron_ucp.engines.megatron.save import CurrentStates
 from megatron_ucp.reshard import agree, memories, transfer
 from megatron_ucp.reshard import folder as ranks_folder
 from tests.engines.save_jobs import listing
@@ -134,16 +134,16 @@ def torn(setup: Mcore, folder: str, way: str, after: int, checked: bool) -> dict
     train(engine, 2)
     settle(engine)
     want, out = canonical(engine), dict[str, Any](error="")
-    check = PresentStates.require_unstepped
+    check = CurrentStates.require_unstepped
     if not checked:
-        PresentStates.require_unstepped = lambda self: None  # type: ignore[method-assign]
+        CurrentStates.require_unstepped = lambda self: None  # type: ignore[method-assign]
     with _step_amid(engine, after):
         try:
             ucp.save(engine.handle, f"{folder}/torn", arguments=arguments(engine))
             ucp.wait(engine.handle)
         except ucp.UcpError as error:
             out["error"] = f"{type(error).__name__}: {error}"
-    PresentStates.require_unstepped = check  # type: ignore[method-assign]
+    CurrentStates.require_unstepped = check  # type: ignore[method-assign]
     settle(engine)
     later = canonical(engine)
     ucp.save(engine.handle, f"{folder}/whole", arguments=arguments(engine))

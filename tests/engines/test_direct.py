@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.background import BesideTraining, beside_training
-from megatron_ucp.engines.memory import InMemory
-from megatron_ucp.engines.save import WAYS, Saving, SnapshotMemory
+from megatron_ucp.engines.background import BackgroundOptions, beside_training
+from megatron_ucp.engines.memory import MemoryOptions
+from megatron_ucp.engines.save import WAYS, SaveOptions, SnapshotMemory
 from megatron_ucp.errors import UsageError
 from tests.engines.autoep_jobs import Auto as AutoEP
 from tests.engines.autotp_jobs import Auto as AutoTP
@@ -239,13 +239,13 @@ def test_a_snapshot_says_where_there_is_no_room() -> None:
 def test_options_are_checked(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(UsageError) as refused:
-        BesideTraining(**options)
+        BackgroundOptions(**options)
     assert name in str(refused.value) and "expected" in str(refused.value)
 
 
 def test_options_that_are_right_are_taken() -> None:
-    BesideTraining("skip", 0.5, "warn", 0, False)
-    BesideTraining(deadline=None, snapshot_bytes=None)
+    BackgroundOptions("skip", 0.5, "warn", 0, False)
+    BackgroundOptions(deadline=None, snapshot_bytes=None)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_options_that_are_right_are_taken() -> None:
 def test_options_of_steps_in_memory_are_checked(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(UsageError, match=name):
-        InMemory(**{"keep": "memory", "every": 1, **options})
+        MemoryOptions(**{"keep": "memory", "every": 1, **options})
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_options_of_steps_in_memory_are_checked(options: dict[str, Any]) -> None
 def test_options_of_all_saves_are_checked(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(UsageError, match=name):
-        Saving(**options)
+        SaveOptions(**options)
 
 
 @pytest.mark.parametrize("what", [None, "x", 3, {}, Path("a")])
@@ -315,7 +315,7 @@ def test_what_fails_inside_the_call_warns_too(
 
 
 def test_options_of_the_background_are_refused_for_other_saves() -> None:
-    assert beside_training(True, {"deadline": 3.0}) == BesideTraining(deadline=3.0)
+    assert beside_training(True, {"deadline": 3.0}) == BackgroundOptions(deadline=3.0)
     assert beside_training(False, {}) is None
     with pytest.raises(UsageError, match=r'deadline(.|\n)*save="background" beside them'):
         beside_training(False, {"deadline": 3.0})

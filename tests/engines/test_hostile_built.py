@@ -15,7 +15,7 @@ from megatron_ucp.core.values import DeviceName, DtypeName, InertObject, coded, 
 from megatron_ucp.engines.values import Values
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats import per_rank
-from megatron_ucp.formats.manifest_beside import Recorded
+from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.per_rank import OwnValues, listed, recorded_of, text_of
 
 
@@ -88,7 +88,7 @@ def test_values_of_a_rank_that_can_not_be(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_ranks_file_may_be_larger_than_a_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = Recorded(tmp_path, ())
+    beside = ManifestBeside(tmp_path, ())
     assert not (tmp_path / FILE_NAME).exists()
     name = per_rank.file_name(0)
     entry: Any = SimpleNamespace(size_bytes=0, sha256="")

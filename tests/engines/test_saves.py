@@ -211,10 +211,10 @@ def test_a_run_is_one_through_loads(ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, True])
 def test_keep_latest_is_a_number_of_tags(value: int) -> None:
-    from megatron_ucp.engines.save import Saving
+    from megatron_ucp.engines.save import SaveOptions
 
     with pytest.raises(UsageError, match="at least 1"):
-        Saving(keep_latest=value)
+        SaveOptions(keep_latest=value)
 
 
 def test_a_later_stock_save_into_the_tag_is_noticed(ranks: RankPool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.layout import Chunks
-from megatron_ucp.core.tensor_parts import Share, weights_manifest
+from megatron_ucp.core.tensor_parts import TensorPart, weights_manifest
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.family import Sizes
@@ -32,7 +32,9 @@ def twin_of(family: str) -> HuggingFace:
     return found
 
 
-def elements(shares: Mapping[str, Share], family: str, sizes: Sizes) -> dict[tuple[str, int], str]:
+def elements(
+    shares: Mapping[str, TensorPart], family: str, sizes: Sizes
+) -> dict[tuple[str, int], str]:
     """(parameter, element) -> the tensor that has it. Raises ValueError for one that two have."""
     table = find_family(family).table(sizes)
     specs = {name: declared.spec(name, "float32") for name, declared in table.items()}

@@ -10,11 +10,11 @@ from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.values import ClassName, DtypeName, InertObject
 from megatron_ucp.errors import UcpError, UnsafePickleError, UnsupportedError
 from megatron_ucp.formats.megatron.writer import CommonFile
-from megatron_ucp.formats.per_rank import Apart, OwnValues
+from megatron_ucp.formats.per_rank import OwnValues, RankDifferences
 from megatron_ucp.formats.pt.pickle import dumps
 from megatron_ucp.formats.pt.unpickle import VouchedClasses, loads, refuse_outside
 from megatron_ucp.reshard import target as origins
-from megatron_ucp.reshard.target import Origin
+from megatron_ucp.reshard.target import SourceSettings
 
 INJECTED = "builtins.list\n0cposix\nsystem\n(X\x04\0\0\0trueR0cbuiltins\nlist"
 
@@ -77,10 +77,10 @@ def test_a_conversion_looks_at_values_everywhere(
         (InertObject("program.Sub", (), {"__items__": {}}, made="new"), UnsupportedError),
     ):
         ranks = [OwnValues(), OwnValues({}, {"a": [value]})] if place == "rank" else []
-        apart = Apart(ranks=ranks)
+        apart = RankDifferences(ranks=ranks)
         monkeypatch.setattr(origins, "apart_in", lambda _, apart=apart: apart)
         with pytest.raises(error) as caught:
-            Origin(source_with(value, place), False).take_values(None, ())
+            SourceSettings(source_with(value, place), False).take_values(None, ())
         assert caught.value.file == "main.pt"
 
 

@@ -13,7 +13,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import ForeignFileError, NotFoundError, UcpError
-from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.registry import open_checkpoint
 
 TENSORS = {f"layers.{n}.weight": torch.full((2, 3), float(n)) for n in range(3)}
@@ -106,7 +106,7 @@ def test_tensors_of_size_0(tmp_path: Path) -> None:
     assert "ZeRO-3" in said and "1 of 4 tensors" in said and "layers.1.weight" in said
     specs = tuple(ParamSpec(name, tuple(t.shape), "float32", "buffer") for name, t in empty.items())
     like = Manifest(Keeper.ZERO_3, Mesh(), specs, ())
-    with open_checkpoint(folder, told=Told(like=like)) as found:
+    with open_checkpoint(folder, told=CallerModel(like=like)) as found:
         assert found.manifest.by_name["empty"].elems == 0
 
 

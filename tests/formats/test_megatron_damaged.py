@@ -19,7 +19,7 @@ from megatron_ucp.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import verify
 from tests.formats.hostile_pickles import System
@@ -302,5 +302,5 @@ def test_legacy_folders_of_which_the_arguments_say_another_model(
     tag = copied("legacy_tp2pp2", tmp_path / "run")
     for name in sorted(path.name for path in tag.glob("mp_rank_*")):
         changed_arguments(tag, f"{name}/model_optim_rng.pt", **values)
-    with pytest.raises(error, match=says), open_checkpoint(tag, told=Told(weights=weights)):
+    with pytest.raises(error, match=says), open_checkpoint(tag, told=CallerModel(weights=weights)):
         pass

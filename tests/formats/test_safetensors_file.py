@@ -17,7 +17,7 @@ from megatron_ucp.errors import (
     NotFoundError,
     UsageError,
 )
-from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.hugging_face.checkpoint import (
     HuggingFaceCheckpoint,
     HuggingFaceFormat,
@@ -188,7 +188,7 @@ def test_all_faults_of_a_family_in_one_error(tmp_path: Path) -> None:
     shares = family.hugging_face.tensors(twins.LLAMA)
     specs = {n: d.spec(n, "float32") for n, d in family.table(twins.LLAMA).items()}
     with pytest.raises(ModelMismatchError) as raised:
-        HuggingFaceFormat().open(tmp_path, Told(specs=specs, shares=shares))
+        HuggingFaceFormat().open(tmp_path, CallerModel(specs=specs, shares=shares))
     said = str(raised.value.found)
     for fault in (
         "model.norm.weight: missing",

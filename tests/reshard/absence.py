@@ -18,7 +18,7 @@ from typing import Any
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.manifest import group_order
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state
@@ -33,7 +33,7 @@ class Save:
 
     run: Path
     tag: str
-    told: Told = field(default_factory=Told)
+    told: CallerModel = field(default_factory=CallerModel)
 
     @property
     def folder(self) -> Path:
@@ -240,7 +240,7 @@ class Table:
                 yield f"{what}: {name} is content, and a load says {verdict}"
 
 
-def told_of(folder: Path) -> Told:
+def told_of(folder: Path) -> CallerModel:
     """What an engine of the run would tell a reader of its save, by the manifest of the whole
     one."""
     with open_checkpoint(folder) as read:
@@ -248,7 +248,7 @@ def told_of(folder: Path) -> Told:
         renamed = manifest.run.get(RENAMED) or {}
         at = manifest.mesh.holding(False)[0]
         order = group_order(manifest, at) if manifest.mesh.pp == 1 else None
-    return Told(order, manifest.by_name, manifest.names, renamed=renamed)
+    return CallerModel(order, manifest.by_name, manifest.names, renamed=renamed)
 
 
 def plain_of(folder: Path) -> Path:

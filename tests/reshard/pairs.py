@@ -22,7 +22,7 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.files import FileSource
 from megatron_ucp.reshard.memories import Memories, Window
-from megatron_ucp.reshard.target import Wanted, target_manifest
+from megatron_ucp.reshard.target import Conversion, target_manifest
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -347,7 +347,7 @@ def filled(checkpoint: Any, toy: Toy) -> Toy:
 
 
 def _manifest(source: Manifest, mesh: ucp.Mesh, file: str) -> Manifest:
-    return target_manifest(Wanted(source, Target(mesh, dtype="bfloat16").completed({}), file))
+    return target_manifest(Conversion(source, Target(mesh, dtype="bfloat16").completed({}), file))
 
 
 def resized(found: Toys, out: Path, half: bool = False) -> Any:

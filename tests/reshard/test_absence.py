@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import NotFoundError
-from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed import expected_files, native
 from megatron_ucp.formats.deepspeed.universal import UniversalCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
@@ -55,10 +55,10 @@ QUICK = {"megatron/legacy_tp2pp2", "megatron/td_dpr_dp2_bf16"}
 
 def save_of(case: str, scratch: Path) -> Save:
     """A save of the repository. Of stage 0 an engine tells the order of the parameters."""
-    source, told = GOLDEN / case, Told()
+    source, told = GOLDEN / case, CallerModel()
     if case.startswith("zero0"):
         with numpy.load(GOLDEN / f"{case}.npz") as arrays:
-            told = Told(json.loads(str(arrays["json"]))["order"])
+            told = CallerModel(json.loads(str(arrays["json"]))["order"])
     inner = next(source.glob("iter_*"), source)
     copy = scratch / "copied" / inner.name
     shutil.copytree(inner, copy)

@@ -29,11 +29,11 @@ from megatron_ucp.engines.deepspeed.model import (
 from megatron_ucp.engines.deepspeed.modules import quantized_note
 from megatron_ucp.engines.deepspeed.optimizer import remember_stepped
 from megatron_ucp.engines.deepspeed.refuse import carried_as, refuse_engine, refuse_writer
-from megatron_ucp.engines.deepspeed.save import Asked, empty_extra_state, info_of, save, taken
+from megatron_ucp.engines.deepspeed.save import SaveRequest, empty_extra_state, info_of, save, taken
 from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.state import saved_by_engine
 from megatron_ucp.engines.handle import Handle, check_versions
-from megatron_ucp.engines.hold import LentRun, Taking
+from megatron_ucp.engines.hold import HoldOptions, LentRun
 from megatron_ucp.engines.live import require_usable
 from megatron_ucp.engines.load import asked_of, fill, go_on, origin_of, to_fill
 from megatron_ucp.engines.memory import (
@@ -45,7 +45,7 @@ from megatron_ucp.engines.memory import (
 )
 from megatron_ucp.engines.record import HANDLE, record_of
 from megatron_ucp.engines.resume_state import ResumableLoader
-from megatron_ucp.engines.save import BACKGROUND, STOCK, SaveReport, Saving, ended
+from megatron_ucp.engines.save import BACKGROUND, STOCK, SaveOptions, SaveReport, ended
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
@@ -54,7 +54,7 @@ from megatron_ucp.formats.deepspeed.files import PATTERNS
 from megatron_ucp.formats.output_folder import manifest_of
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import How
+from megatron_ucp.reshard.engine import LoadOptions
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
 from megatron_ucp.reshard.options import (
     SECTION,
@@ -118,9 +118,9 @@ def attach(
         rules: A file of rules (docs/reference/rules.md), or the name of one that comes with the
             package, for a model that neither a family nor its modules describe.
         beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
-            `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. What is kept in memory between
-            saves: `keep`, `every`, `copies`, `folder`, `client_state`; see `InMemory`. Other
-            options are refused.
+            `snapshot_bytes`, `keep_snapshot`; see `BackgroundOptions`. What is kept in memory
+            between saves: `keep`, `every`, `copies`, `folder`, `client_state`; see
+            `MemoryOptions`. Other options are refused.
 
     Returns:
         The engine.
@@ -240,7 +240,7 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
         _keep_steps(engine, steps)
 
 
-def _model_of(engine: Any, family: Any, rules: Any, how: Saving) -> Model | None:
+def _model_of(engine: Any, family: Any, rules: Any, how: SaveOptions) -> Model | None:
     """The engine's model, if a family or rules describe it. Collective. Raises a UcpError on every
     rank for an engine that can't be attached."""
     if rules is not None:
@@ -327,7 +327,7 @@ class _DeepSpeedHandle(Handle):
     own methods."""
 
     def __init__(
-        self, engine: Any, model: Model | None, how: Saving, options: Mapping[str, Any]
+        self, engine: Any, model: Model | None, how: SaveOptions, options: Mapping[str, Any]
     ) -> None:
         super().__init__(engine, engine.module, model, options)
         self.how = how
@@ -347,7 +347,7 @@ class _DeepSpeedHandle(Handle):
     def to_fill(self, family: Any) -> LiveEngine:
         return to_fill(self.program, family)
 
-    def lent(self, how: Taking) -> LentRun:
+    def lent(self, how: HoldOptions) -> LentRun:
         how = replace(how, loader=how.loader or self.how.loader)
         return taken(self.program, self.model, how, self.how.values_left)
 
@@ -366,7 +366,7 @@ class _DeepSpeedHandle(Handle):
             return other
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         given = (absolute_path(save_dir), tag, client_state or {}, save_latest)
-        asked = Asked(
+        asked = SaveRequest(
             engine, self.model, self.how, self.stock_save, *given, exclude_frozen_parameters
         )
         report = save(asked)
@@ -392,7 +392,7 @@ class _DeepSpeedHandle(Handle):
         allow = {*self.options.get("allow", ())}
         allow |= set[str]() if load_module_strict else {"missing", "extra"}
         options = {key: value for key, value in self.options.items() if key != "family"}
-        how = How(
+        how = LoadOptions(
             load_optimizer_states and not load_module_only,
             load_lr_scheduler_states,
             load_module_only,
@@ -454,10 +454,10 @@ def _from_the_beginning(load_dir: Any) -> tuple[None, None]:
     return None, None
 
 
-def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:
+def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> SaveOptions:
     own = {key: options[key] for key in _OF_SAVES if key in options}
     left, way = _leaves_values(options.get("allow")), options.get("save", STOCK)
-    return Saving(**own, loader=loader, values_left=left, way=way)
+    return SaveOptions(**own, loader=loader, values_left=left, way=way)
 
 
 def _leaves_values(allow: Any) -> bool:

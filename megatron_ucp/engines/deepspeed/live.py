@@ -8,7 +8,7 @@ import torch
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import Scalars
-from megatron_ucp.core.join_ranks import Joined, check_replicas
+from megatron_ucp.core.join_ranks import AllRanks, check_replicas
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.names import MASTER, VALUE
@@ -32,7 +32,7 @@ from megatron_ucp.engines.live import (
 from megatron_ucp.engines.pt_files import RankFiles
 from megatron_ucp.engines.values import named_in
 from megatron_ucp.families.family import Model
-from megatron_ucp.formats.checkpoint import Checkpoint, Told
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.optimizers import (
     MOMENTUM,
@@ -43,7 +43,7 @@ from megatron_ucp.formats.deepspeed.optimizers import (
 from megatron_ucp.formats.deepspeed.weights import PipeNames
 from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import How
+from megatron_ucp.reshard.engine import LoadOptions
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.hugging_face.released import reader
 
@@ -88,7 +88,7 @@ class LiveEngine(LivePlaces):
         self.manifest = _manifest(own, self.joined, parts)
         self.has_optimizer = own.wrapper.base is not None
 
-    def told(self) -> Told:
+    def told(self) -> CallerModel:
         model, order = self.own.model, self.order if self.has_optimizer else None
         classes = frozenset(
             name for kept in saved_by_engine(self.engine) for name in named_in(kept.value)
@@ -97,7 +97,7 @@ class LiveEngine(LivePlaces):
         if model is None:
             module = self.engine.module
             names = reader(lambda: config_of(module), self.manifest, class_name(module))
-            told = Told(like=self.manifest, tensors=names, renamed=self.own.renamed)
+            told = CallerModel(like=self.manifest, tensors=names, renamed=self.own.renamed)
         else:
             told = told_by(model, self.manifest)
         return replace(told, order=order, shapes=shapes, classes=classes)
@@ -154,7 +154,7 @@ class LiveEngine(LivePlaces):
         check_side_data(source, self.engine.module)
 
     def take_extras(
-        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
+        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
     ) -> DeepSpeedExtras:
         own, place = groups[self.own_groups], (self.own.data_rank, self.own.number)
         mesh = self.manifest.mesh
@@ -211,7 +211,7 @@ class LiveEngine(LivePlaces):
             del base.state[live.master]  # as before the first step
 
 
-def _manifest(own: OwnStage, joined: Joined, parts: Sequence[Part]) -> Manifest:
+def _manifest(own: OwnStage, joined: AllRanks, parts: Sequence[Part]) -> Manifest:
     names = own.pipe.canonical if own.pipe else {}
     found = Manifest(
         own.wrapper.keeper,

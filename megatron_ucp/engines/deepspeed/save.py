@@ -53,7 +53,7 @@ from megatron_ucp.engines.deepspeed.state import (
     saved_by_engine,
     states_of,
 )
-from megatron_ucp.engines.hold import LentRun, RankValues, Taking, lent
+from megatron_ucp.engines.hold import HoldOptions, LentRun, RankValues, lent
 from megatron_ucp.engines.live import recorded_settings, require_usable
 from megatron_ucp.engines.pt_files import RankFiles, replicas_of
 from megatron_ucp.engines.record import run_of
@@ -61,8 +61,8 @@ from megatron_ucp.engines.resume_state import STEPS
 from megatron_ucp.engines.save import (
     BACKGROUND,
     STOCK,
+    SaveOptions,
     SaveReport,
-    Saving,
     as_save_error,
     position_of,
     require_left,
@@ -71,7 +71,7 @@ from megatron_ucp.engines.save import (
     where_to,
 )
 from megatron_ucp.engines.save_frame import (
-    TakenFiles,
+    PendingSave,
     files_of_rank,
     flat,
     saved_as_taken,
@@ -301,9 +301,9 @@ def said_of(live: LiveEngine, found: Besides) -> dict[str, Any]:
 # A DeepSpeed engine as a run that a resize moves from.
 
 
-def taken(engine: Any, model: Model | None, how: Taking, values_left: bool) -> LentRun:
-    """Takes an engine as it is; nothing in it is changed. `values_left` as of `Saving`. Collective.
-    Raises a UcpError on every rank."""
+def taken(engine: Any, model: Model | None, how: HoldOptions, values_left: bool) -> LentRun:
+    """Takes an engine as it is; nothing in it is changed. `values_left` as of `SaveOptions`.
+    Collective. Raises a UcpError on every rank."""
     with agree.together():
         require_usable(engine)
         check_states(engine)
@@ -337,7 +337,7 @@ def _by_stage(ranks: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
     return [first[stage] for stage in sorted(first)]
 
 
-def _extras(live: LiveEngine, how: Taking) -> Extras:
+def _extras(live: LiveEngine, how: HoldOptions) -> Extras:
     """All but the scheduler, as the files of a save have it."""
     engine = live.engine
     kept = {name: inert(value) for name, value in states_of(engine.module).items()}
@@ -387,13 +387,13 @@ _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeEr
 
 
 @dataclass(frozen=True)
-class Asked:
+class SaveRequest:
     """What is saved, and how: an attached engine whose model may be of a family, DeepSpeed's own
     `stock_save` of it, and what a caller of `save_checkpoint` gives."""
 
     engine: Any
     model: Model | None
-    how: Saving
+    how: SaveOptions
     stock_save: Callable[..., Any]
     folder: Path
     tag: str
@@ -412,7 +412,7 @@ class Asked:
         return background_of(self.engine) if self.how.way == BACKGROUND else None
 
 
-def save(asked: Asked) -> SaveReport:
+def save(asked: SaveRequest) -> SaveReport:
     """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
     RankError on the others."""
     where, engine = asked.folder / asked.tag, asked.engine
@@ -420,7 +420,7 @@ def save(asked: Asked) -> SaveReport:
     return begun_or_warned(engine, where, engine.global_steps, begin)
 
 
-def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
+def _taken(asked: SaveRequest, left: ExitStack) -> PendingSave:
     """Takes everything, and writes what can't wait. Collective."""
     started = time.perf_counter()
     sync = asked.how.syncs(asked.folder, asked.tag)
@@ -440,7 +440,7 @@ def _taken(asked: Asked, left: ExitStack) -> TakenFiles:
             files.share()
         require_unstepped(steps, _steps_of(live))
     notes = _note_of_states(flat(block.values)) + found.notes
-    return TakenFiles(
+    return PendingSave(
         asked.engine,
         asked.folder,
         asked.tag,
@@ -466,19 +466,19 @@ def _steps_of(live: LiveEngine) -> dict[str, float]:
     return {STEPS: float(live.engine.global_steps), **own}
 
 
-def _said(asked: Asked, live: LiveEngine, found: Besides) -> dict[str, Any]:
+def _said(asked: SaveRequest, live: LiveEngine, found: Besides) -> dict[str, Any]:
     """What the manifest says of the run, as it is now."""
     tag = {MOVED_LATEST: asked.save_latest, TAG: asked.tag}
     return copy.deepcopy(said_of(live, found) | tag | position_of(asked.how.loader))
 
 
-def _rank_files(asked: Asked, sync: output_folder.Syncs) -> RankFiles | None:
+def _rank_files(asked: SaveRequest, sync: output_folder.Syncs) -> RankFiles | None:
     if asked.how.way == STOCK:
         return None
     return files_of_rank(replicas_of(asked.engine), sync, asked.background)
 
 
-def _stock(asked: Asked, files: RankFiles | None) -> "tuple[list[Path | SaveError], float]":
+def _stock(asked: SaveRequest, files: RankFiles | None) -> "tuple[list[Path | SaveError], float]":
     """DeepSpeed's own save into the folder aside: what it wrote on this rank, or why it could not,
     and the seconds that it took. With `files` it says what there is to write, and they write it.
     Collective."""
@@ -494,7 +494,7 @@ def _stock(asked: Asked, files: RankFiles | None) -> "tuple[list[Path | SaveErro
     return written, time.perf_counter() - before
 
 
-def _begin(asked: Asked, sync: output_folder.Syncs, left: ExitStack) -> None:
+def _begin(asked: SaveRequest, sync: output_folder.Syncs, left: ExitStack) -> None:
     """Everything that can refuse a save before a file is written; then the folder aside, which is
     this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
     engine, how = asked.engine, asked.how

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ucp.core.experts import (
     LocalExperts,
-    Spread,
+    PartitionRanks,
     counts_of,
     expert_place,
     slices_of,
@@ -97,7 +97,7 @@ class OwnStage:
         self.ep_rank, self.etp_rank = self.mesh.expert_place(rank)
         self.stacks = stacks_of(engine)
         self.experts = LocalExperts(counts_of(self._listed()), self.mesh.ep, self.ep_rank)
-        self.spread = Spread.on(self.mesh)
+        self.spread = PartitionRanks.on(self.mesh)
         self.pipe = PipeNames(model.pipe) if model is not None and is_pipeline(engine) else None
         self.names = {param: self._names_of(name) for param, name in engine.param_names.items()}
 

@@ -24,7 +24,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import OWN_KEYS, PATTERNS
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.schedules import counted_groups
-from megatron_ucp.reshard.engine import How
+from megatron_ucp.reshard.engine import LoadOptions
 from megatron_ucp.reshard.match import scheduler_for
 
 # ---- extra state
@@ -72,7 +72,7 @@ def states_for(
     module: torch.nn.Module,
     source: Checkpoint,
     values: Values,
-    how: How,
+    how: LoadOptions,
 ) -> dict[str, Any]:
     """What a load gives to the modules in a module. `values` builds them.
 
@@ -96,7 +96,7 @@ def states_for(
 
 
 def _require_alike(
-    module: torch.nn.Module, source: Checkpoint, saved: Mapping[str, Any], how: How
+    module: torch.nn.Module, source: Checkpoint, saved: Mapping[str, Any], how: LoadOptions
 ) -> None:
     """Raises ModelMismatchError where one side has other states, but for what is allowed."""
     lacking = set(states_of(module)) - {*source.extras.modules, *source.extras.stateless}
@@ -310,7 +310,7 @@ class DeepSpeedExtras:
         wrapper: Wrapper,
         scheduler: bool,
         groups: Sequence[int | None],
-        how: How,
+        how: LoadOptions,
         mesh: Mesh,
         place: tuple[int, int],
     ) -> "DeepSpeedExtras":
@@ -375,7 +375,7 @@ class DeepSpeedExtras:
 
 
 def _schedule(
-    source: Checkpoint, engine: Any, groups: Sequence[int | None], how: How, values: Values
+    source: Checkpoint, engine: Any, groups: Sequence[int | None], how: LoadOptions, values: Values
 ) -> tuple[Any, list[str]]:
     """The scheduler's state as the engine takes it, and notes. Raises StateMismatchError."""
     own = how.own
@@ -390,7 +390,7 @@ def _schedule(
     return values.built(found, "lr_scheduler", here), notes
 
 
-def _of_the_position(source: Checkpoint, engine: Any, how: How) -> list[str]:
+def _of_the_position(source: Checkpoint, engine: Any, how: LoadOptions) -> list[str]:
     """Notes where the run does not go on with the next sample."""
     notes: list[str] = []
     if taken := source.manifest.run.get(MIDDLE):

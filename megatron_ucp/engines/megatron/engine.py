@@ -9,23 +9,23 @@ from megatron_ucp import say
 from megatron_ucp.engines.background import (
     BESIDE,
     Background,
-    BesideTraining,
+    BackgroundOptions,
     beside_training,
     keep_background,
 )
 from megatron_ucp.engines.handle import Handle, check_versions
-from megatron_ucp.engines.hold import LentRun, Taking
+from megatron_ucp.engines.hold import HoldOptions, LentRun
 from megatron_ucp.engines.live import require_usable
 from megatron_ucp.engines.megatron.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.model import bare_model, model_of, table_of
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.megatron.refuse import refuse_stack
-from megatron_ucp.engines.megatron.save import PresentStates, present_states, taken
+from megatron_ucp.engines.megatron.save import CurrentStates, present_states, taken
 from megatron_ucp.engines.megatron.save import save as save_stack
 from megatron_ucp.engines.megatron.shard import MegatronStack, mesh_of
 from megatron_ucp.engines.memory import (
     IN_MEMORY,
-    InMemory,
+    MemoryOptions,
     MemorySteps,
     in_memory_as,
     keep_steps,
@@ -122,9 +122,9 @@ def attach_megatron(
         save: When `ucp.save` writes the files: before it returns ("direct", the default), or while
             training goes on ("background": it returns when a snapshot is taken; see `wait`).
         beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
-            `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. What is kept in memory between
-            saves: `keep`, `every`, `copies`, `folder`, `client_state`; see `InMemory`. Other
-            options are refused.
+            `snapshot_bytes`, `keep_snapshot`; see `BackgroundOptions`. What is kept in memory
+            between saves: `keep`, `every`, `copies`, `folder`, `client_state`; see
+            `MemoryOptions`. Other options are refused.
 
     Returns:
         The stack, whose `iteration` and `consumed_samples` a load sets and a save writes.
@@ -165,7 +165,7 @@ def attach_megatron(
 
 def _saved_how(
     way: str | None, options: dict[str, Any]
-) -> tuple[BesideTraining | None, InMemory | None]:
+) -> tuple[BackgroundOptions | None, MemoryOptions | None]:
     """How saves go on beside training, and what is kept in memory; None for what is not.
     Collective. Raises UsageError."""
     with agree.together() as told:
@@ -186,7 +186,7 @@ class _StackHandle(Handle):
     def describe(self) -> LiveMegatron:
         return describe(self.program)
 
-    def present(self) -> PresentStates:
+    def present(self) -> CurrentStates:
         return present_states(self.describe())
 
     def require_usable(self) -> None:
@@ -196,7 +196,7 @@ class _StackHandle(Handle):
     def to_fill(self, family: Any) -> LiveMegatron:
         return self.describe()
 
-    def lent(self, how: Taking) -> LentRun:
+    def lent(self, how: HoldOptions) -> LentRun:
         return taken(self.program, how)
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:

@@ -26,11 +26,11 @@ from megatron_ucp.engines.megatron.optimizer import STRUCTURE, LiveBucket, OwnVa
 from megatron_ucp.engines.megatron.shard import MARKS, MegatronStack, OwnPlace
 from megatron_ucp.engines.megatron.state import MegatronExtras
 from megatron_ucp.errors import StateMismatchError
-from megatron_ucp.formats.checkpoint import Checkpoint, Told
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.megatron.buffers import order_of
 from megatron_ucp.formats.megatron.groups import IDENTIFIERS, SCHEDULED
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import How
+from megatron_ucp.reshard.engine import LoadOptions
 
 
 def describe(stack: MegatronStack) -> "LiveMegatron":
@@ -72,7 +72,7 @@ class LiveMegatron(LivePlaces):
         )
         check_replicas(self.manifest, _on_several_stages(bare_model(stack.chunks[0])))
 
-    def told(self) -> Told:
+    def told(self) -> CallerModel:
         told = told_by(self.stack.model, self.manifest)
         return replace(told, registered=self._registered)
 
@@ -130,7 +130,7 @@ class LiveMegatron(LivePlaces):
             )
 
     def take_extras(
-        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
+        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
     ) -> MegatronExtras:
         own = groups[self.own_groups]
         marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]

@@ -12,12 +12,12 @@ from megatron_ucp.engines.megatron.engine import attach_megatron
 from megatron_ucp.engines.megatron.save import (
     TORCH,
     TORCH_DIST,
-    AskedOfStack,
+    StackSaveRequest,
     require_written,
     save_as,
 )
 from megatron_ucp.engines.megatron.shard import MegatronStack
-from megatron_ucp.engines.save import BACKGROUND, DIRECT, Saving
+from megatron_ucp.engines.save import BACKGROUND, DIRECT, SaveOptions
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.tags import iteration_name, nothing_there
@@ -118,9 +118,9 @@ def save_checkpoint(
         folder, keep_latest = apart or str(Path(args.save) / "non_persistent"), 1
     stack.iteration, stack.consumed_samples = iteration, args.consumed_train_samples
     stack.floating_point_operations = num_floating_point_operations_so_far
-    how = Saving(keep_latest=keep_latest, rng=not args.no_save_rng)
+    how = SaveOptions(keep_latest=keep_latest, rng=not args.no_save_rng)
     interval = None if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
-    save_as(AskedOfStack(stack, absolute_path(folder), args, how, interval))
+    save_as(StackSaveRequest(stack, absolute_path(folder), args, how, interval))
 
 
 def _arguments() -> Any:

@@ -43,7 +43,7 @@ from megatron_ucp.engines.background import (
     begun_or_warned,
     skipped,
 )
-from megatron_ucp.engines.hold import LentRun, RankValues, Taking, lent
+from megatron_ucp.engines.hold import HoldOptions, LentRun, RankValues, lent
 from megatron_ucp.engines.live import flat_view, require_usable
 from megatron_ucp.engines.megatron.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.model import bare_model, keys_of_chunks
@@ -52,9 +52,9 @@ from megatron_ucp.engines.megatron.shard import MegatronStack
 from megatron_ucp.engines.record import record_of, run_of
 from megatron_ucp.engines.resume_state import ResumableLoader
 from megatron_ucp.engines.save import (
+    SaveOptions,
     SaveReport,
     SaveSink,
-    Saving,
     as_rank_error,
     completed,
     ended,
@@ -242,7 +242,7 @@ def _contiguous(pieces: tuple[Piece, ...], low: int, high: int) -> Iterator[Piec
 
 
 @dataclass(frozen=True)
-class PresentStates:
+class CurrentStates:
     """What the ranks hold of masters and moments, and of values: the engine, as the `manifest` says
     with all `states` that its optimizers have now beside the masters (none before the first
     step). Their count of steps is in `scalars`."""
@@ -268,7 +268,7 @@ class PresentStates:
             require_unstepped(dict(self.scalars), dict(scalars))
 
 
-def present_states(live: LiveMegatron) -> PresentStates:
+def present_states(live: LiveMegatron) -> CurrentStates:
     """Collective; nothing is changed. Raises UsageError on every rank where states differ."""
     with agree.together() as told:
         told.value = live.own.present()
@@ -284,7 +284,7 @@ def present_states(live: LiveMegatron) -> PresentStates:
         else buffer
         for buffer in live.manifest.buffers
     )
-    return PresentStates(replace(live.manifest, buffers=buffers), live, states, scalars)
+    return CurrentStates(replace(live.manifest, buffers=buffers), live, states, scalars)
 
 
 def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
@@ -317,7 +317,7 @@ class SavedWeights:
     """What the ranks hold of the weights that the model computes with: each of them whole ones,
     however masters are divided."""
 
-    def __init__(self, present: PresentStates) -> None:
+    def __init__(self, present: CurrentStates) -> None:
         states = present.manifest
         self.use(present)
         self._held_as: dict[int, list[int]] = {}  # by the buffer that has the masters
@@ -331,7 +331,7 @@ class SavedWeights:
         mesh = replace(states.mesh, zero=0)
         self.manifest = Manifest(Keeper.PAPER, mesh, states.params, tuple(buffers))
 
-    def use(self, present: PresentStates) -> None:
+    def use(self, present: CurrentStates) -> None:
         """From now on these weights, of the same structure."""
         self._live = present.live
         self._tensors = {name: tensor for tensor, name in present.live.own.names.items()}
@@ -453,12 +453,12 @@ def _cut(run: OwnedBox, spec: ParamSpec, keys: ModelKeys) -> Iterator[OwnedBox]:
 # The fingerprint of a save of megatron-core's stack: of what its files hold.
 
 
-class WrittenSums:
+class FingerprintWriter:
     """Each rank sums what it writes, as it writes it, and before that its copies of what others
     write: so that copies which differ are seen. Nothing of the engine's memory is needed once it
     is made."""
 
-    def __init__(self, present: PresentStates, output: StackOutput) -> None:
+    def __init__(self, present: CurrentStates, output: StackOutput) -> None:
         self._manifest, self._output = present.manifest, output
         self._copies = _copies(present, output)
         self._windows: dict[tuple[int, Slot, int], Sums] = {}
@@ -494,7 +494,7 @@ class WrittenSums:
         return table_of(self._manifest, self._ranks)
 
 
-def _copies(present: PresentStates, output: StackOutput) -> Sums:
+def _copies(present: CurrentStates, output: StackOutput) -> Sums:
     """Of what this rank does not write. Of data-parallel ranks that have the same the first one
     looks; of buffers of modules, which may differ, all."""
     manifest, rank = present.manifest, agree.world()[0]
@@ -515,7 +515,7 @@ def _copies(present: PresentStates, output: StackOutput) -> Sums:
 # background has to do nothing but copy while training stands still.
 
 
-def structure_of(stack: MegatronStack, present: PresentStates) -> tuple[Any, ...]:
+def structure_of(stack: MegatronStack, present: CurrentStates) -> tuple[Any, ...]:
     """Everything that the plan of a save depends on: equal where the plan is. Values, steps and
     hyper-parameters are no part of it; of the ranks all that matters is in the mesh."""
     bare = present.live.manifest  # whose members have no steps yet
@@ -526,7 +526,7 @@ def structure_of(stack: MegatronStack, present: PresentStates) -> tuple[Any, ...
 class UnsteppedMemories(Memories):
     """Those of a stack, whose optimizers may not step while they are read."""
 
-    def __init__(self, file: str, present: PresentStates, weights: SavedWeights) -> None:
+    def __init__(self, file: str, present: CurrentStates, weights: SavedWeights) -> None:
         super().__init__(file, present, weights, keeps=True)
         self.present = present
 
@@ -540,7 +540,7 @@ class PlannedSave:
     collective."""
 
     def __init__(
-        self, stack: MegatronStack, structure: tuple[Any, ...], present: PresentStates, file: str
+        self, stack: MegatronStack, structure: tuple[Any, ...], present: CurrentStates, file: str
     ) -> None:
         self.structure = structure
         keys = keys_of_chunks(stack.chunks, present.manifest.by_name)
@@ -549,7 +549,7 @@ class PlannedSave:
         self._source = UnsteppedMemories(file, present, self._weights)
         self._parts: Sequence[Proved] = ()
 
-    def moved(self, present: PresentStates, sink: SaveSink, run: TransferRun) -> Moved:
+    def moved(self, present: CurrentStates, sink: SaveSink, run: TransferRun) -> Moved:
         """Takes the values that there are now. Collective. Raises a UcpError on every rank."""
         self._weights.use(present)
         self._source.present = present
@@ -568,7 +568,7 @@ def knows(stack: MegatronStack, structure: tuple[Any, ...]) -> bool:
 def planned(
     stack: MegatronStack,
     structure: tuple[Any, ...],
-    present: PresentStates,
+    present: CurrentStates,
     file: str,
     known: bool,
 ) -> PlannedSave:
@@ -584,7 +584,7 @@ def planned(
 # What megatron-core's stack is, found on all ranks: the states that it has now, and all besides.
 
 
-def described(stack: MegatronStack, error: type[UcpError]) -> PresentStates:
+def described(stack: MegatronStack, error: type[UcpError]) -> CurrentStates:
     """The engine with the states that its optimizers have now. Collective. Raises an `error` of
     that class for a value that no load could give back."""
     with agree.together():
@@ -651,14 +651,14 @@ TORCH = "torch"  # as Megatron-LM calls its older files: they are read, and writ
 
 
 @dataclass(frozen=True)
-class AskedOfStack:
+class StackSaveRequest:
     """What is saved, and how. `retain_interval`: the save before this one goes, unless its
     iteration is a multiple (None: it stays)."""
 
     stack: MegatronStack
     folder: Path
     arguments: Any
-    how: Saving
+    how: SaveOptions
     retain_interval: int | None = None
 
     @cached_property
@@ -684,7 +684,7 @@ def require_written(ckpt_format: object) -> None:
         )
 
 
-def described_to_save(stack: MegatronStack) -> PresentStates:
+def described_to_save(stack: MegatronStack) -> CurrentStates:
     """The engine with the states that its optimizers have now. Collective."""
     found = described(stack, SaveError)
     with agree.together():
@@ -717,7 +717,7 @@ def _require_loadable(states: States) -> None:
 # megatron-core's stack as a run that a resize moves from.
 
 
-def taken(stack: MegatronStack, how: Taking) -> LentRun:
+def taken(stack: MegatronStack, how: HoldOptions) -> LentRun:
     """Takes a stack as it is; nothing in it is changed. Collective. Raises a UcpError on every
     rank."""
     present = described(stack, UnsupportedError)
@@ -788,12 +788,12 @@ def save(
         _refuse_other(stack)
         require_written(ckpt_format)
         folder = absolute_path(save_dir)
-        how = Saving(durable, keep_latest, rng, loader)
-        asked = AskedOfStack(stack, folder, arguments, how)
+        how = SaveOptions(durable, keep_latest, rng, loader)
+        asked = StackSaveRequest(stack, folder, arguments, how)
     return save_as(asked)
 
 
-def save_as(asked: AskedOfStack) -> SaveReport:
+def save_as(asked: StackSaveRequest) -> SaveReport:
     """As `save`."""
     stack, background = asked.stack, asked.background
     if (other := skipped(stack, stack.iteration)) is not None:
@@ -804,7 +804,7 @@ def save_as(asked: AskedOfStack) -> SaveReport:
     return report if background is not None else ended(stack, report)
 
 
-def _begun(asked: AskedOfStack) -> SaveReport:
+def _begun(asked: StackSaveRequest) -> SaveReport:
     """Saves, or begins to."""
     stack, background = asked.stack, asked.background
     tag, values = _taken(asked)
@@ -823,7 +823,7 @@ def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float, turn: Sav
         ended(tag.asked.stack, _settled(tag, values, blocked_seconds))
 
 
-def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
+def _taken(asked: StackSaveRequest) -> "tuple[_Tag, Moved]":
     """Takes everything: from here on the stack may train. Collective. Raises as `save`."""
     tag = _Tag(asked)
     present = described_to_save(asked.stack)
@@ -878,7 +878,7 @@ class _Tag:
     when the save was asked for. `bytes_by_rank` are what each rank wrote, on rank 0 and once the
     files have their names."""
 
-    def __init__(self, asked: AskedOfStack) -> None:
+    def __init__(self, asked: StackSaveRequest) -> None:
         self.asked, self.steps = asked, asked.stack.iteration
         self.name = asked.tag
         self.path = asked.folder / self.name
@@ -900,7 +900,7 @@ class _Tag:
         how, rank = self.asked.how, self._rank
         self.manifest = job.manifest
         with agree.together():
-            self.sums = WrittenSums(job.states, job.output)
+            self.sums = FingerprintWriter(job.states, job.output)
             common = job.common(self.asked.arguments, str(self.path))
             # a live scheduler, and a program's own flags, may be in it
             self._common = copy.deepcopy(common.output())
@@ -973,7 +973,7 @@ def _refuse_other(stack: Any) -> None:
 class _Job:
     """One save on its way: what is written, the same on every rank, and what this rank has."""
 
-    def __init__(self, stack: MegatronStack, states: PresentStates, output: StackOutput) -> None:
+    def __init__(self, stack: MegatronStack, states: CurrentStates, output: StackOutput) -> None:
         self.stack, self.states, self.output = stack, states, output
         self.live, self.manifest = states.live, states.manifest
         self.own = values_of(self.live)

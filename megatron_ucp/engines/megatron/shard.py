@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.experts import Spread, expert_name
+from megatron_ucp.core.experts import PartitionRanks, expert_name
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States, alone
 from megatron_ucp.core.join_ranks import Stage
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec
@@ -153,7 +153,7 @@ class OwnPlace:
     ) -> None:
         self.chunks, self.mesh, self.model = list(chunks), mesh, model
         self.rank = torch.distributed.get_rank()
-        self.spread = Spread.on(mesh)
+        self.spread = PartitionRanks.on(mesh)
         self.inner = inner_optimizers(optimizer)
         self.group_of: Mapping[str, int] = {}
         self.names: dict[torch.Tensor, str] = {}

@@ -12,7 +12,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.groups import SCHEDULED
 from megatron_ucp.formats.megatron.run_state import OPERATIONS
-from megatron_ucp.reshard.engine import How
+from megatron_ucp.reshard.engine import LoadOptions
 
 if TYPE_CHECKING:
     from megatron_ucp.engines.megatron.shard import MegatronStack, OwnPlace
@@ -29,7 +29,7 @@ class MegatronExtras:
 
     stack: "MegatronStack"
     own: "OwnPlace"
-    how: How
+    how: LoadOptions
     common: CommonExtras
     schedule: Mapping[str, Any]
     samples: int | None
@@ -48,7 +48,7 @@ class MegatronExtras:
         own: "OwnPlace",
         scheduler: bool,
         groups: Sequence[Mapping[str, Any]],
-        how: How,
+        how: LoadOptions,
     ) -> "MegatronExtras":
         """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
         is of megatron-core. Raises StateMismatchError where the scheduler's settings are others

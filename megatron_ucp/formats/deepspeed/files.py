@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.checkpoint import OpenedFolder
-from megatron_ucp.formats.manifest_beside import Recorded
+from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.unpickle import VouchedClasses
 
@@ -296,10 +296,10 @@ class TagFolder(OpenedFolder):
         self._closing.callback(self.evidence.close)
 
     @cached_property
-    def evidence(self) -> Recorded:
+    def evidence(self) -> ManifestBeside:
         if self._without_optimizer:
-            return Recorded(self.folder, self.names.names, is_optimizer_file)
-        return Recorded(self.folder, self.names.names)
+            return ManifestBeside(self.folder, self.names.names, is_optimizer_file)
+        return ManifestBeside(self.folder, self.names.names)
 
     def file(self, name: str) -> PtFile:
         """An open file of the tag folder. Raises ForeignFileError where it is not the file that the

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.experts import Spread
+from megatron_ucp.core.experts import PartitionRanks
 from megatron_ucp.core.join_ranks import check_replicas
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import Checkpoint, Extras, Told, Where
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, Where
 from megatron_ucp.formats.deepspeed.by_position import MATCHED, by_position
 from megatron_ucp.formats.deepspeed.checks import TrainedWeights, check_file, trained_weights
 from megatron_ucp.formats.deepspeed.expected_files import (
@@ -77,10 +77,10 @@ class NativeCheckpoint(TagFolder):
         self,
         path: str | Path,
         tag: str | None = None,
-        told: Told | None = None,
+        told: CallerModel | None = None,
         positions_too: bool = False,
     ) -> None:
-        told = told or Told()
+        told = told or CallerModel()
         super().__init__(tag_folder(path, tag), told.classes, told.weights)
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -99,7 +99,7 @@ class NativeCheckpoint(TagFolder):
             self.known.declared.check_patterns()
             undo.pop_all()
 
-    def _told_of_weights(self, told: Told) -> Told:
+    def _told_of_weights(self, told: CallerModel) -> CallerModel:
         """What is known of the weights alone: of what a manifest says layouts and names, as the
         rest of it is about an optimizer that nobody looks at. Raises UnsupportedError at ZeRO-3."""
         if is_partitioned(self.names):
@@ -117,7 +117,7 @@ class NativeCheckpoint(TagFolder):
         renamed: Any = said.run.get(RENAMED) or {}
         return replace(told, specs=said.by_name, names=said.names, renamed=renamed)
 
-    def _opened(self, told: Told) -> OpenedFiles:
+    def _opened(self, told: CallerModel) -> OpenedFiles:
         """With the first model file, which says what kind of run wrote the others."""
         name = first_model_file(self.names)
         self.main_file = self.full_path(name)
@@ -181,7 +181,7 @@ def _ranks(step: OpenedFiles) -> RunRanks:
         RunRanks,
         experts=experts,
         mesh=mesh,
-        spread=Spread.on(mesh, partitions),
+        spread=PartitionRanks.on(mesh, partitions),
         uneven=uneven,
         places=mesh.holding(uneven),
     )
@@ -298,5 +298,5 @@ class NativeFormat:
     def recognises(self, folder: Path) -> bool:
         return True
 
-    def open(self, folder: Path, told: Told) -> Checkpoint:
+    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
         return NativeCheckpoint(folder, None, told, told.order is None)

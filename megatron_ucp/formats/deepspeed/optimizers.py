@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import Spread, expert_name, is_stacked, stored_tensors
+from megatron_ucp.core.experts import PartitionRanks, expert_name, is_stacked, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, States
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.names import MASTER, Keeper
@@ -266,7 +266,7 @@ class OptimizerFile:
     base_key = "optimizer_state_dict"  # of the base optimizer's state dict
 
     def contents(
-        self, found: OptimizerTree, shapes: Sequence[Mapping[str, Ints]], spread: Spread
+        self, found: OptimizerTree, shapes: Sequence[Mapping[str, Ints]], spread: PartitionRanks
     ) -> Contents:
         """What the file holds; `shapes` are names and rank-local shapes of each group's parameters
         in the optimizer's order. Raises a UcpError."""
@@ -323,7 +323,7 @@ class OptimizerFile:
         found: OptimizerTree,
         masters: Sequence[TensorRef],
         shapes: Sequence[Mapping[str, Ints]],
-        spread: Spread,
+        spread: PartitionRanks,
     ) -> None:
         """Raises ForeignFileError where model file and optimizer files count differently."""
 
@@ -338,7 +338,7 @@ class OptimizerFile:
         return ((named, index, _group_of(index, groups)) for index, named in enumerate(shapes))
 
     def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
     ) -> list[FlatBuffer]:
         """The buffers of what the file keeps under one index."""
         raise NotImplementedError
@@ -434,7 +434,7 @@ def _check_count(tree: Tree, partitions: Sequence[int], file: str) -> None:
         )
 
 
-def _first_partitions(shapes: Sequence[Mapping[str, Ints]], spread: Spread) -> list[int]:
+def _first_partitions(shapes: Sequence[Mapping[str, Ints]], spread: PartitionRanks) -> list[int]:
     """Over how many ranks each group's buffer is divided."""
     return [spread.partitions(next(iter(named), "")) for named in shapes]
 
@@ -470,13 +470,13 @@ class Zero12File(OptimizerFile):
         found: OptimizerTree,
         masters: Sequence[TensorRef],
         shapes: Sequence[Mapping[str, Ints]],
-        spread: Spread,
+        spread: PartitionRanks,
     ) -> None:
         _check_groups(masters, shapes, "groups", found.file)
         _check_count(found.tree, _first_partitions(shapes, spread), found.file)
 
     def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
     ) -> list[FlatBuffer]:
         """A group's buffer, filled up and cut into equal chunks."""
         starts, used = _starts(one, found)
@@ -519,7 +519,7 @@ class Zero3File(OptimizerFile):
         found: OptimizerTree,
         masters: Sequence[TensorRef],
         shapes: Sequence[Mapping[str, Ints]],
-        spread: Spread,
+        spread: PartitionRanks,
     ) -> None:
         _check_count(found.tree, [spread.dense], found.file)
         _check_groups(masters, shapes, "sub-groups", found.file)
@@ -535,7 +535,7 @@ class Zero3File(OptimizerFile):
             )
 
     def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
     ) -> list[FlatBuffer]:
         """A sub-group's buffer, in which every stored tensor is cut for itself."""
         partitions, axes = spread.partitions(one.first), spread.axes(one.first)
@@ -588,7 +588,7 @@ class Unpartitioned(_Stage0File):
                 yield {name: named[name] for name in names}, index, number
 
     def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
     ) -> list[FlatBuffer]:
         _check_shapes(one, found.file)
         return [
@@ -645,7 +645,7 @@ class FusedFlatFile(_Stage0File):
         found: OptimizerTree,
         masters: Sequence[TensorRef],
         shapes: Sequence[Mapping[str, Ints]],
-        spread: Spread,
+        spread: PartitionRanks,
     ) -> None:
         for index, named in enumerate(shapes):
             _, used = flat.aligned_starts([math.prod(shape) for shape in named.values()])
@@ -659,7 +659,7 @@ class FusedFlatFile(_Stage0File):
                 )
 
     def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
     ) -> list[FlatBuffer]:
         starts, used = flat.aligned_starts([math.prod(shape) for shape in one.named.values()])
         axes = spread.axes(one.first)

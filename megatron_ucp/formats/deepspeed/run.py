@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import LocalExperts, Spread, counts_of, etp_of, file_rank
+from megatron_ucp.core.experts import LocalExperts, PartitionRanks, counts_of, etp_of, file_rank
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, Order
 from megatron_ucp.core.mesh import EXPERTS, Coords, Mesh, stage_of
@@ -15,7 +15,7 @@ from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import Told, Where
+from megatron_ucp.formats.checkpoint import CallerModel, Where
 from megatron_ucp.formats.deepspeed.experts import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.files import (
     TagFiles,
@@ -55,7 +55,7 @@ class OpenedFiles:
     wrote the others. `told` is what the caller knows."""
 
     files: TagFolder
-    told: Told
+    told: CallerModel
     names: TagFiles
     model_name: str
     meta: Mapping[str, Any]
@@ -106,7 +106,7 @@ class RunRanks(OpenedFiles):
 
     experts: ExpertFiles
     mesh: Mesh
-    spread: Spread
+    spread: PartitionRanks
     uneven: bool
     places: Sequence[Coords]
 

@@ -36,7 +36,7 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import Checkpoint, Extras, Told, Where
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.extras import from_meta
 from megatron_ucp.formats.deepspeed.files import TagFolder, is_universal, missing_files, model_name
@@ -754,7 +754,7 @@ class UniversalFormat:
     def recognises(self, folder: Path) -> bool:
         return is_universal(folder)
 
-    def open(self, folder: Path, told: Told) -> Checkpoint:
+    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
         return UniversalCheckpoint(
             folder, told.specs, told.names, told.rules, told.classes, told.weights
         )

@@ -45,7 +45,7 @@ from megatron_ucp.formats.deepspeed.files import (
 )
 from megatron_ucp.formats.deepspeed.tp_patterns import patterns_of
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.per_rank import Apart, OwnValues
+from megatron_ucp.formats.per_rank import OwnValues, RankDifferences
 from megatron_ucp.formats.pt.archive import Output, Weight
 from megatron_ucp.formats.pt.refs import TensorRef
 
@@ -69,7 +69,7 @@ class RunSettings:
     clip_grad: float
     int_steps: bool
     scheduler: Callable[[int], Any]
-    apart: Apart = field(default_factory=Apart)
+    apart: RankDifferences = field(default_factory=RankDifferences)
 
 
 @dataclass(frozen=True)

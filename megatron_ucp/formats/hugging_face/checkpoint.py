@@ -15,7 +15,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.tensor_parts import Share, Slice, weights_manifest
+from megatron_ucp.core.tensor_parts import Slice, TensorPart, weights_manifest
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -26,7 +26,7 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats.byte_files import same_bytes
-from megatron_ucp.formats.checkpoint import Checkpoint, OpenedFolder, Record, Told, Where
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, OpenedFolder, Record, Where
 from megatron_ucp.formats.hugging_face.fp8_blocks import (
     FP8,
     PRODUCT,
@@ -76,10 +76,10 @@ class HuggingFaceCheckpoint(OpenedFolder):
     def __init__(
         self,
         folder: Path,
-        shares: Mapping[str, Share] | None = None,
+        shares: Mapping[str, TensorPart] | None = None,
         specs: Mapping[str, ParamSpec] | None = None,
         like: Manifest | None = None,
-        tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None = None,
+        tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None = None,
     ) -> None:
         super().__init__(folder)
         self.main_file = self.full_path(CONFIG_FILE)
@@ -248,10 +248,10 @@ class HuggingFaceCheckpoint(OpenedFolder):
         shapes = {self._entry(name).shape for name in (one, other)}
         return len(shapes) == 1 and same_bytes(self._place(one), self._place(other))
 
-    def _once(self, shares: Mapping[str, Share]) -> Mapping[str, Share]:
+    def _once(self, shares: Mapping[str, TensorPart]) -> Mapping[str, TensorPart]:
         """Without tensors that hold all that an earlier one holds, and may be left out. Raises
         ModelMismatchError where they are not copies."""
-        out: dict[str, Share] = {}
+        out: dict[str, TensorPart] = {}
         first: dict[str, str] = {}
         for name, share in shares.items():
             held = share.layout.held if isinstance(share.layout, Chunks) else ()
@@ -260,10 +260,10 @@ class HuggingFaceCheckpoint(OpenedFolder):
             elif known := first.get(share.param):
                 self._leave_out_copies([Tie(known, (name,))])
             else:
-                first[share.param], out[name] = name, Share(share.param)
+                first[share.param], out[name] = name, TensorPart(share.param)
         return out
 
-    def _in_slices(self, shares: Mapping[str, Share]) -> dict[str, str]:
+    def _in_slices(self, shares: Mapping[str, TensorPart]) -> dict[str, str]:
         """The files of the tensors, where a tensor of which shares are slices is these. Raises
         UnsupportedError for one in fp8."""
         files = dict(self._files)
@@ -280,8 +280,8 @@ class HuggingFaceCheckpoint(OpenedFolder):
     def _own_names(
         self,
         like: Manifest | None,
-        tensors: Callable[[Mapping[str, Ints]], Mapping[str, Share] | None] | None,
-    ) -> tuple[Mapping[str, Share], Mapping[str, ParamSpec]]:
+        tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None,
+    ) -> tuple[Mapping[str, TensorPart], Mapping[str, ParamSpec]]:
         """Every tensor as what it holds of the model that the folder is for (`like`): by what the
         caller says of its names, else as a parameter of its own name, or as one expert's slice of a
         stack."""
@@ -290,21 +290,21 @@ class HuggingFaceCheckpoint(OpenedFolder):
         found = None if tensors is None else tensors(shapes)
         if found is None:
             found = unstacked(stacks_of(known), self._files)
-        found = found or {name: Share(name) for name in self._files}
+        found = found or {name: TensorPart(name) for name in self._files}
         if like is not None:
             found = self._without_copies(found, like.ties)
         self._files = self._in_slices(found)
         specs = {
             share.param: replace(self._spec(name), name=share.param)
-            if name in self._files and share == Share(share.param)
+            if name in self._files and share == TensorPart(share.param)
             else replace(known[share.param], extent=None)
             for name, share in found.items()
         }
         return found, specs
 
     def _without_copies(
-        self, shares: Mapping[str, Share], ties: Sequence[Tie]
-    ) -> Mapping[str, Share]:
+        self, shares: Mapping[str, TensorPart], ties: Sequence[Tie]
+    ) -> Mapping[str, TensorPart]:
         """The shares without the tensors that are a tied parameter under another of its names.
         Raises ModelMismatchError where they are several tensors."""
         names = {share.param: name for name, share in shares.items() if name in self._files}
@@ -339,7 +339,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
         return PRODUCT if name in self._scales else self._entry(name).dtype
 
     def _manifest(
-        self, shares: Mapping[str, Share], specs: Mapping[str, ParamSpec], named: bool
+        self, shares: Mapping[str, TensorPart], specs: Mapping[str, ParamSpec], named: bool
     ) -> Manifest:
         faults = [f"{name}: missing" for name in shares if name not in self._files]
         faults += [f"{name}: not known" for name in self._files if name not in shares]
@@ -363,7 +363,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
         return weights_manifest(params, zip(shares.values(), dtypes, strict=True))
 
     def _param(
-        self, name: str, share: Share, spec: ParamSpec, named: bool
+        self, name: str, share: TensorPart, spec: ParamSpec, named: bool
     ) -> tuple[ParamSpec, list[str]]:
         """The parameter that a tensor is a share of, as long as it is here, and what of it does not
         fit."""
@@ -450,7 +450,9 @@ class HuggingFaceCheckpoint(OpenedFolder):
         )
 
 
-def _as_written(shares: Mapping[str, Share], files: Collection[str]) -> Mapping[str, Share]:
+def _as_written(
+    shares: Mapping[str, TensorPart], files: Collection[str]
+) -> Mapping[str, TensorPart]:
     """The shares under the names of a folder: that of a model without its head (GPT-2's own) lacks
     the first word."""
     word = next(iter(shares), "").partition(".")[0] + "."
@@ -459,7 +461,7 @@ def _as_written(shares: Mapping[str, Share], files: Collection[str]) -> Mapping[
     return {name.removeprefix(word): share for name, share in shares.items()}
 
 
-def _stored_shape(share: Share, spec: ParamSpec) -> tuple[int, ...] | str:
+def _stored_shape(share: TensorPart, spec: ParamSpec) -> tuple[int, ...] | str:
     try:
         return share.stored_shape(spec)
     except LayoutError as error:
@@ -564,7 +566,7 @@ class HuggingFaceFormat:
             return True
         return bool(all_shards(folder)) and not has_state_files(folder)
 
-    def open(self, folder: Path, told: Told) -> Checkpoint:
+    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
         specs = told.specs if told.shares else None
         return HuggingFaceCheckpoint(folder, told.shares, specs, told.like, told.tensors)
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import ParamSpec
-from megatron_ucp.core.tensor_parts import Share
+from megatron_ucp.core.tensor_parts import TensorPart
 
 # end of a parameter's name -> the matrices of an expert that lie one above the other in it, by the
 # names that they may have
@@ -30,11 +30,11 @@ def stacks_of(params: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
     }
 
 
-def unstacked(stacks: Mapping[str, ParamSpec], files: Collection[str]) -> dict[str, Share]:
+def unstacked(stacks: Mapping[str, ParamSpec], files: Collection[str]) -> dict[str, TensorPart]:
     """What each tensor of a folder holds, for a model with these stacked parameters; nothing where
     the folder holds them stacked, too. Of a stack every tensor is listed, also one that the folder
     lacks."""
-    out: dict[str, Share] = {}
+    out: dict[str, TensorPart] = {}
     for name, spec in stacks.items():
         if name not in files:
             out |= _one_by_one(name, spec, files)
@@ -45,11 +45,11 @@ def unstacked(stacks: Mapping[str, ParamSpec], files: Collection[str]) -> dict[s
         # the router lies beside the experts
         param = name.replace(_MIXTRALS, _MODULE)
         if name not in out and param not in taken:
-            out[name] = Share(param)
+            out[name] = TensorPart(param)
     return out
 
 
-def _one_by_one(name: str, spec: ParamSpec, files: Collection[str]) -> dict[str, Share]:
+def _one_by_one(name: str, spec: ParamSpec, files: Collection[str]) -> dict[str, TensorPart]:
     """The tensors of one stack, by the names that the folder uses; none where it uses no known
     ones."""
     ending = next(filter(name.endswith, _STACKED))
@@ -71,7 +71,7 @@ def _one_by_one(name: str, spec: ParamSpec, files: Collection[str]) -> dict[str,
                 ]
                 layout = Chunks(tuple(boxes))
                 return {
-                    one: Share(name, layout, number, stacked=True)
+                    one: TensorPart(name, layout, number, stacked=True)
                     for number, one in enumerate(names)
                 }
     return {}

@@ -20,9 +20,15 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import NO_RANDOM_STATES, Extras, Generators, OpenedFolder, Told
+from megatron_ucp.formats.checkpoint import (
+    NO_RANDOM_STATES,
+    CallerModel,
+    Extras,
+    Generators,
+    OpenedFolder,
+)
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.manifest_beside import Recorded
+from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments
 from megatron_ucp.formats.megatron.buffers import BUFFER_STATES, InBuffer, PlacedBuffer
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
@@ -41,7 +47,7 @@ Read = TypeVar("Read")
 class MegatronFolder(OpenedFolder):
     """An opened tag folder; a context manager that closes its files. Subclasses set `manifest`."""
 
-    def __init__(self, folder: Path, told: Told) -> None:
+    def __init__(self, folder: Path, told: CallerModel) -> None:
         super().__init__(folder)
         self.told = told
         self.groups: Sequence[SavedGroup] = []
@@ -97,8 +103,8 @@ class MegatronFolder(OpenedFolder):
         return alone and bool(self.arguments.get("num_experts"))
 
     @cached_property
-    def evidence(self) -> Recorded:
-        found = Recorded(self.folder, ())
+    def evidence(self) -> ManifestBeside:
+        found = ManifestBeside(self.folder, ())
         self._closing.callback(found.close)
         return found
 

@@ -22,7 +22,7 @@ from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import AssembledTensor
-from megatron_ucp.formats.checkpoint import ByteFile, Record, Told, Where, tensor_at
+from megatron_ucp.formats.checkpoint import ByteFile, CallerModel, Record, Where, tensor_at
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.buffers import (
     BUFFER_STATES,
@@ -62,7 +62,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
     """One opened folder of that form. Raises as TorchDistCheckpoint; StateMismatchError where the
     buckets are not those of the run that the arguments describe."""
 
-    def __init__(self, folder: Path, told: Told, index: Index, states: NamedStates) -> None:
+    def __init__(self, folder: Path, told: CallerModel, index: Index, states: NamedStates) -> None:
         self._buckets: list[tuple[PlacedBuffer, int]] = []  # of each flat buffer, with its number
         super().__init__(folder, told, index, states)
 

@@ -35,7 +35,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import Checkpoint, Told, Where
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Where
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.buffers import (
@@ -88,7 +88,7 @@ class LegacyCheckpoint(RankFolders):
     """One opened tag folder. Raises a UcpError for anything that directories and pickles show;
     tensor bytes are not read."""
 
-    def __init__(self, folder: Path, told: Told) -> None:
+    def __init__(self, folder: Path, told: CallerModel) -> None:
         super().__init__(folder, told)
         first = min(path.name for path in folder.iterdir() if OF_RANK.fullmatch(path.name))
         self._main = f"{first}/{MODEL_FILE}"
@@ -415,5 +415,5 @@ class LegacyFormat:
     def recognises(self, folder: Path) -> bool:
         return any(OF_RANK.fullmatch(path.name) and path.is_dir() for path in folder.iterdir())
 
-    def open(self, folder: Path, told: Told) -> Checkpoint:
+    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
         return LegacyCheckpoint(folder, told)

@@ -16,7 +16,7 @@ from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import Record, Told, Where
+from megatron_ucp.formats.checkpoint import CallerModel, Record, Where
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES, OF_VALUES
@@ -55,7 +55,7 @@ class TorchDistCheckpoint(MegatronFolder):
     Tensor bytes are not read.
     """
 
-    def __init__(self, folder: Path, told: Told, index: Index, states: NamedStates) -> None:
+    def __init__(self, folder: Path, told: CallerModel, index: Index, states: NamedStates) -> None:
         super().__init__(folder, told)
         self.index, self.states = index, states
         is_file = (folder / COMMON_FILE).is_file() or COMMON_KEY not in index.objects

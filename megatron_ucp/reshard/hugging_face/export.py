@@ -19,7 +19,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.names import MASTER, VALUE, dtype_name
 from megatron_ucp.core.plan import LOSSLESS, Slot, Want
-from megatron_ucp.core.tensor_parts import Share, state_in, weights_manifest
+from megatron_ucp.core.tensor_parts import TensorPart, state_in, weights_manifest
 from megatron_ucp.errors import (
     NotFoundError,
     SaveError,
@@ -30,7 +30,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.families.arguments import unknown_padding
 from megatron_ucp.formats import output_folder
-from megatron_ucp.formats.checkpoint import Checkpoint, Readable, Told
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Readable
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece
 from megatron_ucp.formats.hugging_face.checkpoint import (
     CONFIG_FILE,
@@ -305,7 +305,7 @@ class OutgoingTensor:
     its values, in `saved_dtype`."""
 
     name: str
-    share: Share
+    share: TensorPart
     state: str
     saved_dtype: str
     dtype: str
@@ -422,7 +422,7 @@ class Outgoing:
         (folder / LIST_FILE).write_text(_json(written), encoding="utf-8")
 
 
-def _whole_tensors(rows: Sequence[Tensor], shares: Mapping[str, Share]) -> list[Tensor]:
+def _whole_tensors(rows: Sequence[Tensor], shares: Mapping[str, TensorPart]) -> list[Tensor]:
     """The tensors of a folder, of which some rows are slices."""
     out: dict[str, Tensor] = {}
     for name, dtype, shape in rows:
@@ -437,7 +437,7 @@ class _Slots:
 
     def __init__(self, source: Manifest, twin: Twin) -> None:
         self._source, self._twin = source, twin
-        self._rows: list[tuple[Share, str]] = []
+        self._rows: list[tuple[TensorPart, str]] = []
         self._wants: list[Want] = []
         self._names: list[str] = []
 
@@ -618,7 +618,7 @@ def _of_files(
     dtype = check_output(folder, asked.dtype, asked.allow, asked.force)
     asked = replace(asked, dtype=dtype, max_shard_size=parse_size(asked.max_shard_size))
     names = _pipe_names(asked)
-    told = Told(names=names, weights="weights" in asked.allow)
+    told = CallerModel(names=names, weights="weights" in asked.allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, asked.tag, asked.rules, told))
         check_source(source, folder, asked.allow)
@@ -756,7 +756,7 @@ class _Written:
         told = twin.told if twin.family or twin.is_adapter else None
         if told is None:
             like = self.prepared.source.manifest
-            told = Told(like=like, tensors=lambda _: twin.shares)
+            told = CallerModel(like=like, tensors=lambda _: twin.shares)
         with open_checkpoint(written, told=told) as found:
             differences = weight_differences(self.prepared.source, found, among=twin.specs)
         if differences:

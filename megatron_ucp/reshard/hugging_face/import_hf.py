@@ -34,7 +34,7 @@ from megatron_ucp.reshard.options import (
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.target import CLIP_GRAD, VERSION, Wanted, target_manifest, with_stages
+from megatron_ucp.reshard.target import CLIP_GRAD, VERSION, Conversion, target_manifest, with_stages
 from megatron_ucp.reshard.writers import native_output
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
@@ -114,13 +114,13 @@ def _wanted(
     asked: Target,
     source: HuggingFaceCheckpoint,
     config: Mapping[str, Any] | None,
-) -> tuple[Wanted, list[str]]:
+) -> tuple[Conversion, list[str]]:
     """What is written: the model before its first step, on the mesh that was asked for; notes."""
     refuse_unused(asked)
     asked = _completed(asked, source.manifest, config)
     whole = _before_training(model, architecture, str(asked.dtype))
     layers = _layers(model) if asked.mesh.pp > 1 else None
-    return with_stages(Wanted(whole, asked, str(source.folder), layers))
+    return with_stages(Conversion(whole, asked, str(source.folder), layers))
 
 
 def _checked(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamSpec
-from megatron_ucp.core.tensor_parts import Share
+from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import (
     DamagedFileError,
     ModelMismatchError,
@@ -29,7 +29,7 @@ from megatron_ucp.families.settings import (
     other_sizes,
 )
 from megatron_ucp.families.twin import HuggingFace
-from megatron_ucp.formats.checkpoint import Told
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.hugging_face.checkpoint import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -284,7 +284,7 @@ class Twin:
     parameters. `config` is config.json, None where nobody says it; an adapter has files of other
     names. `notes` say what the class computes a little otherwise."""
 
-    shares: Mapping[str, Share]
+    shares: Mapping[str, TensorPart]
     specs: Mapping[str, ParamSpec]
     config: Mapping[str, Any] | None = None
     family: str = ""
@@ -297,9 +297,9 @@ class Twin:
         return self.weights_file == ADAPTER_FILE
 
     @property
-    def told(self) -> Told:
+    def told(self) -> CallerModel:
         """What a reader of the folder has to know, where it is of a family or an adapter."""
-        return Told(specs=self.specs, shares=self.shares)
+        return CallerModel(specs=self.specs, shares=self.shares)
 
 
 def twin_of(
@@ -384,13 +384,13 @@ def read_twin(
     return whole, sizes, architecture
 
 
-def told_by(folder: Path, like: Manifest) -> Told:
+def told_by(folder: Path, like: Manifest) -> CallerModel:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
     if family:
         return read_twin(folder, family, like.by_name)[0].told
-    return Told(like=like, tensors=reader(lambda: config_in(folder), like))
+    return CallerModel(like=like, tensors=reader(lambda: config_in(folder), like))
 
 
 def config_in(folder: Path) -> Mapping[str, Any]:
@@ -588,7 +588,7 @@ def _check_params(manifest: Manifest, model: Model, file: str, padded: bool) -> 
         )
 
 
-def _require_tensors(shares: Mapping[str, Share], model: Model, file: str) -> None:
+def _require_tensors(shares: Mapping[str, TensorPart], model: Model, file: str) -> None:
     """Raises UnsupportedError for a parameter that would be in no tensor of an export."""
     lost = sorted(model.table.keys() - {share.param for share in shares.values()})
     if lost:
@@ -626,7 +626,7 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             id="no-config",
         )
     known, notes = None, list[str]()
-    shares: Mapping[str, Share] = {name: Share(name) for name in manifest.by_name}
+    shares: Mapping[str, TensorPart] = {name: TensorPart(name) for name in manifest.by_name}
     if config is not None:
         check_given(config, manifest.by_name, file)
         known, notes = with_tie(_in_dtype(config, dtype), manifest)
@@ -663,6 +663,6 @@ def _adapter(
             f"without {some_of(adapter.tables)}: frozen, and left out of the save. peft writes it "
             "too, and does not need it"
         )
-    shares = {name: Share(param) for param, name in files.items()}
+    shares = {name: TensorPart(param) for param, name in files.items()}
     specs = {param: manifest.by_name[param] for param in files}
     return Twin(shares, specs, config, "", ADAPTER_FILE, ADAPTER_CONFIG_FILE, notes=notes)

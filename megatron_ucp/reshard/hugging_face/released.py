@@ -17,7 +17,7 @@ from typing import Any, cast
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.tensor_parts import Share, Slice
+from megatron_ucp.core.tensor_parts import Slice, TensorPart
 from megatron_ucp.reshard.hugging_face.traced import (
     Traced,
     TracedPart,
@@ -25,7 +25,7 @@ from megatron_ucp.reshard.hugging_face.traced import (
     contiguous_strides,
 )
 
-TensorShares = Mapping[str, Share]
+TensorShares = Mapping[str, TensorPart]
 _COUNTS = re.compile(r".*(layers?|depths?|blocks?|stages?|experts)")  # keys of a config
 # what the class of a model raises for sizes and settings that are none
 _OF_A_CONFIG = (
@@ -72,18 +72,18 @@ class ReleasedNames:
         free = params - {share.param for share in told.values()}
         known = {tensor_of(name, share) for name, share in told.items()}
         others = {name: self._renamed(name, params) for name in files if name not in known}
-        return told | {n: Share(param if param in free else n) for n, param in others.items()}
+        return told | {n: TensorPart(param if param in free else n) for n, param in others.items()}
 
-    def _told(self, files: Mapping[str, Ints], params: set[str]) -> dict[str, Share]:
+    def _told(self, files: Mapping[str, Ints], params: set[str]) -> dict[str, TensorPart]:
         """The shares of the parameters of which a folder has tensors under released names; none
         where more of the folder's names are memory's, as in an earlier export."""
         released = {tensor_of(name, share) for name, share in self.shares.items()}
         if sum(name in params for name in files) > sum(name in released for name in files):
             return {}
-        by_param: dict[str, dict[str, Share]] = {}
+        by_param: dict[str, dict[str, TensorPart]] = {}
         for name, share in self.shares.items():
             by_param.setdefault(share.param, {})[name] = share
-        out: dict[str, Share] = {}
+        out: dict[str, TensorPart] = {}
         for shares in by_param.values():
             if any(tensor_of(name, share) in files for name, share in shares.items()):
                 out |= shares
@@ -111,7 +111,7 @@ class ReleasedNames:
         return renamings, str(self.model.base_model_prefix)
 
 
-def tensor_of(name: str, share: Share) -> str:
+def tensor_of(name: str, share: TensorPart) -> str:
     """The tensor of a folder that a share lies in."""
     return name if share.slice_of is None else share.slice_of.tensor
 
@@ -237,11 +237,11 @@ def _reverted(model: Any, params: Mapping[str, ParamSpec]) -> ReleasedNames:
         found: Any = revert_weight_conversion(model, state)
         shares = _as_shares(found, params)
     except UntracedError as error:
-        return ReleasedNames(model, {name: Share(name) for name in state}, str(error))
+        return ReleasedNames(model, {name: TensorPart(name) for name in state}, str(error))
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # an operation that asks more of a tensor than its places, or a shape that it does not take
         why = f"{type(error).__name__}: {error}"[:200]
-        return ReleasedNames(model, {name: Share(name) for name in state}, why)
+        return ReleasedNames(model, {name: TensorPart(name) for name in state}, why)
     return ReleasedNames(model, shares)
 
 
@@ -256,11 +256,11 @@ def _as_shares(found: Mapping[str, Traced], params: Mapping[str, ParamSpec]) -> 
         known = chunks.setdefault(param, [])
         placed.append((name, param, len(known), order, stacked, within))
         known.append(boxes)
-    out: dict[str, Share] = {}
+    out: dict[str, TensorPart] = {}
     for name, param, number, order, stacked, within in placed:
         whole = chunks[param] == [(((0,) * len(params[param].shape), params[param].shape),)]
         layout = Replicate() if whole else Chunks(tuple(chunks[param]))
-        share = Share(param, layout, number if not whole else 0, order, stacked, within)
+        share = TensorPart(param, layout, number if not whole else 0, order, stacked, within)
         out[name] = share
     return out
 

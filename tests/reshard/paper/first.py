@@ -21,7 +21,7 @@ from megatron_ucp.formats.deepspeed.writer import NativeWriter, RunSettings
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.archive import Output, Weight, write_pt
 from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.target import Wanted, target_manifest
+from megatron_ucp.reshard.target import Conversion, target_manifest
 from tests.reshard.paper.model import Model
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -32,7 +32,7 @@ COUNTERS = {"global_steps": 7, "skipped_steps": 1, "ds_version": "0.19.8"}
 def write(model: Model, folder: Path, **meta: Any) -> Path:
     """A tag folder of one rank at ZeRO-1."""
     target = Target(Mesh(zero=1), model.dtype).completed({})
-    manifest = target_manifest(Wanted(_on_paper(model), target, "paper"))
+    manifest = target_manifest(Conversion(_on_paper(model), target, "paper"))
     writer = NativeWriter(manifest, _run(model, meta), None)
     folder.mkdir(parents=True)
     outputs = list(writer.outputs())
