@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import ContradictionError, FlatBuffer, Member, Scalars
-from megatron_ucp.core.layout import CHUNK, Chunks, Layout, Extent, Piece, Replicate
+from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Replicate
 from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import LayoutError, UsageError

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Layout, Extent, Partial, ShardNC
+from megatron_ucp.core.layout import Extent, Layout, Partial, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.layout import Layout, Extent, Replicate, Shard, ShardNC
+from megatron_ucp.core.layout import Extent, Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import LayoutError, RuleError, UsageError

@@ -14,8 +14,8 @@ from megatron_ucp import say
 from megatron_ucp.core.box import Ints, strides
 from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.layout import (
-    Layout,
     Extent,
+    Layout,
     Replicate,
     Shard,
     ShardNC,

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_ucp.core.box import Ints, strides
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import (
-    Layout,
     Extent,
+    Layout,
     Partial,
     Replicate,
     Shard,

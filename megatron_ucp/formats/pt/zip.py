@@ -3,7 +3,7 @@ the other records before it is used."""
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megatron_ucp.formats.byte_files import damaged
@@ -11,6 +11,8 @@ from megatron_ucp.formats.byte_files import damaged
 MAX_RECORDS = 4_000_000
 MAX_DIRECTORY_BYTES = 512 * 2**20
 _CAP16, _CAP32 = 0xFFFF, 0xFFFFFFFF  # "the value stands in the ZIP64 field"
+
+_MALFORMED = "the zip directory is malformed"
 
 END = struct.Struct("<4s4H2LH")  # end of central directory
 END64_LOCATOR = struct.Struct("<4sLQL")
@@ -59,17 +61,25 @@ def _bounds(tail: bytes, size_bytes: int, path: str) -> tuple[int, int, int]:
     end = size_bytes - END.size
     if start + length != end:  # torch always writes ZIP64 records, between directory and end
         end = size_bytes - 98
-        here, count, length, start = _zip64_end(
-            tail, (here, count, length, start), size_bytes, path
-        )
+        short = here, count, length, start
+        here, count, length, start = _zip64_end(tail, short, end, path)
     if disk or first_disk or comment or here != count or start + length != end:
-        damaged(
-            path,
-            "the zip directory is malformed",
-            f"it ends at byte {end}",
-            f"{length} bytes from byte {start}",
-        )
+        damaged(path, _MALFORMED, f"it ends at byte {end}", f"{length} bytes from byte {start}")
     return count, length, start
+
+
+def _zip64_end(tail: bytes, short: tuple[int, ...], end: int, path: str) -> list[int]:
+    """Records here, records, directory bytes and its offset of the ZIP64 end record, which begins
+    at byte `end` and agrees with the `short` one."""
+    if len(tail) == 98 and tail.startswith(b"PK\6\6") and tail.startswith(b"PK\6\7", 56):
+        locator = END64_LOCATOR.unpack_from(tail, 56)[1:]
+        _, length, _, _, disk, first_disk, *found = END64.unpack_from(tail)
+        caps = _CAP16, _CAP16, _CAP32, _CAP32
+        agree = all(few in (many, cap) for few, many, cap in zip(short, found, caps, strict=True))
+        one_disk = locator == (0, end, 1) and not (disk or first_disk)
+        if agree and one_disk and length == END64.size - 12:
+            return found
+    damaged(path, _MALFORMED, "an end record that agrees with the file's size", None)
 
 
 def _check_head(head: bytes, path: str) -> None:
@@ -88,32 +98,6 @@ def _check_head(head: bytes, path: str) -> None:
         )
 
 
-def _zip64_end(tail: bytes, short: tuple[int, ...], size_bytes: int, path: str) -> tuple[int, ...]:
-    """(records here, records, directory bytes, its offset) of the ZIP64 end, which agrees with
-    the `short` one."""
-    if len(tail) == 98 and tail.startswith(b"PK\6\6") and tail.startswith(b"PK\6\7", 56):
-        _, disk, end, disks = END64_LOCATOR.unpack_from(tail, 56)
-        _, length, _, _, here_disk, first_disk, *found = END64.unpack_from(tail)
-        agree = all(
-            few in (many, cap)
-            for few, many, cap in zip(short, found, (_CAP16, _CAP16, _CAP32, _CAP32), strict=True)
-        )
-        if (
-            agree
-            and end == size_bytes - 98
-            and length == END64.size - 12
-            and disks == 1
-            and not (disk or here_disk or first_disk)
-        ):
-            return tuple(found)
-    damaged(
-        path,
-        "the zip directory is malformed",
-        "an end record that agrees with the file's size",
-        None,
-    )
-
-
 _PLAIN_NAME = re.compile(r"((?!\.\.?/)[^/\\\x00-\x1f\x7f]+/)+(?!\.\.?\Z)[^/\\\x00-\x1f\x7f]+")
 
 
@@ -124,12 +108,8 @@ def parse_directory(directory: bytes, start: int, path: str) -> dict[str, ZipEnt
     at = 0
     while at < len(directory):
         if at + _CENTRAL.size > len(directory):
-            damaged(
-                path,
-                "the zip directory is malformed",
-                "whole entries",
-                f"{len(directory) - at} bytes left over",
-            )
+            left = len(directory) - at
+            damaged(path, _MALFORMED, "whole entries", f"{left} bytes left over")
         (
             mark,
             flags,
@@ -147,7 +127,7 @@ def parse_directory(directory: bytes, start: int, path: str) -> dict[str, ZipEnt
         extra_at = name_at + name_bytes
         at = extra_at + extra_bytes + comment_bytes
         if mark != b"PK\1\2" or disk or at > len(directory):
-            damaged(path, "the zip directory is malformed", "an entry", f"entry {len(found)}")
+            damaged(path, _MALFORMED, "an entry", f"entry {len(found)}")
         if _CAP32 in (stored, size_bytes, header):
             extra = directory[extra_at : extra_at + extra_bytes]
             size_bytes, stored, header = _zip64(extra, (size_bytes, stored, header), path)
@@ -172,23 +152,17 @@ def _name(raw: bytes, path: str) -> str:
     return name
 
 
-def _zip64(extra: bytes, values: tuple[int, int, int], path: str) -> list[int]:
-    """The values (size, stored size, header offset) with those at their cap replaced from the ZIP64
-    extra field."""
-    at, full = 0, list(values)
+def _zip64(extra: bytes, values: tuple[int, int, int], path: str) -> Iterator[int]:
+    """The values (size, stored size, header offset), those at their cap from the ZIP64 field."""
+    at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == 1 and at + 4 + length <= len(extra):
-            capped = [index for index, value in enumerate(values) if value == _CAP32]
-            if length < 8 * len(capped):
-                break
-            for index, value in zip(
-                capped, struct.unpack_from(f"<{len(capped)}Q", extra, at + 4), strict=True
-            ):
-                full[index] = value
-            return full
-        at += 4 + length
-    damaged(path, "the zip directory is malformed", "a ZIP64 field for each large value", None)
+        at += 4
+        if kind == 1 and 8 * values.count(_CAP32) <= length <= len(extra) - at:
+            large = iter(struct.unpack_from(f"<{length // 8}Q", extra, at))
+            return (next(large) if value == _CAP32 else value for value in values)
+        at += len(extra) if kind == 1 else length
+    damaged(path, _MALFORMED, "a ZIP64 field for each large value", None)
 
 
 def _bound(found: list[tuple[int, int, int, str]], start: int, path: str) -> dict[str, ZipEntry]:
