@@ -33,7 +33,6 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.formats.deepspeed.target import Target
 
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imported on first use
     from megatron_ucp.engines.background import wait
@@ -46,6 +45,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imp
     from megatron_ucp.engines.megatron.save import save
     from megatron_ucp.engines.resume_state import ResumableLoader
     from megatron_ucp.families import register_family
+    from megatron_ucp.formats.deepspeed.target import Target
     from megatron_ucp.formats.optimizers import register_optimizer
     from megatron_ucp.reshard.check import diff, verify
     from megatron_ucp.reshard.convert import convert
@@ -132,6 +132,7 @@ _HOMES = {
     "ResumableLoader": "engines.resume_state",
     "rules": "reshard.rules",
     "save": "engines.megatron.save",
+    "Target": "formats.deepspeed.target",
     "verify": "reshard.check",
     "wait": "engines.background",
 }

@@ -9,8 +9,9 @@ from functools import cached_property, lru_cache
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Extent, Layout, Partial, ShardNC
+from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.core.mesh import DENSE_CUT
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 
 # In characters; it bounds the work of matching, as patterns bound the ways in which they match.
@@ -236,3 +237,15 @@ def _closest(text: str, among: tuple[str, ...]) -> str:
 def _plain(text: str) -> str:
     """Layer numbers and the pattern for numbers look alike, and a pattern has no backslashes."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "0", text.replace(r"\d+", "0").replace("\\", ""))
+
+
+class _NothingKnown(RuleSet):
+    """Under Partial every rank holds a copy of its own: all that is known before somebody says
+    more. A checkpoint opened so has the shapes that one rank holds."""
+
+    def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
+        return ParamSpec(name, local, "", layout=Partial(*DENSE_CUT))
+
+
+_ANY = Rule("(?s:.*)", Replicate())  # says that every name has a rule
+NOTHING_KNOWN = _NothingKnown("nothing", (_ANY,), (Rename("(?P<name>(?s:.*))", "{name}"),))

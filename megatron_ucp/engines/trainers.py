@@ -18,7 +18,7 @@ from megatron_ucp import say
 from megatron_ucp.engines.background import background_of, last_saves
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.tags import LATEST, has_state_files, is_unfinished, newest_named
-from megatron_ucp.reshard.execute import in_short
+from megatron_ucp.reshard.findings import in_short
 from megatron_ucp.reshard.look import newest_whole
 
 # ---- after import

@@ -132,3 +132,15 @@ def open_regular(path: Path) -> BinaryIO:
             found="a folder, a pipe or a device",
         )
     return open(handle, "rb")
+
+
+def check_size(path: str, entry: FileEntry) -> None:
+    """Raises DamagedFileError for a file of another size than the manifest lists."""
+    found = os.stat(path).st_size
+    if found != entry.size_bytes:
+        raise DamagedFileError(
+            "a file has another size than the manifest says",
+            file=path,
+            expected=f"{entry.size_bytes} bytes",
+            found=f"{found} bytes",
+        )

@@ -1,7 +1,6 @@
 """Compares checkpoints, element by element: `verify` within one, `diff` between two."""
 
 import ctypes
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,7 +34,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.checkpoint import ByteFile, Checkpoint, Record, apart_in
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
-from megatron_ucp.formats.manifest_beside import open_regular
+from megatron_ucp.formats.manifest_beside import check_size, open_regular
 from megatron_ucp.formats.megatron.arguments import one_spelling
 from megatron_ucp.formats.per_rank import RankDifferences
 from megatron_ucp.formats.pt.file import PtFile
@@ -50,8 +49,9 @@ from megatron_ucp.formats.registry import (
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.checksums import check_runs
-from megatron_ucp.reshard.execute import TORCH_DTYPES, Finding, Progress, execute, finding_of, some
+from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 from megatron_ucp.reshard.files import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
+from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
 from megatron_ucp.reshard.fingerprint import is_kept, of_path
 from megatron_ucp.reshard.hugging_face.names import told_by
 from megatron_ucp.reshard.transfer import SinkPart, WindowReader, proved
@@ -158,18 +158,6 @@ def damaged_files(folder: Path, deep: bool) -> tuple[list[Finding], int, int]:
         except UcpError as error:
             found.append(finding_of(error))
     return found, len(names), read_bytes
-
-
-def check_size(path: str, entry: FileEntry) -> None:
-    """Raises DamagedFileError for a file of another size than the manifest lists."""
-    found = os.stat(path).st_size
-    if found != entry.size_bytes:
-        raise DamagedFileError(
-            "a file has another size than the manifest says",
-            file=path,
-            expected=f"{entry.size_bytes} bytes",
-            found=f"{found} bytes",
-        )
 
 
 def _listed(folder: Path) -> dict[str, FileEntry]:

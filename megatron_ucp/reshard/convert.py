@@ -27,8 +27,8 @@ from megatron_ucp.formats.tags import (
     iteration_of_name,
     pointers_to,
 )
-from megatron_ucp.reshard.execute import Progress, checked
 from megatron_ucp.reshard.files import FileSource
+from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder import FolderOutput, FolderSink, check_source, require_plain
 from megatron_ucp.reshard.options import (
     CONVERT,

@@ -24,14 +24,14 @@ from megatron_ucp.core.manifest import (
 )
 from megatron_ucp.core.mesh import EXPERT_RANK
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
-from megatron_ucp.core.rules import RuleSet
+from megatron_ucp.core.rules import NOTHING_KNOWN, RuleSet
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.files import is_universal
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
-from megatron_ucp.formats.manifest_beside import ManifestBeside
+from megatron_ucp.formats.manifest_beside import ManifestBeside, check_size
 from megatron_ucp.formats.megatron.distcp import SUFFIX
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import (
@@ -53,10 +53,8 @@ from megatron_ucp.formats.tags import (
     state_files,
     tag_folder,
 )
-from megatron_ucp.reshard.check import check_size
-from megatron_ucp.reshard.execute import in_short
+from megatron_ucp.reshard.findings import in_short
 from megatron_ucp.reshard.options import SECTION, options_of, parsed_config, plain_path
-from megatron_ucp.reshard.rules import NOTHING_KNOWN
 
 # ---- describe
 #

@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.errors import UsageError, did_you_mean
-from megatron_ucp.formats.deepspeed.target import Target
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.deepspeed.target import Target
+
 
 # ---- allowances
 #
@@ -358,7 +361,7 @@ def check_saves(options: object) -> None:
             row.check(name, getattr(options, name))
 
 
-def one_target(mesh: Any, target: Any, **more: Any) -> Target | None:
+def one_target(mesh: Any, target: Any, **more: Any) -> "Target | None":
     """The target that a caller gave, as a mesh or as a target; None where neither was given. Raises
     UsageError."""
     if mesh is not None and target is not None:
@@ -369,10 +372,12 @@ def one_target(mesh: Any, target: Any, **more: Any) -> Target | None:
             fix="leave the mesh out",
         )
     given = target if mesh is None else mesh
+    from megatron_ucp.formats.deepspeed.target import Target  # not for who only parses words
+
     return None if given is None else Target.of(given, **more)
 
 
-def needed_target(mesh: Any, target: Any, what: str) -> Target:
+def needed_target(mesh: Any, target: Any, what: str) -> "Target":
     """As `one_target`, of `what` needs one. Raises UsageError where neither was given."""
     given = one_target(mesh, target)
     if given is None:

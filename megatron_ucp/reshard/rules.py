@@ -14,8 +14,7 @@ from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Partial, Replicate, same_layout
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
-from megatron_ucp.core.mesh import DENSE_CUT
-from megatron_ucp.core.rules import Rename, Rule, RuleSet, nearest
+from megatron_ucp.core.rules import NOTHING_KNOWN, RuleSet, nearest
 from megatron_ucp.errors import (
     DamagedFileError,
     LayoutError,
@@ -36,23 +35,11 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.rule_file import is_ours, read_rules
 from megatron_ucp.formats.tags import find_tag
 from megatron_ucp.reshard.check import HeldAt, read_copy
-from megatron_ucp.reshard.execute import Finding, Progress, finding_of, some
+from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
 
 _T = TypeVar("_T")
 _BLOCK_BYTES = 4 * 2**20
 EQUAL, CONSTANT, DIFFERENT = "equal", "constant", "different"
-
-
-class _NothingKnown(RuleSet):
-    """Under Partial every rank holds a copy of its own: all that is known before somebody says
-    more. A checkpoint opened so has the shapes that one rank holds."""
-
-    def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
-        return ParamSpec(name, local, "", layout=Partial(*DENSE_CUT))
-
-
-_ANY = Rule("(?s:.*)", Replicate())  # says that every name has a rule
-NOTHING_KNOWN = _NothingKnown("nothing", (_ANY,), (Rename("(?P<name>(?s:.*))", "{name}"),))
 
 
 @dataclass(frozen=True)

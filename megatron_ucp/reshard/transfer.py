@@ -26,7 +26,8 @@ from megatron_ucp.errors import InexactError, PlanError, SaveError, some_of
 from megatron_ucp.formats.checkpoint import Readable
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine
-from megatron_ucp.reshard.execute import TORCH_DTYPES, Progress, execute
+from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
+from megatron_ucp.reshard.findings import Progress
 
 # ---- overflows
 #

@@ -25,7 +25,6 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot, make_plan
 from megatron_ucp.core.proof import prove
-from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import DamagedFileError, LayoutError, PlanError
 from tests.core.strategies import all_wants, cases, each, oracle_local, whole_parts
 from tests.core.test_plan import carry, same
@@ -191,27 +190,6 @@ def test_copies_of_a_chunk_are_read_once() -> None:
     plan = make_plan(source, target(), all_wants(target(), "fp32"))
     prove(plan, source, target())
     assert {slot.buffer for slot in plan.sources} == {0, 2, 3}
-
-
-@given(st.data())
-def test_tiles_hold_every_element_of_a_tensor_at_its_place(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=3), "shape"))
-    layout = data.draw(tilings(shape), "layout")
-    order = tuple(data.draw(st.permutations(range(len(shape))), "order"))
-    share = TensorPart("w", layout, data.draw(st.integers(0, len(layout.held) - 1), "chunk"), order)
-    spec = ParamSpec("w", shape, "float32")
-    stored = share.stored_shape(spec)
-    rows = data.draw(st.integers(1, stored[0]), "rows")
-    columns = data.draw(st.integers(1, stored[-1]), "columns")
-    found = [
-        np.concatenate([numbers(tile.held(spec), tile.number) for tile in tiles], -1)
-        for tiles in share.tiles(spec, rows, columns)
-    ]
-    wanted = numbers(share.held(spec), share.number)
-    assert len(found) == rows
-    assert np.array_equal(np.concatenate(found), wanted)
-    if rows > 1:
-        assert not np.array_equal(np.concatenate(found[::-1]), wanted), "their order matters"
 
 
 @pytest.mark.parametrize(

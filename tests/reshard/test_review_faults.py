@@ -1,7 +1,6 @@
 """Faults that a review found in files and conversions, each as a user meets it."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.hugging_face.adapter import scale_of
 from tests.reshard import paper, twins
 from tests.reshard.plain import edited, target
 
@@ -241,29 +239,6 @@ def test_the_file_of_one_rank_lacks_what_the_others_have(
         checkpoint.where(Slot(0, (), 0, state))
         with pytest.raises(DamagedFileError, match=last):
             checkpoint.where(Slot(0, (), 1, state))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "said"),
-    [("(?=q)q_proj", "look-around"), ("(x+x+)+y", "too many ways"), ("[", "no regular")],
-)
-def test_a_pattern_of_a_foreign_adapter_that_may_never_end(pattern: str, said: str) -> None:
-    with pytest.raises(DamagedFileError, match=said) as raised:
-        scale_of({"lora_alpha": 8, "alpha_pattern": {pattern: 3}}, "x" * 40, 2, "config")
-    assert repr(pattern)[1:-1] in str(raised.value.found)
-
-
-def test_patterns_of_a_foreign_adapter_match_as_in_peft() -> None:
-    patterns = ("q_proj", "^q_proj", r"layers\.1\..*_proj", ".*", "attn|mlp", "1.q_proj", "^m.*")
-    modules = ("q_proj", "m.layers.1.q_proj", "m.layers.11.q_proj", "m.mlp", "m.xq_proj", "mlp.m")
-    seen = set[bool]()
-    for pattern in patterns:
-        for module in modules:
-            wanted = re.match(rf"(.*\.)?({pattern})$", module) is not None  # peft 0.15
-            config = {"lora_alpha": 8, "alpha_pattern": {pattern: 4}}
-            assert scale_of(config, module, 2, "") == (2 if wanted else 4), (pattern, module)
-            seen.add(wanted)
-    assert seen == {True, False}
 
 
 def test_an_import_checks_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

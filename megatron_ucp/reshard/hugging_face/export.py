@@ -45,8 +45,8 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import Difference, weight_differences, weight_of
 from megatron_ucp.reshard.engine import Engine
-from megatron_ucp.reshard.execute import Progress, checked
 from megatron_ucp.reshard.files import FileSource
+from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder import (
     FolderOutput,
     FolderSink,

@@ -22,7 +22,7 @@ from megatron_ucp.formats.deepspeed.writer import RunSettings
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.reshard.convert import NATIVE, Converted, Writing, refuse_unused
-from megatron_ucp.reshard.execute import Progress
+from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.folder import check_source, require_plain
 from megatron_ucp.reshard.hugging_face.names import read_twin
 from megatron_ucp.reshard.match import replica_notes
