@@ -2,16 +2,17 @@
 size.
 
     pool = RankPool(size=4)                                    # starts nothing yet
-    losses = pool.run(2, "tests.engines.jobs:train", steps=3)  # [of rank 0, of rank 1]
+    losses = pool.run(2, jobs.train, steps=3)                  # [of rank 0, of rank 1]
     pool.close()
 
 Starting Python and importing DeepSpeed takes seconds per rank; rebuilding the process groups takes
 milliseconds. So the workers start once, as forks of one process that has imported it
 (`ForkServer`). For each job the first `world` of them bring up DeepSpeed's
-communication (gloo on loopback, a fresh store), call the function that the job names, and take
+communication (gloo on loopback, a fresh store), call the job, a function of a module, and take
 everything down again, so that worlds of 4, 2, 1 and 4 ranks follow each other in the same processes
-(see `rank_worker` and `rank_reset`). Arguments and results are pickled. A job starts with the same
-random seeds, environment and working directory, whatever ran before it.
+(see `rank_worker` and `rank_reset`). The job itself is sent by name: the ranks import its module.
+Arguments and results are pickled. A job starts with the same random seeds, environment and working
+directory, whatever ran before it.
 
 When a rank raises, dies or hangs, `RanksFailed` says what every rank did, and the workers are
 replaced.
@@ -27,8 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -40,6 +42,7 @@ PEERS_REPORT_S = 8.0  # after the first error the others' collectives break: the
 STOP_S = 3.0
 LOG_TAIL_CHARS = 3000
 BUFFERS = Path("/dev/shm")
+Job = Callable[..., Any]  # a function at the top level of a module
 
 
 class RanksFailed(AssertionError):
@@ -71,7 +74,7 @@ class Worker:
 
 
 class RankPool:
-    """Up to `size` ranks. `jobs` lists (function, world, seconds) of all that ran. Not for use from
+    """Up to `size` ranks. `jobs` lists (its name, world, seconds) of all that ran. Not for use from
     several threads. They communicate over gloo, or as `tests/mailboxes.py` does it."""
 
     def __init__(self, size: int = 4, gloo: bool = os.environ.get("TESTS_COMM") == "gloo") -> None:
@@ -82,15 +85,16 @@ class RankPool:
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def run(
-        self, world: int, function: str, *args: Any, timeout_s: float = 120.0, **kwargs: Any
+        self, world: int, job: Job, /, *args: Any, timeout_s: float = 120.0, **kwargs: Any
     ) -> list[Any]:
-        """Call `function` ("module:name") on `world` ranks; its results by rank.
+        """Call `job` on `world` ranks; its results by rank.
 
         Raises `RanksFailed` when a rank raises or dies, or when not all have returned after
         `timeout_s` seconds.
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"this pool has {self.size} ranks, the job wants {world}")
+        function = name_of(job)
         if not self._workers:
             self._start()
         workers, started, port = self._workers[:world], time.monotonic(), free_port()
@@ -152,6 +156,18 @@ class RankPool:
         if failures:
             self.close()
             raise RanksFailed("the start of the workers", failures)
+
+
+def name_of(job: Job) -> str:
+    """ "module:name", by which the ranks find a job: sent as the function itself, it would take a
+    script's `__main__` with it."""
+    if not isinstance(job, types.FunctionType) or job.__qualname__ != job.__name__:
+        raise TypeError(f"a job is a function at the top level of a module, not {job!r}")
+    module = job.__module__
+    if module == "__main__":  # python -m tests.…
+        file = Path(str(sys.modules[module].__file__)).resolve()
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    return f"{module}:{job.__name__}"
 
 
 def collect(workers: list[Worker], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:

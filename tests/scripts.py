@@ -73,7 +73,7 @@ def start(ranks: int, script: list[str], log: Path) -> int:
         return launcher.run(ranks, script, log)
     pool = RankPool(ranks)
     try:
-        pool.run(ranks, "tests.scripts:rank", script, str(log.resolve()), timeout_s=TIMEOUT_S)
+        pool.run(ranks, rank, script, str(log.resolve()), timeout_s=TIMEOUT_S)
     except RanksFailed as failed:
         with log.open("a") as output:
             output.write(str(failed))

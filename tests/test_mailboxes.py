@@ -8,7 +8,6 @@ import pytest
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
-HERE = "tests.test_mailboxes:"
 MANY = 100_000  # elements: more bytes than a connection takes at once
 
 
@@ -163,13 +162,13 @@ def gloo() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("count", [40, MANY])
 def test_every_operation_is_that_of_gloo(ranks: RankPool, gloo: RankPool, count: int) -> None:
-    ours, theirs = (pool.run(3, HERE + "operations", count) for pool in (ranks, gloo))
+    ours, theirs = (pool.run(3, operations, count) for pool in (ranks, gloo))
     assert [len(found) for found in ours] == [13, 26, 30]
     assert ours == theirs
 
 
 def test_operations_may_begin_in_another_order(ranks: RankPool) -> None:
-    assert ranks.run(2, HERE + "in_another_order") == [[3.0, 21.0]] * 2
+    assert ranks.run(2, in_another_order) == [[3.0, 21.0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -184,5 +183,5 @@ def test_operations_may_begin_in_another_order(ranks: RankPool) -> None:
 )
 def test_what_must_fail_does(ranks: RankPool, what: str, said: str) -> None:
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(2, HERE + "refused", what, timeout_s=3.0)
+        ranks.run(2, refused, what, timeout_s=3.0)
     assert said in str(caught.value)

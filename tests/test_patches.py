@@ -17,6 +17,7 @@ import megatron_ucp_patches as patches
 import pytest
 
 from megatron_ucp.errors import UnsupportedError, UsageError
+from tests.engines import model_jobs
 from tests.ranks import ROOT, RankPool
 
 
@@ -114,10 +115,10 @@ def wrong_reads(patched: bool) -> list[str]:
 
 @pytest.mark.ranks
 def test_round_robin_links(ranks: RankPool) -> None:
-    assert all(wrong for wrong in ranks.run(2, "tests.test_patches:wrong_reads", False)), (
+    assert all(wrong for wrong in ranks.run(2, wrong_reads, False)), (
         "the defect is gone: drop the patch"
     )
-    assert ranks.run(2, "tests.test_patches:wrong_reads", True) == [[], []]
+    assert ranks.run(2, wrong_reads, True) == [[], []]
 
 
 class Late:
@@ -165,7 +166,7 @@ def stale_after_a_gather(patched: bool) -> list[str]:
 @pytest.mark.ranks
 def test_zero3_gathers_waited(ranks: RankPool) -> None:
     patch = patches.find("zero3_gathers_waited")
-    job = "tests.test_patches:stale_after_a_gather"
+    job = stale_after_a_gather
     if patches.version_of(patch.package) in patch.mended:
         assert ranks.run(2, job, False) == [[], []]
         return
@@ -357,7 +358,7 @@ def test_unfused_norm(ranks: RankPool) -> None:
     from tests.engines.model_jobs import GPT, Run
 
     whole, patched, stock = (
-        ranks.run(run.tp, "tests.engines.model_jobs:train", run, 1)[0]["norms"][0]
+        ranks.run(run.tp, model_jobs.train, run, 1)[0]["norms"][0]
         for run in (
             Run(GPT, dtype="bf16"),
             Run(GPT, tp=2, dtype="bf16"),
@@ -390,6 +391,6 @@ def gathered(patched: bool) -> str | list[float]:
 def test_uneven_gather(ranks: RankPool) -> None:
     if patches.has_gpu():
         pytest.skip("there is a GPU")
-    assert ranks.run(2, "tests.test_patches:gathered", True) == [[0.0, 1.0, 1.0]] * 2
-    stock = ranks.run(2, "tests.test_patches:gathered", False)
+    assert ranks.run(2, gathered, True) == [[0.0, 1.0, 1.0]] * 2
+    stock = ranks.run(2, gathered, False)
     assert all(isinstance(said, str) for said in stock), "the defect is gone: drop the patch"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Pipe
@@ -19,7 +20,6 @@ import pytest
 from tests.ranks import BUFFERS, ROOT, RankPool, RanksFailed, Worker, collect, fp16_on_cpu
 
 pytestmark = pytest.mark.ranks
-HERE = "tests.test_ranks"
 PLANTED = b"planted by tests/test_ranks.py"
 
 
@@ -138,7 +138,7 @@ def buffers() -> set[str]:
 
 
 def test_results_come_by_rank(ranks: RankPool) -> None:
-    results = ranks.run(3, f"{HERE}:who_am_i", "ab", times=2)
+    results = ranks.run(3, who_am_i, "ab", times=2)
     assert [result[:3] for result in results] == [("abab", rank, 3) for rank in range(3)]
     assert [result[3] for result in results] == ranks.pids()[:3]
 
@@ -147,7 +147,7 @@ def test_worlds_and_stages_follow_each_other(ranks: RankPool) -> None:
     losses: dict[int, list[float]] = {}
     pids = None
     for world, stage in [(4, 3), (2, 1), (1, 0), (2, 3), (4, 3), (4, 1), (1, 3), (4, 2)]:
-        by_rank = ranks.run(world, f"{HERE}:train", stage)
+        by_rank = ranks.run(world, train, stage)
         assert all(result == by_rank[0] for result in by_rank)
         # same seeds and batches: the stage and what ran before make no difference that fp32 shows
         assert by_rank[0] == pytest.approx(losses.setdefault(world, by_rank[0]), rel=1e-6)
@@ -158,24 +158,24 @@ def test_worlds_and_stages_follow_each_other(ranks: RankPool) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_low_precision_trains(ranks: RankPool, dtype: str) -> None:
     for world, stage in [(2, 3), (1, 1)]:
-        first, second = ranks.run(world, f"{HERE}:train", stage, dtype)[0]
+        first, second = ranks.run(world, train, stage, dtype)[0]
         assert second < first
 
 
 def test_jobs_start_alike(ranks: RankPool) -> None:
-    before = ranks.run(1, f"{HERE}:surroundings")
-    ranks.run(1, f"{HERE}:meddle")
-    assert ranks.run(1, f"{HERE}:surroundings") == before == [(None, str(ROOT))]
+    before = ranks.run(1, surroundings)
+    ranks.run(1, meddle)
+    assert ranks.run(1, surroundings) == before == [(None, str(ROOT))]
 
 
 def test_fifty_jobs_leave_nothing(ranks: RankPool) -> None:
     worlds = [(4, 3), (2, 1), (1, 2), (4, 0), (2, 3)]
     for world, stage in worlds:
-        ranks.run(world, f"{HERE}:train", stage)
-    before = ranks.run(4, f"{HERE}:resources")
+        ranks.run(world, train, stage)
+    before = ranks.run(4, resources)
     for world, stage in worlds * 10:
-        ranks.run(world, f"{HERE}:train", stage)
-    for old, new in zip(before, ranks.run(4, f"{HERE}:resources"), strict=True):
+        ranks.run(world, train, stage)
+    for old, new in zip(before, ranks.run(4, resources), strict=True):
         assert new["fds"] <= old["fds"] + 4
         assert new["threads"] <= old["threads"] + 4
         assert new["MiB"] <= old["MiB"] + 20
@@ -184,11 +184,11 @@ def test_fifty_jobs_leave_nothing(ranks: RankPool) -> None:
 
 def test_an_exception_names_the_line_and_the_pool_lives_on(pool: RankPool) -> None:
     with pytest.raises(RanksFailed) as failure:
-        pool.run(2, f"{HERE}:fail_on", 1)
+        pool.run(2, fail_on, 1)
     assert next(iter(failure.value.by_rank)) == 1, "the culprit comes first"
     assert "KeyError: 'planted fault'" in failure.value.by_rank[1]
     assert "in fail_on" in failure.value.by_rank[1]
-    assert len(pool.run(2, f"{HERE}:surroundings")) == 2
+    assert len(pool.run(2, surroundings)) == 2
 
 
 def test_the_first_to_fail_comes_first(tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_the_first_to_fail_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks(pool: RankPool) -> None:
-    pool.run(2, f"{HERE}:surroundings")  # warm: the short limit is for the job
+    pool.run(2, surroundings)  # warm: the short limit is for the job
     pids = pool.pids()
     with pytest.raises(RanksFailed) as failure:
-        pool.run(2, f"{HERE}:hang_on", 1, timeout_s=2.0)
+        pool.run(2, hang_on, 1, timeout_s=2.0)
     stacks = failure.value.by_rank
     assert sorted(stacks) == [0, 1]
     assert "threading.py" in stacks[1] and "in hang_on" in stacks[1]
@@ -217,23 +217,31 @@ def test_a_hang_shows_the_stacks_of_all_ranks(pool: RankPool) -> None:
 
 def test_a_killed_rank_is_reported(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match="the process ended with status 9"):
-        pool.run(2, f"{HERE}:die_on", 0)
+        pool.run(2, die_on, 0)
     assert not buffers()
 
 
-def test_a_function_that_does_not_exist(pool: RankPool) -> None:
+def test_what_the_ranks_cannot_find_by_name_is_refused(pool: RankPool) -> None:
+    def within() -> None: ...
+
+    names: list[Any] = [f"{__name__}:surroundings", within, lambda: None, Path.exists, len]
+    for job in names:
+        with pytest.raises(TypeError, match="a function at the top level of a module, not"):
+            pool.run(1, job)
+    gone = types.FunctionType(within.__code__, globals(), "nothing")
+    gone.__qualname__ = "nothing"
     with pytest.raises(RanksFailed, match="has no attribute 'nothing'"):
-        pool.run(1, f"{HERE}:nothing")
+        pool.run(1, gone)
 
 
 def test_no_orphans_when_the_test_process_is_killed() -> None:
-    program = f"""
-import sys
+    program = """
+from tests import test_ranks
 from tests.ranks import RankPool
 pool = RankPool(2)
-pool.run(2, "{HERE}:surroundings")
+pool.run(2, test_ranks.surroundings)
 print(*pool.pids(), flush=True)
-pool.run(2, "{HERE}:hang_on", 0)
+pool.run(2, test_ranks.hang_on, 0)
 """
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 import megatron_ucp as ucp
+from tests.docs import recipe_jobs
 from tests.docs.journeys import called, differ, listed
 from tests.docs.pages import ROOT
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.docs.recipe_jobs"
 
 
 def test_the_next_world_as_resize_md_builds_it(ranks: RankPool, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
-    assert ranks.run(4, f"{JOBS}:in_between", store, False, timeout_s=100) == [[], [], [], []]
+    assert ranks.run(4, recipe_jobs.in_between, store, False, timeout_s=100) == [[], [], [], []]
 
 
 @pytest.mark.slow
@@ -23,13 +23,13 @@ def test_groups_that_torch_takes_down_are_not_enough(tmp_path: Path) -> None:
     pool = RankPool(4)
     try:
         with pytest.raises(RanksFailed):
-            pool.run(4, f"{JOBS}:in_between", str(tmp_path / "store"), True, timeout_s=60)
+            pool.run(4, recipe_jobs.in_between, str(tmp_path / "store"), True, timeout_s=60)
     finally:
         pool.close()
 
 
 def test_real_runs_take_the_journeys_of_the_architecture(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.run(2, f"{JOBS}:journeys", str(tmp_path), timeout_s=100)[0]
+    found = ranks.run(2, recipe_jobs.journeys, str(tmp_path), timeout_s=100)[0]
     megatron = tuple(one for one in listed("A save") if "/megatron/" in one)
     faults = {heading: differ(heading, found[heading], megatron) for heading in found}
     assert not [fault for fault in faults.values() if fault], faults

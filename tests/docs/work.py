@@ -44,7 +44,7 @@ def make(folder: Path, pool: RankPool, steps: int) -> None:
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     shutil.rmtree(folder / "quickstart")
-    pool.run(2, "tests.docs.work:trainer_folders", str(folder))
+    pool.run(2, trainer_folders, str(folder))
     for name, golden in COPIES.items():
         shutil.copytree(GOLDEN / golden, folder / name)
         (folder / name / "next_losses.txt").unlink(missing_ok=True)

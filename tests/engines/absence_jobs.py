@@ -1,6 +1,7 @@
 """What the ranks do in the test of the law of absence: one engine loads what is left of a save."""
 
 import importlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from tests.engines.canonical import differences
 EXACT = "exact"
 
 
-def loads(making: str, states: str, setup: Any, oracle: str, tags: list[str]) -> list[str]:
+def loads(
+    making: Callable[..., Any], states: str, setup: Any, oracle: str, tags: list[str]
+) -> list[str]:
     """Loads each tag folder into one engine, which has other values before: `EXACT` where it has
     what the engine had that saved, else what the load says. `making` makes the engine, `states`
     is the module that gathers its values and overwrites them."""
-    module, _, function = making.partition(":")
-    known = moe_pipe_jobs.known() if module == moe_pipe_jobs.__name__ else nullcontext()
+    known = moe_pipe_jobs.known() if making is moe_pipe_jobs.make else nullcontext()
     found: list[str] = []
     with known:
-        engine = getattr(importlib.import_module(module), function)(setup)
+        engine = making(setup)
         values: Any = importlib.import_module(states)
         want = torch.load(Path(oracle) / "oracle.pt", weights_only=False)["states"]["trained"]
         for tag in tags:

@@ -1,6 +1,5 @@
 """What the ranks do in the tests of saves that this package writes."""
 
-import importlib
 import os
 import time
 import zipfile
@@ -24,19 +23,18 @@ from tests.engines.save_jobs import listing
 OF_THE_ARCHIVE = ".data/serialization_id"  # torch's mark of the call that wrote it
 
 
-def _named(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(f"tests.engines.{module}"), name)
-
-
 def saved_each_way(
-    making: str, setup: Any, training: str, folder: str, exclude: bool = False
+    making: Callable[..., Any],
+    setup: Any,
+    training: Callable[..., Any],
+    folder: str,
+    exclude: bool = False,
 ) -> list[Any]:
     """Saves one moment by DeepSpeed's own code, and by this package in its two ways; what they
     report."""
     pt_files._LEAST_SHARED_BYTES = 0
-    engine = _named(making)(setup, attach=False)
-    _named(training)(engine, 2)
+    engine = making(setup, attach=False)
+    training(engine, 2)
     options = {"tag": "tag", "client_state": {"seen": 7}, "exclude_frozen_parameters": exclude}
     ucp.attach(engine, family=getattr(setup, "family", None), save="background")
     reports = []
@@ -254,11 +252,11 @@ def fingerprints(setup: Setup, folder: str, target: Setup) -> list[Any]:
 
 
 def refused_loads(
-    making: str, setup: Any, folder: str, tags: list[str]
+    making: Callable[..., Any], setup: Any, folder: str, tags: list[str]
 ) -> dict[str, tuple[str, str]]:
     """What an engine says to each tag, with checksums and without. `stale`: masters that lie far
     from the training weights beside them are refused before a byte moves, else."""
-    engine = _named(making)(setup)
+    engine = making(setup)
     out: dict[str, tuple[str, str]] = {}
     for tag in tags:
         said = ["", ""]

@@ -148,7 +148,7 @@ def of_lightning(folder: str, save: str, keep: int) -> None:
     import lightning
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-    from tests.engines.lightning_jobs import OnCpu
+    from tests.engines.lightning_parts import OnCpu
 
     journal = Journal(Path(folder, "journal"))
     rows = data()

@@ -5,8 +5,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from tests.engines import jobs
 from tests.engines.model import Setup
-from tests.ranks import RankPool
+from tests.ranks import Job, RankPool
 
 PLAIN = Setup(1, "bf16")
 
@@ -17,7 +18,7 @@ class Sources:
     def __init__(self, ranks: RankPool, folder: Path) -> None:
         self.ranks, self.folder = ranks, folder
 
-    def get(self, dp: int, setup: Any, job: str = "tests.engines.jobs:save", **kwargs: Any) -> str:
+    def get(self, dp: int, setup: Any, job: Job = jobs.save, **kwargs: Any) -> str:
         key = f"{dp}_{zlib.crc32(repr((setup, sorted(kwargs.items()))).encode()):08x}"
         path = self.folder / key
         if not path.exists():

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from tests.engines import pipeline_jobs
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
 
-JOBS = "tests.engines.pipeline_jobs:"
 # stages (0: an engine without a pipeline), tensor-parallel size, data-parallel size, ZeRO
 Mesh = tuple[int, int, int, int]
 
@@ -22,7 +22,7 @@ def source(
     sources: Sources, mesh: Mesh, family: str, attach: bool = True, more: int = 0, **kwargs: Any
 ) -> str:
     return sources.get(
-        ranks_of(mesh), setup(mesh, family, **kwargs), JOBS + "save", attach=attach, more=more
+        ranks_of(mesh), setup(mesh, family, **kwargs), pipeline_jobs.save, attach=attach, more=more
     )
 
 
@@ -37,7 +37,7 @@ def resume(
 ) -> list[dict]:
     return sources.ranks.run(
         ranks_of(mesh),
-        JOBS + "resume",
+        pipeline_jobs.resume,
         setup(mesh, family, seed=9, **kwargs),
         folder,
         more,

@@ -2,22 +2,33 @@
 `tests/reshard/absence.py` has the law and the table."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines import autoep_jobs, autotp_jobs, moe_jobs, moe_pipe_jobs
+from tests.engines import (
+    absence_jobs,
+    autoep_jobs,
+    autotp_jobs,
+    jobs,
+    model,
+    moe_jobs,
+    moe_pipe_jobs,
+    pipeline_jobs,
+)
 from tests.engines.absence_jobs import EXACT
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
 from tests.engines.test_mixtral import mixtral
+from tests.ranks import Job
 from tests.reshard.absence import Save, Table, linked, plain_of
 
 pytestmark = pytest.mark.ranks
-MEGATRON = "tests.engines.pipeline_jobs:make"
+MEGATRON = pipeline_jobs.make, pipeline_jobs.save
 
 
 @dataclass(frozen=True)
@@ -27,48 +38,47 @@ class Kind:
 
     world: int
     setup: Any
-    making: str
+    making: Callable[..., Any]
+    job: Job
     states: str = "tests.engines.canonical"
-
-    @property
-    def job(self) -> str:
-        module = self.making.partition(":")[0]
-        return f"{module if module != 'tests.engines.model' else 'tests.engines.jobs'}:save"
 
 
 KINDS: dict[str, Kind] = {
     **{
-        f"ZeRO-{zero} {dtype}": Kind(2, Setup(zero, dtype), "tests.engines.model:make_engine")
+        f"ZeRO-{zero} {dtype}": Kind(2, Setup(zero, dtype), model.make_engine, jobs.save)
         for zero in range(4)
         for dtype in ("bf16", "fp32")
     },
     **{
         f"DeepSpeed's experts, ZeRO-{zero}": Kind(
-            4, moe_jobs.Moe(2, zero), "tests.engines.moe_jobs:make"
+            4, moe_jobs.Moe(2, zero), moe_jobs.make, moe_jobs.save
         )
         for zero in range(3)
     },
     **{
-        f"AutoEP, ZeRO-{zero}": Kind(4, autoep_jobs.Auto(2, zero), "tests.engines.autoep_jobs:make")
+        f"AutoEP, ZeRO-{zero}": Kind(
+            4, autoep_jobs.Auto(2, zero), autoep_jobs.make, autoep_jobs.save
+        )
         for zero in (0, 1, 3)
     },
-    "megatron-core's experts": Kind(4, mixtral(2), MEGATRON),
-    "megatron-core's experts, stage 0": Kind(4, mixtral(2, zero=0), MEGATRON),
-    "megatron-core's experts, tp=2": Kind(4, mixtral(2, tp=2), MEGATRON),
-    "megatron-core's experts, tp=2, stage 0": Kind(4, mixtral(2, tp=2, zero=0), MEGATRON),
-    "megatron-core's experts, tp=2, etp=1": Kind(4, mixtral(2, tp=2, etp=1), MEGATRON),
-    "megatron-core's experts, pp=2": Kind(4, mixtral(2, pp=2), MEGATRON),
-    "a pipeline, stage 0": Kind(4, Staged("gpt", 2, 0, pp=2), MEGATRON),
-    "a pipeline, ZeRO-1": Kind(4, Staged("gpt", 2, 1, pp=2), MEGATRON),
-    "a pipeline with tied embeddings": Kind(4, Staged("gpt", 1, 1, pp=2, tied=True), MEGATRON),
+    "megatron-core's experts": Kind(4, mixtral(2), *MEGATRON),
+    "megatron-core's experts, stage 0": Kind(4, mixtral(2, zero=0), *MEGATRON),
+    "megatron-core's experts, tp=2": Kind(4, mixtral(2, tp=2), *MEGATRON),
+    "megatron-core's experts, tp=2, stage 0": Kind(4, mixtral(2, tp=2, zero=0), *MEGATRON),
+    "megatron-core's experts, tp=2, etp=1": Kind(4, mixtral(2, tp=2, etp=1), *MEGATRON),
+    "megatron-core's experts, pp=2": Kind(4, mixtral(2, pp=2), *MEGATRON),
+    "a pipeline, stage 0": Kind(4, Staged("gpt", 2, 0, pp=2), *MEGATRON),
+    "a pipeline, ZeRO-1": Kind(4, Staged("gpt", 2, 1, pp=2), *MEGATRON),
+    "a pipeline with tied embeddings": Kind(4, Staged("gpt", 1, 1, pp=2, tied=True), *MEGATRON),
     "DeepSpeed's experts in a pipeline": Kind(
-        4, moe_pipe_jobs.Piped(2, 1, pp=2), "tests.engines.moe_pipe_jobs:make"
+        4, moe_pipe_jobs.Piped(2, 1, pp=2), moe_pipe_jobs.make, moe_pipe_jobs.save
     ),
     **{
         f"AutoTP, ZeRO-{zero}": Kind(
             4,
             autotp_jobs.Auto("even", 2, zero),
-            "tests.engines.autotp_jobs:make",
+            autotp_jobs.make,
+            autotp_jobs.save,
             "tests.engines.autotp_states",
         )
         for zero in (0, 1, 3)
@@ -76,7 +86,8 @@ KINDS: dict[str, Kind] = {
     "AutoTP, uneven": Kind(
         4,
         autotp_jobs.Auto("llama", 2, 1),
-        "tests.engines.autotp_jobs:make",
+        autotp_jobs.make,
+        autotp_jobs.save,
         "tests.engines.autotp_states",
     ),
 }
@@ -97,7 +108,7 @@ def test_what_is_missing_of_a_save(
         setup = replace(row.setup, seed=9)
         tags = [str(run / "trained") for run in runs]
         given = row.making, row.states, setup, str(source), tags
-        job = "tests.engines.absence_jobs:loads"
+        job = absence_jobs.loads
         ranks = sources.ranks.run(row.world, job, *given, timeout_s=400)
         # ranks agree what a load did, but for their own numbers in a message
         assert all(

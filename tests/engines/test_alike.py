@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.engines import alike_jobs
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.alike_jobs:"
 
 
 def require_said(found: dict[str, Any], name: str, *words: str) -> None:
@@ -18,7 +18,7 @@ def require_said(found: dict[str, Any], name: str, *words: str) -> None:
 
 
 def test_loads_and_saves(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks.run(2, JOBS + "differing", str(tmp_path))
+    first, second = ranks.run(2, alike_jobs.differing, str(tmp_path))
     assert first == second
     for name, words in {
         "load_optimizer_states": ("True", "False"),
@@ -44,7 +44,7 @@ def test_loads_and_saves(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_attaching(ranks: RankPool) -> None:
-    first, second = ranks.run(2, JOBS + "attached")
+    first, second = ranks.run(2, alike_jobs.attached)
     assert first == second
     for name in ("keep_latest", "durable", "hyper", "allow", "rng"):
         require_said(first, name)

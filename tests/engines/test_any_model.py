@@ -9,6 +9,7 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.core.layout import Shard
+from tests.engines import any_models
 from tests.engines.any_models import SETTINGS, AnyModel
 from tests.ranks import RankPool
 
@@ -17,7 +18,6 @@ STOCK_STATES = ("param", "exp_avg", "exp_avg_sq")
 STOCK_LOSES = {
     f"optimizer.state.{state}.embedding.word_embeddings.weight" for state in STOCK_STATES
 }
-JOBS = "tests.engines.any_models:"
 WORLD, STEPS = 4, 3
 # tp, pp, ep, etp of the source, then of what is loaded; the ones after the second are slow
 DENSE = [(2, 1, 1, None), (1, 2, 1, None), (4, 1, 1, None), (2, 2, 1, None), (1, 1, 1, None)]
@@ -52,7 +52,7 @@ def deepspeed_sources(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory)
     class Sources(dict[str, Any]):
         def __missing__(self, kind: str) -> Any:
             folder, setup = str(tmp_path_factory.mktemp("any")), AnyModel(kind=kind, tp=2)
-            found = ranks.run(WORLD, JOBS + "saved_under_deepspeed", setup, 2, folder)
+            found = ranks.run(WORLD, any_models.saved_under_deepspeed, setup, 2, folder)
             return self.setdefault(kind, (folder, found[0]))
 
     return Sources()
@@ -65,7 +65,7 @@ def sources(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     class Sources(dict[str, Any]):
         def __missing__(self, kind: str) -> Any:
             folder = str(tmp_path_factory.mktemp("any"))
-            found = ranks.run(WORLD, JOBS + "saved", on(kind, MESHES[kind][0]), folder)
+            found = ranks.run(WORLD, any_models.saved, on(kind, MESHES[kind][0]), folder)
             return self.setdefault(kind, (folder, found[0]))
 
     return Sources()
@@ -76,8 +76,10 @@ def test_another_mesh_has_the_same_bits_and_losses(
     ranks: RankPool, sources: dict[str, Any], tmp_path: Path, kind: str, mesh: Any
 ) -> None:
     folder, losses = sources[kind]
-    found = ranks.run(WORLD, JOBS + "resumed", on(kind, mesh, seed=3), folder, str(tmp_path / "b"))
-    count, unequal = ranks.run(1, JOBS + "compared", f"{folder}/stock", str(tmp_path / "b"))[0]
+    found = ranks.run(
+        WORLD, any_models.resumed, on(kind, mesh, seed=3), folder, str(tmp_path / "b")
+    )
+    count, unequal = ranks.run(1, any_models.compared, f"{folder}/stock", str(tmp_path / "b"))[0]
     assert found[0]["others"] == [] and count > 20
     assert set(unequal) <= (STOCK_LOSES if kind == "predicting mixture" and mesh[1] > 1 else set())
     same = steps_alike(kind)
@@ -89,7 +91,7 @@ def test_stock_finds_every_key_that_it_asks_for_in_our_files(
     ranks: RankPool, sources: dict[str, Any], kind: str
 ) -> None:
     folder, _ = sources[kind]
-    tensors, objects, missing, unequal = ranks.run(1, JOBS + "asked_for", folder)[0]
+    tensors, objects, missing, unequal = ranks.run(1, any_models.asked_for, folder)[0]
     # what a program keeps of itself, which no model asks for
     missing = [key for key in missing if not key.startswith(("common_state/", "rng_state/"))]
     assert tensors > 20 and objects and (missing, unequal) == ([], [])
@@ -105,8 +107,8 @@ def test_stocks_own_files_go_on_on_another_mesh(
     folder, losses = sources[kind]
     stock, again = f"{folder}/stock", str(tmp_path / "b")
     mesh = MESHES[kind][1]
-    found = ranks.run(WORLD, JOBS + "resumed", on(kind, mesh, seed=3), stock, again)
-    count, unequal = ranks.run(1, JOBS + "compared", stock, again)[0]
+    found = ranks.run(WORLD, any_models.resumed, on(kind, mesh, seed=3), stock, again)
+    count, unequal = ranks.run(1, any_models.compared, stock, again)[0]
     assert found[0]["others"] == [] and count > 20
     assert set(unequal) <= (STOCK_LOSES if kind == "predicting mixture" and mesh[1] > 1 else set())
     same = steps_alike(kind)
@@ -120,8 +122,8 @@ def test_a_projection_that_was_cut_as_one_would_be_seen(
     """Its parts (z, x, B, C, dt) are cut each by itself. Were they not, rows would go elsewhere."""
     folder, _ = sources[kind]
     setup, again = on(kind, (4, 1, 1, None), seed=3), str(tmp_path / "b")
-    found = ranks.run(WORLD, JOBS + "resumed_as_one", setup, folder, again)[0]
-    _, unequal = ranks.run(1, JOBS + "compared", f"{folder}/stock", again)[0]
+    found = ranks.run(WORLD, any_models.resumed_as_one, setup, folder, again)[0]
+    _, unequal = ranks.run(1, any_models.compared, f"{folder}/stock", again)[0]
     assert any("in_proj" in key for key in unequal) and any("conv1d" in key for key in unequal)
     assert found["losses"][0] != pytest.approx(sources[kind][1][0], abs=1e-3)
 
@@ -133,8 +135,8 @@ def test_two_states_of_stock_that_differ_are_seen(
     """The comparison's control: the state of a run that took another number of steps."""
     folder, _ = sources[kind]
     other = on(kind, MESHES[kind][0])
-    ranks.run(WORLD, JOBS + "saved", other, str(tmp_path), steps=1, more=0)
-    count, unequal = ranks.run(1, JOBS + "compared", f"{folder}/stock", f"{tmp_path}/stock")[0]
+    ranks.run(WORLD, any_models.saved, other, str(tmp_path), steps=1, more=0)
+    count, unequal = ranks.run(1, any_models.compared, f"{folder}/stock", f"{tmp_path}/stock")[0]
     assert len(unequal) > count // 2
 
 
@@ -176,7 +178,7 @@ def test_a_planted_fault_is_named_on_every_rank(
     ranks: RankPool, kind: str, plant: str, parameter: str
 ) -> None:
     mesh = (2, 1, 2, 1) if kind == "gpt-oss" else (2, 1, 1, None)
-    for found in ranks.run(2, JOBS + "refused", on(kind, mesh), plant):
+    for found in ranks.run(2, any_models.refused, on(kind, mesh), plant):
         assert found.partition("\n")[0].partition(" (on rank")[0] in (
             "a module and its files number a layer or an expert differently",
             "two ranks say different things of how a parameter is cut",
@@ -193,10 +195,10 @@ def test_attributes_of_experts_decide_nothing(ranks: RankPool, sources: dict[str
     ranks cut attention and no expert."""
     kind = "leading dense layers"
     folder, _ = sources[kind]
-    for found in ranks.run(WORLD, JOBS + "unmarked", on(kind, (4, 1, 2, 2), seed=3), folder):
+    for found in ranks.run(WORLD, any_models.unmarked, on(kind, (4, 1, 2, 2), seed=3), folder):
         assert found == {"error": "", "marked": True, "others": []}
     lies = patches.version_of("megatron-core").startswith(("0.16.", "0.17.", "0.18."))
-    for found in ranks.run(WORLD, JOBS + "unmarked", on(kind, (2, 1, 1, 1), seed=3), folder):
+    for found in ranks.run(WORLD, any_models.unmarked, on(kind, (2, 1, 1, 1), seed=3), folder):
         if not lies:
             assert found == {"error": "", "marked": True, "others": []}
             continue
@@ -240,7 +242,7 @@ def test_a_gpt_model_becomes_a_hybrid_model_and_back(
     folder, losses = sources[kind]
     wanted = in_pairs(ucp.fingerprint(folder).table, "hybrid" in other)
     for mesh in MESHES[other][1:3]:
-        job = JOBS + "carried"
+        job = any_models.carried
         found = ranks.run(WORLD, job, on(other, mesh, seed=3), folder, {"hybrid"})[0]
         assert found["error"] == "" and found["changed"]
         assert found["table"] == wanted and len(wanted) > 20
@@ -262,7 +264,7 @@ def test_files_of_every_kind_become_a_hybrid_model(
         ucp.convert(folder, tmp_path / "universal", to="universal")
     path = {"universal": tmp_path / "universal", "stock's torch_dist": f"{folder}/stock"}
     setup, place = on("hybrid", (2, 2, 1, None), seed=3), str(path.get(files, folder))
-    found = ranks.run(WORLD, JOBS + "carried", setup, place, {"hybrid"})[0]
+    found = ranks.run(WORLD, any_models.carried, setup, place, {"hybrid"})[0]
     assert found["error"] == ""
     assert found["table"] == in_pairs(ucp.fingerprint(place).table, to_hybrid=True)
     if not files.startswith("native"):  # that run had other batches
@@ -274,7 +276,7 @@ def test_layers_in_another_order_are_seen(ranks: RankPool, sources: dict[str, An
     folder, losses = sources["dense"]
     wanted = in_pairs(ucp.fingerprint(folder).table, to_hybrid=True)
     setup = on("hybrid", DENSE[1], seed=3)
-    found = ranks.run(WORLD, JOBS + "carried", setup, folder, {"hybrid"}, True)[0]
+    found = ranks.run(WORLD, any_models.carried, setup, folder, {"hybrid"}, True)[0]
     assert found["error"] == "" and found["table"] != wanted
     assert found["losses"] != pytest.approx(losses, abs=1e-5)
 
@@ -292,7 +294,7 @@ def test_what_does_not_become_the_other_is_refused(
 ) -> None:
     folder, _ = sources[kind]
     setup = on("dense" if kind == "hybrid" else "hybrid", (1, 1, 1, None), layers=layers)
-    for found in ranks.run(WORLD, JOBS + "carried", setup, folder, allow):
+    for found in ranks.run(WORLD, any_models.carried, setup, folder, allow):
         assert said in found["error"] and not found["changed"]
 
 
@@ -304,7 +306,7 @@ def test_under_deepspeed(
     """Across stages of ZeRO too; a run of the stack's own loads the same files."""
     folder, losses = deepspeed_sources[kind]
     setup = AnyModel(kind=kind, tp=tp, seed=3)
-    for found in ranks.run(WORLD, JOBS + "resumed_under_deepspeed", setup, zero, folder):
+    for found in ranks.run(WORLD, any_models.resumed_under_deepspeed, setup, zero, folder):
         assert found["others"] == [] and len(found["before"]) > 10
         same = steps_alike(kind)
         assert found["losses"][:same] == pytest.approx(losses[:same], abs=1e-5)
@@ -316,5 +318,5 @@ def test_the_stack_resumes_a_run_of_deepspeed(
 ) -> None:
     folder, _ = deepspeed_sources[kind]
     setup = on(kind, (4, 1, 1, None) if kind == "t5" else (2, 2, 1, None), seed=3)
-    for found in ranks.run(WORLD, JOBS + "resumed", setup, folder, str(tmp_path / "b")):
+    for found in ranks.run(WORLD, any_models.resumed, setup, folder, str(tmp_path / "b")):
         assert found["others"] == []

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines import autotp_jobs
 from tests.engines.autotp_jobs import CHANGED, OF_MUON, PLANTS, Auto
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_pairs import check, check_fails
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.autotp_jobs"
 # Ranks of the job, and the mesh: copies are ranks / tp. At tp=4 the last rank of "llama" has no
 # attention, which DeepSpeed does not train at ZeRO-3.
 Mesh = tuple[int, int, int]
@@ -44,7 +44,7 @@ PAIRS: list[tuple[str, Mesh, Mesh]] = [
 
 def saved(sources: Sources, kind: str, mesh: Mesh, **options: Any) -> str:
     ranks, tp, zero = mesh
-    return sources.get(ranks, Auto(kind, tp, zero), f"{JOBS}:save", **options)
+    return sources.get(ranks, Auto(kind, tp, zero), autotp_jobs.save, **options)
 
 
 def show(value: object) -> str:
@@ -61,7 +61,7 @@ def test_the_pairs_are_what_they_say() -> None:
 def test_pair(sources: Sources, kind: str, source: Mesh, target: Mesh) -> None:
     folder, (ranks, tp, zero) = saved(sources, kind, source), target
     setup = Auto(kind, tp, zero, seed=9)
-    found = sources.ranks.run(ranks, f"{JOBS}:resume", setup, folder, more=20)
+    found = sources.ranks.run(ranks, autotp_jobs.resume, setup, folder, more=20)
     check(found)
     assert found[0]["loss"] <= 1e-5
 
@@ -72,8 +72,8 @@ Run = tuple[int, Auto]  # ranks, and what they hold
 def resume(sources: Sources, source: Run, target: Run, **options: Any) -> list[dict]:
     (ranks, setup), (target_ranks, other) = source, target
     as_in_pairs = setup.dtype == "fp32" and not setup.muon  # where losses are compared
-    folder = sources.get(ranks, setup, f"{JOBS}:save", **({} if as_in_pairs else {"more": 0}))
-    job = f"{JOBS}:resume"
+    folder = sources.get(ranks, setup, autotp_jobs.save, **({} if as_in_pairs else {"more": 0}))
+    job = autotp_jobs.resume
     return sources.ranks.run(target_ranks, job, replace(other, seed=9), folder, **options)
 
 
@@ -165,9 +165,9 @@ STOCK = {"muon": MUON["2 to 1, ZeRO-1 to ZeRO-2"], "offload": OTHERS["offload, 2
 def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, pair: str) -> None:
     """Without a manifest."""
     (ranks, setup), (target_ranks, target) = STOCK[pair]
-    folder = sources.get(ranks, setup, f"{JOBS}:save", more=0)
+    folder = sources.get(ranks, setup, autotp_jobs.save, more=0)
     stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
-    job = f"{JOBS}:resume"
+    job = autotp_jobs.resume
     check(sources.ranks.run(target_ranks, job, replace(target, seed=9), str(stock)))
 
 
@@ -182,9 +182,9 @@ def test_muon_at_stage_0_without_a_manifest(
     sources: Sources, tmp_path: Path, source: Run, target: Run
 ) -> None:
     """Muon listed the parameters by the shapes of their shares, which are others here."""
-    folder = Path(sources.get(*source, f"{JOBS}:save", more=0))
+    folder = Path(sources.get(*source, autotp_jobs.save, more=0))
     stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
-    job = f"{JOBS}:resume"
+    job = autotp_jobs.resume
     check(sources.ranks.run(target[0], job, replace(target[1], seed=9), str(stock)))
 
 
@@ -192,9 +192,9 @@ def test_muon_at_stage_0_without_a_manifest(
 def test_an_order_that_nobody_knows(sources: Sources, tmp_path: Path, allow: Any) -> None:
     """Square matrices, of which half the rows or half the columns are left: Muon put one kind
     before the other here, and left them as they came there."""
-    folder = Path(sources.get(1, muon(1, 0), f"{JOBS}:save", more=0))
+    folder = Path(sources.get(1, muon(1, 0), autotp_jobs.save, more=0))
     stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
-    job = f"{JOBS}:attempt"
+    job = autotp_jobs.attempt
     for message, unchanged in sources.ranks.run(2, job, muon(2, 0), str(stock), allow=allow):
         assert message.startswith("StateMismatchError") and "order is not known" in message
         assert "o_proj" in message and "q_proj" in message and unchanged
@@ -233,7 +233,7 @@ def go_on(sources: Sources, source: Mesh, target: Mesh, change: str, fault: str 
     folder, (ranks, tp, zero) = saved(sources, "llama", source), target
     want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]
     setup = Auto("llama", tp, zero, seed=5, change=change)
-    found = sources.ranks.run(ranks, f"{JOBS}:go_on", setup, folder, fault, timeout_s=120)[0]
+    found = sources.ranks.run(ranks, autotp_jobs.go_on, setup, folder, fault, timeout_s=120)[0]
     name, before, after = CHANGED[change], found["before"], found["after"]
     assert torch.equal(want["weights"][name], after["weights"][name])
     assert not torch.equal(want["weights"][name], before["weights"][name])

@@ -11,9 +11,10 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.layout import ShardRuns
 from megatron_ucp.errors import ModelMismatchError, RuleError, UnsupportedError
+from tests.engines import autotp_jobs
 from tests.engines.autotp_jobs import Auto
 from tests.engines.sources import Sources, without_manifest
-from tests.engines.test_autotp import JOBS, Mesh, saved
+from tests.engines.test_autotp import Mesh, saved
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
@@ -128,7 +129,7 @@ def test_what_nothing_can_put_together_is_refused(stock: Any, what: Any, words: 
 )
 def test_a_live_engine_is_refused(sources: Sources, fault: str) -> None:
     """On every rank, by `attach` and by `load`, and the engine trains on as before."""
-    said = sources.ranks.run(2, f"{JOBS}:refused", Auto("llama", 2, 1), fault)
+    said = sources.ranks.run(2, autotp_jobs.refused, Auto("llama", 2, 1), fault)
     for rank in said:
         assert rank["same losses"], rank
         for message in rank["messages"]:
@@ -137,7 +138,7 @@ def test_a_live_engine_is_refused(sources: Sources, fault: str) -> None:
 
 def test_adapters_that_autotp_drops(sources: Sources) -> None:
     """It puts its layers in the place of peft's; with ZeRO DeepSpeed itself fails then."""
-    for messages in sources.ranks.run(2, f"{JOBS}:without_adapters"):
+    for messages in sources.ranks.run(2, autotp_jobs.without_adapters):
         for message in messages:
             assert message.startswith("UnsupportedError: the optimizer steps parameters")
             assert "drops their adapters" in message
@@ -148,7 +149,7 @@ def test_from_and_to_a_hugging_face_folder(sources: Sources, tmp_path: Path) -> 
     folder = Path(saved(sources, "llama", (1, 1, 3))) / "filled"
     ucp.export_hf(folder, tmp_path / "in", dtype="float32")
     setup = Auto("llama", 2, 1, seed=9)
-    wrong = sources.ranks.run(4, f"{JOBS}:from_hugging_face", setup, str(tmp_path))
+    wrong = sources.ranks.run(4, autotp_jobs.from_hugging_face, setup, str(tmp_path))
     assert wrong == [[]] * 4
     ours, theirs = twins.read(tmp_path / "in"), twins.read(tmp_path / "out")
     assert {*ours} == {*theirs} and len(ours) > 10
@@ -161,7 +162,7 @@ def test_files_without_a_manifest_resume(sources: Sources, stock: Any, tmp_path:
     origin = Path(saved(sources, "llama", (2, 2, 1)))
     shutil.copy(origin / "oracle.pt", folder.parent)
     setup = Auto("llama", 4, 2, seed=9)
-    found = sources.ranks.run(4, f"{JOBS}:resume", setup, str(folder.parent), tags=("trained",))
+    found = sources.ranks.run(4, autotp_jobs.resume, setup, str(folder.parent), tags=("trained",))
     assert all(rank["differences"]["trained"] == [] for rank in found)
 
 
@@ -171,6 +172,6 @@ def test_stage_0_without_a_manifest(sources: Sources, stock: Any) -> None:
     shutil.copy(Path(saved(sources, "llama", (4, 4, 0))) / "oracle.pt", folder.parent)
     setup = Auto("llama", 2, 1, seed=9)
     found = sources.ranks.run(
-        2, f"{JOBS}:resume", setup, str(folder.parent), tags=("trained",), allow=("positions",)
+        2, autotp_jobs.resume, setup, str(folder.parent), tags=("trained",), allow=("positions",)
     )
     assert all(rank["differences"]["trained"] == [] for rank in found)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import shared_jobs
 from tests.engines.stack_jobs import Mcore
 from tests.ranks import ROOT, RankPool
 
@@ -36,7 +37,7 @@ def test_two_jobs_save_into_one_folder_at_once(tmp_path: Path) -> None:
 
 
 def test_megatrons_save_beside_another_saver(ranks: RankPool, tmp_path: Path) -> None:
-    job = "tests.engines.shared_jobs:megatron_beside"
+    job = shared_jobs.megatron_beside
     for found in ranks.run(2, job, Mcore(layers=2), str(tmp_path)):
         assert "another save is writing this folder" in found["error"]
         assert "a save of this very process" in found["error"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import ModelMismatchError
+from tests.engines import family_jobs
 from tests.engines.any_models import VOCAB, AnyModel
 from tests.engines.family_jobs import DEEPSEEK as KINDS
 from tests.engines.hf_twin import transformers
@@ -23,7 +24,6 @@ from tests.ranks import RankPool
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.family_jobs:"
 EQUAL = 1e-4
 TOKENS = torch.randint(VOCAB, (3, SEQUENCE), generator=torch.Generator().manual_seed(3))
 
@@ -50,7 +50,7 @@ def computed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
     found = Computed()
     requests: dict[str, Path] = {}
     for kind in filter(is_built, KINDS):
-        (ours,) = ranks.run(1, JOBS + "save", AnyModel(kind=kind), str(folder / kind), TOKENS)
+        (ours,) = ranks.run(1, family_jobs.save, AnyModel(kind=kind), str(folder / kind), TOKENS)
         ucp.export_hf(folder / kind, folder / f"{kind} hf", verify=True)
         found[kind] = {"folder": folder, "ours": ours}
         requests[kind] = folder / f"{kind} hf"
@@ -115,7 +115,7 @@ def test_a_fault_is_seen(computed: dict[str, Any], fault: str) -> None:
 
 def comes_out_again(ranks: RankPool, setup: AnyModel, hf: Path, folder: Path) -> None:
     """The same bytes, by way of what is loaded and of what is imported."""
-    ranks.run(4, JOBS + "load", setup, str(hf), str(folder / "out"))
+    ranks.run(4, family_jobs.load, setup, str(hf), str(folder / "out"))
     ucp.import_hf(hf, folder / "native" / "tag", mesh="dp=2,zero=1")
     ucp.export_hf(folder / "native" / "tag", folder / "again")
     for out in ("out", "again"):
@@ -150,7 +150,7 @@ def test_what_is_loaded_computes_the_same(
 ) -> None:
     for kind in filter(is_built, KINDS):
         args = AnyModel(kind=kind, seed=3), str(computed[kind]["folder"] / f"{kind} hf")
-        (found,) = ranks.run(1, JOBS + "load", *args, str(tmp_path / kind), TOKENS)
+        (found,) = ranks.run(1, family_jobs.load, *args, str(tmp_path / kind), TOKENS)
         assert torch.equal(found, computed[kind]["ours"])
 
 
@@ -186,10 +186,10 @@ def test_settings_that_differ_are_refused(
     config["routed_scaling_factor"] = 1.5
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(Exception, match="moe_router_topk_scaling_factor"):
-        ranks.run(1, JOBS + "load", AnyModel(kind="Moonlight"), str(folder), str(tmp_path / "b"))
+        ranks.run(1, family_jobs.load, AnyModel(kind="Moonlight"), str(folder), str(tmp_path / "b"))
 
 
 def test_family_and_model_must_agree(ranks: RankPool) -> None:
-    (said,) = ranks.run(1, JOBS + "refused", AnyModel(kind="DeepSeek-V3"))
+    (said,) = ranks.run(1, family_jobs.refused, AnyModel(kind="DeepSeek-V3"))
     assert "the family declares a parameter otherwise than the model says itself" in said
     assert "decoder.layers.1.self_attention.linear_kv_up_proj.weight" in said

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines import jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.test_pairs import check
@@ -17,15 +18,13 @@ Z1 = Setup(1, "bf16")
 
 
 def resume(sources: Sources, ranks: int, target: Setup, folder: str, **kwargs: Any) -> list[dict]:
-    return sources.ranks.run(ranks, "tests.engines.jobs:resume", target, folder, **kwargs)
+    return sources.ranks.run(ranks, jobs.resume, target, folder, **kwargs)
 
 
 def test_s1_every_flat_counts_its_own_steps(sources: Sources) -> None:
     """Stock shares one step tensor among all flats of ZeRO-3: step 4 became 14 after 5 steps."""
     target = Setup(3, "fp32", zero_config=(("sub_group_size", 30),), seed=9)
-    for rank in sources.ranks.run(
-        2, "tests.engines.jobs:steps_after", target, sources.get(2, Setup(1, "fp32")), 5
-    ):
+    for rank in sources.ranks.run(2, jobs.steps_after, target, sources.get(2, Setup(1, "fp32")), 5):
         assert rank["flats"] >= 3 and rank["objects"] == rank["flats"]
         assert rank["steps"] == [3.0 + 5.0] * rank["flats"]
 
@@ -33,7 +32,7 @@ def test_s1_every_flat_counts_its_own_steps(sources: Sources) -> None:
 def test_s2_every_group_keeps_its_hyper_parameters(sources: Sources) -> None:
     """Stock gives all groups of ZeRO-3 those of group 0."""
     for rank in sources.ranks.run(
-        2, "tests.engines.jobs:groups_after", Setup(3, "bf16", seed=9), sources.get(2, Z1)
+        2, jobs.groups_after, Setup(3, "bf16", seed=9), sources.get(2, Z1)
     ):
         assert [g["weight_decay"] for g in rank["groups"]] == [0.1, 0.0]
         assert [g["initial_lr"] for g in rank["groups"]] == [3e-3, 7e-3]
@@ -51,7 +50,7 @@ def test_s3_round_robin_buffers(sources: Sources, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_s4_s5_frozen_parameters_and_buffers(sources: Sources, stage: int) -> None:
     found = sources.ranks.run(
-        2, "tests.engines.jobs:unstepped_after", Setup(stage, "bf16", seed=9), sources.get(2, Z1)
+        2, jobs.unstepped_after, Setup(stage, "bf16", seed=9), sources.get(2, Z1)
     )
     for rank in found:
         assert rank == {
@@ -74,7 +73,7 @@ def test_s9_a_state_that_was_lost(sources: Sources, broken: Any, what: str) -> N
     for path in folder.rglob("ucp_manifest.json"):
         path.unlink()
     for rank in sources.ranks.run(
-        2, "tests.engines.jobs:attempt", Setup(3, "bf16", seed=9), str(folder), tag="filled"
+        2, jobs.attempt, Setup(3, "bf16", seed=9), str(folder), tag="filled"
     ):
         assert (
             rank["error"] == "DamagedFileError"
@@ -100,7 +99,7 @@ def test_s11_amsgrad_steps_on(sources: Sources) -> None:
 def test_s12_weights_alone(sources: Sources) -> None:
     """Stock ignores load_optimizer_states=False and load_module_only at stages 1 and 2."""
     for rank in sources.ranks.run(
-        2, "tests.engines.jobs:weights_only", Setup(1, "bf16", seed=9), sources.get(2, Z1)
+        2, jobs.weights_only, Setup(1, "bf16", seed=9), sources.get(2, Z1)
     ):
         for option, seen in rank.items():
             assert seen["masters"] and seen["no states"] and seen["own hyper-parameters"], option
@@ -116,7 +115,7 @@ def test_s13_changed_settings_are_chosen_and_reported(
     """Stock overwrites the new config's settings without a word, by position."""
     found = sources.ranks.run(
         2,
-        "tests.engines.jobs:changed_settings",
+        jobs.changed_settings,
         Setup(3, "bf16", seed=9),
         sources.get(2, Z1),
         hyper,
@@ -153,7 +152,7 @@ def test_l5_an_error_on_one_rank_is_raised_on_all(sources: Sources) -> None:
     for rank, found in enumerate(
         sources.ranks.run(
             4,
-            "tests.engines.jobs:fails_on_rank",
+            jobs.fails_on_rank,
             Setup(1, "bf16", seed=9),
             sources.get(2, Z1),
             2,
@@ -181,16 +180,14 @@ def test_l14_stock_refuses_another_number_of_ranks_and_we_do_not(sources: Source
     folder = sources.get(2, Z1)
     assert all(
         "ZeRORuntimeException" in found
-        for found in sources.ranks.run(
-            4, "tests.engines.jobs:stock_load", Setup(1, "bf16", seed=9), folder
-        )
+        for found in sources.ranks.run(4, jobs.stock_load, Setup(1, "bf16", seed=9), folder)
     )
     check(resume(sources, 4, Setup(1, "bf16", seed=9), folder))
 
 
 def test_the_engines_own_load_checkpoint_returns_what_its_user_saved(sources: Sources) -> None:
     for rank in sources.ranks.run(
-        4, "tests.engines.jobs:engine_load", Setup(3, "bf16", seed=9), sources.get(2, Z1)
+        4, jobs.engine_load, Setup(3, "bf16", seed=9), sources.get(2, Z1)
     ):
         assert Path(rank["path"]).name == "trained"
         assert rank["client_state"] == {"note": "mine", "data": [0, 1, 2, 3, 4]}

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import differential_jobs
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
-JOB = "tests.engines.differential_jobs:side_by_side"
+JOB = differential_jobs.side_by_side
 EXAMPLES = 30
 
 

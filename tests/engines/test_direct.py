@@ -12,6 +12,15 @@ from megatron_ucp.engines.background import BackgroundOptions, beside_training
 from megatron_ucp.engines.memory import MemoryOptions
 from megatron_ucp.engines.save import WAYS, SaveOptions, SnapshotMemory
 from megatron_ucp.errors import UsageError
+from tests.engines import (
+    autoep_jobs,
+    autotp_jobs,
+    direct_jobs,
+    model,
+    moe_jobs,
+    pipeline_jobs,
+    tensor_jobs,
+)
 from tests.engines.autoep_jobs import Auto as AutoEP
 from tests.engines.autotp_jobs import Auto as AutoTP
 from tests.engines.direct_jobs import records
@@ -20,19 +29,18 @@ from tests.engines.moe_jobs import Moe
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.tensor_jobs import Mega
 from tests.engines.test_muon import muon
-from tests.ranks import RankPool, RanksFailed
+from tests.ranks import Job, RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.direct_jobs:"
 OFFLOAD = (("offload_optimizer", {"device": "cpu"}),)
 WIDE = (("data_types", {"grad_accum_dtype": "fp32"}),)
-PLAIN = ("model:make_engine", "model:train")
-MIXED = ("moe_jobs:make", "moe_jobs:train")
-TENSOR = ("tensor_jobs:make", "tensor_jobs:train")
-AUTO = ("autotp_jobs:make", "autotp_jobs:train")
-STAGES = ("pipeline_jobs:make", "pipeline_jobs:train")
+PLAIN = (model.make_engine, model.train)
+MIXED = (moe_jobs.make, moe_jobs.train)
+TENSOR = (tensor_jobs.make, tensor_jobs.train)
+AUTO = (autotp_jobs.make, autotp_jobs.train)
+STAGES = (pipeline_jobs.make, pipeline_jobs.train)
 # name: ranks, what makes and trains the engine, its setup
-ENGINES: dict[str, tuple[int, tuple[str, str], Any]] = {
+ENGINES: dict[str, tuple[int, tuple[Job, Job], Any]] = {
     "fp32 at stage 0": (2, PLAIN, Setup(0, "fp32")),
     "bf16 at stage 0": (2, PLAIN, Setup(0, "bf16")),
     "stage 1": (4, PLAIN, Setup(1, "bf16")),
@@ -46,7 +54,7 @@ ENGINES: dict[str, tuple[int, tuple[str, str], Any]] = {
     "Muon at stage 3": (2, PLAIN, muon(3)),
     "experts": (2, MIXED, Moe(2, 1, "bf16")),
     "experts at stage 0": (2, MIXED, Moe(2, 0)),
-    "AutoEP": (2, ("autoep_jobs:make", "moe_jobs:train"), AutoEP(2, 1)),
+    "AutoEP": (2, (autoep_jobs.make, moe_jobs.train), AutoEP(2, 1)),
     "tensors": (4, TENSOR, Mega("llama", 2, 1, "bf16")),
     "tensors at stage 3": (4, TENSOR, Mega("gpt", 2, 3, "bf16", tied=True)),
     "AutoTP": (2, AUTO, AutoTP("llama", 2, 1, "bf16")),
@@ -78,7 +86,7 @@ def test_files_hold_what_stock_writes_of_the_same_moment(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
     world, (making, training), setup = ENGINES[engine]
-    found = ranks.run(world, JOBS + "saved_each_way", making, setup, training, str(tmp_path))
+    found = ranks.run(world, direct_jobs.saved_each_way, making, setup, training, str(tmp_path))
     assert check_alike(tmp_path) > 10_000
     assert ucp.verify(tmp_path / "direct" / "tag").findings == ()
     tables = [ucp.describe(tmp_path / way).run["fingerprint"] for way in WAYS]
@@ -92,7 +100,7 @@ def test_files_hold_what_stock_writes_of_the_same_moment(
 
 def test_the_comparison_finds_a_bit(ranks: RankPool, tmp_path: Path) -> None:
     setup = ENGINES["stage 2"][2]
-    ranks.run(2, JOBS + "saved_each_way", PLAIN[0], setup, PLAIN[1], str(tmp_path))
+    ranks.run(2, direct_jobs.saved_each_way, PLAIN[0], setup, PLAIN[1], str(tmp_path))
     path = tmp_path / "direct" / "tag" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -102,7 +110,9 @@ def test_the_comparison_finds_a_bit(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_are_left_out_as_stock_does(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, JOBS + "saved_each_way", PLAIN[0], Setup(2, "bf16"), PLAIN[1], str(tmp_path), True)
+    ranks.run(
+        2, direct_jobs.saved_each_way, PLAIN[0], Setup(2, "bf16"), PLAIN[1], str(tmp_path), True
+    )
     check_alike(tmp_path)
     held = ucp.describe(tmp_path / "direct")
     assert not any(spec.kind == "frozen" for spec in held.params)
@@ -112,7 +122,7 @@ def test_ranks_that_hold_the_same_weights_write_equal_shares(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     setup = Setup(1, "bf16", net="Wider")
-    reports = ranks.run(4, JOBS + "saved_each_way", PLAIN[0], setup, PLAIN[1], str(tmp_path))
+    reports = ranks.run(4, direct_jobs.saved_each_way, PLAIN[0], setup, PLAIN[1], str(tmp_path))
     for stock, *ours in reports:
         for report in ours:
             assert report.bytes_by_rank == reports[0][1].bytes_by_rank
@@ -133,7 +143,7 @@ def spread(sizes: Sequence[int]) -> int:
 def test_ten_steps_before_the_writer_starts_change_nothing(
     ranks: RankPool, tmp_path: Path, setup: Setup
 ) -> None:
-    assert ranks.run(2, JOBS + "trained_on", setup, str(tmp_path)) == [[], []]
+    assert ranks.run(2, direct_jobs.trained_on, setup, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize(("zero", "way"), [(1, "direct"), (3, "background"), (0, "stock")])
@@ -141,7 +151,7 @@ def test_a_step_amid_the_taking_is_named(
     ranks: RankPool, tmp_path: Path, zero: int, way: str
 ) -> None:
     """What was taken is of two steps: nothing of it stays."""
-    for found in ranks.run(2, f"{JOBS}torn", Setup(zero), str(tmp_path), way):
+    for found in ranks.run(2, direct_jobs.torn, Setup(zero), str(tmp_path), way):
         first, second = found["said"]
         assert first.startswith("SaveError: the optimizer stepped while its state was taken")
         assert "'global_steps': 2.0" in first and "'global_steps': 3.0" in first
@@ -152,7 +162,7 @@ def test_a_scalar_that_is_left_out_of_the_snapshot_is_found(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksFailed) as failed:
-        ranks.run(2, JOBS + "trained_on", Setup(1), str(tmp_path), plant=True)
+        ranks.run(2, direct_jobs.trained_on, Setup(1), str(tmp_path), plant=True)
     said = failed.value.by_rank[0]
     assert "disagree in the scalars" in said and "step: 2.0" in said and "step: 12.0" in said
 
@@ -162,7 +172,9 @@ def test_what_fails_in_the_background_is_named_on_every_rank(
     ranks: RankPool, tmp_path: Path, how: str
 ) -> None:
     path = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    for found in ranks.run(2, JOBS + "failing_in_background", Setup(1, "bf16"), str(tmp_path), how):
+    for found in ranks.run(
+        2, direct_jobs.failing_in_background, Setup(1, "bf16"), str(tmp_path), how
+    ):
         assert found["latest"] == "global_step1"
         assert [one for one in found["left"] if not one.startswith(".")] == ["global_step1"]
         assert found["then"] == []
@@ -179,35 +191,37 @@ def test_a_rank_that_dies_while_it_writes_leaves_no_pointer(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksFailed) as failed:
-        ranks.run(2, JOBS + "die_in_background", Setup(1, "bf16"), str(tmp_path))
+        ranks.run(2, direct_jobs.die_in_background, Setup(1, "bf16"), str(tmp_path))
     assert "RankError" in failed.value.by_rank[0]
     assert (tmp_path / "latest").read_text() == "global_step1"
     assert not (tmp_path / "global_step2").exists()
 
 
 def test_a_writer_that_was_given_up_disturbs_no_later_save(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.run(2, JOBS + "back_in_the_next_save", Setup(1, "bf16"), str(tmp_path))
+    found = ranks.run(2, direct_jobs.back_in_the_next_save, Setup(1, "bf16"), str(tmp_path))
     assert found == [["next"], ["next"]]
 
 
 def test_a_save_that_is_asked_for_meanwhile_waits_or_is_skipped(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    for found in ranks.run(2, JOBS + "busy", Setup(1, "bf16"), str(tmp_path)):
+    for found in ranks.run(2, direct_jobs.busy, Setup(1, "bf16"), str(tmp_path)):
         assert found == {"wait": ["global_step1", "global_step2"], "skip": ["global_step1"]}
 
 
 def test_memory_is_kept_and_used_again_or_given_back(ranks: RankPool, tmp_path: Path) -> None:
-    for first, second, written in ranks.run(2, JOBS + "memory_of", Setup(3), str(tmp_path / "a")):
+    for first, second, written in ranks.run(
+        2, direct_jobs.memory_of, Setup(3), str(tmp_path / "a")
+    ):
         assert 0 < first == second < written
     options = {"keep_snapshot": False}
     for first, second, _ in ranks.run(
-        2, JOBS + "memory_of", Setup(3), str(tmp_path / "b"), **options
+        2, direct_jobs.memory_of, Setup(3), str(tmp_path / "b"), **options
     ):
         assert first == second == 0
     options = {"snapshot_bytes": 600}
     for first, second, _ in ranks.run(
-        2, JOBS + "memory_of", Setup(3), str(tmp_path / "c"), **options
+        2, direct_jobs.memory_of, Setup(3), str(tmp_path / "c"), **options
     ):
         assert 0 < first == second <= 600
     assert ucp.verify(tmp_path / "c").findings == ()
@@ -287,7 +301,7 @@ def test_only_an_engine_can_be_waited_for(what: object) -> None:
 def test_a_tag_with_the_name_of_a_pointer_is_refused_at_once(
     ranks: RankPool, tmp_path: Path, way: str
 ) -> None:
-    for said, left in ranks.run(2, JOBS + "named_as_pointers", Setup(1), str(tmp_path), way):
+    for said, left in ranks.run(2, direct_jobs.named_as_pointers, Setup(1), str(tmp_path), way):
         assert len(said) == 3
         assert all("UsageError" in one and "the name of a pointer" in one for one in said), said
         assert left == ["global_step1", "latest"]
@@ -297,7 +311,7 @@ def test_a_tag_with_the_name_of_a_pointer_is_refused_at_once(
 def test_a_relative_path_means_what_it_meant_at_the_call(
     ranks: RankPool, tmp_path: Path, way: str
 ) -> None:
-    for here, away in ranks.run(2, JOBS + "moved_away", Setup(1), str(tmp_path), way):
+    for here, away in ranks.run(2, direct_jobs.moved_away, Setup(1), str(tmp_path), way):
         assert here == ["global_step1", "latest"] and away == ["here"]
     assert not ucp.verify(tmp_path / "here").findings
 
@@ -306,7 +320,7 @@ def test_a_relative_path_means_what_it_meant_at_the_call(
 def test_what_fails_inside_the_call_warns_too(
     ranks: RankPool, tmp_path: Path, on_error: str
 ) -> None:
-    for found in ranks.run(2, JOBS + "refused_in_the_call", Setup(1), str(tmp_path), on_error):
+    for found in ranks.run(2, direct_jobs.refused_in_the_call, Setup(1), str(tmp_path), on_error):
         assert found["left"] == ["global_step1", "global_step3"], found
         if on_error == "raise":
             assert "SaveError" in found["said"] and found["returned"] is None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
+from tests.engines import door_jobs
 from tests.engines.door_jobs import SETTINGS
 from tests.engines.model import Setup
 from tests.engines.stack_jobs import Mcore
@@ -16,7 +17,6 @@ from tests.engines.tensor_jobs import Mega
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.door_jobs"
 
 
 @pytest.mark.parametrize("how", ["a load that failed", "memory that went"])
@@ -26,7 +26,7 @@ JOBS = "tests.engines.door_jobs"
 def test_an_unusable_engine_gives_nothing_out(
     ranks: RankPool, tmp_path: Path, setup: Any, how: str
 ) -> None:
-    for found in ranks.run(2, f"{JOBS}:unusable", setup, str(tmp_path), how):
+    for found in ranks.run(2, door_jobs.unusable, setup, str(tmp_path), how):
         for door, said in found["said"].items():
             assert said.startswith("EngineUnusableError"), (door, said)
         assert found["left"] == [], "something was written"
@@ -41,7 +41,7 @@ def test_a_bit_of_a_padded_row_is_seen(ranks: RankPool, tmp_path: Path) -> None:
     saved = Mega("gpt", 2, 1, true_vocab=21, vocab=24, seed=3)
     same = Mega("gpt", 2, 1, true_vocab=21, vocab=24, seed=5)
     other = Mega("gpt", 1, 1, true_vocab=21, vocab=24, seed=5)
-    for found in ranks.run(2, f"{JOBS}:padded_bit", saved, str(tmp_path), [same, other]):
+    for found in ranks.run(2, door_jobs.padded_bit, saved, str(tmp_path), [same, other]):
         for said in found:
             assert said.startswith("DamagedFileError"), said
 
@@ -52,7 +52,7 @@ def test_copies_that_differed_are_refused_on_every_mesh(
 ) -> None:
     param = "decoder.final_layernorm.weight"
     saved = Mega("llama", 2, zero)
-    found, other = ranks.run(2, f"{JOBS}:copies_that_differ", saved, str(tmp_path), param)
+    found, other = ranks.run(2, door_jobs.copies_that_differ, saved, str(tmp_path), param)
     for rank in (found, other):
         assert any("copies of one parameter differ" in note for note in rank["saved"])
         for name in ("same", "other"):
@@ -86,7 +86,7 @@ def test_a_collective_that_breaks_is_a_rank_error(
         setup = Setup(3)  # a stack has none
     if isinstance(setup, Setup) and door == "export":
         setup = Mega("gpt", 1, 1, groups=4)  # a model without a config has no export
-    for said in ranks.run(2, f"{JOBS}:broken_collectives", setup, str(tmp_path), door):
+    for said in ranks.run(2, door_jobs.broken_collectives, setup, str(tmp_path), door):
         *broken, last = said
         assert last == "" and len(broken) >= 2
         for text in broken:
@@ -94,7 +94,7 @@ def test_a_collective_that_breaks_is_a_rank_error(
 
 
 def test_every_setting_is_in_the_fingerprint(ranks: RankPool) -> None:
-    (found,) = ranks.run(1, f"{JOBS}:settings_in_fingerprint")
+    (found,) = ranks.run(1, door_jobs.settings_in_fingerprint)
     for name in SETTINGS:
         changes, differences = found[name]
         if name == "fused":  # how torch computes a step: no value depends on it
@@ -130,6 +130,6 @@ def test_losses_with_dropout_are_the_runs(
     ranks: RankPool, tmp_path: Path, workers: int, stop: int
 ) -> None:
     """In the middle of an epoch of two steps, and at its end."""
-    job = f"{JOBS}:noisy_losses"
+    job = door_jobs.noisy_losses
     for whole, again in ranks.run(2, job, str(tmp_path), workers, stop, timeout_s=100):
         assert whole == again and len({*whole}) == 5

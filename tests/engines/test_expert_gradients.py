@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_ucp.core.box import Box
+from tests.engines import expert_jobs
 from tests.engines.expert_jobs import MIXTRAL, Cut, with_experts
 from tests.ranks import RankPool
 
-JOBS = "tests.engines.expert_jobs"
 TOLERANCE = 1e-6
 Found = dict[str, Any]
 
@@ -19,7 +19,7 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def truth(ranks: RankPool) -> Found:
     """One rank without ZeRO."""
-    found = ranks.run(1, f"{JOBS}:gradients", Cut())[0]
+    found = ranks.run(1, expert_jobs.gradients, Cut())[0]
     assert set(found["gradients"]) == set(MIXTRAL.model().table)
     for name, gradient in found["gradients"].items():
         assert gradient.abs().max() > 1e-3, f"{name} has no gradient worth comparing"
@@ -65,7 +65,7 @@ def test_every_cut_has_the_gradients_of_one_rank(
     ranks: RankPool, truth: Found, cut: Cut, zero: int
 ) -> None:
     cut = replace(cut, zero=zero)
-    found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+    found = differences(ranks.run(4, expert_jobs.gradients, cut), truth, cut)
     assert max(found) < TOLERANCE, found
 
 
@@ -83,7 +83,7 @@ STAGED = [
 @pytest.mark.parametrize("cut", STAGED, ids=str)
 def test_every_cut_in_stages(ranks: RankPool, truth: Found, cut: Cut, zero: int) -> None:
     cut = replace(cut, zero=zero)
-    found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+    found = differences(ranks.run(4, expert_jobs.gradients, cut), truth, cut)
     assert max(found) < TOLERANCE, found
 
 
@@ -95,13 +95,13 @@ ALLGATHER = with_experts(dispatcher="allgather")
 )
 def test_the_other_dispatcher(ranks: RankPool, truth: Found, cut: Cut) -> None:
     cut = replace(cut, zero=1, model=ALLGATHER)
-    found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+    found = differences(ranks.run(4, expert_jobs.gradients, cut), truth, cut)
     assert max(found) < TOLERANCE, found
 
 
 def test_at_zero_3_where_every_rank_holds_all_experts(ranks: RankPool, truth: Found) -> None:
     for cut in (Cut(zero=3), Cut(tp=2, zero=3)):
-        found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+        found = differences(ranks.run(4, expert_jobs.gradients, cut), truth, cut)
         assert max(found) < TOLERANCE, (cut, found)
 
 
@@ -119,7 +119,7 @@ def test_what_is_undone_shows(
     ranks: RankPool, truth: Found, cut: Cut, number: int, least: float
 ) -> None:
     """`number`: of gradients, or of norms."""
-    found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+    found = differences(ranks.run(4, expert_jobs.gradients, cut), truth, cut)
     assert found[number] > least
 
 
@@ -127,7 +127,7 @@ def test_two_experts_swapped_show(ranks: RankPool, truth: Found) -> None:
     swapped = dict(truth["gradients"])
     names = [f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc2.weight" for e in (1, 2)]
     swapped[names[0]], swapped[names[1]] = swapped[names[1]], swapped[names[0]]
-    found = ranks.run(4, f"{JOBS}:gradients", Cut(2, zero=1))
+    found = ranks.run(4, expert_jobs.gradients, Cut(2, zero=1))
     assert differences(found, truth | {"gradients": swapped}, Cut(2))[0] > 1e-3
 
 
@@ -142,7 +142,7 @@ def test_two_experts_swapped_show(ranks: RankPool, truth: Found) -> None:
 def test_the_norm_in_bf16(ranks: RankPool, cut: Cut, plant: str) -> None:
     """Rounding apart it is that of one rank; not so without the patch."""
     want, found, stock = (
-        ranks.run(world, f"{JOBS}:gradients", run)[0]["norms"][0]
+        ranks.run(world, expert_jobs.gradients, run)[0]["norms"][0]
         for world, run in (
             (1, Cut(zero=cut.zero, dtype="bf16", fp32_sums=cut.fp32_sums)),
             (4, cut),
@@ -166,7 +166,7 @@ def test_the_auxiliary_loss_is_scaled_in_fp16(
 ) -> None:
     """Rounding apart the gradients are those of fp32; not so where only the loss is scaled."""
     scaled, unscaled = (
-        differences(ranks.run(4, f"{JOBS}:gradients", run), truth, run)[0]
+        differences(ranks.run(4, expert_jobs.gradients, run), truth, run)[0]
         for run in (cut, replace(cut, plant=plant))
     )
     assert scaled < 1e-3 and unscaled > 2e-3
@@ -177,11 +177,11 @@ def test_twenty_steps(ranks: RankPool, balanced: bool) -> None:
     """Also with what a router remembers between the steps: its bias."""
     with_bias = with_experts(bias=True, score="sigmoid", bias_rate=0.05)
     model = with_bias if balanced else MIXTRAL
-    want = ranks.run(1, f"{JOBS}:train", Cut(model=model, clip=1.0))[0]
+    want = ranks.run(1, expert_jobs.train, Cut(model=model, clip=1.0))[0]
     assert abs(want["losses"][0] - want["losses"][-1]) > 0.1, "it learned nothing"
     assert max(want["norms"]) > 1.0, "nothing was clipped"
     for cut in (Cut(2, zero=1), Cut(2, 1, 2, zero=2), Cut(2, pp=2)):
-        found = ranks.run(4, f"{JOBS}:train", replace(cut, model=model, clip=1.0))
+        found = ranks.run(4, expert_jobs.train, replace(cut, model=model, clip=1.0))
         for rank in found:
             apart = [abs(a - b) for a, b in zip(rank["losses"], want["losses"], strict=True)]
             assert max(apart) < 1e-5, cut

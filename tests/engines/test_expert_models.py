@@ -10,11 +10,11 @@ import torch
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from pretrain.megatron.experts import Experts
+from tests.engines import expert_jobs
 from tests.engines.expert_jobs import MIXTRAL, Cut, with_experts
 from tests.engines.test_expert_gradients import slices
 from tests.ranks import RankPool
 
-JOBS = "tests.engines.expert_jobs"
 EVERY_SECOND = with_experts(every=2)
 CUTS = [
     Cut(2),
@@ -32,7 +32,7 @@ CUTS = [
 def whole(ranks: RankPool) -> dict[Any, dict[str, torch.Tensor]]:
     """Every parameter on one rank, by model."""
     built = [MIXTRAL, EVERY_SECOND]
-    found = ranks.run(1, f"{JOBS}:live", [Cut(model=model) for model in built])[0]
+    found = ranks.run(1, expert_jobs.live, [Cut(model=model) for model in built])[0]
     return {model: one["values"] for model, one in zip(built, found, strict=True)}
 
 
@@ -40,7 +40,7 @@ def test_the_family_describes_what_megatron_builds(
     ranks: RankPool, whole: dict[Any, dict[str, torch.Tensor]]
 ) -> None:
     """Names, shapes, attributes, and which elements, whatever ranks hold them."""
-    by_rank = ranks.run(4, f"{JOBS}:live", CUTS)
+    by_rank = ranks.run(4, expert_jobs.live, CUTS)
     for number, cut in enumerate(CUTS):
         table, seen = cut.model.model().table, set()
         assert set(whole[cut.model]) == set(table)
@@ -85,7 +85,7 @@ def test_no_two_experts_start_alike(whole: dict[Any, dict[str, torch.Tensor]]) -
 
 @pytest.mark.parametrize("cut", [Cut(2), Cut(2, 1, 2), Cut(2, 2, 2), Cut(2, pp=2)], ids=str)
 def test_deepspeed_has_megatrons_groups(ranks: RankPool, cut: Cut) -> None:
-    for found in ranks.run(4, f"{JOBS}:groups_match", cut):
+    for found in ranks.run(4, expert_jobs.groups_match, cut):
         for ours, theirs in found.values():
             assert ours == theirs
 
@@ -97,10 +97,12 @@ def test_deepspeed_has_megatrons_groups(ranks: RankPool, cut: Cut) -> None:
 )
 def test_deepspeed_by_itself_saves_and_loads(ranks: RankPool, tmp_path: Path, cut: Cut) -> None:
     folder = str(tmp_path)
-    saved = ranks.run(4, f"{JOBS}:native", cut, folder, False)
+    saved = ranks.run(4, expert_jobs.native, cut, folder, False)
     files = [path.name for path in (tmp_path / "one").glob("layer_0_expert_*")]
     assert len({re.match(r"layer_0_expert_(\d+)", name)[1] for name in files}) == 4  # type: ignore[index]
-    for before, after in zip(saved, ranks.run(4, f"{JOBS}:native", cut, folder, True), strict=True):
+    for before, after in zip(
+        saved, ranks.run(4, expert_jobs.native, cut, folder, True), strict=True
+    ):
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
@@ -116,21 +118,21 @@ def test_refusals(ranks: RankPool) -> None:
         "stage without": "UnsupportedError: a stage of the pipeline has no layer with experts",
         "sequence": "UnsupportedError: megatron-core trains experts under tensor parallelism with",
     }
-    for found in ranks.run(4, f"{JOBS}:refusals"):
+    for found in ranks.run(4, expert_jobs.refusals):
         assert set(found) == set(expected)
         for name, text in found.items():
             assert re.match(expected[name], text), (name, text)
 
 
 def test_grouped_experts_are_refused_by_name(ranks: RankPool) -> None:
-    (said,) = ranks.run(1, f"{JOBS}:grouped")
+    (said,) = ranks.run(1, expert_jobs.grouped)
     assert "grouped experts" in said and "moe_grouped_gemm=False" in said
 
 
 def test_a_routers_bias_stays_in_fp32(ranks: RankPool) -> None:
     model = with_experts(bias=True, score="sigmoid", bias_rate=1e-3)
     cut = Cut(2, zero=1, dtype="bf16", clip=1.0, model=model)
-    for rank in ranks.run(2, f"{JOBS}:train", cut, steps=3):
+    for rank in ranks.run(2, expert_jobs.train, cut, steps=3):
         biases = [value for name, value in rank["buffers"].items() if name.endswith("expert_bias")]
         assert len(biases) == 2
         for bias in biases:
@@ -163,7 +165,7 @@ def test_the_pipelines_layers_follow_from_names_alone() -> None:
 
 
 def test_experts_that_nothing_places_are_refused(ranks: RankPool) -> None:
-    for said in ranks.run(4, f"{JOBS}:without_groups", Cut(2, zero=1)):
+    for said in ranks.run(4, expert_jobs.without_groups, Cut(2, zero=1)):
         assert "nothing says which rank has which" in said and "local_experts.0" in said
 
 
@@ -171,6 +173,6 @@ def test_experts_that_nothing_places_are_refused(ranks: RankPool) -> None:
 def test_engines_whose_experts_would_not_all_be_saved(
     ranks: RankPool, tmp_path: Path, cut: Cut
 ) -> None:
-    for said in ranks.run(4, f"{JOBS}:unwritten", cut, str(tmp_path)):
+    for said in ranks.run(4, expert_jobs.unwritten, cut, str(tmp_path)):
         assert "would not save all parts" in said
     assert not list(tmp_path.rglob("*.pt"))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines import jobs, optimizer_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_pairs import check
@@ -138,7 +139,7 @@ def test_carried_over_bit_for_bit(sources: Sources, case: str) -> None:
     target = Setup(**{**{k: getattr(target, k) for k in target.__dataclass_fields__}, "seed": 9})
     found = sources.ranks.run(
         ranks,
-        "tests.engines.jobs:resume",
+        jobs.resume,
         target,
         sources.get(source_ranks, source, more=0),
         more=0,
@@ -151,10 +152,10 @@ def test_carried_over_bit_for_bit(sources: Sources, case: str) -> None:
 def test_bf16_masters_become_fp32_without_loss_and_not_the_other_way(sources: Sources) -> None:
     low = zero(1, optimizer="CPUAdam", options=NO_FP32_STATES, config=BF16_MASTERS, **OFFLOAD)
     folder = sources.get(2, low, more=0)
-    found = sources.ranks.run(2, "tests.engines.jobs:masters_are_equal", zero(3), folder)
+    found = sources.ranks.run(2, jobs.masters_are_equal, zero(3), folder)
     assert all(found)
     high = sources.get(2, Setup(1, "bf16"))
-    for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", low, high):
+    for rank in sources.ranks.run(2, jobs.attempt, low, high):
         assert (
             rank["error"] == "InexactError" and "rounded" in rank["message"] and rank["unchanged"]
         )
@@ -182,9 +183,7 @@ REFUSED = {
 def test_refused_by_name(sources: Sources, feature: str) -> None:
     """A real engine with the feature's own config object: most of these can't be built without a
     GPU or libaio."""
-    for rank in sources.ranks.run(
-        2, "tests.engines.jobs:refusal", feature, sources.get(2, Setup(1, "bf16"))
-    ):
+    for rank in sources.ranks.run(2, jobs.refusal, feature, sources.get(2, Setup(1, "bf16"))):
         for message, unchanged in rank:
             assert REFUSED[feature] in message and "what to do:" in message
             assert unchanged
@@ -199,14 +198,14 @@ def test_refused_by_name(sources: Sources, feature: str) -> None:
     ],
 )
 def test_writers_refused_by_name(sources: Sources, writer: dict, words: str) -> None:
-    for message in sources.ranks.run(2, "tests.engines.jobs:writer_refusal", writer):
+    for message in sources.ranks.run(2, jobs.writer_refusal, writer):
         assert words in message and "what to do:" in message
 
 
 def test_a_legacy_file_is_refused_by_name(sources: Sources, tmp_path: Any) -> None:
     setup = Setup(1, "bf16", config=(("checkpoint", {"checkpoint_serialization": False}),))
-    sources.ranks.run(2, "tests.engines.jobs:save", setup, str(tmp_path), attach=False, more=0)
-    for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", Setup(1, "bf16"), str(tmp_path)):
+    sources.ranks.run(2, jobs.save, setup, str(tmp_path), attach=False, more=0)
+    for rank in sources.ranks.run(2, jobs.attempt, Setup(1, "bf16"), str(tmp_path)):
         assert (
             rank["error"] == "DamagedFileError" and "zip" in rank["message"] and rank["unchanged"]
         )
@@ -221,7 +220,7 @@ def test_a_checkpoint_from_before_the_first_step(
     built.)"""
     folder = sources.get(2, Setup(source, dtype), steps=0, more=0, filled=False)
     found = sources.ranks.run(
-        2, "tests.engines.jobs:resume", Setup(target, dtype, seed=9), folder, tags=("trained",)
+        2, jobs.resume, Setup(target, dtype, seed=9), folder, tags=("trained",)
     )
     for rank in found:
         assert rank["differences"] == {"trained": []} and len(rank["before"]["trained"]) >= 8
@@ -231,12 +230,12 @@ def test_a_run_with_hpz(sources: Sources) -> None:
     """A real one: the engine is refused; its files are ZeRO-3's, as a second copy of the weights is
     in none of them."""
     hpz = Setup(3, "bf16", zero_config=(("zero_hpz_partition_size", 2),))
-    for rank in sources.ranks.run(4, "tests.engines.optimizer_jobs:attaching", hpz):
+    for rank in sources.ranks.run(4, optimizer_jobs.attaching, hpz):
         assert rank["error"] == "UnsupportedError" and "hpZ" in rank["message"]
         assert rank["unchanged"] and not rank["attached"]
     folder = sources.get(4, hpz, attach=False, more=0)
     target = Setup(1, "bf16", seed=9)
-    check(sources.ranks.run(2, "tests.engines.jobs:resume", target, folder))
+    check(sources.ranks.run(2, jobs.resume, target, folder))
 
 
 def test_files_of_mics_are_refused_by_name(sources: Sources, tmp_path: Any) -> None:
@@ -247,7 +246,7 @@ def test_files_of_mics_are_refused_by_name(sources: Sources, tmp_path: Any) -> N
         tree = torch.load(path, weights_only=False)
         tree["ds_config"]["zero_optimization"]["mics_shard_size"] = 1
         torch.save(tree, path)
-    for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", setup, str(folder), "trained"):
+    for rank in sources.ranks.run(2, jobs.attempt, setup, str(folder), "trained"):
         assert rank["error"] == "UnsupportedError" and "mics_shard_size 1" in rank["message"]
         assert rank["unchanged"]
 
@@ -263,7 +262,7 @@ def test_a_load_names_what_was_never_saved(sources: Sources, tmp_path: Any) -> N
         if "optim" in path.name:
             tree["optimizer_state_dict"]["base_optimizer_state"]["state"].clear()
         torch.save(tree, path)
-    run, job = sources.ranks.run, "tests.engines.jobs:attempt"
+    run, job = sources.ranks.run, jobs.attempt
     for rank in run(2, job, setup, str(folder), tag="trained"):
         assert rank["error"] == "StateMismatchError" and "SuperOffload" in rank["message"]
         assert rank["unchanged"]

@@ -21,13 +21,13 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.reshard.checksums import linear, of_runs, shifted, standard
+from tests.engines import direct_jobs, pipeline_jobs, tensor_jobs
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega
 from tests.ranks import RankPool
 
-JOBS = "tests.engines.direct_jobs:"
 SOURCE = Setup(1, "bf16")
 
 
@@ -77,7 +77,7 @@ def test_engine_files_and_an_engine_that_loaded_them_have_one(
     ranks: RankPool, tmp_path: Path, target: Setup
 ) -> None:
     for (engine, files, loaded), before in ranks.run(
-        2, JOBS + "fingerprints", SOURCE, str(tmp_path), target
+        2, direct_jobs.fingerprints, SOURCE, str(tmp_path), target
     ):
         assert engine.digest == files.digest
         assert engine.table == loaded.table
@@ -87,7 +87,7 @@ def test_engine_files_and_an_engine_that_loaded_them_have_one(
 
 @pytest.mark.ranks
 def test_conversions_and_meshes_keep_it(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(4, JOBS + "fingerprints", SOURCE, str(tmp_path / "a"), SOURCE)
+    ranks.run(4, direct_jobs.fingerprints, SOURCE, str(tmp_path / "a"), SOURCE)
     want = ucp.fingerprint(tmp_path / "a")
     assert len(want.table) == 11 and len(want.digest) == 64
     ucp.convert(tmp_path / "a", tmp_path / "native", target=ucp.Mesh(dp=3, zero=3))
@@ -170,12 +170,12 @@ def damaged(good: Path, copy: Path, rank: int, state: str, fault: str, dice: ran
     return name
 
 
-MESHES: dict[str, tuple[int, str, Any]] = {
-    "the same": (4, "tensor_jobs:make", Mega("llama", 2, 1, "bf16", seed=9)),
-    "zero=3": (2, "tensor_jobs:make", Mega("llama", 1, 3, "bf16", seed=9)),
-    "tp=2,zero=0": (2, "tensor_jobs:make", Mega("llama", 2, 0, "bf16", seed=9)),
-    "tp=4": (4, "tensor_jobs:make", Mega("llama", 4, 2, "bf16", seed=9)),
-    "pp=2": (4, "pipeline_jobs:make", Staged("llama", 1, 1, "bf16", layers=2, seed=9, pp=2)),
+MESHES: dict[str, tuple[int, Any, Any]] = {
+    "the same": (4, tensor_jobs.make, Mega("llama", 2, 1, "bf16", seed=9)),
+    "zero=3": (2, tensor_jobs.make, Mega("llama", 1, 3, "bf16", seed=9)),
+    "tp=2,zero=0": (2, tensor_jobs.make, Mega("llama", 2, 0, "bf16", seed=9)),
+    "tp=4": (4, tensor_jobs.make, Mega("llama", 4, 2, "bf16", seed=9)),
+    "pp=2": (4, pipeline_jobs.make, Staged("llama", 1, 1, "bf16", layers=2, seed=9, pp=2)),
 }
 
 
@@ -185,14 +185,14 @@ def test_a_fault_in_any_file_is_named_by_a_load_onto_any_mesh(
 ) -> None:
     """Every fault in the masters and each moment of every file. Nothing else sees them: without
     checksums each is loaded."""
-    source = sources.get(4, Mega("llama", 2, 1, "bf16"), "tests.engines.tensor_jobs:save", more=3)
+    source = sources.get(4, Mega("llama", 2, 1, "bf16"), tensor_jobs.save, more=3)
     dice, wanted = random.Random(5), dict[str, tuple[str, str]]()
     for number, (state, fault) in enumerate(itertools.product(STATES, FAULTS)):
         folder = f"{state}, {fault}"
         name = damaged(Path(source) / "filled", tmp_path / folder, number % 4, state, fault, dice)
         wanted[folder] = name, state
     for mesh, (world, making, setup) in MESHES.items():
-        job = JOBS + "refused_loads"
+        job = direct_jobs.refused_loads
         for said in sources.ranks.run(world, job, making, setup, str(tmp_path), [*wanted]):
             for folder, (name, state) in wanted.items():
                 refused, unseen = said[folder]
@@ -210,7 +210,7 @@ def test_a_flipped_bit_under_an_old_checksum_names_the_file(
 ) -> None:
     """What the fingerprint covers is read without a checksum of the file: where it differs, the
     records are read again, and the damaged one is named."""
-    source = sources.get(4, Mega("llama", 2, 1, "bf16"), "tests.engines.tensor_jobs:save", more=3)
+    source = sources.get(4, Mega("llama", 2, 1, "bf16"), tensor_jobs.save, more=3)
     files: dict[str, str] = {}
     for rank, state in enumerate(STATES):
         copy = shutil.copytree(Path(source) / "filled", tmp_path / state)
@@ -221,7 +221,7 @@ def test_a_flipped_bit_under_an_old_checksum_names_the_file(
         path.write_bytes(data)
         files[state] = path.name
     for world, making, setup in MESHES.values():
-        job = JOBS + "refused_loads"
+        job = direct_jobs.refused_loads
         for said in sources.ranks.run(world, job, making, setup, str(tmp_path), [*STATES]):
             for state in STATES:
                 refused, unseen = said[state]
@@ -232,7 +232,7 @@ def test_a_flipped_bit_under_an_old_checksum_names_the_file(
 
 @pytest.mark.ranks
 def test_steps_and_hyper_parameters_are_part_of_it(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, JOBS + "fingerprints", SOURCE, str(tmp_path), SOURCE)
+    ranks.run(2, direct_jobs.fingerprints, SOURCE, str(tmp_path), SOURCE)
     want = ucp.fingerprint(tmp_path)
     for key, value in (("lr", 0.5), ("step", 7.0)):
         settings = {name: dict(one) for name, one in want.settings.items()}
@@ -302,7 +302,7 @@ def test_a_load_says_how_much_was_compared(sources: Sources, tmp_path: Path) -> 
     folder = sources.get(2, SOURCE)
     shutil.copytree(f"{folder}/trained", tmp_path / "stock")
     (tmp_path / "stock" / FILE_NAME).unlink()
-    job = JOBS + "reports"
+    job = direct_jobs.reports
     for whole, stock, wider, unchecked in sources.ranks.run(
         2, job, Setup(3, "bf16", seed=9), f"{folder}/trained", str(tmp_path / "stock")
     ):

@@ -18,13 +18,14 @@ from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource
 from megatron_ucp.formats.deepspeed.tp_patterns import INTERLEAVED, SPLIT, order_of
 from megatron_ucp.formats.deepspeed.weights import by_dotted_name
+from tests.engines import fork_jobs
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
 from tests.engines.sources import Sources
+from tests.reshard import test_convert_universal
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
 PATCH = ROOT / "patches" / "megatron_deepspeed_pretrain_gpt.patch"
-JOBS = "tests.engines.fork_jobs:"
 FUSED = {
     f"language_model.encoder.layers.{layer}.self_attention.query_key_value.{end}"
     for layer in range(LAYERS)
@@ -48,7 +49,7 @@ def other(setup: Fork) -> str:
 
 
 def stock(sources: Sources, world: int, setup: Fork) -> Path:
-    return Path(sources.get(world, setup, JOBS + "save"))
+    return Path(sources.get(world, setup, fork_jobs.save))
 
 
 def oracle(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
@@ -100,7 +101,7 @@ def test_stock_files_resume_on_other_meshes(
     its client state, with its own class in it."""
     folder = stock(sources, *SETUPS[number])
     found = sources.ranks.run(
-        world, JOBS + "resume", target, str(folder), rules_of(target), timeout_s=120
+        world, fork_jobs.resume, target, str(folder), rules_of(target), timeout_s=120
     )[0]
     assert found["error"] == ""
     assert differing(oracle(folder), found["state"]) == set()
@@ -110,7 +111,7 @@ def test_stock_files_resume_on_other_meshes(
 def test_an_attached_run_saves_what_resumes_without_rules(sources: Sources, tmp_path: Path) -> None:
     """Its manifest says the order; a model of the other one is refused, unchanged."""
     source = Fork(2, "split", pp=2)
-    folder = Path(sources.get(4, source, JOBS + "save", attach=rules_of(source)))
+    folder = Path(sources.get(4, source, fork_jobs.save, attach=rules_of(source)))
     assert (folder / "filled" / "ucp_manifest.json").is_file()
     assert masters(folder, folder, None) == set()
     assert ucp.verify(folder, deep=True).findings == ()
@@ -122,7 +123,7 @@ def test_an_attached_run_saves_what_resumes_without_rules(sources: Sources, tmp_
     for target in (Fork(1, "split"), Fork(4, "split")):
         run = sources.ranks.run(
             target.tp,
-            JOBS + "resume",
+            fork_jobs.resume,
             target,
             str(folder),
             rules_of(target),
@@ -131,7 +132,7 @@ def test_an_attached_run_saves_what_resumes_without_rules(sources: Sources, tmp_
         )
         assert differing(oracle(folder), run[0]["state"]) == set()
     refused = sources.ranks.run(
-        2, JOBS + "resume", Fork(2, "interleaved"), str(folder), other(source), timeout_s=120
+        2, fork_jobs.resume, Fork(2, "interleaved"), str(folder), other(source), timeout_s=120
     )
     assert all("contradicts the manifest" in one["error"] for one in refused)
     assert refused[0]["unchanged"]
@@ -142,11 +143,11 @@ def test_nested_weights_of_every_writer(sources: Sources, way: str) -> None:
     """With a frozen parameter, which is in the weights alone."""
     source = Fork(2, "interleaved", frozen=True)
     rules = rules_of(source)
-    folder = Path(sources.get(4, source, JOBS + "save", attach=rules, save=way))
+    folder = Path(sources.get(4, source, fork_jobs.save, attach=rules, save=way))
     assert ucp.verify(folder, deep=True).findings == ()
     found = sources.ranks.run(
         1,
-        JOBS + "resume",
+        fork_jobs.resume,
         Fork(1, "interleaved", frozen=True, seed=9),
         str(folder),
         rules,
@@ -225,7 +226,7 @@ def test_rules_that_a_live_layer_contradicts(sources: Sources) -> None:
     wrong = folder / "wrong.toml"
     wrong.write_text(text.replace("dim = 1", "dim = 0"))
     found = sources.ranks.run(
-        2, JOBS + "resume", Fork(2, "split"), str(folder), str(wrong), timeout_s=120
+        2, fork_jobs.resume, Fork(2, "split"), str(folder), str(wrong), timeout_s=120
     )
     assert all("partition_dim contradicts its rule" in one["error"] for one in found)
     assert found[0]["unchanged"]
@@ -248,7 +249,7 @@ def test_what_stocks_converter_joined(sources: Sources, tmp_path: Path) -> None:
         folder, out = stock(sources, setup.tp, setup), tmp_path / str(setups.index(setup))
         if not out.exists():
             # there, as it imports the classes of the arguments
-            job = "tests.reshard.test_convert_universal:stock_converted"
+            job = test_convert_universal.stock_converted
             sources.ranks.run(1, job, folder / "filled", out, timeout_s=120)
         if right:
             assert masters(folder, out, rules) == set()
@@ -327,11 +328,11 @@ def test_a_patched_program_resumes_on_another_mesh(
 ) -> None:
     """Its own calls, from `deepspeed.initialize` on, without a word about layouts.""" ""
     program = str(patched(tmp_path))
-    sources.ranks.run(4, JOBS + "save", setup, str(tmp_path), program=program, timeout_s=120)
+    sources.ranks.run(4, fork_jobs.save, setup, str(tmp_path), program=program, timeout_s=120)
     assert (tmp_path / "filled" / "ucp_manifest.json").is_file()
     for world, target in ((1, Fork(1, "split", swiglu=setup.swiglu)), (4, setup)):
         found = sources.ranks.run(
-            world, JOBS + "resume", target, str(tmp_path), None, program=program, timeout_s=120
+            world, fork_jobs.resume, target, str(tmp_path), None, program=program, timeout_s=120
         )[0]
         assert found["error"] == ""
         assert differing(oracle(tmp_path), found["state"]) == set()

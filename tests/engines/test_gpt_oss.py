@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import ModelMismatchError, UnsupportedError
+from tests.engines import family_jobs
 from tests.engines.any_models import AnyModel
 from tests.engines.family_jobs import GPT_OSS
 from tests.engines.hf_twin import transformers
@@ -20,7 +21,6 @@ from tests.ranks import RankPool
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.family_jobs:"
 STACKS = "model.layers.1.mlp.experts."
 Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
 
@@ -75,7 +75,9 @@ def computed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for kind in GPT_OSS:
         # where one rank has all experts megatron-core's add their biases in place, which torch
         # refuses
-        ours, _ = ranks.run(2, JOBS + "save", AnyModel(kind=kind, ep=2), str(folder / kind), TOKENS)
+        ours, _ = ranks.run(
+            2, family_jobs.save, AnyModel(kind=kind, ep=2), str(folder / kind), TOKENS
+        )
         ucp.export_hf(folder / kind, folder / f"{kind} hf", verify=True)
         requests[kind] = folder / f"{kind} hf"
         found[kind] = {"native": folder / kind, "hf": requests[kind], "ours": ours}
@@ -133,7 +135,7 @@ def test_what_is_loaded_computes_the_same(
 ) -> None:
     for kind in GPT_OSS:
         args = AnyModel(kind=kind, ep=2, seed=3), str(computed[kind]["hf"])
-        found, _ = ranks.run(2, JOBS + "load", *args, str(tmp_path / kind), TOKENS)
+        found, _ = ranks.run(2, family_jobs.load, *args, str(tmp_path / kind), TOKENS)
         assert torch.equal(found, computed[kind]["ours"])
 
 

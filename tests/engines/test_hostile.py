@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines import hostile_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import PLAIN, Sources
 from tests.formats.hostile import ROWS, make
@@ -30,7 +31,7 @@ def results(
     try:
         return sources.ranks.run(
             2,
-            "tests.engines.hostile_jobs:load_all",
+            hostile_jobs.load_all,
             Setup(1, "bf16", seed=9),
             folders,
             str(good),

@@ -14,6 +14,7 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.deepspeed.target import Target
 from pretrain.megatron.experts import Experts
+from tests.engines import hf_jobs, pipeline_jobs
 from tests.engines.hf_twin import transformers
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
@@ -21,7 +22,7 @@ from tests.ranks import RanksFailed
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
-JOBS, SAVE = "tests.engines.hf_jobs:", "tests.engines.pipeline_jobs:save"
+SAVE = pipeline_jobs.save
 EXPERTS = Experts(4, ffn=8)
 EMBEDDING = {"gpt": "transformer.wte.weight"}
 
@@ -68,7 +69,7 @@ def test_out_and_in_on_another_mesh(
     oracle = exported(sources, tmp_path, world, setup(family, **origin))
     where = setup(family, **target, seed=9)
     found = sources.ranks.run(
-        there, JOBS + "load", where, str(tmp_path / "hf"), str(oracle), trained=1, timeout_s=180
+        there, hf_jobs.load, where, str(tmp_path / "hf"), str(oracle), trained=1, timeout_s=180
     )
     for rank in found:
         assert not rank["error"], rank["error"]
@@ -112,7 +113,7 @@ def test_masters_keep_what_the_training_dtype_can_not(
     assert not torch.equal(words, words.bfloat16().float())
     where = setup(family, **target, seed=9, dtype=dtype)
     for rank in sources.ranks.run(
-        2, JOBS + "load", where, str(tmp_path / "hf"), str(oracle), trained=1, timeout_s=120
+        2, hf_jobs.load, where, str(tmp_path / "hf"), str(oracle), trained=1, timeout_s=120
     ):
         assert not rank["error"] and rank["masters"] == [] and rank["compared"] > 10
         assert rank["states"] == ["fp32"]
@@ -126,7 +127,7 @@ def test_masters_that_weights_can_not_hold(
     oracle = exported(sources, tmp_path, 1, setup("llama", zero=1))
     path = tmp_path / "hf" / "model.safetensors"
     held = twins.read(tmp_path / "hf")
-    name, job = "model.layers.1.mlp.up_proj.weight", JOBS + "load"
+    name, job = "model.layers.1.mlp.up_proj.weight", hf_jobs.load
     where = setup("llama", **target, seed=9, dtype="fp16")
     for value, known in ((7e4, True), (float("inf"), False)):
         held[name][-1, -1] = held["model.norm.weight"][0] = value
@@ -146,7 +147,7 @@ def test_one_changed_bit_is_seen(sources: Sources, tmp_path: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     args = setup("llama", zero=1, seed=9), str(tmp_path / "hf"), str(oracle)
-    (found,) = sources.ranks.run(1, JOBS + "load", *args, timeout_s=120)
+    (found,) = sources.ranks.run(1, hf_jobs.load, *args, timeout_s=120)
     assert not found["error"] and len(found["masters"]) == 1
 
 
@@ -191,7 +192,7 @@ def _loaded_by_stock(
     ucp.import_hf(tmp_path / "hf", native, target=Target(mesh, dtype=name), latest=True)
     where = setup(family, **target, seed=9, dtype=dtype)
     return sources.ranks.run(
-        world, JOBS + "stock_load", where, str(native), str(oracle), timeout_s=120
+        world, hf_jobs.stock_load, where, str(native), str(oracle), timeout_s=120
     )
 
 
@@ -212,13 +213,13 @@ def test_a_config_that_is_not_the_engines(sources: Sources, tmp_path: Path, what
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     args = setup("llama", zero=1, seed=9), str(tmp_path / "hf"), str(oracle)
-    (found,) = sources.ranks.run(1, JOBS + "load", *args, timeout_s=120)
+    (found,) = sources.ranks.run(1, hf_jobs.load, *args, timeout_s=120)
     assert said in found["error"] and found["unchanged"]
 
 
 # ------------------------------------------------ models of transformers under DeepSpeed
 
-PLAIN = JOBS + "plain_save"
+PLAIN = hf_jobs.plain_save
 
 
 @pytest.mark.parametrize(("world", "zero"), [(2, 1), (4, 2), (4, 3)])
@@ -268,7 +269,7 @@ def test_in_again_by_the_names_of_the_model(
     more["model.rotary_emb.inv_freq"] = torch.ones(2)
     save_file({**wanted, **more}, tmp_path / "out" / "model.safetensors")
     for rank in sources.ranks.run(
-        there, JOBS + "plain_load", target, str(tmp_path / "out"), timeout_s=120
+        there, hf_jobs.plain_load, target, str(tmp_path / "out"), timeout_s=120
     ):
         masters = {name: full for (name, state), full in rank["full"].items() if state == "fp32"}
         assert {*masters} == {*wanted} - {"mark"} and len(masters) == 20
@@ -286,7 +287,7 @@ def test_a_tied_parameter_may_lie_there_twice(sources: Sources, tmp_path: Path) 
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
     save_file(held, path)
     assert ucp.diff(folder, tmp_path / "out") == []
-    (rank,) = sources.ranks.run(1, JOBS + "plain_load", 0, str(tmp_path / "out"), timeout_s=120)
+    (rank,) = sources.ranks.run(1, hf_jobs.plain_load, 0, str(tmp_path / "out"), timeout_s=120)
     masters = {name: full for (name, state), full in rank["full"].items() if state == "fp32"}
     shaped = {name: full.view(held[name].shape) for name, full in masters.items()}
     assert twins.same(shaped, {name: held[name] for name in masters}) == []
@@ -294,7 +295,7 @@ def test_a_tied_parameter_may_lie_there_twice(sources: Sources, tmp_path: Path) 
     held["lm_head.weight"].view(torch.uint8)[0, 0] ^= 1
     save_file(held, path)
     with pytest.raises(RanksFailed, match="two in the folder"):
-        sources.ranks.run(1, JOBS + "plain_load", 0, str(tmp_path / "out"), timeout_s=120)
+        sources.ranks.run(1, hf_jobs.plain_load, 0, str(tmp_path / "out"), timeout_s=120)
 
 
 def test_what_is_no_weight_is_left_out(sources: Sources, tmp_path: Path) -> None:
@@ -330,7 +331,7 @@ def test_settings_that_no_shape_shows_are_named(sources: Sources, tmp_path: Path
 
 def otherwise(sources: Sources, folder: Path, **settings: Any) -> list[str]:
     """What a load says of settings of which no shape knows."""
-    (rank,) = sources.ranks.run(1, JOBS + "plain_load", 0, str(folder), timeout_s=120, **settings)
+    (rank,) = sources.ranks.run(1, hf_jobs.plain_load, 0, str(folder), timeout_s=120, **settings)
     return [note for note in rank["notes"] if "computes something else" in note]
 
 
@@ -376,7 +377,7 @@ def test_from_memory_as_from_files(
     out = tmp_path / "ranks" / "memory"
     found = sources.ranks.run(
         there,
-        JOBS + "live_export",
+        hf_jobs.live_export,
         setup(family, **target, seed=9),
         folder,
         "filled",
@@ -409,7 +410,7 @@ def test_one_fate_of_an_export_from_memory(
     out = tmp_path / "ranks" / "memory"
     out.parent.mkdir()
     args = setup("llama", **target), str(out)
-    found = sources.ranks.run(2, JOBS + "live_failures", *args, timeout_s=120)
+    found = sources.ranks.run(2, hf_jobs.live_failures, *args, timeout_s=120)
     assert "RankError: another rank failed" in found[0]["unread"]
     assert found[1]["unread"] == "RuntimeError: unreadable"
     for rank in found:

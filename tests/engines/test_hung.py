@@ -10,7 +10,6 @@ from tests.engines import hung_jobs
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.hung_jobs:"
 CASES = [
     (kind, keep, call, when)
     for kind in ("deepspeed", "stack")
@@ -37,7 +36,7 @@ DEFAULT = [
 def test_a_save_that_was_given_up_changes_nothing_any_more(
     ranks: RankPool, tmp_path: Path, kind: str, keep: int | None, call: str, when: str
 ) -> None:
-    (found,) = ranks.run(1, JOBS + "hung", kind, str(tmp_path), keep, call, when, timeout_s=600)
+    (found,) = ranks.run(1, hung_jobs.hung, kind, str(tmp_path), keep, call, when, timeout_s=600)
     assert found["faults"] == [] and found["untrue"] == []
     least = {"fsync": 7, "rename": 1 if keep is None else 2, "replace": 2}
     assert found["positions"] >= least[call], found
@@ -50,7 +49,7 @@ def test_a_save_that_was_given_up_changes_nothing_any_more(
 @pytest.mark.parametrize("kind", ["deepspeed", "stack"])
 @pytest.mark.parametrize("seed", range(10))
 def test_random_lives(ranks: RankPool, tmp_path: Path, kind: str, seed: int) -> None:
-    (found,) = ranks.run(1, JOBS + "lives", kind, str(tmp_path), seed, 8, 10, timeout_s=900)
+    (found,) = ranks.run(1, hung_jobs.lives, kind, str(tmp_path), seed, 8, 10, timeout_s=900)
     assert found["faults"] == []
     assert found["hangs"] > 3 and found["confirmed"] > 20
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines import lightning_jobs
 from tests.engines.canonical import differences
 from tests.ranks import RankPool
 
@@ -16,7 +17,7 @@ pytestmark = [
         find_spec("lightning") is None, reason="lightning is not installed"
     ),
 ]
-JOB = "tests.engines.lightning_jobs:fit"
+JOB = lightning_jobs.fit
 SAVED_AT, STEPS = 4, 8  # in the middle of the first epoch, and in the second one
 
 
@@ -71,6 +72,6 @@ def test_stock_deepspeed_refuses_the_same_resume(
     ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     arguments = {"folder": str(tmp_path), "zero": 2, "steps": STEPS, "resume": trained[0]}
-    job = "tests.engines.lightning_jobs:refused"
+    job = lightning_jobs.refused
     (said,) = ranks.run(1, job, config={}, **arguments)
     assert said.startswith("ZeRORuntimeException"), said

@@ -18,6 +18,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
 from megatron_ucp.reshard.hugging_face.adapter import adapter_of
+from tests.engines import lora_jobs
 from tests.engines.lora_jobs import BESIDE, FORMS
 from tests.engines.sources import without_manifest
 from tests.engines.test_pairs import check, check_fails
@@ -25,7 +26,6 @@ from tests.ranks import RankPool, RanksFailed
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.lora_jobs:"
 Saved = Callable[..., tuple[Path, dict[str, Any]]]
 
 
@@ -39,7 +39,7 @@ def saved(ranks: RankPool, tmp_checkpoints: Path) -> Saved:
         key = kind, zero, exclude, dtype
         if key not in kept:
             folder = tmp_checkpoints / f"lora_{kind}_{zero}_{exclude}_{dtype}"
-            found = ranks.run(2, JOBS + "save", kind, zero, str(folder), exclude, dtype)
+            found = ranks.run(2, lora_jobs.save, kind, zero, str(folder), exclude, dtype)
             kept[key] = folder, found[0]
         return kept[key]
 
@@ -268,7 +268,7 @@ def test_pair(
 ) -> None:
     """Without its frozen weights, which the model has from its base."""
     folder, run = saved(kind, zero, exclude)
-    job = JOBS + "resume"
+    job = lora_jobs.resume
     check(ranks.run(world, job, kind, target, str(folder), run["states"], exclude))
 
 
@@ -294,7 +294,7 @@ def test_half_precision(
 ) -> None:
     folder, run = saved(kind, zero, exclude, dtype)
     options = {"dtype": dtype}
-    job = JOBS + "resume"
+    job = lora_jobs.resume
     check(ranks.run(world, job, kind, target, str(folder), run["states"], exclude, **options))
 
 
@@ -309,9 +309,9 @@ def test_tied_weights_that_were_left_out(
     if not named:
         without_manifest(tmp_path)
         with pytest.raises(RanksFailed, match="leaves out their first names alone"):
-            ranks.run(1, JOBS + "resume", "gpt2", 0, str(tmp_path), {}, {"missing"}, dtype="bf16")
+            ranks.run(1, lora_jobs.resume, "gpt2", 0, str(tmp_path), {}, {"missing"}, dtype="bf16")
     assert ucp.verify(tmp_path / "tag", deep=True).findings == ()
-    job = JOBS + "resume"
+    job = lora_jobs.resume
     for zero in (0, 2):
         check(ranks.run(2, job, "gpt2", zero, str(tmp_path), run["states"], allow, dtype="bf16"))
 
@@ -319,5 +319,5 @@ def test_tied_weights_that_were_left_out(
 @pytest.mark.parametrize("fault", ["one bit", "one moment", "one step"])
 def test_a_planted_fault_is_seen(ranks: RankPool, saved: Saved, fault: str) -> None:
     folder, run = saved("llama", 2, True)
-    job = JOBS + "resume"
+    job = lora_jobs.resume
     check_fails(ranks.run(1, job, "llama", 1, str(folder), run["states"], True, fault))

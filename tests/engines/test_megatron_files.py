@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines import megatron_file_jobs
 from tests.formats.megatron_files import GOLDEN, NAMED, TAG, by_torch, split, stored_weights
 
 pytestmark = pytest.mark.ranks
-JOB = "tests.engines.megatron_file_jobs:go_on"
+JOB = megatron_file_jobs.go_on
 # folder, ranks, tp, ZeRO stage, dtype, how far losses may be: another mesh adds in another order
 CASES = [
     ("td_full_tp2dp2", 2, 1, 1, "fp32", 1e-5),

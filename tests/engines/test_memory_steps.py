@@ -20,7 +20,6 @@ from tests.engines.tensor_jobs import Mega
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.memory_jobs"
 ONE = ("a",) * 4
 TWO = ("a", "a", "b", "b")
 FOUR = ("a", "b", "c", "d")
@@ -35,7 +34,7 @@ def folder(tmp_path: Path) -> Iterator[str]:
 
 def go(ranks: RankPool, folder: str, first: World, second: World, **how: Any) -> list[Any]:
     """What the ranks of the second world found, which loads what is left of the first one."""
-    job, store = f"{JOBS}:recalled", f"{folder}-store"
+    job, store = memory_jobs.recalled, f"{folder}-store"
     return ranks.run(4, job, first, second, folder, store, timeout_s=200, **how)[: second.ranks]
 
 
@@ -167,11 +166,11 @@ def test_a_rank_dies_while_a_step_is_kept(
     pool = RankPool(4)
     try:
         with pytest.raises(RanksFailed):
-            pool.run(4, f"{JOBS}:dies", first, folder, 2, moment, want, timeout_s=60)
+            pool.run(4, memory_jobs.dies, first, folder, 2, moment, want, timeout_s=60)
     finally:
         pool.close()
     second = World(replace(setup, seed=9), ONE[:2])
-    found = ranks.run(2, f"{JOBS}:after_death", first, second, folder, want)
+    found = ranks.run(2, memory_jobs.after_death, first, second, folder, want)
     check(found, 4, "from memory: step 4; no tag on disk", "the run had come to step ")
 
 
@@ -185,15 +184,15 @@ def test_a_rank_dies_at_any_moment(ranks: RankPool, tmp_path: Path, folder: str,
     try:
         with pytest.raises(RanksFailed):
             after_s = dice.uniform(0, 0.4)
-            pool.run(4, f"{JOBS}:dies_anytime", first, folder, dice.randrange(4), after_s)
+            pool.run(4, memory_jobs.dies_anytime, first, folder, dice.randrange(4), after_s)
     finally:
         pool.close()
     second = World(replace(setup, seed=9), ONE[: dice.choice([2, 4])])
-    (step, *others) = ranks.run(second.ranks, f"{JOBS}:newest_step", second, folder)
+    (step, *others) = ranks.run(second.ranks, memory_jobs.newest_step, second, folder)
     assert step >= 1 and {*others} == {step}
-    ranks.run(4, f"{JOBS}:states_at", first, step, want)
+    ranks.run(4, memory_jobs.states_at, first, step, want)
     found = ranks.run(
-        second.ranks, f"{JOBS}:after_death", first, second, folder, want, step, timeout_s=100
+        second.ranks, memory_jobs.after_death, first, second, folder, want, step, timeout_s=100
     )
     check(found, step, f"from memory: step {step}; no tag on disk")
 
@@ -203,7 +202,7 @@ def test_what_other_runs_left_stays(ranks: RankPool, tmp_path: Path, folder: str
     a living process keeps."""
     other = str(tmp_path / "other")
     try:
-        for found in ranks.run(2, f"{JOBS}:starts_again", folder, other):
+        for found in ranks.run(2, memory_jobs.starts_again, folder, other):
             assert found["another run"] and found["another run"] == found["another run, then"]
             assert found["dead"] and not found["dead"] & found["then"]
             assert found["alive"] and found["alive"] <= found["then"]
@@ -215,14 +214,14 @@ def test_what_other_runs_left_stays(ranks: RankPool, tmp_path: Path, folder: str
 
 
 def test_no_room_is_refused_before_anything_is_taken(ranks: RankPool, folder: str) -> None:
-    for said, left, steps in ranks.run(2, f"{JOBS}:without_room", folder):
+    for said, left, steps in ranks.run(2, memory_jobs.without_room, folder):
         assert said.startswith("there is no room for steps in memory")
         assert "for two steps of all ranks of this machine" in said and "--shm-size" in said
         assert left == [] and steps == 3, "nothing is taken, and training can go on"
 
 
 def test_options(ranks: RankPool, folder: str) -> None:
-    for found in ranks.run(2, f"{JOBS}:all_options", folder):
+    for found in ranks.run(2, memory_jobs.all_options, folder):
         for name, said in found["refused"].items():
             assert said.startswith("UsageError: "), (name, said)
             assert name.split()[0] in said
@@ -235,20 +234,20 @@ def test_options(ranks: RankPool, folder: str) -> None:
 
 
 def test_a_loop_that_does_not_count(ranks: RankPool, folder: str) -> None:
-    for said, kept in ranks.run(2, f"{JOBS}:uncounted", folder):
+    for said, kept in ranks.run(2, memory_jobs.uncounted, folder):
         assert "no step is kept in memory: the optimizer was stepped" in said
         assert kept is None
 
 
 def test_what_is_drawn_for_the_next_step_is_drawn_again(ranks: RankPool, folder: str) -> None:
     """A step is kept when the loop has drawn the data of the next one: that is no step's data."""
-    for found in ranks.run(2, f"{JOBS}:draws_ahead", folder):
+    for found in ranks.run(2, memory_jobs.draws_ahead, folder):
         assert found["step"] == 4
         assert found["again"] == found["drawn"][4:], "samples are left out, or noise is other noise"
 
 
 def test_one_rank_may_evaluate_alone(ranks: RankPool, folder: str) -> None:
-    assert ranks.run(2, f"{JOBS}:evaluates_alone", folder, timeout_s=30) == [2, 2]
+    assert ranks.run(2, memory_jobs.evaluates_alone, folder, timeout_s=30) == [2, 2]
 
 
 def test_a_load_from_elsewhere_leaves_what_the_run_kept(
@@ -256,13 +255,13 @@ def test_a_load_from_elsewhere_leaves_what_the_run_kept(
 ) -> None:
     """A start may take its first weights from another folder before it asks for its own."""
     base = str(tmp_path / "base")
-    for step, notes in ranks.run(2, f"{JOBS}:loads_elsewhere_first", folder, base):
+    for step, notes in ranks.run(2, memory_jobs.loads_elsewhere_first, folder, base):
         assert step == 2 and "from memory: step 2; no tag on disk" in "\n".join(notes)
 
 
 def test_memory_stands_for_no_tag_that_is_not_there(ranks: RankPool, folder: str) -> None:
     tags = ["global_step7", "../global_step1", "global_step1"]
-    for *wrong, right in ranks.run(2, f"{JOBS}:asks_for_tags", folder, tags):
+    for *wrong, right in ranks.run(2, memory_jobs.asks_for_tags, folder, tags):
         for said, tag in zip((said for said, _ in wrong), tags, strict=False):
             assert said.startswith(("NotFoundError", "UsageError")) and tag in said, said
         step, notes = right

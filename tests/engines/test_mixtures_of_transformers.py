@@ -8,10 +8,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
+from tests.engines import mixture_jobs
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOB = "tests.engines.mixture_jobs:load"
+JOB = mixture_jobs.load
 
 
 def flip(path: Path, words: str) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import model_classes
 from tests.engines.model_classes import CLASSES
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOB = "tests.engines.model_classes:there_and_back"
+JOB = model_classes.there_and_back
 # a mixture whose router is renamed too, a hybrid, and two ways in which towers are renamed
 QUICK = (
     *("MixtralForCausalLM", "NemotronHForCausalLM"),

@@ -12,11 +12,11 @@ from megatron_ucp.core.box import Box
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from pretrain.megatron.models import ModelConfig
+from tests.engines import model_jobs
 from tests.engines.model_jobs import GPT, LLAMA, Run
 from tests.ranks import RankPool
 
 TOLERANCE = 1e-5
-JOBS = "tests.engines.model_jobs"
 MODELS = {
     "gpt-tied": GPT,
     "gpt-untied": replace(GPT, tied=False),
@@ -36,7 +36,7 @@ Truth = dict[str, Any]
 @pytest.fixture(scope="module")
 def truth(ranks: RankPool) -> dict[ModelConfig, Truth]:
     """One rank without ZeRO, 20 steps, by model."""
-    return {model: ranks.run(1, f"{JOBS}:train", Run(model))[0] for model in (GPT, LLAMA)}
+    return {model: ranks.run(1, model_jobs.train, Run(model))[0] for model in (GPT, LLAMA)}
 
 
 def differences(found: list[Truth], want: Truth, may_drift: bool = False) -> tuple[float, float]:
@@ -91,7 +91,7 @@ def test_any_cut_trains_the_same_model(
     zero: int,
     accumulate: int,
 ) -> None:
-    found = ranks.run(world, f"{JOBS}:train", Run(model, tp, zero, accumulate=accumulate))
+    found = ranks.run(world, model_jobs.train, Run(model, tp, zero, accumulate=accumulate))
     losses, norms = differences(found, truth[model])
     assert losses < TOLERANCE and norms < TOLERANCE
 
@@ -123,7 +123,7 @@ def test_sequence_parallelism_trains_the_same(
     accumulate: int,
 ) -> None:
     run = Run(replace(model, sequence_parallel=True), tp=2, zero=zero, accumulate=accumulate)
-    losses, norms = differences(ranks.run(world, f"{JOBS}:train", run), truth[model])
+    losses, norms = differences(ranks.run(world, model_jobs.train, run), truth[model])
     assert losses < TOLERANCE and norms < TOLERANCE
 
 
@@ -134,7 +134,7 @@ def test_without_the_sums_sequence_parallelism_is_wrong(
     run = Run(
         replace(GPT, sequence_parallel=True), tp=2, zero=zero, plant="no sums over the sequence"
     )
-    found = ranks.run(2, f"{JOBS}:train", run)
+    found = ranks.run(2, model_jobs.train, run)
     losses, _ = differences(found, truth[GPT], may_drift=True)
     assert losses > 1e-3 and found[0]["copies"] != found[1]["copies"]
 
@@ -158,23 +158,23 @@ OWN_ATTENTION = [
 def test_biases_and_norms_of_attention_train_the_same(
     ranks: RankPool, model: ModelConfig, world: int, tp: int, zero: int
 ) -> None:
-    alone = ranks.run(1, f"{JOBS}:train", Run(replace(model, sequence_parallel=False)))[0]
-    losses, norms = differences(ranks.run(world, f"{JOBS}:train", Run(model, tp, zero)), alone)
+    alone = ranks.run(1, model_jobs.train, Run(replace(model, sequence_parallel=False)))[0]
+    losses, norms = differences(ranks.run(world, model_jobs.train, Run(model, tp, zero)), alone)
     assert losses < TOLERANCE and norms < TOLERANCE
 
 
 def test_without_the_sums_norms_of_attention_come_apart(ranks: RankPool) -> None:
-    alone = ranks.run(1, f"{JOBS}:train", Run(QWEN3))[0]
-    found = ranks.run(2, f"{JOBS}:train", Run(QWEN3, tp=2, plant="no sums over the sequence"))
+    alone = ranks.run(1, model_jobs.train, Run(QWEN3))[0]
+    found = ranks.run(2, model_jobs.train, Run(QWEN3, tp=2, plant="no sums over the sequence"))
     losses, _ = differences(found, alone, may_drift=True)
     assert losses > 1e-4 and found[0]["copies"] != found[1]["copies"]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_sequence_parallelism_in_bf16(ranks: RankPool, zero: int) -> None:
-    whole = ranks.run(1, f"{JOBS}:train", Run(GPT, zero=zero, dtype="bf16"))[0]
+    whole = ranks.run(1, model_jobs.train, Run(GPT, zero=zero, dtype="bf16"))[0]
     run = Run(replace(GPT, sequence_parallel=True), tp=2, zero=zero, dtype="bf16")
-    losses, norms = differences(ranks.run(2, f"{JOBS}:train", run), whole)
+    losses, norms = differences(ranks.run(2, model_jobs.train, run), whole)
     assert losses < 0.02 and norms < 0.02, "rounding to bf16 explains less"
 
 
@@ -183,14 +183,16 @@ def test_without_the_attributes_the_gradient_norm_is_wrong(
     ranks: RankPool, truth: dict[ModelConfig, Truth], zero: int
 ) -> None:
     run = Run(LLAMA, tp=2, zero=zero, plant="no attributes")
-    _, norms = differences(ranks.run(2, f"{JOBS}:train", run), truth[LLAMA], may_drift=True)
+    _, norms = differences(ranks.run(2, model_jobs.train, run), truth[LLAMA], may_drift=True)
     assert norms > 0.05
 
 
 @pytest.fixture(scope="module")
 def whole(ranks: RankPool) -> dict[str, dict[str, Any]]:
     """Every model's parameters on one rank."""
-    return dict(zip(MODELS, ranks.run(1, f"{JOBS}:live", list(MODELS.values()), 1)[0], strict=True))
+    return dict(
+        zip(MODELS, ranks.run(1, model_jobs.live, list(MODELS.values()), 1)[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -199,7 +201,7 @@ def test_the_families_describe_what_megatron_builds(
 ) -> None:
     """Names, shapes, attributes, and which elements: each rank holds what its layout takes out of
     the whole tensor."""
-    by_rank = ranks.run(tp, f"{JOBS}:live", list(MODELS.values()), tp)
+    by_rank = ranks.run(tp, model_jobs.live, list(MODELS.values()), tp)
     for index, (label, config) in enumerate(MODELS.items()):
         table = find_family(config.family).table(config.sizes())
         for rank, found in enumerate(by_rank):
@@ -249,13 +251,13 @@ def test_the_initial_weights_are_megatrons(whole: dict[str, dict[str, Any]]) -> 
 
 def test_seeds_differ(ranks: RankPool, whole: dict[str, dict[str, Any]]) -> None:
     name = "embedding.word_embeddings.weight"
-    again, other = ranks.run(1, f"{JOBS}:live", [GPT, replace(GPT, seed=GPT.seed + 1)], 1)[0]
+    again, other = ranks.run(1, model_jobs.live, [GPT, replace(GPT, seed=GPT.seed + 1)], 1)[0]
     assert torch.equal(again[name][0], whole["gpt-tied"][name][0])
     assert not torch.equal(other[name][0], again[name][0])
 
 
 def test_matrices_decay_and_vectors_do_not(ranks: RankPool) -> None:
-    found = ranks.run(1, f"{JOBS}:groups_and_steps", GPT)[0]
+    found = ranks.run(1, model_jobs.groups_and_steps, GPT)[0]
     (matrices, *decayed), (vectors, *kept) = found["groups"]
     assert decayed == [0.5, 0.25] and kept == [0.5, 0.0]
     assert all(name.endswith("bias") or "layernorm" in name for name in vectors)
@@ -266,7 +268,7 @@ def test_matrices_decay_and_vectors_do_not(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_masked_loss(ranks: RankPool, tp: int) -> None:
-    for found in ranks.run(tp, f"{JOBS}:masked", LLAMA, tp):
+    for found in ranks.run(tp, model_jobs.masked, LLAMA, tp):
         assert found["all"] == pytest.approx(found["ones"], abs=1e-6)
         assert found["all"] == pytest.approx((found["first"] + found["second"]) / 2, abs=1e-6)
         assert found["first"] == pytest.approx(found["short"], abs=1e-6), (
@@ -283,7 +285,7 @@ def test_dropout_draws_alike_outside_and_apart_inside(
         GPT, hidden_dropout=0.1, attention_dropout=0.1, sequence_parallel=sequence_parallel
     )
     (before, default, inside), (_, other_default, other_inside) = ranks.run(
-        2, f"{JOBS}:generators", config, 2
+        2, model_jobs.generators, config, 2
     )
     assert default == other_default and inside != other_inside
     assert (before == default) is sequence_parallel, (
@@ -292,7 +294,7 @@ def test_dropout_draws_alike_outside_and_apart_inside(
 
 
 def test_start_and_stop_leave_nothing_open(ranks: RankPool) -> None:
-    for (files, threads), *_, (last_files, last_threads) in ranks.run(2, f"{JOBS}:restarts", 8):
+    for (files, threads), *_, (last_files, last_threads) in ranks.run(2, model_jobs.restarts, 8):
         assert last_files < files + 10 and last_threads < threads + 5, (
             "megatron-core leaves dozens open each time"
         )
@@ -309,7 +311,7 @@ def test_refusals(ranks: RankPool) -> None:
         "odd": "UsageError: the sequence length.*multiple of 2",
         "long": "UsageError: the sequence length.*at most 16",
     }
-    for found in ranks.run(2, f"{JOBS}:refusals"):
+    for found in ranks.run(2, model_jobs.refusals):
         assert set(found) == set(expected)
         for name, text in found.items():
             assert re.match(expected[name], text, re.S), (name, text)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from tests.engines import moe_jobs, moe_pipe_jobs
 from tests.engines.fingerprints import MARK
 from tests.engines.moe_jobs import Moe
 from tests.engines.moe_pipe_jobs import Piped
@@ -16,7 +17,6 @@ from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS, PIPED = "tests.engines.moe_jobs", "tests.engines.moe_pipe_jobs"
 
 
 @pytest.mark.parametrize("zero", [1, 0, 2])
@@ -24,9 +24,9 @@ JOBS, PIPED = "tests.engines.moe_jobs", "tests.engines.moe_pipe_jobs"
 def test_a_mixture_resumes_at_another_expert_parallel_size(
     ranks: RankPool, sources: Sources, ep: int, zero: int
 ) -> None:
-    folder = sources.get(4, Moe(2, zero), f"{JOBS}:save", more=3)
+    folder = sources.get(4, Moe(2, zero), moe_jobs.save, more=3)
     world = 4 if ep > 1 else 2
-    (found, *_) = ranks.run(world, f"{JOBS}:resume", Moe(ep, zero), folder, more=3, timeout_s=200)
+    (found, *_) = ranks.run(world, moe_jobs.resume, Moe(ep, zero), folder, more=3, timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
     assert found["before"]["filled"] and found["before"]["trained"]
     assert found["loss"] < 1e-5
@@ -36,8 +36,8 @@ def test_a_mixture_resumes_at_another_expert_parallel_size(
 def test_layers_with_other_numbers_of_experts(ranks: RankPool, sources: Sources, ep: int) -> None:
     """PR-MoE: two and four experts, each beside a dense MLP (residual MoE)."""
     setup = {"experts": (2, 4), "residual": True}
-    folder = sources.get(4, Moe(2, 1, **setup), f"{JOBS}:save", more=3)
-    (found, *_) = ranks.run(4, f"{JOBS}:resume", Moe(ep, 2, **setup), folder, more=3, timeout_s=200)
+    folder = sources.get(4, Moe(2, 1, **setup), moe_jobs.save, more=3)
+    (found, *_) = ranks.run(4, moe_jobs.resume, Moe(ep, 2, **setup), folder, more=3, timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
     assert found["loss"] < 1e-5
 
@@ -49,7 +49,7 @@ SCALED: dict[str, Any] = {"scaled": True}
 def test_buffers_of_experts(ranks: RankPool, sources: Sources, tmp_path: Path, stock: bool) -> None:
     """A rank's model file lists those of its own experts alone."""
     folder = tmp_path / "copy"
-    shutil.copytree(sources.get(4, Moe(2, 1, **SCALED), f"{JOBS}:save", more=0), folder)
+    shutil.copytree(sources.get(4, Moe(2, 1, **SCALED), moe_jobs.save, more=0), folder)
     if stock:
         without_manifest(folder)
     kinds = {p.name: p.kind for p in ucp.describe(folder / "trained").params if p.expert}
@@ -59,7 +59,7 @@ def test_buffers_of_experts(ranks: RankPool, sources: Sources, tmp_path: Path, s
     }
     assert ucp.verify(folder / "trained", deep=True).findings == ()
     for world, setup in ((4, Moe(4, 2, seed=5, **SCALED)), (1, Moe(1, 0, seed=5, **SCALED))):
-        (found, *_) = ranks.run(world, f"{JOBS}:resume", setup, str(folder), timeout_s=200)
+        (found, *_) = ranks.run(world, moe_jobs.resume, setup, str(folder), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
         assert any(".seen" in one for one in found["before"]["trained"])
 
@@ -70,13 +70,13 @@ def test_each_rank_trains_other_ones_of_its_experts(
 ) -> None:
     """Of 0 and 1 the first, of 2 and 3 the second: files name those of the first rank alone."""
     setup = Moe(2, zero, frozen=(1, 2))
-    folder = sources.get(4, setup, f"{JOBS}:save", more=3)
+    folder = sources.get(4, setup, moe_jobs.save, more=3)
     assert ucp.verify(Path(folder) / "trained", deep=True).findings == ()
     params = ucp.describe(Path(folder) / "trained").params
     assert {p.expert[0] for p in params if p.expert and p.kind == "frozen"} == {1, 2}
     for world, ep in ((4, 2), (2, 1)):
         target = replace(setup, ep=ep, zero=2 * zero, seed=5)
-        (found, *_) = ranks.run(world, f"{JOBS}:resume", target, folder, more=3, timeout_s=200)
+        (found, *_) = ranks.run(world, moe_jobs.resume, target, folder, more=3, timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
         assert found["loss"] < 1e-5
 
@@ -87,11 +87,11 @@ def test_a_tied_head_of_which_stock_writes_two_copies(
 ) -> None:
     """At stage 0 the model file of a mixture does not say that two names are one."""
     setup, folder = Moe(2, 0, tied=True), tmp_path / "copy"
-    shutil.copytree(sources.get(4, setup, f"{JOBS}:save", more=0), folder)
+    shutil.copytree(sources.get(4, setup, moe_jobs.save, more=0), folder)
     if stock:
         without_manifest(folder)
     target = replace(setup, seed=5)
-    (found, *_) = ranks.run(4, f"{JOBS}:resume", target, str(folder), timeout_s=200)
+    (found, *_) = ranks.run(4, moe_jobs.resume, target, str(folder), timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
     if not stock:
         return
@@ -100,7 +100,7 @@ def test_a_tied_head_of_which_stock_writes_two_copies(
         assert torch.equal(tree["module"]["head.weight"], tree["module"]["embed.weight"])
         tree["module"]["head.weight"] = tree["module"]["head.weight"] + 1
         torch.save(tree, path)
-    said = ranks.run(4, f"{JOBS}:load_refused", target, str(folder), timeout_s=200)
+    said = ranks.run(4, moe_jobs.load_refused, target, str(folder), timeout_s=200)
     assert all("two parameters are one in the model" in one for one in said)
     assert all("head.weight" in one for one in said)
 
@@ -109,17 +109,17 @@ def test_a_tied_head_of_which_stock_writes_two_copies(
 def test_a_save_without_frozen_weights(ranks: RankPool, tmp_path: Path, zero: int) -> None:
     """DeepSpeed leaves them out of its model files, not of those of experts."""
     setup = Moe(2, zero, frozen=(1, 2))
-    ranks.run(4, f"{JOBS}:save_without_frozen", setup, str(tmp_path))
+    ranks.run(4, moe_jobs.save_without_frozen, setup, str(tmp_path))
     assert ucp.verify(tmp_path, deep=True).findings == ()
     target = replace(setup, ep=1, seed=5)
-    (found, *_) = ranks.run(2, f"{JOBS}:resume", target, str(tmp_path), tags=("trained",))
+    (found, *_) = ranks.run(2, moe_jobs.resume, target, str(tmp_path), tags=("trained",))
     assert found["differences"] == {"trained": []}
 
 
 def test_a_rank_that_trains_none_of_its_experts(ranks: RankPool, tmp_path: Path) -> None:
     """Stage 0 alone builds such an engine; the groups of its ranks are others."""
     setup = Moe(4, 0, frozen=(1, 2))
-    for said in ranks.run(4, f"{JOBS}:save_refused", setup, str(tmp_path), timeout_s=100):
+    for said in ranks.run(4, moe_jobs.save_refused, setup, str(tmp_path), timeout_s=100):
         assert "other numbers of parameter groups" in said and "4 groups" in said
     assert not list(tmp_path.rglob("*.pt"))
 
@@ -136,9 +136,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_is_seen(ranks: RankPool, sources: Sources, plant: str) -> None:
-    folder = sources.get(4, Moe(2, 1), f"{JOBS}:save", more=3)
+    folder = sources.get(4, Moe(2, 1), moe_jobs.save, more=3)
     (found, *_) = ranks.run(
-        2, f"{JOBS}:resume", Moe(1, 0), folder, plant=plant, tags=("filled",), timeout_s=200
+        2, moe_jobs.resume, Moe(1, 0), folder, plant=plant, tags=("filled",), timeout_s=200
     )
     assert found["differences"]["filled"]
     said = [one for one in found["differences"]["filled"] if one.startswith(MARK)]
@@ -150,22 +150,22 @@ def test_a_client_state_with_a_reserved_key(
 ) -> None:
     """L8: stock dies on one rank there, and the others wait for ever."""
     state = {"universal_checkpoint_info": dict[str, int]()}
-    found = ranks.run(4, f"{JOBS}:save_refused", Moe(2, 1), str(tmp_path), state, timeout_s=100)
+    found = ranks.run(4, moe_jobs.save_refused, Moe(2, 1), str(tmp_path), state, timeout_s=100)
     assert all("universal_checkpoint_info" in said for said in found)
     assert not list(tmp_path.glob("*/*.pt"))
 
 
 def test_experts_without_numbers(ranks: RankPool, sources: Sources) -> None:
     """Such as several in one tensor: two ranks hold other ones under one name."""
-    folder = sources.get(4, Moe(2, 1), f"{JOBS}:save", more=3)
-    for said in ranks.run(4, f"{JOBS}:unnamed", Moe(2, 1), folder, timeout_s=100):
+    folder = sources.get(4, Moe(2, 1), moe_jobs.save, more=3)
+    for said in ranks.run(4, moe_jobs.unnamed, Moe(2, 1), folder, timeout_s=100):
         assert "does not say of which ones" in said and "parameter: stacked" in said
 
 
 def test_what_was_added_to_experts_later(ranks: RankPool, sources: Sources) -> None:
     """DeepSpeed would average it over other experts of other ranks."""
-    folder = sources.get(4, Moe(2, 1), f"{JOBS}:save", more=3)
-    for said in ranks.run(4, f"{JOBS}:adapted", Moe(2, 1), folder, timeout_s=100):
+    folder = sources.get(4, Moe(2, 1), moe_jobs.save, more=3)
+    for said in ranks.run(4, moe_jobs.adapted, Moe(2, 1), folder, timeout_s=100):
         assert "reduced with those of other experts" in said
         assert "deepspeed_experts.0.late" in said
 
@@ -191,11 +191,11 @@ def test_files_of_stock_deepspeed(
 ) -> None:
     """L7, S8: without a manifest, as stock wrote them."""
     folder = tmp_path / "stock"
-    shutil.copytree(sources.get(4, setup, f"{JOBS}:save", more=3), folder)
+    shutil.copytree(sources.get(4, setup, moe_jobs.save, more=3), folder)
     without_manifest(folder)
     for ep in (1, min(4, *setup.experts)):
         target = replace(setup, ep=ep)
-        (found, *_) = ranks.run(4, f"{JOBS}:resume", target, str(folder), timeout_s=200)
+        (found, *_) = ranks.run(4, moe_jobs.resume, target, str(folder), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
 
 
@@ -213,8 +213,8 @@ def piped(ep: int, zero: int, pp: int = 0) -> Piped:
     ],
 )
 def test_in_a_pipeline(ranks: RankPool, sources: Sources, source: Piped, target: Piped) -> None:
-    folder = sources.get(4, source, f"{PIPED}:save", more=3)
-    (found, *_) = ranks.run(4, f"{PIPED}:resume", target, folder, more=3, timeout_s=200)
+    folder = sources.get(4, source, moe_pipe_jobs.save, more=3)
+    (found, *_) = ranks.run(4, moe_pipe_jobs.resume, target, folder, more=3, timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
     assert found["before"]["filled"] and found["before"]["trained"]
     assert found["loss"] < 1e-5
@@ -232,16 +232,16 @@ def test_files_of_a_stock_pipeline(
     ranks: RankPool, sources: Sources, tmp_path: Path, zero: int, targets: list[Piped]
 ) -> None:
     folder = tmp_path / "stock"
-    shutil.copytree(sources.get(4, piped(2, zero, pp=2), f"{PIPED}:save", more=3), folder)
+    shutil.copytree(sources.get(4, piped(2, zero, pp=2), moe_pipe_jobs.save, more=3), folder)
     without_manifest(folder)
     for target in targets:
-        (found, *_) = ranks.run(4, f"{PIPED}:resume", target, str(folder), timeout_s=200)
+        (found, *_) = ranks.run(4, moe_pipe_jobs.resume, target, str(folder), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
 
 
 def test_two_experts_swapped_in_a_pipeline(ranks: RankPool, sources: Sources) -> None:
-    folder = sources.get(4, piped(2, 1, pp=2), f"{PIPED}:save", more=3)
+    folder = sources.get(4, piped(2, 1, pp=2), moe_pipe_jobs.save, more=3)
     (found, *_) = ranks.run(
-        4, f"{PIPED}:resume", piped(1, 0, pp=2), folder, plant="swap", timeout_s=200
+        4, moe_pipe_jobs.resume, piped(1, 0, pp=2), folder, plant="swap", timeout_s=200
     )
     assert found["differences"]["filled"]

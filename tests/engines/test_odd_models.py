@@ -8,10 +8,10 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
+from tests.engines import odd_jobs
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.odd_jobs:"
 STAGES = {0: (0, 3), 1: (1,), 3: (3, 1)}
 
 
@@ -31,14 +31,14 @@ def require_right(found: dict[str, Any], count: int) -> None:
 def test_loads_are_right_where_stocks_are(ranks: RankPool, tmp_path: Path, net: str) -> None:
     for source, targets in STAGES.items():
         for found in ranks.run(
-            2, JOBS + "cross", net, str(tmp_path / str(source)), source, targets
+            2, odd_jobs.cross, net, str(tmp_path / str(source)), source, targets
         ):
             require_right(found, 2 * len(targets) + 2)
 
 
 def test_a_planted_fault_is_seen(ranks: RankPool, tmp_path: Path) -> None:
     """In what modules keep besides tensors, and in a buffer that lies transposed."""
-    for faults in ranks.run(2, JOBS + "planted", str(tmp_path)):
+    for faults in ranks.run(2, odd_jobs.planted, str(tmp_path)):
         assert [len(fault) for fault in faults] == [1, 1], faults
 
 
@@ -48,7 +48,7 @@ def test_hooks_that_rename_entries(ranks: RankPool, tmp_path: Path) -> None:
     for net in ("Hooked", "HookedBuffer"):
         for source, targets in STAGES.items():
             folder = str(tmp_path / f"{net}{source}")
-            for found in ranks.run(2, JOBS + "cross", net, folder, source, targets):
+            for found in ranks.run(2, odd_jobs.cross, net, folder, source, targets):
                 unnamed = [key for key in found if key.startswith("stock 0 to")]
                 for key in unnamed if net == "Hooked" else ():
                     error = found.pop(key)["error"]
@@ -65,7 +65,7 @@ def test_hooked_files_without_the_model(ranks: RankPool, tmp_path: Path) -> None
         ("Hooked", 2, "old_up.weight", "up.weight"),
     ):
         folder = tmp_path / f"{net}{source}"
-        (found,) = ranks.run(1, JOBS + "cross", net, str(folder), source, (source,))
+        (found,) = ranks.run(1, odd_jobs.cross, net, str(folder), source, (source,))
         require_right(found, 4)
         assert ucp.verify(folder / "attached", deep=True).findings == ()
         with pytest.raises(UnsupportedError, match="a hook of its state dict") as error:
@@ -76,7 +76,7 @@ def test_hooked_files_without_the_model(ranks: RankPool, tmp_path: Path) -> None
 def test_parameters_without_elements(ranks: RankPool, tmp_path: Path) -> None:
     for source, targets in {0: (0,), 1: (1, 2), 2: (2, 1)}.items():
         folder = str(tmp_path / str(source))
-        for found in ranks.run(2, JOBS + "cross", "Nothings", folder, source, targets):
+        for found in ranks.run(2, odd_jobs.cross, "Nothings", folder, source, targets):
             require_right(found, 2 * len(targets) + 2)
 
 
@@ -84,7 +84,7 @@ def test_parameters_frozen_midway(ranks: RankPool, tmp_path: Path) -> None:
     """Their states stay, also at stage 0, as they do under ZeRO; another stage, which has one step
     for all of a group, refuses the two steps."""
     for source, targets in {0: (0, 3), 1: (1, 3)}.items():
-        job = JOBS + "cross", "Net", str(tmp_path / str(source)), source, targets
+        job = odd_jobs.cross, "Net", str(tmp_path / str(source)), source, targets
         for found in ranks.run(2, *job, change="freeze_one"):
             split = (
                 [found.pop(f"{kind} 0 to 3")["error"] for kind in ("attached", "stock")]
@@ -97,7 +97,7 @@ def test_parameters_frozen_midway(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_conversions_of_odd_models(ranks: RankPool, tmp_path: Path) -> None:
     """What modules keep, and transposed buffers, go into native and universal folders."""
-    for found in ranks.run(2, JOBS + "converted", str(tmp_path)):
+    for found in ranks.run(2, odd_jobs.converted, str(tmp_path)):
         require_right(found, 8)
 
 
@@ -110,14 +110,14 @@ def test_what_no_save_could_hold_is_refused_when_it_is_attached(ranks: RankPool)
         "Added": ("version", "hook", "any names"),
         "LikeSlices": ("experts.w1[3]", "AutoEP", "another name"),
     }.items():
-        for said in ranks.run(2, JOBS + "refused", net):
+        for said in ranks.run(2, odd_jobs.refused, net):
             assert said.startswith("UnsupportedError") and all(w in said for w in words), said
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_prefix_on_one_side_only_is_named(ranks: RankPool, tmp_path: Path, zero: int) -> None:
     for attach in (True, False):
-        for said in ranks.run(2, JOBS + "prefixed", str(tmp_path / str(attach)), zero, attach):
+        for said in ranks.run(2, odd_jobs.prefixed, str(tmp_path / str(attach)), zero, attach):
             for allowed in (0, 3):
                 for source, target, words in (
                     ("Net", "Compiled", ("prefix _orig_mod. added", "model.compile()")),
@@ -133,5 +133,5 @@ def test_a_prefix_on_one_side_only_is_named(ranks: RankPool, tmp_path: Path, zer
 
 def test_a_load_under_inference_mode(ranks: RankPool, tmp_path: Path) -> None:
     """Weights are ordinary tensors after it: the run that goes on is the one that was saved."""
-    for found in ranks.run(2, JOBS + "under_inference_mode", str(tmp_path)):
+    for found in ranks.run(2, odd_jobs.under_inference_mode, str(tmp_path)):
         require_right(found, 10)

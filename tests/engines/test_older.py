@@ -3,13 +3,14 @@ meshes, bit for bit."""
 
 import pytest
 
+from tests.engines import older_jobs
 from tests.engines.model import Setup
 from tests.engines.test_pairs import check, check_fails
 from tests.formats.golden.make_older import VERSIONS, cases_of
 from tests.formats.test_older import LOST
 from tests.ranks import RankPool
 
-JOB = "tests.engines.older_jobs:resume"
+JOB = older_jobs.resume
 # what a case is loaded into: ranks and stage, neither of which is its own
 TARGETS = {
     "zero0": [(4, 1), (1, 3)],

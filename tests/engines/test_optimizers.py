@@ -8,13 +8,13 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
+from tests.engines import jobs, optimizer_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.test_pairs import check
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.optimizer_jobs:"
 
 
 def lion(zero: int, dtype: str = "bf16", **kwargs: Any) -> Setup:
@@ -28,13 +28,15 @@ def lion(zero: int, dtype: str = "bf16", **kwargs: Any) -> Setup:
 def test_a_registered_optimizer_is_carried_over_bit_for_bit(
     sources: Sources, source_ranks: int, source: Setup, target_ranks: int, target: Setup
 ) -> None:
-    folder = sources.get(source_ranks, source, JOBS + "save_lion")
-    check(sources.ranks.run(target_ranks, JOBS + "resume_lion", target, folder))
+    folder = sources.get(source_ranks, source, optimizer_jobs.save_lion)
+    check(sources.ranks.run(target_ranks, optimizer_jobs.resume_lion, target, folder))
 
 
 def test_a_planted_fault_in_a_state_of_its_own_is_seen(sources: Sources) -> None:
-    folder = sources.get(2, lion(2), JOBS + "save_lion")
-    found = sources.ranks.run(4, JOBS + "resume_lion", lion(3, seed=9), folder, plant="one trend")
+    folder = sources.get(2, lion(2), optimizer_jobs.save_lion)
+    found = sources.ranks.run(
+        4, optimizer_jobs.resume_lion, lion(3, seed=9), folder, plant="one trend"
+    )
     assert any("trend" in line for rank in found for line in rank["differences"]["trained"])
 
 
@@ -59,7 +61,7 @@ def test_a_planted_fault_in_a_state_of_its_own_is_seen(sources: Sources) -> None
 def test_what_no_save_can_hold_is_refused_when_the_engine_is_attached(
     ranks: RankPool, setup: Setup, options: dict[str, Any], words: list[str]
 ) -> None:
-    for rank in ranks.run(2, JOBS + "attaching", setup, **options):
+    for rank in ranks.run(2, optimizer_jobs.attaching, setup, **options):
         assert rank["error"] == "UnsupportedError", rank
         assert all(word in rank["message"] for word in words), rank["message"]
         assert rank["unchanged"] and not rank["attached"]
@@ -67,14 +69,14 @@ def test_what_no_save_can_hold_is_refused_when_the_engine_is_attached(
 
 def test_a_parameter_in_no_group_below_zero_3_is_in_the_files(ranks: RankPool) -> None:
     setup = Setup(1, "bf16", extra={"left_out": "up.bias"})
-    assert [rank["error"] for rank in ranks.run(2, JOBS + "attaching", setup)] == ["", ""]
+    assert [rank["error"] for rank in ranks.run(2, optimizer_jobs.attaching, setup)] == ["", ""]
 
 
 def test_a_subclass_is_taken_as_the_class_that_is_known_with_a_note(ranks: RankPool) -> None:
-    first, _ = ranks.run(2, JOBS + "attaching", Setup(1, "bf16", "OwnAdamW"))
+    first, _ = ranks.run(2, optimizer_jobs.attaching, Setup(1, "bf16", "OwnAdamW"))
     assert first["attached"] and not first["error"]
     assert "tests.engines.optimizers.OwnAdamW is taken as torch.AdamW" in first["said"]
-    plain, _ = ranks.run(2, JOBS + "attaching", Setup(1, "bf16"))
+    plain, _ = ranks.run(2, optimizer_jobs.attaching, Setup(1, "bf16"))
     assert plain["attached"] and "is taken as" not in plain["said"]
 
 
@@ -83,7 +85,7 @@ def test_no_save_is_lost_to_states_that_show_later(
     ranks: RankPool, tmp_path: Path, zero: int
 ) -> None:
     for rank in ranks.run(
-        2, JOBS + "save_chatty", Setup(zero, "bf16", "ChattyAdamW"), str(tmp_path)
+        2, optimizer_jobs.save_chatty, Setup(zero, "bf16", "ChattyAdamW"), str(tmp_path)
     ):
         (note,) = rank["notes"]
         assert "history, spread" in note and "native=True" in note
@@ -97,9 +99,7 @@ def matrices(zero: int, **kwargs: Any) -> Setup:
 
 def test_muon_of_torch_at_stage_0(sources: Sources) -> None:
     folder = sources.get(2, matrices(0), more=0, filled=False)
-    found = sources.ranks.run(
-        4, "tests.engines.jobs:resume", matrices(0, seed=9), folder, tags=("trained",)
-    )
+    found = sources.ranks.run(4, jobs.resume, matrices(0, seed=9), folder, tags=("trained",))
     check(found)
     assert any(("norm" in line or "momentum" in line) for line in found[0]["before"]["trained"])
 
@@ -124,7 +124,7 @@ def test_optimizers_of_other_packages(
     other = Setup(target, "fp32", optimizer, options=OTHERS[optimizer], seed=9)
     found = sources.ranks.run(
         4 if target == 3 else 1,
-        "tests.engines.jobs:resume",
+        jobs.resume,
         other,
         folder,
         tags=("trained",),
@@ -141,14 +141,14 @@ def test_the_8_bit_form_is_refused_by_what_it_keeps(ranks: RankPool) -> None:
     pytest.importorskip("bitsandbytes", reason="tests/setup_env.sh installs it")
     small = (("optim_bits", 8), ("min_8bit_size", 1))
     setup = Setup(1, "fp32", "bitsandbytes.optim.AdamW", options=small)
-    for rank in ranks.run(2, JOBS + "attaching", setup, steps=1):
+    for rank in ranks.run(2, optimizer_jobs.attaching, setup, steps=1):
         assert rank["error"] == "UnsupportedError" and "8-bit block-wise" in rank["message"]
 
 
 def test_steps_that_depend_on_the_partition_are_refused(ranks: RankPool) -> None:
     pytest.importorskip("optimi", reason="tests/setup_env.sh installs it")
     for rank in ranks.run(
-        2, JOBS + "attaching", Setup(1, "fp32", "optimi.StableAdamW", options=(("lr", 1e-3),))
+        2, optimizer_jobs.attaching, Setup(1, "fp32", "optimi.StableAdamW", options=(("lr", 1e-3),))
     ):
         assert rank["error"] == "UnsupportedError" and "root mean square" in rank["message"]
         assert rank["unchanged"] and not rank["attached"]

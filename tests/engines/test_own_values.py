@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
+from tests.engines import own_value_jobs
 from tests.engines.own_value_jobs import convert
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.own_value_jobs:"
 HELD = ("buffers", "seen", "place", "run", "best")
 
 
@@ -21,7 +21,7 @@ def own(rank: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_each_rank_gets_its_own_back(ranks: RankPool, tmp_path: Path, zero: int) -> None:
-    want = ranks.run(2, JOBS + "save", zero, str(tmp_path), True, "tag")
+    want = ranks.run(2, own_value_jobs.save, zero, str(tmp_path), True, "tag")
     assert want[0]["buffers"] != want[1]["buffers"] and want[0]["place"] != want[1]["place"]
     assert want[0]["best"] != want[1]["best"] and want[0]["seen"] != want[1]["seen"]
     for rank in want:
@@ -29,26 +29,26 @@ def test_each_rank_gets_its_own_back(ranks: RankPool, tmp_path: Path, zero: int)
         assert "norm.running_mean" in note and "client_state['place']" in note
         assert "shared" not in note and "'run'" not in note
     for target in (zero, 2 if zero == 1 else 1):
-        have = ranks.run(2, JOBS + "load", target, str(tmp_path), "tag")
+        have = ranks.run(2, own_value_jobs.load, target, str(tmp_path), "tag")
         assert list(map(own, have)) == list(map(own, want))
 
 
 def test_stock_files_of_zero_3_give_each_rank_its_own(ranks: RankPool, tmp_path: Path) -> None:
-    want = ranks.run(2, JOBS + "save", 3, str(tmp_path), False, "tag")
-    stock = ranks.run(2, JOBS + "load", 3, str(tmp_path), "tag", stock=True)
-    have = ranks.run(2, JOBS + "load", 3, str(tmp_path), "tag")
+    want = ranks.run(2, own_value_jobs.save, 3, str(tmp_path), False, "tag")
+    stock = ranks.run(2, own_value_jobs.load, 3, str(tmp_path), "tag", stock=True)
+    have = ranks.run(2, own_value_jobs.load, 3, str(tmp_path), "tag")
     assert list(map(own, have)) == list(map(own, want)) == list(map(own, stock))
 
 
 def test_another_mesh_is_refused_or_has_a_rule(ranks: RankPool, tmp_path: Path) -> None:
-    want = ranks.run(2, JOBS + "save", 3, str(tmp_path), True, "tag")
-    (refused,) = ranks.run(1, JOBS + "load", 3, str(tmp_path), "tag")
+    want = ranks.run(2, own_value_jobs.save, 3, str(tmp_path), True, "tag")
+    (refused,) = ranks.run(1, own_value_jobs.load, 3, str(tmp_path), "tag")
     assert refused["unchanged"] and "norm.running_mean" in refused["error"]
     assert 'allow={"per_rank"}' in refused["error"]
-    (first,) = ranks.run(1, JOBS + "load", 3, str(tmp_path), "tag", allow={"per_rank"})
+    (first,) = ranks.run(1, own_value_jobs.load, 3, str(tmp_path), "tag", allow={"per_rank"})
     assert own(first) == own(want[0])
     assert any("norm.running_mean" in note and "rank 0" in note for note in first["notes"])
-    (made,) = ranks.run(1, JOBS + "load_with_mean", 3, str(tmp_path), "tag")
+    (made,) = ranks.run(1, own_value_jobs.load_with_mean, 3, str(tmp_path), "tag")
     means = [
         (a + b) / 2
         for a, b in zip(*(rank["buffers"]["norm.running_mean"] for rank in want), strict=True)
@@ -58,11 +58,13 @@ def test_another_mesh_is_refused_or_has_a_rule(ranks: RankPool, tmp_path: Path) 
 
 
 def test_conversions_carry_them_to_the_same_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    want = [own(rank) for rank in ranks.run(2, JOBS + "save", 3, str(tmp_path), False, "tag")]
+    want = [own(rank) for rank in ranks.run(2, own_value_jobs.save, 3, str(tmp_path), False, "tag")]
     assert not convert(str(tmp_path), "tag", "z3", 3) and not convert(str(tmp_path), "z3", "z1", 1)
-    assert [own(r) for r in ranks.run(2, JOBS + "load", 3, str(tmp_path), "z3", stock=True)] == want
+    assert [
+        own(r) for r in ranks.run(2, own_value_jobs.load, 3, str(tmp_path), "z3", stock=True)
+    ] == want
     for zero, tag in ((3, "z3"), (1, "z1")):
-        assert [own(r) for r in ranks.run(2, JOBS + "load", zero, str(tmp_path), tag)] == want
+        assert [own(r) for r in ranks.run(2, own_value_jobs.load, zero, str(tmp_path), tag)] == want
     assert ucp.diff(tmp_path / "tag", tmp_path / "z1") == []
     error = convert(str(tmp_path), "tag", "more", 3, dp=4)
     assert "norm.running_mean" in error and not (tmp_path / "more").exists()
@@ -72,12 +74,12 @@ def test_conversions_carry_them_to_the_same_ranks(ranks: RankPool, tmp_path: Pat
 
 
 def test_what_all_ranks_share_is_not_kept_for_each(ranks: RankPool, tmp_path: Path) -> None:
-    for rank in ranks.run(2, JOBS + "save", 1, str(tmp_path), True, "tag", alike=True):
+    for rank in ranks.run(2, own_value_jobs.save, 1, str(tmp_path), True, "tag", alike=True):
         assert rank["notes"] == []
     assert not list((tmp_path / "tag").glob("ucp_rank_*"))
 
 
 def test_groups_that_differ_are_refused_before_the_save(ranks: RankPool, tmp_path: Path) -> None:
-    for said in ranks.run(2, JOBS + "save_unlike", str(tmp_path)):
+    for said in ranks.run(2, own_value_jobs.save_unlike, str(tmp_path)):
         assert said.startswith("SaveError") and "param_groups[0]['mine']" in said
     assert list(tmp_path.iterdir()) == []

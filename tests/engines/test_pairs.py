@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import jobs
 from tests.engines.fingerprints import MARK
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
@@ -100,7 +101,7 @@ def test_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
     losses = target[2] == "fp32"
     found = sources.ranks.run(
         target[0],
-        "tests.engines.jobs:resume",
+        jobs.resume,
         Setup(target[1], target[2], seed=9),
         folder,
         more=20 if losses else 0,
@@ -117,7 +118,7 @@ def test_every_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
     folder, same = sources.get(source[0], Setup(source[1], source[2])), source[2] == target[2]
     found = sources.ranks.run(
         target[0],
-        "tests.engines.jobs:resume",
+        jobs.resume,
         Setup(target[1], target[2], seed=9),
         folder,
         same_dtype=same,
@@ -137,7 +138,7 @@ def test_the_same_mesh_goes_on_with_identical_losses(sources: Sources, dp: int, 
     setup = Setup(zero, "fp32")
     found = sources.ranks.run(
         dp,
-        "tests.engines.jobs:resume",
+        jobs.resume,
         Setup(zero, "fp32", seed=9),
         sources.get(dp, setup),
         more=20,
@@ -161,7 +162,7 @@ def test_masters_and_states_cross_dtypes(sources: Sources, source: Mesh, target:
     folder = sources.get(source[0], Setup(source[1], source[2]))
     found = sources.ranks.run(
         target[0],
-        "tests.engines.jobs:resume",
+        jobs.resume,
         Setup(target[1], target[2], seed=9),
         folder,
         same_dtype=False,
@@ -181,7 +182,7 @@ def test_the_comparison_sees_a_planted_fault(sources: Sources, zero: int, fault:
     folder = sources.get(2, Setup(1, "bf16"))
     found = sources.ranks.run(
         1,
-        "tests.engines.jobs:resume",
+        jobs.resume,
         Setup(zero, "bf16", seed=9),
         folder,
         tags=("filled",),
@@ -212,8 +213,4 @@ def test_a_checkpoint_that_stock_deepspeed_wrote(
 ) -> None:
     folder = sources.get(source[0], Setup(source[1], source[2]), attach=False, more=0)
     assert not list(Path(folder).rglob("ucp_manifest.json"))
-    check(
-        sources.ranks.run(
-            target[0], "tests.engines.jobs:resume", Setup(target[1], source[2], seed=9), folder
-        )
-    )
+    check(sources.ranks.run(target[0], jobs.resume, Setup(target[1], source[2], seed=9), folder))

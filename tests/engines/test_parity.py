@@ -14,12 +14,12 @@ import torch
 import megatron_ucp as ucp
 from pretrain.megatron.experts import Experts
 from pretrain.megatron.models import ModelConfig
+from tests.engines import hf_jobs
 from tests.engines.hf_twin import transformers
 from tests.ranks import RankPool
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.hf_jobs:"
 EQUAL, EQUAL_FP32, MORE = 1e-11, 1e-4, 6
 BASE = ModelConfig(
     "llama",
@@ -192,7 +192,7 @@ def test_a_model_of_transformers_computes_the_same_here(
 ) -> None:
     folder, logits = made[family]
     args = [MADE[family][1]], [str(folder)], TOKENS
-    ((found,),) = ranks.run(1, JOBS + "load_and_compute", *args, timeout_s=120)
+    ((found,),) = ranks.run(1, hf_jobs.load_and_compute, *args, timeout_s=120)
     assert float(found.abs().max()) > 1 and difference(found, logits) < EQUAL
 
 
@@ -243,7 +243,7 @@ def computed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Compu
     folder = tmp_path_factory.mktemp("parity")
     names = [*SHAPES]
     (ours,) = ranks.run(
-        1, JOBS + "save_and_compute", [*SHAPES.values()], str(folder), TOKENS, MORE, timeout_s=300
+        1, hf_jobs.save_and_compute, [*SHAPES.values()], str(folder), TOKENS, MORE, timeout_s=300
     )
     found = Computed(dict(zip(names, ours, strict=True)))
     requests: dict[str, dict[str, Any]] = {}

@@ -10,11 +10,11 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.reshard.options import TABLE
+from tests.engines import part_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.part_jobs:"
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
 
 
@@ -40,7 +40,7 @@ def test_a_resized_vocabulary_goes_on(
     folder = sources.get(2, Setup(zero, dtype, net=net), more=0)
     target = Setup(zero, dtype, net=wanted, seed=9)
     # fewer rows than the data have tokens: no step
-    found = sources.ranks.run(2, JOBS + "resize", target, folder, wanted != "FewerRows")
+    found = sources.ranks.run(2, part_jobs.resize, target, folder, wanted != "FewerRows")
     rows = 14 if wanted.startswith("More") else 9
     for rank in found:
         assert rank["id"] == "vocabulary" and 'allow={"vocab"}' in rank["refusal"]
@@ -56,7 +56,7 @@ def test_rows_are_no_way_round_another_width(sources: Sources) -> None:
     folder = sources.get(2, Setup(1, "fp32"), more=0)
     given = [{}, {"allow": {"vocab"}}]
     for rank in sources.ranks.run(
-        2, JOBS + "attempts", Setup(1, "fp32", net="Wider"), folder, given
+        2, part_jobs.attempts, Setup(1, "fp32", net="Wider"), folder, given
     ):
         plain, allowed = rank
         assert "another shape" in plain["error"] and '"vocab"' not in plain["error"]
@@ -74,7 +74,7 @@ def test_a_load_that_finds_nothing_fails_whatever_is_allowed(sources: Sources) -
     folder = sources.get(2, Setup(1, "bf16"), more=0)
     weights = {**ALL, "load_module_only": True}
     for rank in sources.ranks.run(
-        2, JOBS + "attempts", Setup(1, "bf16", net="Unlike"), folder, [{}, ALL, weights]
+        2, part_jobs.attempts, Setup(1, "bf16", net="Unlike"), folder, [{}, ALL, weights]
     ):
         for found in rank:
             assert "holds no parameter of the model" in found["error"] and found["unchanged"]
@@ -89,7 +89,7 @@ def test_a_part_that_nobody_named_is_not_begun_anew(sources: Sources) -> None:
     named = [{"allow": {"new:tower"}, **states}, {"allow": {"new", "new:tower"}, **states}]
     given = [{}, ALL, {"allow": {"new"}, **states}, *named, {"allow": {"new:towe"}, **states}]
     setup = Setup(0, "fp32", net="WithTower", seed=9)
-    for rank in sources.ranks.run(2, JOBS + "attempts", setup, folder, given):
+    for rank in sources.ranks.run(2, part_jobs.attempts, setup, folder, given):
         plain, everything, new, alone, both, other = rank
         for found in (plain, everything, new, other):
             assert "holds no parameter of a part of the model" in found["error"]
@@ -102,7 +102,7 @@ def test_a_part_that_nobody_named_is_not_begun_anew(sources: Sources) -> None:
             )
     setup = Setup(0, "fp32", net="Grown", seed=9)
     (found,) = sources.ranks.run(
-        2, JOBS + "attempts", setup, folder, [{"allow": {"new"}, **states}]
+        2, part_jobs.attempts, setup, folder, [{"allow": {"new"}, **states}]
     )[0]
     assert found["error"] == ""
 
@@ -115,12 +115,12 @@ def test_a_frozen_part_may_be_missing_where_nothing_else_is_there(
     setup = Setup(1, "bf16", net="WithFrozenTower", seed=9)
     given = [{}, {"allow": {"missing"}}, {"allow": {"missing:tower"}}]
     folder = sources.get(2, Setup(1, "bf16"), more=0)
-    for rank in sources.ranks.run(2, JOBS + "attempts", setup, folder, given):
+    for rank in sources.ranks.run(2, part_jobs.attempts, setup, folder, given):
         assert "a frozen parameter that the checkpoint lacks" in rank[0]["error"]
         assert [found["error"] for found in rank[1:]] == ["", ""]
     more = sources.get(2, Setup(1, "bf16", net="MoreBuffers"), more=0)
     allowed = [{"allow": {"missing", "extra"}}, {"allow": {"missing:tower", "extra"}}]
-    for rank in sources.ranks.run(2, JOBS + "attempts", setup, more, allowed):
+    for rank in sources.ranks.run(2, part_jobs.attempts, setup, more, allowed):
         assert "holds no parameter of a part" in rank[0]["error"]
         assert '"missing:tower"' in rank[0]["error"] and rank[1]["error"] == ""
 
@@ -159,7 +159,9 @@ def test_the_words_are_those_of_the_table() -> None:
 
 def test_each_word_acts_in_a_load_or_is_refused(sources: Sources) -> None:
     folder = sources.get(2, Setup(1, "bf16"), more=0)
-    for rank in sources.ranks.run(2, JOBS + "each_word", Setup(1, "bf16", seed=9), folder, [*ACTS]):
+    for rank in sources.ranks.run(
+        2, part_jobs.each_word, Setup(1, "bf16", seed=9), folder, [*ACTS]
+    ):
         for way, letter in WAYS.items():
             refused = {word for word, said in rank[way].items() if said}
             assert refused == {word for word, acts in ACTS.items() if letter not in acts}, way
@@ -216,7 +218,7 @@ def test_weights_alone_are_loaded_without_the_optimizers_files(
     states = {"load_optimizer_states": False}
     given = [{}, states, {"allow": {"weights"}}, {**states, "allow": {"weights"}}]
     setup = Setup(2, "bf16", seed=9)
-    for rank in sources.ranks.run(2, JOBS + "attempts", setup, str(tmp_path / "run"), given):
+    for rank in sources.ranks.run(2, part_jobs.attempts, setup, str(tmp_path / "run"), given):
         for found in rank[:2]:
             assert "missing" in found["error"] and found["unchanged"]
         assert "can do nothing in this load" in rank[2]["error"]

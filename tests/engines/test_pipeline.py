@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.engines import pipeline_jobs
 from tests.engines.sources import Sources
-from tests.engines.stages import JOBS, Mesh, check, resume, setup, show, source
+from tests.engines.stages import Mesh, check, resume, setup, show, source
 
 pytestmark = pytest.mark.ranks
 
@@ -208,11 +209,11 @@ def test_a_stock_pipeline_without_zero_is_refused_by_name(sources: Sources) -> N
     """Its optimizer files name no parameters. The weights alone can be had."""
     folder = source(sources, (2, 2, 1, 0), "llama", attach=False)
     target = setup((2, 1, 1, 0), "llama", seed=9)
-    for rank in sources.ranks.run(2, JOBS + "attempt", target, folder, "llama"):
+    for rank in sources.ranks.run(2, pipeline_jobs.attempt, target, folder, "llama"):
         assert rank["error"] == "UnsupportedError" and rank["unchanged"]
         assert "nothing says which stage keeps which" in rank["message"]
     alone: dict[str, Any] = {"allow": {"weights"}, "load_optimizer_states": False}
-    for rank in sources.ranks.run(2, JOBS + "attempt", target, folder, "llama", **alone):
+    for rank in sources.ranks.run(2, pipeline_jobs.attempt, target, folder, "llama", **alone):
         assert rank["error"] is None and not rank["unchanged"], rank["message"]
 
 

@@ -9,8 +9,9 @@ import torch
 
 from megatron_ucp import describe
 from megatron_ucp.reshard.check import diff
+from tests.engines import pipeline_jobs
 from tests.engines.sources import Sources, without_manifest
-from tests.engines.stages import JOBS, Mesh, check, ranks_of, resume, setup, source
+from tests.engines.stages import Mesh, check, ranks_of, resume, setup, source
 from tests.engines.test_tensor_parallel import expect
 
 pytestmark = pytest.mark.ranks
@@ -23,7 +24,7 @@ def attempt(sources: Sources, folder: Path, mesh: Mesh = (2, 1, 1, 1), **kwargs:
     options = {key: kwargs.pop(key) for key in ("change", "given") if key in kwargs}
     return sources.ranks.run(
         ranks_of(mesh),
-        JOBS + "attempt",
+        pipeline_jobs.attempt,
         setup(mesh, "gpt", **{"tied": True, **kwargs}),
         str(folder),
         timeout_s=120,
@@ -188,7 +189,7 @@ def test_diff_needs_no_family_for_our_own_saves(sources: Sources, tmp_path: Path
     out = tmp_path / "again"
     sources.ranks.run(
         4,
-        JOBS + "reshard",
+        pipeline_jobs.reshard,
         setup((4, 1, 1, 0), "gpt", tied=True, partition=(1, 2, 2, 1), seed=9),
         folder,
         str(out),
@@ -236,7 +237,7 @@ def test_a_failure_while_bytes_move(sources: Sources) -> None:
     """One rank's disk fails: every rank says so, and no rank's engine trains on or saves."""
     for rank in sources.ranks.run(
         4,
-        JOBS + "fails_on_rank",
+        pipeline_jobs.fails_on_rank,
         setup((2, 2, 1, 1), "gpt", tied=True, seed=9),
         source(sources, *STOCK, tied=True),
         2,

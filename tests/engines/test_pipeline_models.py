@@ -14,13 +14,13 @@ from megatron_ucp.families import find_family
 from megatron_ucp.families.pipe import names
 from pretrain.megatron.models import ModelConfig
 from pretrain.megatron.pipeline import stage_method
+from tests.engines import model_jobs, pipeline_models
 from tests.engines.model_jobs import GPT, LLAMA, Run
 from tests.engines.pipeline_models import Staged
 from tests.ranks import RankPool
 
 TOLERANCE = 1e-5
 STEPS = 6
-JOBS, WHOLE = "tests.engines.pipeline_models", "tests.engines.model_jobs"
 UNTIED, TIED = replace(GPT, tied=False), replace(LLAMA, tied=True)
 ONE = replace(GPT, layers=1)
 MODELS = {"gpt-tied": GPT, "gpt-untied": UNTIED, "llama-untied": LLAMA, "llama-tied": TIED}
@@ -37,7 +37,7 @@ class Truth:
     def get(self, model: ModelConfig, **settings: Any) -> Found:
         run = Run(replace(model, sequence_parallel=False), **settings)
         if run not in self.runs:
-            self.runs[run] = self.ranks.run(1, f"{WHOLE}:train", run, steps=STEPS)[0]
+            self.runs[run] = self.ranks.run(1, model_jobs.train, run, steps=STEPS)[0]
         return self.runs[run]
 
 
@@ -67,7 +67,7 @@ def differences(found: list[Found], want: Found) -> tuple[float, float]:
 
 
 def check(ranks: RankPool, truth: Truth, world: int, run: Staged) -> list[Found]:
-    found = ranks.run(world, f"{JOBS}:train", run)
+    found = ranks.run(world, pipeline_models.train, run)
     losses, norms = differences(found, truth.get(run.model))
     assert losses < TOLERANCE and norms < TOLERANCE
     assert len({copy for rank in found for copy in rank["tied"]}) <= run.tp, (
@@ -120,11 +120,11 @@ def test_without_the_sums_sequence_parallelism_is_wrong(ranks: RankPool, truth: 
     run = Staged(
         replace(GPT, sequence_parallel=True), pp=2, tp=2, plant="no sums over the sequence"
     )
-    assert differences(ranks.run(4, f"{JOBS}:train", run), truth.get(GPT))[0] > 1e-4
+    assert differences(ranks.run(4, pipeline_models.train, run), truth.get(GPT))[0] > 1e-4
 
 
 def test_tied_copies_that_start_apart_are_seen(ranks: RankPool, truth: Truth) -> None:
-    found = ranks.run(2, f"{JOBS}:train", Staged(GPT, pp=2, plant="tied copies apart"))
+    found = ranks.run(2, pipeline_models.train, Staged(GPT, pp=2, plant="tied copies apart"))
     assert (
         differences(found, truth.get(GPT))[0] > 1e-4
         and len({copy for rank in found for copy in rank["tied"]}) == 2
@@ -174,7 +174,7 @@ def test_partitions(
     ids=["gpt-0", "gpt-1", "gpt-fp32-sums", "llama-tp", "one-layer-stages"],
 )
 def test_bf16(ranks: RankPool, truth: Truth, world: int, run: Staged, optimizer: str) -> None:
-    found = ranks.run(world, f"{JOBS}:train", run)
+    found = ranks.run(world, pipeline_models.train, run)
     losses, norms = differences(found, truth.get(run.model, zero=1, dtype="bf16"))
     assert losses < 0.02 and norms < 0.02, "rounding to bf16 explains less"
     assert {rank["optimizer"] for rank in found} == {optimizer}
@@ -185,8 +185,8 @@ def test_bf16(ranks: RankPool, truth: Truth, world: int, run: Staged, optimizer:
 def test_the_stages_start_as_the_whole_model_does(ranks: RankPool, tp: int, pp: int) -> None:
     """Every parameter bit by bit and with its attributes; a tied one on both stages, positions on
     the first alone."""
-    whole = ranks.run(tp, f"{WHOLE}:live", list(MODELS.values()), tp)
-    staged = ranks.run(tp * pp, f"{JOBS}:stages", list(MODELS.values()), tp, pp)
+    whole = ranks.run(tp, model_jobs.live, list(MODELS.values()), tp)
+    staged = ranks.run(tp * pp, pipeline_models.stages, list(MODELS.values()), tp, pp)
     for index, config in enumerate(MODELS.values()):
         seen: dict[str, list[int]] = {}
         for rank, found in enumerate(staged):
@@ -216,7 +216,7 @@ def test_the_stages_start_as_the_whole_model_does(ranks: RankPool, tp: int, pp: 
 
 
 def test_names_are_those_of_the_family(ranks: RankPool) -> None:
-    staged = ranks.run(2, f"{JOBS}:stages", list(MODELS.values()), 1, 2)
+    staged = ranks.run(2, pipeline_models.stages, list(MODELS.values()), 1, 2)
     for index, config in enumerate(MODELS.values()):
         held = {
             name: canonical for found in staged for canonical, (_, _, name) in found[index].items()
@@ -225,7 +225,9 @@ def test_names_are_those_of_the_family(ranks: RankPool) -> None:
 
 
 def test_files_of_a_save_by_deepspeed(ranks: RankPool, tmp_path: Path) -> None:
-    files = ranks.run(4, f"{JOBS}:layer_files", Staged(GPT, pp=2, tp=2, zero=1), str(tmp_path))[0]
+    files = ranks.run(
+        4, pipeline_models.layer_files, Staged(GPT, pp=2, tp=2, zero=1), str(tmp_path)
+    )[0]
     layers = [
         f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in range(4) for tp in range(2)
     ]
@@ -244,25 +246,27 @@ def test_files_of_a_save_by_deepspeed(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_groups_are_the_same_ranks(ranks: RankPool) -> None:
     for tp, pp in ((2, 2), (1, 2), (1, 4)):
-        for found in ranks.run(4, f"{JOBS}:groups_match", tp, pp):
+        for found in ranks.run(4, pipeline_models.groups_match, tp, pp):
             assert all(ours == theirs for ours, theirs in found.values()), found
             assert (len(found["tensor"][0]), len(found["pipe"][0])) == (tp, pp)
 
 
 def test_start_and_stop_leave_nothing_open(ranks: RankPool) -> None:
-    for (files, threads), *_, (last_files, last_threads) in ranks.run(2, f"{JOBS}:restarts", 6):
+    for (files, threads), *_, (last_files, last_threads) in ranks.run(
+        2, pipeline_models.restarts, 6
+    ):
         assert last_files < files + 10 and last_threads < threads + 5
 
 
 def test_stages_draw_apart(ranks: RankPool) -> None:
     """Outside of the tensor-parallel regions a stage's ranks alike, inside all apart."""
-    found = ranks.run(4, f"{JOBS}:generators")
+    found = ranks.run(4, pipeline_models.generators)
     assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
     assert len({inside for _, inside in found}) == 4
 
 
 def test_masked_loss(ranks: RankPool) -> None:
-    for found in ranks.run(2, f"{JOBS}:masked"):
+    for found in ranks.run(2, pipeline_models.masked):
         assert found["all"] == pytest.approx(found["ones"], abs=1e-6)
         assert found["all"] == pytest.approx((found["first"] + found["second"]) / 2, abs=1e-6)
         assert found["none"] == 0.0 and abs(found["first"] - found["second"]) > 1e-3
@@ -272,7 +276,7 @@ def test_masked_loss(ranks: RankPool) -> None:
 def test_pipeline_clip(ranks: RankPool, truth: Truth, model: ModelConfig) -> None:
     """The patch: DeepSpeed's own norm leaves out vectors of later stages, and counts a tied matrix
     twice."""
-    stock = ranks.run(2, f"{JOBS}:stock_clip", Staged(model, pp=2))[0]
+    stock = ranks.run(2, pipeline_models.stock_clip, Staged(model, pp=2))[0]
     want = truth.get(model)["norms"][0]
     assert abs(stock - want) / want > 1e-3, "the defect is gone: drop the patch"
 
@@ -281,7 +285,9 @@ def test_pipeline_group_norms(ranks: RankPool) -> None:
     """The patch: by itself DeepSpeed waits on the first stage for a collective that the last one
     never enters."""
     stock, patched = zip(
-        *ranks.run(2, f"{JOBS}:norm_collectives", Staged(LLAMA, pp=2, zero=1, partition="4,1")),
+        *ranks.run(
+            2, pipeline_models.norm_collectives, Staged(LLAMA, pp=2, zero=1, partition="4,1")
+        ),
         strict=True,
     )
     assert stock == (2, 1), "the defect is gone: drop the patch"
@@ -291,7 +297,7 @@ def test_pipeline_group_norms(ranks: RankPool) -> None:
 def test_pipeline_empty_norm(ranks: RankPool) -> None:
     """The patch: a last stage that holds the tied head alone counts nothing. `test_bf16` trains
     one."""
-    said, norm = ranks.run(1, f"{JOBS}:empty_norm")[0]
+    said, norm = ranks.run(1, pipeline_models.empty_norm)[0]
     assert "non-empty TensorList" in said, "the defect is gone: drop the patch"
     assert norm == 0.0
 
@@ -311,7 +317,7 @@ def test_refusals(ranks: RankPool) -> None:
         "regex": "no regular expression",
         "many": "at most 4: 1 transformer layers",
     }
-    for found in ranks.run(2, f"{JOBS}:refusals"):
+    for found in ranks.run(2, pipeline_models.refusals):
         assert set(found) == set(expected)
         for name, text in found.items():
             assert text.startswith("UsageError") and re.search(expected[name], text, re.S), (

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from tests.engines import jobs, position_jobs, resume_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.test_pairs import check
 from tests.engines.test_resume import evaluating
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.jobs:"
 NOTE = "matched by position"
 LEFT, RIGHT = "left.weight", "right.weight"
 KINDS = [("fp32", "AdamW"), ("bf16", "AdamW"), ("fp16", "AdamW"), ("bf16", "FusedAdam")]
@@ -27,11 +27,11 @@ def source(sources: Sources, setup: Setup, **kwargs: Any) -> str:
 
 
 def resume(sources: Sources, setup: Setup, folder: str, **options: Any) -> list[dict]:
-    return sources.ranks.run(1, JOBS + "resume", setup, folder, tags=("trained",), **options)
+    return sources.ranks.run(1, jobs.resume, setup, folder, tags=("trained",), **options)
 
 
 def refused(sources: Sources, setup: Setup, folder: str, *words: str, **options: Any) -> None:
-    (rank,) = sources.ranks.run(1, JOBS + "attempt", setup, folder, tag="trained", **options)
+    (rank,) = sources.ranks.run(1, jobs.attempt, setup, folder, tag="trained", **options)
     assert rank["error"] == "StateMismatchError", rank
     assert all(word in rank["message"] for word in ("what to do:", *words)), rank["message"]
     assert rank["unchanged"]
@@ -110,7 +110,7 @@ def test_masters_that_were_changed_on_purpose_show_nothing(sources: Sources) -> 
 
 def test_two_parameters_with_the_same_weights(sources: Sources) -> None:
     """Rounding hides which master is whose."""
-    folder = sources.get(1, twins("bf16"), "tests.engines.position_jobs:save_alike")
+    folder = sources.get(1, twins("bf16"), position_jobs.save_alike)
     check(resume(sources, twins("bf16", seed=9), folder))
     other = twins("bf16", seed=9, swapped=(LEFT, RIGHT))
     refused(sources, other, folder, "the same weights", LEFT)
@@ -128,6 +128,6 @@ def test_weights_alone_need_no_order_in_fp32(sources: Sources) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_an_engine_without_an_optimizer_takes_the_weights(sources: Sources, dtype: str) -> None:
     folder = sources.get(2, Setup(0, dtype), attach=False, more=0)
-    job = "tests.engines.resume_jobs:evaluate"
+    job = resume_jobs.evaluate
     for rank in sources.ranks.run(2, job, evaluating(0, dtype), folder):
         assert rank["wrong"] == [] and rank["count"] >= 8 and rank["finite"]

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.megatron.experts import Experts
+from tests.engines import pipeline_jobs
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
-from tests.engines.stages import JOBS, check
+from tests.engines.stages import check
 from tests.ranks import ROOT
 
 sys.path.append(str(ROOT / "examples"))
@@ -46,10 +47,10 @@ def setup(mesh: Mesh, seed: int = 1) -> Staged:
 
 
 def reshard(sources: Sources, origin: Mesh, target: Mesh) -> None:
-    folder = sources.get(origin.ranks, setup(origin), JOBS + "save", more=0)
+    folder = sources.get(origin.ranks, setup(origin), pipeline_jobs.save, more=0)
     check(
         sources.ranks.run(
-            target.ranks, JOBS + "resume", setup(target, 9), folder, 0, "", timeout_s=180
+            target.ranks, pipeline_jobs.resume, setup(target, 9), folder, 0, "", timeout_s=180
         )
     )
 

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 import megatron_ucp as ucp
 from megatron_ucp.formats.deepspeed.weights import is_side_data, without_side_data
+from tests.engines import quantized_jobs
 from tests.ranks import RankPool
 from tests.reshard import twins
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.quantized_jobs:"
 Saved = Callable[..., tuple[Path, dict[str, Any]]]
 
 
@@ -29,7 +29,7 @@ def saved(ranks: RankPool, tmp_checkpoints: Path) -> Saved:
         key = kind, zero, exclude, attach
         if key not in kept:
             folder = tmp_checkpoints / f"quantized_{len(kept)}"
-            found = ranks.run(2, JOBS + "save", kind, zero, str(folder), exclude, attach)
+            found = ranks.run(2, quantized_jobs.save, kind, zero, str(folder), exclude, attach)
             kept[key] = folder, found[0]
         return kept[key]
 
@@ -63,7 +63,7 @@ def test_an_adapter_resumes(
 ) -> None:
     """Of a plain save, and of attached ones; the frozen weights in the files or not."""
     folder, run = saved(kind, zero, exclude, attach)
-    found = ranks.run(world, JOBS + "resume", kind, target, str(folder), run["states"])[0]
+    found = ranks.run(world, quantized_jobs.resume, kind, target, str(folder), run["states"])[0]
     assert found["error"] == "" and found["after"] == []
     assert found["before"] != []
     if world == 2:
@@ -79,7 +79,7 @@ def test_an_adapter_resumes(
 def test_weights_between_other_scales_are_refused(ranks: RankPool, saved: Saved) -> None:
     """Quantized weights in the files go into a base that has the run's scales, and no other."""
     folder, run = saved("nf4", 3, False, "")
-    job = JOBS + "resume"
+    job = quantized_jobs.resume
     found = ranks.run(1, job, "nf4", 2, str(folder), run["states"], base=2)[0]
     assert "the quantized weights of the base are others" in found["error"]
     assert "absmax" in found["error"] and "exclude_frozen_parameters=True" in found["error"]
@@ -89,7 +89,7 @@ def test_weights_between_other_scales_are_refused(ranks: RankPool, saved: Saved)
 
 def test_a_planted_fault_is_seen(ranks: RankPool, saved: Saved) -> None:
     folder, run = saved("nf4", 2, True, "")
-    job = JOBS + "resume"
+    job = quantized_jobs.resume
     found = ranks.run(1, job, "nf4", 1, str(folder), run["states"], fault="one bit")[0]
     assert found["after"] != []
 
@@ -97,11 +97,11 @@ def test_a_planted_fault_is_seen(ranks: RankPool, saved: Saved) -> None:
 def test_what_can_not_be_attached_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:
     """By the runner: the script goes on as without it, and a line says so. Who asks for it in the
     config gets the error."""
-    (found,) = ranks.run(1, JOBS + "left_alone", str(tmp_path / "a"), False)
+    (found,) = ranks.run(1, quantized_jobs.left_alone, str(tmp_path / "a"), False)
     assert found["error"] == "" and found["losses"][0] == found["losses"][1]
     assert "this engine is left as it is" in found["notes"][0]
     assert "lm_head.own_entry" in found["notes"][0] and not found["manifest"]
-    (found,) = ranks.run(1, JOBS + "left_alone", str(tmp_path / "b"), True)
+    (found,) = ranks.run(1, quantized_jobs.left_alone, str(tmp_path / "b"), True)
     assert "lm_head.own_entry" in found["error"]
 
 

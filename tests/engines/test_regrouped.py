@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines import regrouped_jobs
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.regrouped_jobs import Way
 from tests.engines.sources import Sources
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.regrouped_jobs:"
 FC1, EMBEDDING = "decoder.layers.1.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"
 NORMS = ("decoder.layers.2.input_layernorm.weight", "decoder.final_layernorm.weight")
 DEEPER = tuple(
@@ -42,9 +42,9 @@ def gpt(tp: int, pp: int, zero: int, dtype: str = "fp32") -> Run:
 
 def resume(sources: Sources, source: tuple[Run, Way], target: tuple[Run, Way], **how: Any) -> Any:
     ((ranks, setup), way), ((world, other), other_way) = source, target
-    folder = sources.get(ranks, (setup, way), JOBS + "save")
+    folder = sources.get(ranks, (setup, way), regrouped_jobs.save)
     found = sources.ranks.run(
-        world, JOBS + "go_on", replace(other, seed=9), other_way, folder, **how
+        world, regrouped_jobs.go_on, replace(other, seed=9), other_way, folder, **how
     )
     return found[0]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines import release_jobs, resize_jobs
 from tests.engines.autotp_jobs import Auto
 from tests.engines.cross_jobs import Zero
 from tests.engines.model import Setup
@@ -18,7 +19,6 @@ from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 BOUND_S = 45.0  # within which a rank knows that another one died
-JOBS = "tests.engines.resize_jobs"
 BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
 CONSTANT: dict[str, Any] = {"style": "constant"}
@@ -136,7 +136,7 @@ def check_moved(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_pair(ranks: RankPool, name: str) -> None:
     world, source, target, options = PAIRS[name]
-    found = ranks.run(world, f"{JOBS}:pair", source, target, **options, timeout_s=200)
+    found = ranks.run(world, resize_jobs.pair, source, target, **options, timeout_s=200)
     check(found, 1e-5 if "more" in options else None)
     for rank in found:
         assert rank["fingerprint"] == [] and "fingerprint of" in rank["line"]
@@ -162,9 +162,7 @@ RELEASED: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
 def test_memory_that_goes_as_it_is_used_up(ranks: RankPool, name: str) -> None:
     """Nothing is read after it went, and all of it goes."""
     world, source, target, hold = RELEASED[name]
-    found = ranks.run(
-        world, "tests.engines.release_jobs:released", source, target, hold, 200, timeout_s=200
-    )
+    found = ranks.run(world, release_jobs.released, source, target, hold, 200, timeout_s=200)
     check_moved(found)
     for rank in found:
         assert rank["left"] < 0.1, "but for the ends of storages"
@@ -173,7 +171,7 @@ def test_memory_that_goes_as_it_is_used_up(ranks: RankPool, name: str) -> None:
 
 def test_memory_that_goes_too_early(ranks: RankPool) -> None:
     """What a mistake there would be: the fingerprint sees it."""
-    for held, then in ranks.run(2, "tests.engines.release_jobs:gone_too_early", Setup(1)):
+    for held, then in ranks.run(2, release_jobs.gone_too_early, Setup(1)):
         assert held.startswith("ForeignFileError: the ") and "parameter: " in held
         assert then.startswith("EngineUnusableError: the memory of this engine went")
 
@@ -224,7 +222,7 @@ def test_other_worlds(ranks: RankPool, tmp_path: Path, name: str, gloo: bool) ->
     world, steps = WORLDS[name]
     more = STEPS if steps[0][0] == steps[-1][0] else 0
     store = str(tmp_path / "store")
-    found = ranks.run(world, f"{JOBS}:worlds", steps, store, gloo=gloo, more=more, timeout_s=200)
+    found = ranks.run(world, resize_jobs.worlds, steps, store, gloo=gloo, more=more, timeout_s=200)
     for rank, held in enumerate(found):
         assert held["differences"] == [[] for _ in held["differences"]]
         assert len(held["differences"]) == sum(rank < count for count, *_ in steps[1:])
@@ -242,7 +240,7 @@ SAME_WORLD: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
 def test_a_live_engine_into_another_one(ranks: RankPool, name: str) -> None:
     world, source, target, options = SAME_WORLD[name]
     client = {"note": "mine"}
-    found = ranks.run(world, f"{JOBS}:both", source, target, client_state=client, **options)
+    found = ranks.run(world, resize_jobs.both, source, target, client_state=client, **options)
     check(found, 1e-5 if "more" in options else None)
     assert all(rank["client"] == client for rank in found)
 
@@ -250,7 +248,7 @@ def test_a_live_engine_into_another_one(ranks: RankPool, name: str) -> None:
 @pytest.mark.parametrize(("source", "target"), [(1, 3), (2, 0), (0, 3), (1, 2)])
 def test_what_moves_is_what_has_to(ranks: RankPool, source: int, target: int) -> None:
     """A rank that keeps its elements sends and takes nothing."""
-    found = ranks.run(4, f"{JOBS}:both", Setup(source), Setup(target, seed=9))
+    found = ranks.run(4, resize_jobs.both, Setup(source), Setup(target, seed=9))
     check(found)
     assert [rank["moved"] for rank in found] == [rank["needed"] for rank in found]
     assert (sum(rank["needed"] for rank in found) > 0) == ((source, target) in ((1, 3), (2, 0)))
@@ -272,7 +270,7 @@ REFUSED = {
 
 
 def test_what_is_refused_leaves_the_engine_as_it_was(ranks: RankPool) -> None:
-    for found in ranks.run(2, f"{JOBS}:refusals", Setup(1)):
+    for found in ranks.run(2, resize_jobs.refusals, Setup(1)):
         assert found.keys() == REFUSED.keys()
         for name, (said, *changed) in found.items():
             assert said.startswith(REFUSED[name]), said
@@ -281,7 +279,7 @@ def test_what_is_refused_leaves_the_engine_as_it_was(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failure_while_elements_move(ranks: RankPool, failing: int) -> None:
-    job = f"{JOBS}:fails_while_moving"
+    job = resize_jobs.fails_while_moving
     for found in ranks.run(4, job, Setup(1), Setup(3, seed=9), failing):
         assert found["fails"].startswith("DamagedFileError: only here")
         assert found["changes"].startswith("ForeignFileError: the ")
@@ -296,7 +294,7 @@ def test_weights_into_an_engine_without_an_optimizer(
     ranks: RankPool, zero: int, dtype: str
 ) -> None:
     target = Setup(zero, dtype, seed=9, extra={"evaluate": True})
-    for found in ranks.run(2, f"{JOBS}:weights_alone", Setup(1), target):
+    for found in ranks.run(2, resize_jobs.weights_alone, Setup(1), target):
         assert found["wrong"] == [] and found["compared"] > 5
         assert len(found["as before"]) < 3
 
@@ -307,7 +305,7 @@ def test_a_rank_that_dies_while_elements_move(
 ) -> None:
     """The others know it in bounded time, and what they had is as it was."""
     monkeypatch.setattr("tests.ranks.PEERS_REPORT_S", BOUND_S)  # they write files before they end
-    job, dead = f"{JOBS}:dies", 2
+    job, dead = resize_jobs.dies, 2
     pool, setups = RankPool(4, gloo=True), (Setup(1), Setup(3, seed=9))
     try:
         with pytest.raises(RanksFailed):

@@ -23,11 +23,11 @@ from megatron_ucp.engines.save import publish
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats import locks
 from megatron_ucp.formats.output_folder import Syncs, begin
+from tests.engines import save_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import drop_record
 from tests.ranks import ROOT, RankPool, RanksFailed
 
-JOBS = "tests.engines.save_jobs:"
 SETUP = Setup(1, "bf16")
 NOISY = Setup(1, "fp32", net="Noisy")
 
@@ -38,7 +38,7 @@ NOISY = Setup(1, "fp32", net="Noisy")
 @pytest.fixture(scope="module")
 def noisy(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, list[list[float]]]:
     folder = tmp_checkpoints / "noisy"
-    return str(folder), ranks.run(2, JOBS + "noisy", NOISY, str(folder))
+    return str(folder), ranks.run(2, save_jobs.noisy, NOISY, str(folder))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -46,7 +46,7 @@ def test_the_same_mesh_repeats_every_random_number(ranks: RankPool, noisy: Any, 
     folder, losses = noisy
     target = Setup(zero, "fp32", net="Noisy", seed=9)  # ZeRO does not decide where a rank is
     for found, want in zip(
-        ranks.run(2, JOBS + "resume_noisy", target, folder), losses, strict=True
+        ranks.run(2, save_jobs.resume_noisy, target, folder), losses, strict=True
     ):
         assert found["losses"] == want
         assert not [note for note in found["notes"] if "random" in note]
@@ -54,14 +54,14 @@ def test_the_same_mesh_repeats_every_random_number(ranks: RankPool, noisy: Any, 
 
 def test_without_them_the_losses_differ(ranks: RankPool, noisy: Any) -> None:
     folder, losses = noisy
-    for found in ranks.run(2, JOBS + "resume_noisy", NOISY, folder, rng=False):
+    for found in ranks.run(2, save_jobs.resume_noisy, NOISY, folder, rng=False):
         assert all(a != b for a, b in zip(found["losses"], losses[0], strict=True))
 
 
 def test_another_mesh_derives_them(ranks: RankPool, noisy: Any) -> None:
     folder, _ = noisy
     first, second = (
-        ranks.run(4, JOBS + "resume_noisy", Setup(1, "fp32", net="Noisy", seed=s), folder)
+        ranks.run(4, save_jobs.resume_noisy, Setup(1, "fp32", net="Noisy", seed=s), folder)
         for s in (3, 4)
     )
     draws = [tuple(found["draws"]) for found in first]
@@ -82,10 +82,10 @@ def test_a_damaged_file_of_random_states_is_found_before_anything_is_loaded(
     folder = shutil.copytree(noisy[0], tmp_path / "copy")
     (path,) = folder.glob("*/ucp_rng_00001.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    for said in ranks.run(2, JOBS + "try_load", NOISY, str(folder)):
+    for said in ranks.run(2, save_jobs.try_load, NOISY, str(folder)):
         assert said.startswith("ForeignFileError") and "ucp_rng_00001" in said
     path.unlink()
-    for said in ranks.run(2, JOBS + "try_load", NOISY, str(folder)):
+    for said in ranks.run(2, save_jobs.try_load, NOISY, str(folder)):
         assert said.startswith("NotFoundError") and "ucp_rng_00001" in said
 
 
@@ -96,15 +96,15 @@ def test_a_damaged_file_of_random_states_is_found_before_anything_is_loaded(
 def test_the_data_goes_on_on_another_number_of_ranks(
     ranks: RankPool, tmp_path: Path, before: int, after: int
 ) -> None:
-    first = ranks.run(before, JOBS + "read_and_save", SETUP, str(tmp_path), 4)
-    then = ranks.run(after, JOBS + "resume_and_read", Setup(2, "bf16"), str(tmp_path))
+    first = ranks.run(before, save_jobs.read_and_save, SETUP, str(tmp_path), 4)
+    then = ranks.run(after, save_jobs.resume_and_read, Setup(2, "bf16"), str(tmp_path))
     assert not [note for _, notes in then for note in notes if "data position" in note]
     got, rest = (
         sorted(sample for rank in part for sample in rank)
         for part in (first, [samples for samples, _ in then])
     )
     assert sorted(got + rest) == list(range(48)) and len(got) == 8 * before
-    lost = ranks.run(after, JOBS + "resume_and_read", SETUP, str(tmp_path), given=False)
+    lost = ranks.run(after, save_jobs.resume_and_read, SETUP, str(tmp_path), given=False)
     assert sum(len(samples) for samples, _ in lost) == 48
     assert all(
         "the data position was not restored: no loader was given" in notes for _, notes in lost
@@ -112,8 +112,8 @@ def test_the_data_goes_on_on_another_number_of_ranks(
 
 
 def test_a_loader_of_another_order_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, JOBS + "read_and_save", SETUP, str(tmp_path), 4)
-    for found in ranks.run(2, JOBS + "another_data_order", SETUP, str(tmp_path)):
+    ranks.run(2, save_jobs.read_and_save, SETUP, str(tmp_path), 4)
+    for found in ranks.run(2, save_jobs.another_data_order, SETUP, str(tmp_path)):
         assert "the data position belongs to another order" in found["error"] and found["unchanged"]
 
 
@@ -144,7 +144,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
     for parent in tmp_path.parents[:2]:
         parent.chmod(0o755)  # for the rank that is not root any more
     kind, *words = FAILURES[how]
-    for found in ranks.run(2, JOBS + "failing_save", SETUP, str(tmp_path), how):
+    for found in ranks.run(2, save_jobs.failing_save, SETUP, str(tmp_path), how):
         assert found["error"] == kind, found["message"]
         assert all(word in found["message"] for word in words), found["message"]
         assert (found["left"], found["latest"]) == (["global_step1"], "global_step1")
@@ -155,7 +155,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
 
 def test_a_rank_that_dies_during_the_save(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
-        ranks.run(2, JOBS + "die_in_save", SETUP, str(tmp_path), timeout_s=60)
+        ranks.run(2, save_jobs.die_in_save, SETUP, str(tmp_path), timeout_s=60)
     assert "status 7" in failed.value.by_rank[1]
     assert "RankError: the save did not finish" in failed.value.by_rank[0]
     assert (tmp_path / "latest").read_text() == "global_step1"
@@ -164,7 +164,7 @@ def test_a_rank_that_dies_during_the_save(ranks: RankPool, tmp_path: Path) -> No
     ]
     found = ucp.newest_whole(tmp_path)
     assert found.folder.name == "global_step1"
-    assert [ranks.run(4, JOBS + "try_load", SETUP, str(tmp_path))] == [[""] * 4]
+    assert [ranks.run(4, save_jobs.try_load, SETUP, str(tmp_path))] == [[""] * 4]
 
 
 # ------------------------------------------------ several saves
@@ -173,13 +173,15 @@ def test_a_rank_that_dies_during_the_save(ranks: RankPool, tmp_path: Path) -> No
 def test_a_second_save_replaces_the_tag_and_keeps_what_is_not_ours(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    assert ranks.run(2, JOBS + "save_twice_into", SETUP, str(tmp_path), "here") == [[], []]
+    assert ranks.run(2, save_jobs.save_twice_into, SETUP, str(tmp_path), "here") == [[], []]
     assert (tmp_path / "here" / "mine.txt").read_text() == "kept"
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["here"]
 
 
 def test_keep_latest(ranks: RankPool, tmp_path: Path) -> None:
-    notes = ranks.run(2, JOBS + "save_many", SETUP, str(tmp_path), 5, milestone=2, keep_latest=2)[0]
+    notes = ranks.run(2, save_jobs.save_many, SETUP, str(tmp_path), 5, milestone=2, keep_latest=2)[
+        0
+    ]
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == [
         "global_step2",
         "global_step4",
@@ -191,7 +193,7 @@ def test_keep_latest(ranks: RankPool, tmp_path: Path) -> None:
 def test_a_tag_that_another_process_saves_is_refused_and_a_copy_stays(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    first, second = ranks.run(2, JOBS + "crowded", SETUP, str(tmp_path))
+    first, second = ranks.run(2, save_jobs.crowded, SETUP, str(tmp_path))
     for found in (first, second):
         assert "another save is writing this folder" in found["error"]
         assert "a save of this very process" in found["error"]
@@ -203,7 +205,7 @@ def test_a_tag_that_another_process_saves_is_refused_and_a_copy_stays(
 
 
 def test_a_run_is_one_through_loads(ranks: RankPool, tmp_path: Path) -> None:
-    found, other = ranks.run(2, JOBS + "runs_of_saves", SETUP, str(tmp_path))
+    found, other = ranks.run(2, save_jobs.runs_of_saves, SETUP, str(tmp_path))
     one, two, three, four, five = found
     assert one == two == three and found == other
     assert len({one, four, five}) == 3
@@ -218,14 +220,14 @@ def test_keep_latest_is_a_number_of_tags(value: int) -> None:
 
 
 def test_a_later_stock_save_into_the_tag_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, JOBS + "save_many", SETUP, str(tmp_path), 2)
-    ranks.run(2, JOBS + "stock_save_into", SETUP, str(tmp_path), "global_step2")
-    for said in ranks.run(2, JOBS + "try_load", SETUP, str(tmp_path)):
+    ranks.run(2, save_jobs.save_many, SETUP, str(tmp_path), 2)
+    ranks.run(2, save_jobs.stock_save_into, SETUP, str(tmp_path), "global_step2")
+    for said in ranks.run(2, save_jobs.try_load, SETUP, str(tmp_path)):
         assert said.startswith(
             "ForeignFileError: a file is not the one that was saved with the manifest"
         )
     (tmp_path / "global_step2" / FILE_NAME).unlink()  # it is a good stock checkpoint
-    assert ranks.run(2, JOBS + "try_load", SETUP, str(tmp_path)) == ["", ""]
+    assert ranks.run(2, save_jobs.try_load, SETUP, str(tmp_path)) == ["", ""]
 
 
 # ------------------------------------------------ the newest whole tag
@@ -255,7 +257,7 @@ DAMAGES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def three(ranks: RankPool, tmp_checkpoints: Path) -> Path:
     folder = tmp_checkpoints / "three"
-    ranks.run(2, JOBS + "save_many", Setup(1, "bf16"), str(folder), 3)
+    ranks.run(2, save_jobs.save_many, Setup(1, "bf16"), str(folder), 3)
     return folder
 
 
@@ -460,8 +462,8 @@ def check_order(calls: list["re.Match[str]"], folder: Path) -> None:
 
 
 def test_without_durable_nothing_is_synced(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, JOBS + "count_syncs", SETUP, str(tmp_path / "a"), durable=True) == [9, 3]
-    assert ranks.run(2, JOBS + "count_syncs", SETUP, str(tmp_path / "b"), durable=False) == [0, 0]
+    assert ranks.run(2, save_jobs.count_syncs, SETUP, str(tmp_path / "a"), durable=True) == [9, 3]
+    assert ranks.run(2, save_jobs.count_syncs, SETUP, str(tmp_path / "b"), durable=False) == [0, 0]
 
 
 @pytest.mark.parametrize("has_locks", [True, False])

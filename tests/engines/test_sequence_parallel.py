@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.manifest import FILE_NAME
+from tests.engines import jobs, optimizer_jobs, save_jobs, ulysses_jobs
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
 from tests.engines.sources import Sources
@@ -16,7 +17,6 @@ from tests.engines.tensor_jobs import Mega
 from tests.engines.test_pairs import check, check_fails
 
 pytestmark = pytest.mark.ranks
-SAVES, BOTH = "tests.engines.save_jobs:", "tests.engines.ulysses_jobs:"
 DERIVED = "derived from the seed, the step"
 
 
@@ -46,7 +46,7 @@ def test_pair(
     sources: Sources, world: int, source: Setup, target_world: int, target: Setup, named: bool
 ) -> None:
     folder = sources.get(world, source, more=0, filled=False, attach=named)
-    job = "tests.engines.jobs:resume"
+    job = jobs.resume
     check(sources.ranks.run(target_world, job, replace(target, seed=9), folder, tags=("trained",)))
 
 
@@ -56,7 +56,7 @@ FAULTS = ["the partition of another rank", "one bit", "one moment", "one step", 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
     folder = sources.get(4, ulysses(1, 2), more=0, filled=False, attach=True)
-    setup, job = ulysses(2, 2, seed=9), "tests.engines.jobs:resume"
+    setup, job = ulysses(2, 2, seed=9), jobs.resume
     check_fails(sources.ranks.run(2, job, setup, folder, tags=("trained",), plant=fault))
 
 
@@ -64,7 +64,7 @@ def test_the_form_without_an_mpu_is_refused(sources: Sources) -> None:
     """Two ranks of a sequence would write one file."""
     by_config = (("sequence_parallel_size", 2), ("data_parallel_size", 1))
     setup = Setup(1, "fp32", config=(("train_micro_batch_size_per_gpu", 4), *by_config))
-    for rank in sources.ranks.run(2, "tests.engines.optimizer_jobs:attaching", setup):
+    for rank in sources.ranks.run(2, optimizer_jobs.attaching, setup):
         assert rank["error"] == "UnsupportedError" and "same files" in rank["message"]
         assert rank["unchanged"] and not rank["attached"]
 
@@ -87,16 +87,16 @@ BESIDE = [
 @pytest.mark.parametrize(("source", "target"), BESIDE)
 def test_beside_tensor_parallelism_and_experts(sources: Sources, source: Any, target: Any) -> None:
     (ranks, *sharing), (world, sp, setup) = source, target
-    folder = sources.get(ranks, tuple(sharing), BOTH + "save")
+    folder = sources.get(ranks, tuple(sharing), ulysses_jobs.save)
     setup = replace(setup, seed=9)
-    check(sources.ranks.run(world, BOTH + "sharing", sp, "resume", setup, folder))
+    check(sources.ranks.run(world, ulysses_jobs.sharing, sp, "resume", setup, folder))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_copies_that_drift_apart_are_refused(sources: Sources, tmp_path: Path, tp: int) -> None:
     """DeepSpeed's ZeRO-3 divides over the mpu's data-parallel ranks, and reduces no gradient over
     those of a sequence."""
-    said = sources.ranks.run(4, BOTH + "sharing", 2, "save", beside(3, tp), str(tmp_path))
+    said = sources.ranks.run(4, ulysses_jobs.sharing, 2, "save", beside(3, tp), str(tmp_path))
     for message in said:
         assert message.startswith("UnsupportedError") and "drift apart" in message
 
@@ -108,10 +108,10 @@ def test_the_same_number_of_ranks_is_another_mesh(
     """Two ranks that share a sequence and two that don't draw other numbers."""
     run = sources.ranks.run
     source = ulysses(1, sp, net="Noisy")
-    losses = run(2, SAVES + "noisy", source, str(tmp_path))
-    same = run(2, SAVES + "resume_noisy", replace(source, seed=9), str(tmp_path))
+    losses = run(2, save_jobs.noisy, source, str(tmp_path))
+    same = run(2, save_jobs.resume_noisy, replace(source, seed=9), str(tmp_path))
     for found, want in zip(same, losses, strict=True):
         assert found["losses"] == want
         assert not [note for note in found["notes"] if "random" in note]
-    for found in run(2, SAVES + "resume_noisy", ulysses(1, other, net="Noisy"), str(tmp_path)):
+    for found in run(2, save_jobs.resume_noisy, ulysses(1, other, net="Noisy"), str(tmp_path)):
         assert any(DERIVED in note for note in found["notes"])

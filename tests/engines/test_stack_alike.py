@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.test_alike import JOBS, require_said
+from tests.engines import alike_jobs
+from tests.engines.test_alike import require_said
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
 
 def test_megatrons_own_stack(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks.run(2, JOBS + "stack", str(tmp_path))
+    first, second = ranks.run(2, alike_jobs.stack, str(tmp_path))
     assert first == second
     for name in (
         "load_optimizer_states",

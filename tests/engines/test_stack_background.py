@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from tests.engines import stack_background_jobs
 from tests.engines.stack_background_jobs import manifest
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE
@@ -17,7 +18,6 @@ from tests.engines.test_stack_saves import MIXTURE
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.stack_background_jobs:"
 SMALL = Mcore(layers=2, **CONSTANT)
 FUSED = replace(SMALL, adam="apex")  # counts steps in its groups
 LATEST = "latest_checkpointed_iteration.txt"
@@ -52,7 +52,7 @@ def test_the_files_are_those_of_a_save_that_waits(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
     world, setup = ENGINES[engine]
-    found = ranks.run(world, JOBS + "saved_both_ways", setup, str(tmp_path))
+    found = ranks.run(world, stack_background_jobs.saved_both_ways, setup, str(tmp_path))
     assert check_alike(tmp_path) > 10_000
     assert not ucp.verify(tmp_path / "background", deep=True).findings
     for direct, background in found:
@@ -68,7 +68,7 @@ def test_in_small_windows_of_which_some_find_no_room(
     ranks: RankPool, tmp_path: Path, room: int | None
 ) -> None:
     options = {} if room is None else {"snapshot_bytes": room}
-    ranks.run(2, JOBS + "saved_both_ways", SMALL, str(tmp_path), window=256, **options)
+    ranks.run(2, stack_background_jobs.saved_both_ways, SMALL, str(tmp_path), window=256, **options)
     check_alike(tmp_path)
     assert not ucp.verify(tmp_path / "background", deep=True).findings
 
@@ -78,7 +78,7 @@ def test_ten_steps_before_the_writer_starts_change_nothing(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
     world, setup = ENGINES[engine]
-    for one in ranks.run(world, JOBS + "trained_on", setup, str(tmp_path)):
+    for one in ranks.run(world, stack_background_jobs.trained_on, setup, str(tmp_path)):
         assert one["found"] == [] and len(one["changed"]) > 5
     tree = torch.load(tmp_path / "iter_0000002" / "common.pt", weights_only=False)
     assert vars(tree["args"])["many"] == {"a": [1, 2]}
@@ -88,7 +88,7 @@ def test_ten_steps_before_the_writer_starts_change_nothing(
 def test_what_is_left_out_of_the_snapshot_is_found(
     ranks: RankPool, tmp_path: Path, plant: str
 ) -> None:
-    for one in ranks.run(2, JOBS + "trained_on", SMALL, str(tmp_path), plant):
+    for one in ranks.run(2, stack_background_jobs.trained_on, SMALL, str(tmp_path), plant):
         assert one["found"]
         assert any("scheduler" in line for line in one["found"]) == (plant == "schedule")
 
@@ -100,7 +100,7 @@ def test_a_step_amid_the_taking_is_named(
     ranks: RankPool, tmp_path: Path, setup: Mcore, after: int, way: str
 ) -> None:
     """After the count of steps was taken, and with a part of the elements."""
-    for found in ranks.run(2, JOBS + "torn", setup, str(tmp_path), way, after, True):
+    for found in ranks.run(2, stack_background_jobs.torn, setup, str(tmp_path), way, after, True):
         assert len(found["changed"]) > 5
         assert found["error"].startswith("SaveError: the optimizer stepped while"), found
         assert "'step': 2.0}, as when" in found["error"] and "'step': 3.0}" in found["error"]
@@ -121,7 +121,9 @@ def test_what_else_sees_a_step_amid_the_taking(
 ) -> None:
     """The fingerprint fits what was taken: it is summed from that. A load finds masters and weights
     of two steps where the files hold both, and else is content with a state that never was."""
-    for found in ranks.run(2, JOBS + "torn", setup, str(tmp_path), "background", after, False):
+    for found in ranks.run(
+        2, stack_background_jobs.torn, setup, str(tmp_path), "background", after, False
+    ):
         assert found["error"] == "" and found["found"] and found["later"]
         errors = [line for line in found["found"] + found["later"] if "Error" in line]
         assert len(errors) == (2 if said else 0) and all(said in line for line in errors)
@@ -137,7 +139,7 @@ def test_a_second_save_needs_no_plan_and_writes_the_same(
 ) -> None:
     """Byte for byte what a handle writes that has saved nothing yet; of other values."""
     world, setup = ENGINES[engine]
-    for found in ranks.run(world, JOBS + "planned_once", setup, str(tmp_path), way):
+    for found in ranks.run(world, stack_background_jobs.planned_once, setup, str(tmp_path), way):
         assert found["plans"] == [2, 0, 0, 2]
         assert found["found"] == [] != found["before"]
     shutil.rmtree(tmp_path / "background" / "iter_0000001")
@@ -157,14 +159,18 @@ OTHERS = {
 def test_another_structure_is_planned_anew(ranks: RankPool, tmp_path: Path, other: str) -> None:
     setup = OTHERS[other]
     target = replace(SMALL, dtype=setup.dtype)
-    for found in ranks.run(2, JOBS + "planned_anew", SMALL, setup, str(tmp_path), load=target):
+    for found in ranks.run(
+        2, stack_background_jobs.planned_anew, SMALL, setup, str(tmp_path), load=target
+    ):
         assert (found["error"], found["plans"]) == ("", 2)
         assert found["found"] == [] != found["before"]
 
 
 def test_the_plan_of_another_structure_would_be_wrong(ranks: RankPool, tmp_path: Path) -> None:
     setup = OTHERS["other buckets"]
-    for found in ranks.run(2, JOBS + "planned_anew", SMALL, setup, str(tmp_path), reuse=True):
+    for found in ranks.run(
+        2, stack_background_jobs.planned_anew, SMALL, setup, str(tmp_path), reuse=True
+    ):
         assert found["plans"] == 0 and (found["error"] or found["found"])
 
 
@@ -172,7 +178,7 @@ def test_the_plan_of_another_structure_would_be_wrong(ranks: RankPool, tmp_path:
 def test_what_fails_in_the_background_is_named_on_every_rank(
     ranks: RankPool, tmp_path: Path, how: str
 ) -> None:
-    for found in ranks.run(2, JOBS + "failing", SMALL, str(tmp_path), how):
+    for found in ranks.run(2, stack_background_jobs.failing, SMALL, str(tmp_path), how):
         assert found["latest"] == "1" and found["then"] == []
         assert [one for one in found["left"] if one.startswith("iter")] == ["iter_0000001"]
         if how == "warn":
@@ -187,7 +193,7 @@ def test_a_rank_that_dies_while_it_writes_leaves_no_pointer(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksFailed) as failed:
-        ranks.run(2, JOBS + "die", SMALL, str(tmp_path))
+        ranks.run(2, stack_background_jobs.die, SMALL, str(tmp_path))
     assert "RankError" in failed.value.by_rank[0]
     assert (tmp_path / LATEST).read_text() == "1"
     assert not (tmp_path / "iter_0000002").exists()
@@ -197,7 +203,7 @@ def test_a_save_that_is_asked_for_meanwhile_waits_or_is_skipped(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     """And an export waits."""
-    for found in ranks.run(2, JOBS + "busy", SMALL, str(tmp_path)):
+    for found in ranks.run(2, stack_background_jobs.busy, SMALL, str(tmp_path)):
         assert found == {"wait": ["iter_0000001", "iter_0000002"], "skip": ["iter_0000001"]}
 
 
@@ -205,7 +211,9 @@ def test_a_save_that_is_asked_for_meanwhile_waits_or_is_skipped(
 def test_memory_is_kept_and_used_again_or_given_back(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    for first, second, written in ranks.run(2, JOBS + "memory_of", SMALL, str(tmp_path), **options):
+    for first, second, written in ranks.run(
+        2, stack_background_jobs.memory_of, SMALL, str(tmp_path), **options
+    ):
         most = options.get("snapshot_bytes", written if options.get("keep_snapshot", True) else 0)
         assert first == second <= most and bool(first) == bool(most)
 
@@ -221,5 +229,5 @@ def test_memory_is_kept_and_used_again_or_given_back(
     ids=str,
 )
 def test_options_are_checked(ranks: RankPool, options: dict[str, Any], said: str) -> None:
-    (found,) = ranks.run(1, JOBS + "refused", SMALL, **options)
+    (found,) = ranks.run(1, stack_background_jobs.refused, SMALL, **options)
     assert found.startswith("UsageError") and said in found

@@ -11,12 +11,14 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.settings import FREQUENCY, as_one, every_of
+from tests.engines import stack_jobs
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_pairs import MOE, SAVE
+from tests.ranks import Job
 
-RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
+RESUME, STOCK = stack_jobs.resume, stack_jobs.stock_load
 ALONE: dict[str, Any] = {"tp": 2, "etp": 1, **MOE}
 
 
@@ -29,7 +31,7 @@ ALONE: dict[str, Any] = {"tp": 2, "etp": 1, **MOE}
     ],
 )
 def test_their_optimizer_is_found(
-    sources: Sources, kind: str, job: str, world: int, target: Mcore
+    sources: Sources, kind: str, job: Job, world: int, target: Mcore
 ) -> None:
     folder = sources.get(2, Mcore(**ALONE), SAVE, more=3, kind=kind)
     options: dict[str, Any] = {"tags": ("filled", "trained")}
@@ -63,7 +65,7 @@ LISTED: dict[str, Any] = {"listed": True, **MOE}
     ],
 )
 def test_a_list_of_layers_is_a_number(
-    sources: Sources, setup: Mcore, kind: str, job: str, world: int, target: Mcore
+    sources: Sources, setup: Mcore, kind: str, job: Job, world: int, target: Mcore
 ) -> None:
     """Stock asks for keys of each layer then, though all of them are alike."""
     folder = sources.get(2, setup, SAVE, more=3, kind=kind)

@@ -17,13 +17,13 @@ from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
-from tests.ranks import RankPool
+from tests.ranks import Job, RankPool
 
-RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
-FROM_DEEPSPEED = "tests.engines.cross_jobs:save"
+RESUME, STOCK = stack_jobs.resume, stack_jobs.stock_load
+FROM_DEEPSPEED = cross_jobs.save
 TE: dict[str, Any] = {"adam": "te"}
 SMALL: dict[str, Any] = {"layers": 2}
-SOURCES: dict[str, tuple[int, Any, str, str]] = {
+SOURCES: dict[str, tuple[int, Any, Job, str]] = {
     "ours": (2, Mcore(**TE, **BUCKETS, **CONSTANT), SAVE, "ours"),
     "ours-plain": (2, Mcore(distributed=False, **SMALL, **TE, **CONSTANT), SAVE, "ours"),
     "ours-ep2": (2, Mcore(ep=2, **MOE, **TE), SAVE, "ours"),
@@ -167,7 +167,7 @@ def refused_saves(engine: Any, folder: str) -> dict[str, str]:
 def test_variants_that_keep_other_numbers_are_refused_by_name(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    (said,) = ranks.run(1, "tests.engines.test_stack_fused:refusals", str(tmp_path))
+    (said,) = ranks.run(1, refusals, str(tmp_path))
     assert {*said} == {*VARIANTS, "subclass", "early", "odd", "unknown"}
     assert "taken as transformer_engine.FusedAdam" in said["subclass"]
 
@@ -196,7 +196,7 @@ def under_deepspeed(folder: str) -> list[str]:
 def test_under_deepspeed_they_are_refused(sources: Sources) -> None:
     """Its files have the step in the states, from where they don't take it."""
     folder = sources.get(1, Zero(layers=2), FROM_DEEPSPEED, more=3)
-    job = "tests.engines.test_stack_fused:under_deepspeed"
+    job = under_deepspeed
     (said,) = sources.ranks.run(1, job, folder)
     assert all("counts its steps in its parameter groups" in one for one in said)
 
@@ -264,7 +264,7 @@ LAYERS: dict[str, tuple[int, Any, str]] = {
     ],
 )
 def test_layers_of_transformer_engine(
-    sources: Sources, source: str, job: str, world: int, target: Mcore
+    sources: Sources, source: str, job: Job, world: int, target: Mcore
 ) -> None:
     ranks, setup, kind = LAYERS[source]
     folder = sources.get(ranks, setup, SAVE, more=3, kind=kind)

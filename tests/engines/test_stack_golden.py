@@ -109,7 +109,7 @@ def expected(case: str) -> list[float]:
 @pytest.mark.parametrize("case", CASES)
 def test_stock_files_go_on(ranks: RankPool, case: str) -> None:
     name, world, setup = CASES[case]
-    job = "tests.engines.test_stack_golden:next_losses"
+    job = next_losses
     want = expected(name)
     assert len(want) == 3
     for losses, iteration, samples in ranks.run(world, job, setup, str(folder_of(name))):
@@ -120,6 +120,6 @@ def test_stock_files_go_on(ranks: RankPool, case: str) -> None:
 
 def test_a_wrong_rate_shows(ranks: RankPool) -> None:
     name, _, setup = CASES["named-plain"]
-    job = "tests.engines.test_stack_golden:next_losses"
+    job = next_losses
     ((losses, *_),) = ranks.run(1, job, setup, str(GOLDEN / name), plant=True)
     assert losses != pytest.approx(expected(name), rel=0, abs=1e-3)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.engines import grouped_experts, stack_jobs
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_pairs import check
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.stack_jobs:"
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
 GPU: dict[str, Any] = {"fused": True, "grouped": True, **MOE}
 PLAIN: dict[str, tuple[int, Mcore]] = {
@@ -29,8 +29,8 @@ GROUPED: dict[str, tuple[int, Mcore]] = {
 def test_the_layers_of_the_tests_compute_the_same(sources: Sources, kind: str) -> None:
     """Weights are drawn by canonical names, so that a wrong name is another model."""
     for ranks, setup in (PLAIN[kind], GROUPED[kind]):
-        (found, *_) = sources.ranks.run(ranks, JOBS + "losses", setup)
-        (want, *_) = sources.ranks.run(1, JOBS + "losses", Mcore(**MOE))
+        (found, *_) = sources.ranks.run(ranks, stack_jobs.losses, setup)
+        (want, *_) = sources.ranks.run(1, stack_jobs.losses, Mcore(**MOE))
         assert found == pytest.approx(want, rel=0, abs=1e-5)
 
 
@@ -38,7 +38,7 @@ def test_the_layers_of_the_tests_compute_the_same(sources: Sources, kind: str) -
 def test_one_export_of_both(sources: Sources, tmp_path: Path, kind: str) -> None:
     """The same model and the same folder, byte for byte; another seed is another one."""
     (ranks, one), (world, other) = PLAIN[kind], GROUPED[kind]
-    job = "tests.engines.grouped_experts:export"
+    job = grouped_experts.export
     sources.ranks.run(ranks, job, one, str(tmp_path / "one"))
     sources.ranks.run(world, job, other, str(tmp_path / "other"))
     sources.ranks.run(world, job, replace(other, seed=2), str(tmp_path / "third"))
@@ -53,13 +53,15 @@ def test_one_export_of_both(sources: Sources, tmp_path: Path, kind: str) -> None
 def test_pair(sources: Sources, kind: str, onto: dict[str, tuple[int, Mcore]]) -> None:
     """Between the two, through ucp.save."""
     (ranks, source), (world, target) = (GROUPED if onto is PLAIN else PLAIN)[kind], onto[kind]
-    folder = sources.get(ranks, source, JOBS + "save", more=3, kind="ours")
-    check(sources.ranks.run(world, JOBS + "resume", target, folder, more=3), 1e-5)
+    folder = sources.get(ranks, source, stack_jobs.save, more=3, kind="ours")
+    check(sources.ranks.run(world, stack_jobs.resume, target, folder, more=3), 1e-5)
 
 
 def test_on_the_same_mesh_not_a_bit_differs(sources: Sources) -> None:
     ranks, setup = GROUPED["not cut"]
-    folder = sources.get(ranks, setup, JOBS + "save", more=3, kind="ours")
-    found = sources.ranks.run(ranks, JOBS + "resume", setup, folder, tags=("trained",), three=True)
+    folder = sources.get(ranks, setup, stack_jobs.save, more=3, kind="ours")
+    found = sources.ranks.run(
+        ranks, stack_jobs.resume, setup, folder, tags=("trained",), three=True
+    )
     check(found, None)
     assert all(rank["after"] == [] for rank in found)

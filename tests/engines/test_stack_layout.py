@@ -66,14 +66,14 @@ def formula(chunk: Any, buffer: Any, wide: bool) -> Any:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_live_buffers_are_those_of_the_formulas(ranks: RankPool, mesh: str) -> None:
     world, setup = MESHES[mesh]
-    found = ranks.run(world, "tests.engines.test_stack_layout:against_formulas", setup)
+    found = ranks.run(world, against_formulas, setup)
     assert all(buckets and not wrong for buckets, wrong in found)
     assert not setup.bucket or any(buckets > 1 for buckets, _ in found)
 
 
 def test_the_comparison_sees_another_padding(ranks: RankPool) -> None:
     setup = Mcore(pad=True)
-    found = ranks.run(2, "tests.engines.test_stack_layout:against_formulas", setup, wide=False)
+    found = ranks.run(2, against_formulas, setup, wide=False)
     assert all(wrong for _, wrong in found)
 
 
@@ -153,7 +153,7 @@ def broken_load(engine: Any, folder: str, attempt: Any) -> None:
 
 def test_refusals(ranks: RankPool, tmp_checkpoints: Any) -> None:
     folder = str(tmp_checkpoints / "stack_refusals")
-    for found in ranks.run(2, "tests.engines.test_stack_layout:refusals", folder):
+    for found in ranks.run(2, refusals, folder):
         says = {
             "bare": "UsageError: the chunks of the model are megatron-core's",
             "optimizer": "UnsupportedError: an optimizer of megatron-core's that is not known",
@@ -224,7 +224,7 @@ def test_settings_under_which_numbers_lie_elsewhere_are_refused_by_name(ranks: R
         "gtp_weight_remat_size": "generalized tensor parallelism",
         "expert_gtp_weight_remat_size": "generalized tensor parallelism",
     }
-    for found in ranks.run(2, "tests.engines.test_stack_layout:refused_settings"):
+    for found in ranks.run(2, refused_settings):
         for name in SETTINGS:
             assert found[name].startswith(f"UnsupportedError: {says.get(name, name)}"), found[name]
             assert name in found[name] and "what to do" in found[name], found[name]
@@ -302,7 +302,7 @@ def test_classes_that_keep_numbers_elsewhere_are_refused_by_name(ranks: RankPool
         "no groups": "megatron-core's own process groups are not there",
         "own groups": "the model was built on process groups of the program's own",
     }
-    for found in ranks.run(2, "tests.engines.test_stack_layout:refused_classes"):
+    for found in ranks.run(2, refused_classes):
         for name, text in says.items():
             assert found[name].startswith(f"UnsupportedError: {text}"), (name, found[name])
             assert "what to do" in found[name]
@@ -331,7 +331,7 @@ def steps_apart() -> str:
 
 
 def test_steps_that_differ_are_refused(ranks: RankPool) -> None:
-    (said,) = ranks.run(1, "tests.engines.test_stack_layout:steps_apart")
+    (said,) = ranks.run(1, steps_apart)
     assert "a and b" in said and "3, 4" in said
 
 
@@ -360,7 +360,7 @@ def failing_save(folder: str) -> tuple[str, list[str], str]:
 
 
 def test_a_save_that_fails_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
-    job = "tests.engines.test_stack_layout:failing_save"
+    job = failing_save
     for said, there, pointer in ranks.run(2, job, str(tmp_path)):
         assert said.startswith("SaveError: the checkpoint was not saved")
         assert there == ["iter_0000001", "latest_checkpointed_iteration.txt"]
@@ -382,5 +382,5 @@ def families_of(setups: list[Mcore]) -> list[str]:
 
 def test_the_family_is_found(ranks: RankPool) -> None:
     setups = [Mcore("gpt", tied=True), Mcore(), Mcore(**MOE), Mcore("qwen3_moe", layers=2)]
-    (found,) = ranks.run(1, "tests.engines.test_stack_layout:families_of", setups)
+    (found,) = ranks.run(1, families_of, setups)
     assert found == ["gpt", "llama", "mixtral", "qwen3_moe"]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines import legacy_jobs, stack_jobs
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_saves import MIXTURE
 from tests.ranks import RankPool
 
-JOBS = "tests.engines.legacy_jobs:"
-SAVE, RESUME = "tests.engines.stack_jobs:save", "tests.engines.stack_jobs:resume"
+SAVE, RESUME = stack_jobs.save, stack_jobs.resume
 TIED: dict[str, Any] = {"family": "gpt", "tied": True}
 MOE: dict[str, Any] = {"family": "mixtral"}
 SOURCES = {
@@ -86,12 +86,12 @@ FAULTS: dict[str, Any] = {
 def test_states_at_others_places_are_refused(ranks: RankPool, tmp_path: Path, said: str) -> None:
     """Of optimizers that every data-parallel rank has whole: nothing in the files names them."""
     setup = Mcore(distributed=False, dtype="bf16", layers=2)
-    ranks.run(1, JOBS + "by_stock", setup, str(tmp_path))
+    ranks.run(1, legacy_jobs.by_stock, setup, str(tmp_path))
     folder = tmp_path / "iter_0000002"
     path = folder / "mp_rank_00" / "model_optim_rng.pt"
-    assert ranks.run(1, JOBS + "load_refused", setup, str(folder)) == [""]
+    assert ranks.run(1, legacy_jobs.load_refused, setup, str(folder)) == [""]
     tree = torch.load(path, weights_only=False)
     FAULTS[said](tree)
     torch.save(tree, path)
-    (found,) = ranks.run(1, JOBS + "load_refused", setup, str(folder))
+    (found,) = ranks.run(1, legacy_jobs.load_refused, setup, str(folder))
     assert found.startswith("StateMismatchError") and said in found, found

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.engines import cross_jobs, stack_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 
-SAVE, RESUME = "tests.engines.cross_jobs:save", "tests.engines.stack_jobs:resume"
+SAVE, RESUME = cross_jobs.save, stack_jobs.resume
 CONSTANT: dict[str, Any] = {"style": "constant"}
 BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}
 # (ranks, source), (ranks, target)

@@ -6,12 +6,13 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
+from tests.engines import stack_jobs
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 from tests.ranks import RanksFailed
 
-SAVE, RESUME = "tests.engines.stack_jobs:save", "tests.engines.stack_jobs:resume"
+SAVE, RESUME = stack_jobs.save, stack_jobs.resume
 FC2 = "decoder.layers.1.mlp.linear_fc2.weight"
 KINDS = ("fully_reshardable", "dp_reshardable", "legacy", "ours")
 
@@ -44,7 +45,7 @@ def test_stock_takes_the_groups_of_our_files(sources: Sources) -> None:
     """Until 0.18 megatron-core knows a group by four keys, and gives all matrices one of the two
     groups, whoever wrote the files; since 0.19 by all."""
     folder = sources.get(4, Mcore(tp=2, overrides="decay"), SAVE, more=3, kind="ours")
-    job = "tests.engines.stack_jobs:stock_load"
+    job = stack_jobs.stock_load
     knows_all = Version(version("megatron-core")) >= Version("0.19")
     for one in sources.ranks.run(4, job, Mcore(tp=2, overrides="decay"), folder, tags=("trained",)):
         differences = [said.partition(":")[0] for said in one["differences"]["trained"]]

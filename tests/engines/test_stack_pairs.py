@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.mesh import Mesh
+from tests.engines import cross_jobs, stack_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 
-SAVE, RESUME = "tests.engines.stack_jobs:save", "tests.engines.stack_jobs:resume"
-UNDER_DEEPSPEED = "tests.engines.cross_jobs:resume"
+SAVE, RESUME = stack_jobs.save, stack_jobs.resume
+UNDER_DEEPSPEED = cross_jobs.resume
 BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
 CONSTANT: dict[str, Any] = {"style": "constant"}
@@ -145,7 +146,7 @@ def test_one_rank_goes_on_under_deepspeed_with_identical_bits(sources: Sources) 
 
 
 def test_one_rank_goes_on_from_deepspeed_with_identical_bits(sources: Sources) -> None:
-    folder = sources.get(1, Zero(zero=1, **EXACT), "tests.engines.cross_jobs:save", more=3)
+    folder = sources.get(1, Zero(zero=1, **EXACT), cross_jobs.save, more=3)
     (found,) = sources.ranks.run(1, RESUME, PLAIN, folder, tags=("trained",), three=True)
     check([found], None)
     assert found["after"] == []

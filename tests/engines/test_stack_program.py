@@ -181,7 +181,7 @@ def check_weights_alone(kind: Mcore, folder: str, want: dict[str, Any]) -> None:
 
 
 def test_it_follows_the_flags(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, "tests.engines.test_stack_program:program", str(tmp_path))
+    ranks.run(2, program, str(tmp_path))
     tree = torch.load(tmp_path / "iter_0000002" / "common.pt", weights_only=False)
     said = vars(tree["args"])
     assert said["params_dtype"] is torch.float32 and said["many"] == {"a": (1, None)}
@@ -210,7 +210,7 @@ def in_background(folder: str) -> list[str]:
 
 def test_async_save(ranks: RankPool, tmp_path: Path) -> None:
     """Each save waits for the one before it, and the older one goes when the newer one is named."""
-    job = "tests.engines.test_stack_program:in_background"
+    job = in_background
     assert ranks.run(2, job, str(tmp_path)) == [[], []]
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"
@@ -239,7 +239,7 @@ def another_format(folder: str) -> None:
 
 
 def test_another_format_is_refused_before_anybody_trains(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(1, "tests.engines.test_stack_program:another_format", str(tmp_path))
+    ranks.run(1, another_format, str(tmp_path))
     assert (tmp_path / "iter_0000001" / ".metadata").is_file()
 
 
@@ -267,7 +267,7 @@ def older_files(folder: str) -> list[str]:
 
 
 def test_megatron_lm_itself_saves_its_older_files(ranks: RankPool, tmp_path: Path) -> None:
-    (notes,) = ranks.run(1, "tests.engines.test_stack_program:older_files", str(tmp_path))
+    (notes,) = ranks.run(1, older_files, str(tmp_path))
     assert not [*tmp_path.iterdir()]
     assert any("Megatron-LM's own save writes these files" in note for note in notes)
 

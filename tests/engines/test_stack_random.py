@@ -13,6 +13,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from pretrain.megatron import models
+from tests.engines import stack_jobs
 from tests.engines.megatron_file_jobs import make
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore, random_states
@@ -22,8 +23,7 @@ from tests.formats.megatron_files import GOLDEN, copied
 from tests.formats.megatron_random import RUNS, alike, key_of, replaced, saved_states
 from tests.ranks import RankPool
 
-JOB = "tests.engines.test_stack_random:resume"
-SAVE, RESUME = "tests.engines.stack_jobs:save", "tests.engines.stack_jobs:resume"
+SAVE, RESUME = stack_jobs.save, stack_jobs.resume
 DROPOUT: dict[str, Any] = {"layers": 2, "dropout": 0.1}
 CASE = "rng_tp2dp2"
 SETUPS = {
@@ -78,26 +78,26 @@ def check_restored(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("case", SETUPS)
 def test_every_rank_goes_on_with_its_own(ranks: RankPool, case: str) -> None:
-    found = ranks.run(RUNS[case].world, JOB, case, SETUPS[case].tp)
+    found = ranks.run(RUNS[case].world, resume, case, SETUPS[case].tp)
     check_restored(found)
     for said in found:
         assert said["losses"] == pytest.approx(expected(case), rel=0, abs=1e-5)
 
 
 def test_without_them_the_losses_differ(ranks: RankPool) -> None:
-    for said in ranks.run(4, JOB, CASE, 2, rng=False):
+    for said in ranks.run(4, resume, CASE, 2, rng=False):
         assert said["left alone"] and not said["restored"]
         assert said["losses"] != pytest.approx(expected(CASE), rel=0, abs=1e-3)
 
 
 def test_another_mesh_keeps_its_own(ranks: RankPool) -> None:
-    for said in ranks.run(2, JOB, CASE, 1):
+    for said in ranks.run(2, resume, CASE, 1):
         (note,) = said["notes"]
         assert said["left alone"] and "another mesh (tp=2,pp=1,dp=2" in note
 
 
 def test_under_deepspeed_too(ranks: RankPool) -> None:
-    check_restored(ranks.run(4, f"{JOB}_under_deepspeed", CASE))
+    check_restored(ranks.run(4, resume_under_deepspeed, CASE))
 
 
 def refused(folder: str) -> tuple[str, bool]:
@@ -116,7 +116,7 @@ def test_damage_of_one_ranks_is_refused_on_all(ranks: RankPool, tmp_path: Path) 
     saved = saved_states(CASE, 1)
     del saved["np_rng_state"]
     replaced(copied(CASE, tmp_path / CASE), key_of(CASE, 1), [saved])
-    job = "tests.engines.test_stack_random:refused"
+    job = refused
     assert ranks.run(4, job, str(tmp_path / CASE)) == [("DamagedFileError", True)] * 4
 
 

@@ -11,7 +11,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.proof import is_rounded
-from tests.engines import stack_jobs
+from tests.engines import cross_jobs, stack_jobs, stack_own_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
@@ -19,10 +19,10 @@ from tests.engines.stack_states import canonical, compare
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
 from tests.formats.megatron_files import by_torch, split
-from tests.ranks import RankPool, RanksFailed
+from tests.ranks import Job, RankPool, RanksFailed
 
-ZERO_SAVE = "tests.engines.cross_jobs:save"
-RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
+ZERO_SAVE = cross_jobs.save
+RESUME, STOCK = stack_jobs.resume, stack_jobs.stock_load
 # layers with experts and without, one that sees every token, and routers' biases, which are buffers
 MIXTURE: dict[str, Any] = {"family": "mixtral", "every": 2, "shared": 8, "bias": True}
 # several buckets, and overlaps: of such runs stock's own writer loses elements
@@ -122,7 +122,7 @@ def test_pair_under_deepspeed(sources: Sources, target: Zero) -> None:
     check(found)
 
 
-JOBS: dict[type[Mcore], tuple[str, str]] = {
+JOBS: dict[type[Mcore], tuple[Job, Job]] = {
     Mcore: (SAVE, RESUME),
     Zero: (ZERO_SAVE, UNDER_DEEPSPEED),
 }
@@ -169,9 +169,7 @@ def test_an_export_of_the_memory_moves_none_of_it(
     ranks: RankPool, source: str, tmp_path: Path
 ) -> None:
     world, setup = SOURCES[source]
-    for before, after in ranks.run(
-        world, "tests.engines.stack_own_jobs:export_in_place", setup, str(tmp_path)
-    ):
+    for before, after in ranks.run(world, stack_own_jobs.export_in_place, setup, str(tmp_path)):
         assert before and before == after
     ucp.export_hf(tmp_path / "saved", tmp_path / "files", dtype="float32")
     names = [path.name for path in (tmp_path / "files").iterdir()]
@@ -200,11 +198,11 @@ def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
 
 def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) -> None:
     setup = Mcore(**MIXTURE)
-    found = ranks.run(2, "tests.engines.stack_own_jobs:own_buffers", setup, str(tmp_path))
+    found = ranks.run(2, stack_own_jobs.own_buffers, setup, str(tmp_path))
     assert all(rank["same"] for rank in found) and found[0]["want"] != found[1]["want"]
     for rank in found:
         assert rank["error"].startswith("SaveError") and "mine" in rank["error"]
-    job = "tests.engines.stack_own_jobs:load_own_buffers"
+    job = stack_own_jobs.load_own_buffers
     (refused,) = ranks.run(1, job, setup, str(tmp_path))
     assert refused.startswith("error: ") and "expert_bias" in refused
     (noted,) = ranks.run(1, job, setup, str(tmp_path), allow={"per_rank"})
@@ -214,7 +212,7 @@ def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) 
 def test_groups_of_other_rules_than_megatrons(ranks: RankPool, tmp_path: Path) -> None:
     """The files list no group's parameters, but the manifest beside them says them."""
     setup = Mcore(layers=2, style="constant")
-    job = "tests.engines.stack_own_jobs:regrouped"
+    job = stack_own_jobs.regrouped
     assert ranks.run(2, job, setup, str(tmp_path)) == [([], []), ([], [])]
 
 
@@ -269,7 +267,7 @@ def test_masters_count_where_qk_clip_scaled_weights_apart(
     ranks: RankPool, tmp_path: Path, distributed: bool
 ) -> None:
     setup = Mcore(layers=2, dtype="bf16", distributed=distributed)
-    job = "tests.engines.test_stack_saves:clipped"
+    job = clipped
     for said in ranks.run(2, job, str(tmp_path), setup):
         assert said["apart"] > 0, "there is something to tell"
         assert said["differs"] == []

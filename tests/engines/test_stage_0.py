@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engines import jobs, position_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.test_pairs import check
 
 pytestmark = pytest.mark.ranks
-RESUME = "tests.engines.jobs:resume"
+RESUME = jobs.resume
 LOW = Setup(0, "fp32", extra={"model_dtype": torch.bfloat16})
 EMPTY = Setup(0, "fp32", net="Empty")
 
@@ -32,7 +33,7 @@ def test_a_model_in_bf16_under_an_fp32_config(sources: Sources, world: int, name
 
 def test_its_weights_become_fp32_masters(sources: Sources) -> None:
     folder = sources.get(2, LOW, more=0, filled=False)
-    found = sources.ranks.run(2, "tests.engines.jobs:masters_are_equal", Setup(1, "bf16"), folder)
+    found = sources.ranks.run(2, jobs.masters_are_equal, Setup(1, "bf16"), folder)
     assert all(found)
 
 
@@ -57,7 +58,7 @@ def test_a_parameter_without_elements(  # ZeRO-3 can't gather one: torch.cat of 
     sources: Sources, source: Setup, target: Setup, steps: int, named: bool
 ) -> None:
     folder = sources.get(2, source, more=0, filled=False, attach=named, steps=steps)
-    job = "tests.engines.position_jobs:resume_empty"
+    job = position_jobs.resume_empty
     for rank in sources.ranks.run(1, job, replace(target, seed=9), folder):
         assert rank["after"] == [] and len(rank["before"]) >= 8
         assert rank["shape"] == (0, 7) and rank["steady"]

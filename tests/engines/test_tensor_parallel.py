@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.engines import tensor_jobs
 from tests.engines.sources import Sources, patterns_alone
 from tests.engines.tensor_jobs import Mega
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.tensor_jobs:"
 MESHES = [
     (tp, dp, zero) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4 for zero in (0, 1, 2, 3)
 ]
@@ -26,7 +26,7 @@ SOURCES: list[Mesh] = [(2, 2, 1), (1, 2, 3), (4, 1, 2), (2, 1, 0), (2, 2, 3), (1
 def source(sources: Sources, mesh: Mesh, family: str, **kwargs: Any) -> str:
     more = {key: kwargs.pop(key) for key in ("attach", "more") if key in kwargs}
     return sources.get(
-        mesh[0] * mesh[1], Mega(family, mesh[0], mesh[2], **kwargs), JOBS + "save", **more
+        mesh[0] * mesh[1], Mega(family, mesh[0], mesh[2], **kwargs), tensor_jobs.save, **more
     )
 
 
@@ -36,7 +36,7 @@ def resume(
     options = {"plant": kwargs.pop("plant"), "tags": ("filled",)} if "plant" in kwargs else {}
     return sources.ranks.run(
         mesh[0] * mesh[1],
-        JOBS + "resume",
+        tensor_jobs.resume,
         Mega(family, mesh[0], mesh[2], seed=9, **kwargs),
         folder,
         more,
@@ -197,7 +197,7 @@ def test_s6_s7_stock_checkpoints_with_a_family(
 
 def attempt(sources: Sources, mesh: Mesh, setup: Mega, folder: str, **kwargs: Any) -> list[dict]:
     return sources.ranks.run(
-        mesh[0] * mesh[1], JOBS + "attempt", setup, folder, timeout_s=120, **kwargs
+        mesh[0] * mesh[1], tensor_jobs.attempt, setup, folder, timeout_s=120, **kwargs
     )
 
 
@@ -355,7 +355,7 @@ def test_stock_tools_keep_working_on_our_saves(
     convert_with_stock(str(folder))
     assert (
         sources.ranks.run(
-            after, JOBS + "stock_universal", Mega(family, after, 1, seed=9), str(folder)
+            after, tensor_jobs.stock_universal, Mega(family, after, 1, seed=9), str(folder)
         )
         == [[]] * after
     )
@@ -377,7 +377,7 @@ def test_a_stock_checkpoint_with_patterns_and_no_family(
         path.unlink()
     if keep == "patterns":
         patterns_alone(folder)
-    found = sources.ranks.run(2, JOBS + "resume_plain", Mega(family, 1, 1, seed=9), str(folder))
+    found = sources.ranks.run(2, tensor_jobs.resume_plain, Mega(family, 1, 1, seed=9), str(folder))
     for rank in found:
         assert rank["differences"] == []
         assert not any("stock DeepSpeed's default" in note for note in rank["notes"])
@@ -390,7 +390,9 @@ def test_another_padding_of_the_vocabulary(
 ) -> None:
     folder = source(sources, (2, 2, 1), "llama", true_vocab=41, more=0)
     setup = Mega("llama", target[0], target[2], seed=9, true_vocab=41, vocab=rows)
-    for rank in sources.ranks.run(target[0] * target[1], JOBS + "resize_vocabulary", setup, folder):
+    for rank in sources.ranks.run(
+        target[0] * target[1], tensor_jobs.resize_vocabulary, setup, folder
+    ):
         assert "ModelMismatchError" in rank["refusal"] and "1, 2, 3, 4" in rank["refusal"]
         assert rank["wrong"] == [] and rank["compared"] > 30
         assert any("vocabulary resized" in n and note in n for n in rank["notes"])

@@ -16,13 +16,13 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.megatron.live import LiveMegatron
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.reshard.match import Fit, require_alone
+from tests.engines import muon_jobs, trainable_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
-from tests.engines.test_muon import JOBS as MUON_JOBS
 from tests.engines.test_muon import muon
 
 pytestmark = pytest.mark.ranks
-JOB, OF_MUON = "tests.engines.trainable_jobs:go_on", MUON_JOBS + "save"
+JOB, OF_MUON = trainable_jobs.go_on, muon_jobs.save
 STEPS = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 THAWED, NEW, FROZEN = "frozen.weight", "more.weight", "up.weight"

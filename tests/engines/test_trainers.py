@@ -19,6 +19,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.engines.deepspeed.model import _OF_ENGINES
 from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard.options import options_of
+from tests.engines import trainer_jobs
 from tests.engines.canonical import differences
 from tests.engines.trainer_jobs import ON
 from tests.ranks import ROOT, RankPool
@@ -46,9 +47,7 @@ def trained(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, dict[str, Any]
     """The checkpoint of an HF Trainer run at ZeRO-2 on two ranks that went on to its end, and what
     rank 0 saw."""
     folder = tmp_checkpoints / "trainer"
-    found = ranks.run(
-        2, "tests.engines.trainer_jobs:trainer", str(folder), zero=2, steps=STEPS, save_at=SAVED_AT
-    )
+    found = ranks.run(2, trainer_jobs.trainer, str(folder), zero=2, steps=STEPS, save_at=SAVED_AT)
     return str(folder / f"checkpoint-{SAVED_AT}"), found[0]
 
 
@@ -59,7 +58,7 @@ def test_hf_trainer_resumes_on_another_mesh(
     checkpoint, reference = trained
     found = ranks.run(
         dp,
-        "tests.engines.trainer_jobs:trainer",
+        trainer_jobs.trainer,
         str(tmp_path),
         zero=zero,
         steps=STEPS,
@@ -89,7 +88,7 @@ def test_the_trainers_own_counters(
 ) -> None:
     """It goes on where it was while a step has as many samples, on any number of ranks; else a note
     says what it repeats or leaves out."""
-    job, arguments = "tests.engines.trainer_jobs:trainer", {"zero": 1, "batch": batch}
+    job, arguments = trainer_jobs.trainer, {"zero": 1, "batch": batch}
     whole = ranks.run(1, job, str(tmp_path / "whole"), steps=14, zero=0)
     order = [number for step in samples(whole) for number in step]
     found = ranks.run(dp, job, str(tmp_path), steps=STEPS, resume=trained[0], **arguments)
@@ -113,7 +112,7 @@ def autotp(size: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cut(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, dict[str, Any]]:
     """As `trained`, of two ranks that share a model of AutoTP and each step's four samples."""
-    folder, job = tmp_checkpoints / "trainer_cut", "tests.engines.trainer_jobs:trainer"
+    folder, job = tmp_checkpoints / "trainer_cut", trainer_jobs.trainer
     run = {"zero": 1, "steps": STEPS, "save_at": SAVED_AT, "batch": 8, "config": autotp(2)}
     found = ranks.run(2, job, str(folder), **run)
     assert found[0]["samples"] == found[1]["samples"]
@@ -136,7 +135,7 @@ def test_the_trainer_under_autotp(
     """DeepSpeed counts the samples of a step once for each of AutoTP's ranks."""
     checkpoint, reference = cut
     options = {"resume": checkpoint, "seed": 5, "batch": batch, "config": autotp(size)}
-    job = "tests.engines.trainer_jobs:trainer"
+    job = trainer_jobs.trainer
     found = ranks.run(world, job, str(tmp_path), zero=2, steps=STEPS, **options)
     check_equal(reference["saved"], reference["begin"], found)
     if not said:
@@ -200,7 +199,7 @@ def test_stock_deepspeed_refuses_the_same_resume(
 ) -> None:
     said = ranks.run(
         1,
-        "tests.engines.trainer_jobs:refused",
+        trainer_jobs.refused,
         installed,
         config,
         folder=str(tmp_path),
@@ -222,7 +221,7 @@ def test_the_stock_key_needs_no_converted_folder_and_follows_latest(
     try:
         found = ranks.run(
             1,
-            "tests.engines.trainer_jobs:trainer",
+            trainer_jobs.trainer,
             str(tmp_path),
             zero=1,
             steps=STEPS,
@@ -241,7 +240,7 @@ def test_accelerate_resumes_on_another_mesh(
     ranks: RankPool, tmp_checkpoints: Path, tmp_path: Path, dp: int, zero: int
 ) -> None:
     folder = str(tmp_path / "state")
-    job = "tests.engines.trainer_jobs:accelerator"
+    job = trainer_jobs.accelerator
     reference = ranks.run(2, job, folder, zero=2, steps=STEPS, save_at=SAVED_AT)[0]
     found = ranks.run(dp, job, folder, zero=zero, steps=STEPS, load=True, seed=5)
     check_equal(reference["saved"], found[0]["fresh"], found)
@@ -257,7 +256,7 @@ def test_an_adapter_under_accelerate(
     ranks: RankPool, tmp_path: Path, source: int, dp: int, zero: int
 ) -> None:
     """Without the weights of its base, of which the head is tied."""
-    folder, job = str(tmp_path / "state"), "tests.engines.trainer_jobs:accelerator"
+    folder, job = str(tmp_path / "state"), trainer_jobs.accelerator
     options = {"steps": STEPS, "adapter": True}
     reference = ranks.run(2, job, folder, zero=source, save_at=SAVED_AT, **options)[0]
     found = ranks.run(dp, job, folder, zero=zero, load=True, seed=5, **options)
@@ -280,7 +279,7 @@ def test_the_section_is_found_wherever_deepspeed_finds_its_config(
         config = str(tmp_path / "ds.json")
     elif form == "base64":
         config = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-    assert ranks.run(1, "tests.engines.trainer_jobs:installed", config) == [True]
+    assert ranks.run(1, trainer_jobs.installed, config) == [True]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +299,7 @@ def test_an_unknown_key_or_value_in_the_section_is_a_named_error(
     with pytest.raises(UsageError, match=f"found: .*{found}"):
         options_of({"train_batch_size": 1, "universal_checkpoint": section})
     config = {"train_batch_size": 1, "universal_checkpoint": section}
-    assert found in ranks.run(1, "tests.engines.trainer_jobs:installed", config)[0]
+    assert found in ranks.run(1, trainer_jobs.installed, config)[0]
 
 
 NAMED = SimpleNamespace(**dict.fromkeys(_OF_ENGINES))  # what has the names of an engine
@@ -317,7 +316,7 @@ def test_an_unknown_option_of_attach_is_a_named_error() -> None:
 def test_a_folder_without_any_checkpoint_is_a_fresh_start(ranks: RankPool, tmp_path: Path) -> None:
     """As in DeepSpeed, through the engine's own method and without a tag; a tag that is not there
     is an error."""
-    found = ranks.run(1, "tests.engines.trainer_jobs:first_start", str(tmp_path))[0]
+    found = ranks.run(1, trainer_jobs.first_start, str(tmp_path))[0]
     assert found == [(None, None), (None, None), "NotFoundError", "NotFoundError"]
 
 

@@ -9,10 +9,10 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
+from tests.engines import unsaved_jobs
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.unsaved_jobs:"
 STEPPED = {"SuperOffload": "SuperOffloadOptimizer_Stage3", "ZenFlow": "ZenFlowZeroOptimizer"}
 # how a load gets what is there
 GO_ON: dict[str, dict[str, Any]] = {
@@ -37,17 +37,17 @@ SLOW = pytest.mark.slow  # SuperOffload starts a process, and that imports all a
 def test_the_cause_is_named(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str
 ) -> None:
-    for stepped in ranks.run(2, JOBS + "save", run, str(tmp_path)):
+    for stepped in ranks.run(2, unsaved_jobs.save, run, str(tmp_path)):
         assert stepped.startswith(STEPPED.get(run, "DeepSpeedZeroOptimizer_Stage3"))
     assert main(["inspect", str(tmp_path)]) == 0
     (line,) = [row for row in capsys.readouterr().out.splitlines() if "not saved" in row]
     assert run in line
     assert any(run in note for note in ucp.verify(tmp_path).notes)
-    for rank in ranks.run(2, JOBS + "load", str(tmp_path)):
+    for rank in ranks.run(2, unsaved_jobs.load, str(tmp_path)):
         assert run in rank["error"] and "what to do:" in rank["error"], rank["error"]
         assert rank["unchanged"]
     if run in GO_ON:
-        for rank in ranks.run(2, JOBS + "load", str(tmp_path), **GO_ON[run]):
+        for rank in ranks.run(2, unsaved_jobs.load, str(tmp_path), **GO_ON[run]):
             assert not rank["error"] and not rank["unchanged"], rank["error"]
             assert any(run in note for note in rank["notes"])
 
@@ -55,9 +55,9 @@ def test_the_cause_is_named(
 def test_a_healthy_run_is_not_accused(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks.run(2, JOBS + "save", "zero_quantized_weights", str(tmp_path))
+    ranks.run(2, unsaved_jobs.save, "zero_quantized_weights", str(tmp_path))
     assert main(["inspect", str(tmp_path)]) == 0
     assert "not saved" not in capsys.readouterr().out
     assert ucp.verify(tmp_path, deep=True).findings == ()
-    for rank in ranks.run(2, JOBS + "load", str(tmp_path)):
+    for rank in ranks.run(2, unsaved_jobs.load, str(tmp_path)):
         assert not rank["error"] and not rank["unchanged"]

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import value_jobs
 from tests.engines.value_jobs import to_megatron
 from tests.engines.value_kinds import KINDS, LIVE_KINDS, exactly, table
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.value_jobs:"
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_kind_in_every_place_by_every_way(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.run(2, JOBS + "matrix", str(tmp_path), timeout_s=300)
+    found = ranks.run(2, value_jobs.matrix, str(tmp_path), timeout_s=300)
     wanted = table(found[0])
     assert "NO" not in wanted
     page = (ROOT / "docs" / "reference" / "formats.md").read_text()
@@ -29,7 +29,7 @@ def test_every_kind_in_every_place_by_every_way(ranks: RankPool, tmp_path: Path)
     error = to_megatron(str(tmp_path), "attached")
     assert "a parameter group holds" in error and "value_kinds.Mode" in error
     assert not (tmp_path / "megatron").exists()
-    for rank in ranks.run(2, JOBS + "stock_of_converted", str(tmp_path)):
+    for rank in ranks.run(2, value_jobs.stock_of_converted, str(tmp_path)):
         assert rank == {key: [] for key in rank}
 
 

@@ -28,7 +28,6 @@ from tests.families.jobs import PLANTED, SIZES, Own, whole_parts
 from tests.families.own import MIXER
 from tests.ranks import RankPool
 
-JOBS = "tests.families.jobs:"
 FUSED = "layers.1.in_proj"
 ELEMS = sum(math.prod(shape) for _, _, shape in whole_parts().values())
 
@@ -43,11 +42,11 @@ def known() -> Iterator[None]:
 
 
 def source(sources: Sources, world: int, setup: Own) -> str:
-    return sources.get(world, setup, JOBS + "save")
+    return sources.get(world, setup, jobs.save)
 
 
 def resume(sources: Sources, world: int, setup: Own, folder: str, **options: Any) -> list[Any]:
-    return sources.ranks.run(world, JOBS + "resume", setup, folder, **options)
+    return sources.ranks.run(world, jobs.resume, setup, folder, **options)
 
 
 def check(found: list[Any]) -> None:
@@ -272,13 +271,13 @@ def test_flags() -> None:
 
 def test_a_trained_family_resumes_in_a_pipeline(ranks: RankPool, tmp_path: Path) -> None:
     cut = ["--tensor-model-parallel-size", "2", "--zero-stage", "2", "--save", str(tmp_path)]
-    want = ranks.run(4, JOBS + "pretrained", [*FLAGS, *cut], train=True)[0]["full"]
+    want = ranks.run(4, jobs.pretrained, [*FLAGS, *cut], train=True)[0]["full"]
     staged = ["--pipeline-model-parallel-size", "2", "--load", str(tmp_path)]
     argv = [*FLAGS, *staged, "--universal-checkpoint"]
-    have = ranks.run(2, JOBS + "pretrained", argv)[0]["full"]
+    have = ranks.run(2, jobs.pretrained, argv)[0]["full"]
     assert want.keys() == have.keys() and len(want) > 60
     assert all(torch.equal(bits(want[key]), bits(have[key])) for key in want)
-    fresh = ranks.run(2, JOBS + "pretrained", [*argv, "--load", str(tmp_path / "none")])[0]["full"]
+    fresh = ranks.run(2, jobs.pretrained, [*argv, "--load", str(tmp_path / "none")])[0]["full"]
     assert not torch.equal(
         fresh["output_layer.weight", "fp32"], want["output_layer.weight", "fp32"]
     )

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, QUIET, RATES, command, mesh, stdlib
 from tests.ranks import RankPool
 
-JOB = "tests.pretrain.jobs:run"
+JOB = jobs.run
 ITERATIONS, SAVED = 8, 4
 
 

@@ -18,9 +18,10 @@ import pytest
 import tests.scripts  # noqa: F401  (examples/lib is found from there on)
 from megatron_ucp.engines.memory import MemoryFolder
 from pretrain.elastic import AGAIN
+from tests.pretrain import jobs
 from tests.pretrain.common import LLAMA, QUIET, RATES, command, mesh, stdlib
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source
-from tests.ranks import ROOT, RankPool
+from tests.ranks import ROOT, Job, RankPool
 
 from lib.nodes import Node, Nodes, kill  # type: ignore[import-not-found]  # isort: skip
 from lib.starts import Start, lost_steps, read, wrong_losses  # type: ignore[import-not-found]  # isort: skip
@@ -175,7 +176,7 @@ NAMES = {
 }
 
 
-def start_again(ranks: RankPool, llama: Source, folder: Path, job: str, *more: str) -> Any:
+def start_again(ranks: RankPool, llama: Source, folder: Path, job: Job, *more: str) -> Any:
     """A start of an elastic run that finds the source's first save, on three ranks, of 8 samples a
     batch in the source."""
     shutil.copytree(llama.folder, folder, dirs_exist_ok=True)
@@ -197,7 +198,7 @@ def test_a_start_goes_on_with_the_sample_where_the_save_was(
         "elastic: 2 ranks, tp=1,pp=1,dp=2,zero=2; global batch 8 = 2 x 2 ranks x 2"
         in (found["said"])
     )
-    shifted = "tests.pretrain.jobs:run_shifted"
+    shifted = jobs.run_shifted
     other = start_again(ranks, llama, tmp_path / "b", shifted, *flags)["losses"]
     assert len(other) == len(after) - 1  # the run ends after as many samples
     assert all(abs(a - b) > 1e-4 for a, b in zip(other, after, strict=False))
@@ -240,12 +241,12 @@ def test_a_rank_that_is_not_signalled_wants_to_be_started_again(
 ) -> None:
     """A node is given back: its rank is done, and the others' agents shall start them again."""
     argv = llama.argv(mesh(1, 1), "--elastic", "--save", str(tmp_path), "--save-interval", "100")
-    found = ranks.run(2, "tests.pretrain.jobs:run_with_sigterm", argv, rank=1, iteration=3)
+    found = ranks.run(2, jobs.run_with_sigterm, argv, rank=1, iteration=3)
     assert [one["again"] for one in found] == [True, False]
     assert all((one["stopped_by"], one["iteration"]) == ("SIGTERM", 3) for one in found)
     assert (tmp_path / "latest").read_text() == "global_step3"
     argv = llama.argv(mesh(1, 1), "--save", str(tmp_path / "plain"))
-    found = ranks.run(2, "tests.pretrain.jobs:run_with_sigterm", argv, rank=1, iteration=3)
+    found = ranks.run(2, jobs.run_with_sigterm, argv, rank=1, iteration=3)
     assert not any(one["again"] for one in found)
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from megatron_ucp.errors import UsageError
 from pretrain.arguments import complete, parse
+from tests.pretrain import jobs
 from tests.pretrain.common import RATES, command, stdlib
 from tests.ranks import RankPool
 
-JOB = "tests.pretrain.jobs:run"
+JOB = jobs.run
 MIXTRAL = [
     "--model-family",
     "mixtral",

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
+from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, QUIET, RATES, command, mesh
 from tests.pretrain.source import JOB
 from tests.ranks import RankPool
 from tests.reshard import paper, twins
 
-STATES = "tests.pretrain.jobs:states"
+STATES = jobs.states
 DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
 RUN = command(BATCH, RATES, QUIET, DATA, "--seq-length", "8", "--train-iters", "4")
 SIZES = {

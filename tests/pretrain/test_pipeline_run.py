@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, GPT, LLAMA, RATES, command, mesh, stdlib
 from tests.ranks import RankPool
 
-JOB = "tests.pretrain.jobs:run"
+JOB = jobs.run
 ITERATIONS, SAVED = 6, 3
 MODELS = {"gpt": GPT, "llama": LLAMA}
 
@@ -223,7 +224,7 @@ def test_a_pipeline_that_stock_deepspeed_saved(
     )
     ranks.run(
         4,
-        "tests.pretrain.jobs:save_with_stock",
+        jobs.save_with_stock,
         argv(family, saved, vocabulary),
         str(tmp_path),
         SAVED,
@@ -236,7 +237,7 @@ def test_a_pipeline_that_stock_deepspeed_saved(
 def test_sigterm_stops_all_stages(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
     """One rank of the first stage gets it; the checkpoint goes on without stages."""
     flags = argv("llama", staged(2), "--save", str(tmp_path))
-    results = ranks.run(4, "tests.pretrain.jobs:run_with_sigterm", flags, rank=1, iteration=2)
+    results = ranks.run(4, jobs.run_with_sigterm, flags, rank=1, iteration=2)
     assert all((r["stopped_by"], r["iteration"]) == ("SIGTERM", 2) for r in results), results[0]
     assert (tmp_path / "latest").read_text() == "global_step2"
     resumed = ranks.run(

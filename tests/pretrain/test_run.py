@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, QUIET, RATES, command, mesh, stdlib
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source, check_resumed
 from tests.ranks import RankPool
@@ -125,7 +126,7 @@ def test_tp_that_does_not_divide_the_vocabulary(ranks: RankPool, llama: Source) 
 
 
 def test_fp16_is_refused_on_a_device_without_it(ranks: RankPool, llama: Source) -> None:
-    job = "tests.pretrain.jobs:run_without_fp16"
+    job = jobs.run_without_fp16
     result = ranks.run(1, job, llama.argv(mesh(1, 1), "--fp16"))[0]
     assert result["error"] == "UsageError" and "--fp16" in result["text"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, GPT, LLAMA, QUIET, RATES, command, mesh, stdlib
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source, check_resumed
 from tests.ranks import ROOT, RankPool
@@ -20,7 +21,7 @@ from tests.ranks import ROOT, RankPool
 
 def test_random_states(ranks: RankPool, llama: Source) -> None:
     """Same mesh: the saved ones, whatever --seed says now; another mesh, or none wanted: others."""
-    job = "tests.pretrain.jobs:random_numbers"
+    job = jobs.random_numbers
     first, again = (
         ranks.run(4, job, llama.resume(mesh(2, 1), seed)) for seed in ([], ["--seed", "5"])
     )
@@ -117,7 +118,7 @@ def check_curves(board: Any, steps: list[dict[str, Any]]) -> None:
 
 def test_sigterm_on_one_rank_stops_all(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
     argv = llama.argv(mesh(2, 1), "--save", str(tmp_path))
-    results = ranks.run(4, "tests.pretrain.jobs:run_with_sigterm", argv, rank=1, iteration=3)
+    results = ranks.run(4, jobs.run_with_sigterm, argv, rank=1, iteration=3)
     assert all((r["stopped_by"], r["iteration"]) == ("SIGTERM", 3) for r in results)
     assert (tmp_path / "latest").read_text() == "global_step3"
     resumed = ranks.run(

@@ -10,10 +10,11 @@ import pytest
 from megatron_ucp.errors import UsageError
 from pretrain import same_data
 from pretrain.arguments import complete, parse
+from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, LLAMA, QUIET, RATES, command, stdlib
 from tests.ranks import RankPool
 
-JOB = "tests.pretrain.jobs:run"
+JOB = jobs.run
 
 
 def told(*flags: str) -> str:

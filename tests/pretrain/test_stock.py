@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, GPT, LLAMA, QUIET, RATES, command, mesh, stdlib
 from tests.ranks import RankPool
 
-JOB = "tests.pretrain.jobs:run"
+JOB = jobs.run
 SAVED, ITERATIONS = 3, 6
 MODELS = {"llama": LLAMA, "gpt": GPT}
 
@@ -35,7 +36,7 @@ class Stock:
         if not folder.exists():
             self.ranks.run(
                 4,
-                "tests.pretrain.jobs:save_with_stock",
+                jobs.save_with_stock,
                 argv(family, mesh(2, zero)),
                 str(folder),
                 SAVED,

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
+from tests.pretrain import jobs
 from tests.pretrain.common import GPT, LLAMA, QUIET, RATES, command, stdlib
 from tests.pretrain.source import JOB
-from tests.ranks import RankPool
+from tests.ranks import Job, RankPool
 
 pytestmark = pytest.mark.ranks
 BATCH = ["--global-batch-size", "8", "--micro-batch-size", "2"]
 
 
 def run(
-    ranks: RankPool, world: int, sp: int, zero: int, *more: str, model: Any = GPT, job: str = JOB
+    ranks: RankPool, world: int, sp: int, zero: int, *more: str, model: Any = GPT, job: Job = JOB
 ) -> dict[str, Any]:
     flags = ["--ds-sequence-parallel-size", str(sp), "--zero-stage", str(zero)]
     words = command(model, BATCH, RATES, QUIET, stdlib(), flags, [*more])
@@ -49,7 +50,7 @@ def test_gradients_are_those_of_ranks_that_share_nothing(ranks: RankPool) -> Non
 def test_a_planted_fault_is_seen(ranks: RankPool) -> None:
     """Rotary embeddings that begin at 0 on every rank."""
     want = run(ranks, 1, 1, 1, "--train-iters", "4", model=LLAMA)["losses"]
-    job = "tests.pretrain.jobs:run_unplaced"
+    job = jobs.run_unplaced
     have = run(ranks, 2, 2, 1, "--train-iters", "4", model=LLAMA, job=job)["losses"]
     assert furthest(want, have) > 1e-4
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.pretrain import jobs
 from tests.pretrain.common import QUIET, RATES, command, mesh, stdlib
 from tests.ranks import RankPool
 
-STATES = "tests.pretrain.jobs:states"
+STATES = jobs.states
 MODEL = [
     "--model-family",
     "llama",
@@ -56,7 +57,7 @@ def test_resize(
         world, STATES, argv(mesh(world, 1), first, "--save", str(tmp_path)), train=True
     )[0]["full"]
     resume = argv(mesh(tp, 1), "--load", str(tmp_path), "--universal-checkpoint")
-    refused = ranks.run(tp, "tests.pretrain.jobs:run", resume)
+    refused = ranks.run(tp, jobs.run, resume)
     assert all(
         r["error"] == "UsageError"
         and f"a divisor of {stored}" in r["text"]

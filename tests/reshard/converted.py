@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import megatron_ucp as ucp
+from tests.engines import convert_jobs, pipeline_jobs, tensor_jobs
 from tests.engines.sources import Sources
+from tests.ranks import Job
 
-JOBS = "tests.engines.convert_jobs:"
-TENSOR, PIPE = "tests.engines.tensor_jobs:save", "tests.engines.pipeline_jobs:save"
+TENSOR, PIPE = tensor_jobs.save, pipeline_jobs.save
 Mesh = tuple[int, ...]
 
 
@@ -26,11 +27,11 @@ def loaded(
     setup: Any,
     folder: str,
     oracle: str,
-    job: str = "stock_load",
+    job: Job = convert_jobs.stock_load,
     **options: Any,
 ) -> list[str]:
     """What differs on any rank after a load."""
-    found = sources.ranks.run(world, JOBS + job, setup, folder, oracle, timeout_s=180, **options)
+    found = sources.ranks.run(world, job, setup, folder, oracle, timeout_s=180, **options)
     assert all(rank["before"] for rank in found), "the target was equal before the load"
     return [difference for rank in found for difference in rank["differences"]]
 

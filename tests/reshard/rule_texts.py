@@ -6,10 +6,12 @@ from pathlib import Path
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.reshard.rules import Checked
+from tests.engines import pipeline_jobs, tensor_jobs
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
+from tests.ranks import Job
 
-SAVE, SAVE_STAGES = "tests.engines.tensor_jobs:save", "tests.engines.pipeline_jobs:save"
+SAVE, SAVE_STAGES = tensor_jobs.save, pipeline_jobs.save
 LLAMA = r"""
 format = 1
 [[rule]]
@@ -77,7 +79,7 @@ name = 'output_layer.weight'
 """
 
 
-def stock(sources: Sources, setup: Mega, world: int = 2, save: str = SAVE) -> Path:
+def stock(sources: Sources, setup: Mega, world: int = 2, save: Job = SAVE) -> Path:
     """As stock DeepSpeed writes it: no manifest, no patterns."""
     return Path(sources.get(world, setup, save, attach=False, more=0)) / "filled"
 

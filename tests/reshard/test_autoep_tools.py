@@ -10,6 +10,7 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
+from tests.engines import autoep_jobs
 from tests.engines.autoep_jobs import Auto
 from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
@@ -17,20 +18,19 @@ from tests.reshard.test_convert_universal import stock_converted
 from tests.reshard.test_expert_tools import converted, copy_of
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.autoep_jobs"
 SIX = {"experts": 6}
 
 
 @pytest.fixture
 def shards(sources: Sources) -> Path:
     """ZeRO-3 on two expert-parallel ranks."""
-    return Path(sources.get(4, Auto(2, 3, **SIX), f"{JOBS}:save", more=0))
+    return Path(sources.get(4, Auto(2, 3, **SIX), autoep_jobs.save, more=0))
 
 
 @pytest.fixture
 def files(sources: Sources) -> Path:
     """ZeRO-1 on two expert-parallel ranks."""
-    return Path(sources.get(4, Auto(2, 1), f"{JOBS}:save", more=3))
+    return Path(sources.get(4, Auto(2, 1), autoep_jobs.save, more=3))
 
 
 @pytest.mark.parametrize(("ep", "zero"), [(1, 1), (2, 2), (1, 3)])
@@ -40,17 +40,17 @@ def test_stock_deepspeed_loads_a_conversion(
     out = converted(shards, tmp_path / "out", ucp.Mesh(dp=4, ep=ep, zero=zero))
     assert main(["verify", "--deep", str(out / "trained")]) == 0
     assert main(["diff", str(shards / "trained"), str(out / "trained")]) == 0
-    found = ranks.run(4, f"{JOBS}:stock_load", Auto(ep, zero, **SIX), str(out), timeout_s=200)
+    found = ranks.run(4, autoep_jobs.stock_load, Auto(ep, zero, **SIX), str(out), timeout_s=200)
     assert found[0] == []
 
 
 def test_a_conversion_to_zero_3_resumes(ranks: RankPool, files: Path, tmp_path: Path) -> None:
     out = converted(files, tmp_path / "out", ucp.Mesh(dp=4, ep=2, zero=3))
     assert ucp.diff(files / "filled", out / "filled") == []
-    found = ranks.run(4, f"{JOBS}:stock_load", Auto(2, 3), str(out), timeout_s=200)
+    found = ranks.run(4, autoep_jobs.stock_load, Auto(2, 3), str(out), timeout_s=200)
     assert found[0] == []
     without_manifest(out)
-    (back, *_) = ranks.run(4, f"{JOBS}:resume", Auto(4, 1), str(out), timeout_s=200)
+    (back, *_) = ranks.run(4, autoep_jobs.resume, Auto(4, 1), str(out), timeout_s=200)
     assert back["differences"] == {"filled": [], "trained": []}
 
 
@@ -107,7 +107,7 @@ def test_a_universal_folder_of_stock(
         assert {one.parameter for one in differences} == ({"scale"} if zero == 3 else set())
     if zero == 1:
         shutil.copy(source / "oracle.pt", out)
-        (found, *_) = ranks.run(4, f"{JOBS}:resume", Auto(4, 2), str(out), timeout_s=200)
+        (found, *_) = ranks.run(4, autoep_jobs.resume, Auto(4, 2), str(out), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
 
 

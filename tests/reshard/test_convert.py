@@ -9,11 +9,12 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import (
     InexactError,
 )
+from tests.engines import convert_jobs
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega
-from tests.reshard.converted import JOBS, PIPE, TENSOR, Mesh, digest, loaded, same
+from tests.reshard.converted import PIPE, TENSOR, Mesh, digest, loaded, same
 
 pytestmark = pytest.mark.ranks
 
@@ -44,7 +45,10 @@ def test_native(sources: Sources, tmp_path: Path, source: Mesh, target: Mesh, dt
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([tag, "latest"])
     setup = Setup(target[1], dtype, seed=9)
     assert loaded(sources, target[0], setup, found.path, str(folder), tag=tag) == []
-    assert loaded(sources, target[0], setup, found.path, str(folder), "our_load", tag=tag) == []
+    assert (
+        loaded(sources, target[0], setup, found.path, str(folder), convert_jobs.our_load, tag=tag)
+        == []
+    )
 
 
 def test_the_client_state_travels(sources: Sources, tmp_path: Path) -> None:
@@ -53,7 +57,7 @@ def test_the_client_state_travels(sources: Sources, tmp_path: Path) -> None:
         found = ucp.convert(folder, tmp_path / to, to=to, target=target, tag="trained")
         state = sources.ranks.run(
             2,
-            JOBS + "stock_load",
+            convert_jobs.stock_load,
             Setup(1, "bf16", seed=9),
             found.path,
             folder,
@@ -163,8 +167,8 @@ def test_tensor_parallel(
     same(found.path, universal.path)
     setup = Mega(family, tp, zero, seed=9)
     assert loaded(sources, tp * dp, setup, found.path, folder) == []
-    assert loaded(sources, tp * dp, setup, found.path, folder, "our_load") == []
-    assert loaded(sources, tp * dp, setup, universal.path, folder, "our_load") == []
+    assert loaded(sources, tp * dp, setup, found.path, folder, convert_jobs.our_load) == []
+    assert loaded(sources, tp * dp, setup, universal.path, folder, convert_jobs.our_load) == []
     if zero in (1, 2):
         assert loaded(sources, tp * dp, setup, universal.path, folder, universal=True) == []
 
@@ -197,7 +201,9 @@ def test_pipelines(
     same(Path(folder) / "filled", found.path)
     setup = Staged(family, tp, zero, pp=pp, tied=bool(tied), dtype=str(dtype), seed=9)
     assert loaded(sources, tp * dp * (pp or 1), setup, found.path, folder) == []
-    assert loaded(sources, tp * dp * (pp or 1), setup, found.path, folder, "our_load") == []
+    assert (
+        loaded(sources, tp * dp * (pp or 1), setup, found.path, folder, convert_jobs.our_load) == []
+    )
     universal = ucp.convert(folder, tmp_path / "universal", to="universal", tag="filled")
     same(found.path, universal.path)
 

@@ -10,6 +10,7 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import (
     NotFoundError,
 )
+from tests.engines import convert_jobs
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
@@ -43,7 +44,7 @@ def test_one_universal_folder_for_all_stages(
         assert {d.partition(":")[0] for d in different} <= forgets, (dp, zero)
     for dp, zero in ((2, 1), (4, 3), (1, 0)):
         setup = Setup(zero, dtype, seed=9)
-        assert loaded(sources, dp, setup, str(tmp_path), str(folder), "our_load") == []
+        assert loaded(sources, dp, setup, str(tmp_path), str(folder), convert_jobs.our_load) == []
     back = ucp.convert(found.path, tmp_path / "back", target=ucp.Mesh(dp=source[0], zero=source[1]))
     same(folder / "filled", back.path)
 
@@ -90,7 +91,9 @@ def test_stocks_own_universal_folders_are_read(
     if zero < 3:
         setup, stock = Setup(3, "bf16", seed=9), str(tmp_path / "stock")
         allow = {"narrow"}
-        assert loaded(sources, 4, setup, stock, str(folder), "our_load", allow=allow) == []
+        assert (
+            loaded(sources, 4, setup, stock, str(folder), convert_jobs.our_load, allow=allow) == []
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
@@ -101,7 +104,9 @@ def test_stocks_universal_folder_of_a_tensor_parallel_run(
     stock_converted(folder / "filled", tmp_path / "stock")
     assert ucp.diff(folder / "filled", tmp_path / "stock") == []
     setup = Mega(family, 4, 3, seed=9)
-    assert loaded(sources, 4, setup, str(tmp_path / "stock"), str(folder), "our_load") == []
+    assert (
+        loaded(sources, 4, setup, str(tmp_path / "stock"), str(folder), convert_jobs.our_load) == []
+    )
 
 
 def test_a_lost_file_of_a_universal_folder(sources: Sources, tmp_path: Path) -> None:

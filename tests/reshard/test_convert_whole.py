@@ -21,6 +21,7 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.pt.file import PtFile
+from tests.engines import convert_jobs, jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
@@ -138,9 +139,7 @@ def test_a_damaged_number_beside_the_parameters(
     with pytest.raises(DamagedFileError, match="wrong checksum"):
         ucp.convert(folder, tmp_path / "out" / "x", target=ucp.Mesh(dp=4, zero=3))
     assert list((tmp_path / "out").iterdir()) == []
-    for rank in sources.ranks.run(
-        2, "tests.engines.jobs:attempt", Setup(3, "bf16", seed=9), str(folder)
-    ):
+    for rank in sources.ranks.run(2, jobs.attempt, Setup(3, "bf16", seed=9), str(folder)):
         assert (
             rank["error"] == "DamagedFileError"
             and "wrong checksum" in rank["message"]
@@ -287,13 +286,10 @@ def test_what_was_made_without_a_manifest_is_loaded(sources: Sources, tmp_path: 
     folder = sources.get(2, Setup(1, "bf16"), attach=False, more=0)
     made = ucp.convert(folder, tmp_path / "out", target=ucp.Mesh(dp=2, zero=3), tag="filled")
     target = Setup(3, "bf16", seed=9)
-    for rank in sources.ranks.run(2, OUR_LOAD, target, made.path, folder):
+    for rank in sources.ranks.run(2, convert_jobs.our_load, target, made.path, folder):
         assert rank["differences"] == [] and len(rank["before"]) > 10
         assert any("random states: the checkpoint has none" in note for note in rank["notes"])
     named = sources.get(2, Setup(1, "bf16"), more=0)
     made = ucp.convert(named, tmp_path / "named", target=ucp.Mesh(dp=2, zero=3), tag="filled")
-    for rank in sources.ranks.run(2, OUR_LOAD, target, made.path, named):
+    for rank in sources.ranks.run(2, convert_jobs.our_load, target, made.path, named):
         assert any("random states: derived" in note for note in rank["notes"])
-
-
-OUR_LOAD = "tests.engines.convert_jobs:our_load"

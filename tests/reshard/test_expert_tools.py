@@ -11,7 +11,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.errors import RuleError
-from tests.engines import pipeline_jobs
+from tests.engines import moe_jobs, pipeline_jobs
 from tests.engines.moe_jobs import Moe
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest
@@ -19,19 +19,18 @@ from tests.engines.test_mixtral import mixtral
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-MIXTRAL, MOE = "tests.engines.pipeline_jobs", "tests.engines.moe_jobs"
 
 
 @pytest.fixture
 def mixed(sources: Sources) -> Path:
     """A Mixtral on two expert-parallel ranks."""
-    return Path(sources.get(4, mixtral(2, zero=1), f"{MIXTRAL}:save", more=0))
+    return Path(sources.get(4, mixtral(2, zero=1), pipeline_jobs.save, more=0))
 
 
 @pytest.fixture
 def own(sources: Sources) -> Path:
     """DeepSpeed's own mixtures on two expert-parallel ranks."""
-    return Path(sources.get(4, Moe(2, 1), f"{MOE}:save", more=3))
+    return Path(sources.get(4, Moe(2, 1), moe_jobs.save, more=3))
 
 
 def converted(source: Path, out: Path, target: object, tag: str = "trained") -> Path:
@@ -57,14 +56,14 @@ def test_a_conversion_resumes(
     out = converted(mixed, tmp_path / "out", mesh)
     assert main(["verify", "--deep", str(out / "trained")]) == 0
     assert main(["diff", str(mixed / "trained"), str(out / "trained")]) == 0
-    (found, *_) = ranks.run(4, f"{MIXTRAL}:resume", setup, str(out), timeout_s=200)
+    (found, *_) = ranks.run(4, pipeline_jobs.resume, setup, str(out), timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
 
 
 def test_a_pipeline_is_written(ranks: RankPool, mixed: Path, tmp_path: Path) -> None:
     target = ucp.Target(ucp.Mesh(pp=2, dp=2, ep=2, zero=1), stages="uniform")
     out = converted(mixed, tmp_path / "out", target)
-    (found, *_) = ranks.run(4, f"{MIXTRAL}:resume", mixtral(2, pp=2), str(out), timeout_s=200)
+    (found, *_) = ranks.run(4, pipeline_jobs.resume, mixtral(2, pp=2), str(out), timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
 
 
@@ -87,7 +86,7 @@ def test_stock_deepspeed_loads_a_conversion(
     """Stock goes by position: a rank's experts must come in the order of its module."""
     out = converted(own, tmp_path / "out", ucp.Mesh(dp=4, ep=ep, zero=zero))
     assert names_of_groups(out / "trained") == {"matrices", "vectors", f"ep_size_{ep}"}
-    found = ranks.run(4, f"{MOE}:stock_load", Moe(ep, zero), str(out), timeout_s=200)
+    found = ranks.run(4, moe_jobs.stock_load, Moe(ep, zero), str(out), timeout_s=200)
     assert found[0] == []
 
 
@@ -98,9 +97,9 @@ def test_stock_deepspeed_loads_frozen_experts(
     """Of what ZeRO-2's model file says of frozen parameters it would give each rank that of the
     first one; so the file says nothing of them."""
     setup = Moe(2, 1, frozen=(1, 2), scaled=True)
-    out = converted(Path(sources.get(4, setup, f"{MOE}:save", more=0)), tmp_path / "out", mesh)
+    out = converted(Path(sources.get(4, setup, moe_jobs.save, more=0)), tmp_path / "out", mesh)
     target = replace(setup, ep=mesh.ep, zero=2, seed=5)
-    assert ranks.run(4, f"{MOE}:stock_load", target, str(out), timeout_s=200)[0] == []
+    assert ranks.run(4, moe_jobs.stock_load, target, str(out), timeout_s=200)[0] == []
     kinds = {spec.kind for spec in ucp.describe(out / "trained").params if spec.expert}
     assert kinds == {"trainable", "frozen", "buffer"}
     assert ucp.verify(out / "trained", deep=True).findings == ()
@@ -120,12 +119,15 @@ def test_deepspeeds_own_experts_at_zero_3(
 def test_a_universal_folder_holds_every_expert(
     ranks: RankPool, own: Path, mixed: Path, tmp_path: Path
 ) -> None:
-    for source, job, setup in ((own, MOE, Moe(4, 1)), (mixed, MIXTRAL, mixtral(4, zero=2))):
+    for source, jobs, setup in (
+        (own, moe_jobs, Moe(4, 1)),
+        (mixed, pipeline_jobs, mixtral(4, zero=2)),
+    ):
         out = tmp_path / source.name
         for tag in ("trained", "filled"):
             ucp.convert(source / tag, out / tag, to="universal")
         shutil.copy(source / "oracle.pt", out)
-        (found, *_) = ranks.run(4, f"{job}:resume", setup, str(out), timeout_s=200)
+        (found, *_) = ranks.run(4, jobs.resume, setup, str(out), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
 
 
@@ -137,7 +139,7 @@ def test_what_stock_reads_of_a_universal_folder(
     assert main(["convert", str(mixed / "trained"), str(tmp_path / "trained")]) == 0
     assert "experts of this folder rightly at ep=1 alone" in capsys.readouterr().out
     shutil.copy(mixed / "oracle.pt", tmp_path)
-    job = f"{MIXTRAL}:stock_universal"
+    job = pipeline_jobs.stock_universal
     alone = ranks.run(2, job, replace(mixtral(1), seed=5), str(tmp_path))[0]
     assert all(one.startswith("values") for one in alone)  # buffers, which it never restores
     found = ranks.run(4, job, replace(mixtral(2), seed=5), str(tmp_path))[0]
@@ -157,17 +159,17 @@ def test_stock_loads_experts_that_all_ranks_had(
     ranks: RankPool, sources: Sources, tmp_path: Path, mesh: ucp.Mesh, setup: Staged
 ) -> None:
     """Among all others in the source, in groups and files of their own in the target."""
-    source = Path(sources.get(4, mixtral(1), f"{MIXTRAL}:save", more=0))
+    source = Path(sources.get(4, mixtral(1), pipeline_jobs.save, more=0))
     target = ucp.Target(mesh, stages="uniform" if mesh.pp > 1 else None)
     out = converted(source, tmp_path / "out", target)
     assert ucp.diff(source / "trained", out / "trained") == []
     target = replace(setup, seed=5)
-    assert ranks.run(4, f"{MOE}:stock_load", target, str(out), pipeline_jobs.make)[0] == []
+    assert ranks.run(4, moe_jobs.stock_load, target, str(out), pipeline_jobs.make)[0] == []
 
 
 def test_a_rate_of_experts_is_a_difference(sources: Sources, tmp_path: Path) -> None:
     """Also where they are among all others on one side: schedulers keep a number for each group."""
-    alone = Path(sources.get(4, mixtral(1), f"{MIXTRAL}:save", more=0)) / "trained"
+    alone = Path(sources.get(4, mixtral(1), pipeline_jobs.save, more=0)) / "trained"
     ucp.convert(alone, tmp_path / "other", target=ucp.Mesh(dp=4, ep=2, zero=1))
     source = without_manifest(shutil.copytree(alone, tmp_path / "changed"))
     for path in source.glob("*_optim_states.pt"):
@@ -186,12 +188,12 @@ def test_stock_loads_where_no_rank_has_experts_of_its_own(
 ) -> None:
     """megatron-core's experts are then among all others: the job's groups must be listed."""
     target = replace(mixtral(1, zero=zero), seed=5)
-    groups = tuple(map(tuple, ranks.run(4, f"{MIXTRAL}:groups_of", target)[0]))
+    groups = tuple(map(tuple, ranks.run(4, pipeline_jobs.groups_of, target)[0]))
     mesh = ucp.Mesh(dp=4, zero=zero)
     told = ucp.convert(mixed / "trained", tmp_path / "told" / "trained", target=mesh)
     assert any("--groups" in note for note in told.notes)
     out = converted(mixed, tmp_path / "out", ucp.Target(mesh, groups=groups))
-    found = ranks.run(4, f"{MOE}:stock_load", target, str(out), pipeline_jobs.make)
+    found = ranks.run(4, moe_jobs.stock_load, target, str(out), pipeline_jobs.make)
     assert found[0] == []
 
 
@@ -224,7 +226,7 @@ def test_a_lost_expert_is_named(own: Path, tmp_path: Path, manifest: bool) -> No
 def test_the_lost_experts_of_a_whole_layer_are_named(
     sources: Sources, tmp_path: Path, zero: int
 ) -> None:
-    source = sources.get(4, Moe(2, zero), f"{MOE}:save", more=3)
+    source = sources.get(4, Moe(2, zero), moe_jobs.save, more=3)
     folder = copy_of(Path(source), tmp_path / "lost", manifest=False)
     assert ucp.verify(folder).findings == ()
     for path in folder.glob("layer_1_expert_*"):
@@ -359,7 +361,7 @@ layout = "Replicate"
 @pytest.fixture
 def unexplained(sources: Sources, tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint whose experts are cut, and a copy without anything that says how."""
-    whole = Path(sources.get(4, mixtral(2, tp=2, zero=1), f"{MIXTRAL}:save", more=0)) / "trained"
+    whole = Path(sources.get(4, mixtral(2, tp=2, zero=1), pipeline_jobs.save, more=0)) / "trained"
     shutil.copytree(whole, tmp_path / "bare")
     return whole, without_manifest(tmp_path / "bare")
 

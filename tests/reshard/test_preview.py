@@ -18,16 +18,18 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import execute
 from megatron_ucp.reshard import plan as preview
+from tests.engines import pipeline_jobs, tensor_jobs
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega
+from tests.reshard import preview_jobs
 from tests.reshard.test_execute import COLUMNS, ROWS, plan_of, where_of
 
 READS, TENSOR, PIPE = (
-    "tests.reshard.preview_jobs:reads",
-    "tests.engines.tensor_jobs:save",
-    "tests.engines.pipeline_jobs:save",
+    preview_jobs.reads,
+    tensor_jobs.save,
+    pipeline_jobs.save,
 )
 SPLIT = {"zero_optimization": {"sub_group_size": 30}, "bf16": {"enabled": True}}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import RankPool
+from tests.reshard import guarantees, transfer_jobs
 from tests.reshard.guarantees import GUARANTEES
 from tests.reshard.pairs import PAIRS
 
@@ -24,12 +25,12 @@ def test_a_pair(pair: str, guarantee: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("pair", "guarantee"), [one for one in CASES if PAIRS[one[0]].world])
 def test_a_pair_on_ranks(pair: str, guarantee: str, tmp_path: Path, ranks: RankPool) -> None:
-    job = "tests.reshard.guarantees:on_rank"
+    job = guarantees.on_rank
     ranks.run(PAIRS[pair].world, job, guarantee, pair, str(tmp_path), timeout_s=120)
 
 
 def test_memory_to_memory(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.run(4, "tests.reshard.transfer_jobs:resize", str(tmp_path))
+    found = ranks.run(4, transfer_jobs.resize, str(tmp_path))
     for rank in found:
         assert rank["slots"] >= 3 and rank["differ"] == [], "each slot as files fill it"
         assert rank["planted"], "a value that another rank changed arrives changed"
@@ -37,6 +38,6 @@ def test_memory_to_memory(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_columns_and_a_plan_that_failed(ranks: RankPool) -> None:
-    found = ranks.run(2, "tests.reshard.transfer_jobs:columns")
+    found = ranks.run(2, transfer_jobs.columns)
     assert [rank["raised"] for rank in found] == ["RankError", "MemoryError"]
     assert [rank["values"] for rank in found] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]

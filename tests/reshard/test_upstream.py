@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
+from tests.engines import jobs, tensor_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega
+from tests.ranks import Job
+from tests.reshard import upstream_jobs
 
 pytestmark = pytest.mark.ranks
-LOADS = "tests.reshard.upstream_jobs:loads"
+LOADS = upstream_jobs.loads
 # dtype, stage, optimizer, load_optimizer_states, whether there are sub-groups, (ranks of the
 # source, ranks of the target)
 Case = tuple[str, int, str, bool, bool, tuple[int, int]]
@@ -62,9 +65,7 @@ def setup_of(case: Case, ranks: int, seed: int = 1) -> Setup:
     )
 
 
-def converted(
-    sources: Sources, ranks: int, setup: Any, job: str = "tests.engines.jobs:save"
-) -> str:
+def converted(sources: Sources, ranks: int, setup: Any, job: Job = jobs.save) -> str:
     """A folder with native saves and, beside them, the universal folder of the newest one: as
     stock's converter leaves it."""
     folder = Path(sources.get(ranks, setup, job, more=0))
@@ -199,7 +200,7 @@ STAGE_0 = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_stock_cuts_for_tensor_parallelism_at_stages_1_and_2(sources: Sources, stage: int) -> None:
     """At ZeRO-3 it takes each parameter as whole, which a rank of tp=2 has no room for."""
-    folder = converted(sources, 4, Mega("llama", 2, 1), "tests.engines.tensor_jobs:save")
+    folder = converted(sources, 4, Mega("llama", 2, 1), tensor_jobs.save)
     for rank in sources.ranks.run(2, LOADS, Mega("llama", 2, stage, seed=9), folder, True):
         assert kinds(rank["universal"]) == kinds(rank["native"]) == set()
         if stage == 3:

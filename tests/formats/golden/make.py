@@ -157,7 +157,7 @@ def make(pool: RankPool, name: str, case: Case) -> None:
     target = FOLDER / name
     shutil.rmtree(target, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        held = pool.run(2, "tests.formats.golden.make:save", case.setup, folder)[0]
+        held = pool.run(2, save, case.setup, folder)[0]
         shutil.copytree(Path(folder, "tag"), target)
     record(held, FOLDER / f"{name}.npz")
     for path in sorted(target.iterdir()):

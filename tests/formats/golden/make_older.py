@@ -133,7 +133,7 @@ def make(version: str) -> None:
     try:
         for name, case in cases_of(version).items():
             with tempfile.TemporaryDirectory() as folder:
-                job = "tests.formats.golden.make_older:save"
+                job = save
                 held = pool.run(case.world, job, case.setup, folder)[0]
                 shutil.copytree(Path(folder, "tag"), FOLDER / version / name)
             record(held, FOLDER / version / f"{name}.json")
