@@ -2,14 +2,12 @@
 `newest_whole`, and `doctor` for the machine."""
 
 import os
-import platform
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +342,9 @@ def is_tested(package: str, found: str) -> bool:
 
 
 def _libraries() -> Iterator[MachinePart]:
+    import platform  # these two are for `doctor` alone
+    from importlib.metadata import PackageNotFoundError, version
+
     yield MachinePart(
         "python", platform.python_version(), "3.11 and 3.12 are tested, 3.13 is accepted"
     )
