@@ -54,7 +54,7 @@ def main() -> int:
     pool = RankPool(RANKS, gloo=True)
     try:
         size = TINY if args.tiny else {}
-        call = ("benchmarks.fingerprint:shares", str(folder), size, args.repetitions)
+        call = (measured_shares, str(folder), size, args.repetitions)
         found = pool.run(RANKS, *call, timeout_s=1000)
     finally:
         pool.close()
@@ -145,7 +145,7 @@ class Watched:
         return timed
 
 
-def shares(folder: str, size: dict[str, int], repetitions: int) -> dict[str, float]:
+def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict[str, float]:
     """Of a direct save the seconds in the fingerprint over all, the smallest share of some
     repetitions, as others may work on the machine. Of a load what it takes longer, as a share,
     than one of the same files without a fingerprint, by medians: that one compares checksums."""

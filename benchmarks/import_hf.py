@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import load_ranks
 from benchmarks.cases import TP1Z1, TP2Z1, Mesh
 from benchmarks.machine import description
 from benchmarks.model import HEADS, TINY
@@ -25,7 +26,6 @@ from benchmarks.tool import claim
 from tests.ranks import RankPool
 
 RANKS, RESULTS, LIMIT = 2, Path(__file__).parent / "results" / "import_hf.json", 1.3
-JOBS = "benchmarks.load_ranks:"
 SMALL = TINY | {"width": 8 * HEADS}  # GPT-2 has as many elements as its heads have together
 
 
@@ -36,10 +36,10 @@ def main() -> int:
     pool = RankPool(RANKS, gloo=True)
     try:
         for mesh in (TP1Z1, TP2Z1):
-            pool.run(RANKS, JOBS + "save", str(folder), mesh, size, timeout_s=600)
+            pool.run(RANKS, load_ranks.save, str(folder), mesh, size, timeout_s=600)
             found = pool.run(
                 RANKS,
-                JOBS + "measure_weights",
+                load_ranks.measure_weights,
                 str(folder),
                 mesh,
                 size,

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import load_ranks
 from benchmarks.cases import RANKS, SUITES, Mesh, Pair, meshes, targets
 from benchmarks.load_ranks import status
 from benchmarks.machine import description
@@ -109,7 +110,7 @@ def bytes_read(
     """Bytes of the files under `folder` that each rank reads between its markers; None without
     strace."""
     ranks = pool.size
-    pool.run(ranks, "benchmarks.load_ranks:status", "VmRSS")  # the workers exist now
+    pool.run(ranks, load_ranks.status, "VmRSS")  # the workers exist now
     if shutil.which("strace") is None:
         run()
         return [None] * ranks
@@ -201,7 +202,7 @@ class Suite:
 
     def call(self, function: str, *args: Any) -> list[Any]:
         return self.pool.run(
-            self.pool.size, f"benchmarks.load_ranks:{function}", *args, timeout_s=TIMEOUT_S
+            self.pool.size, getattr(load_ranks, function), *args, timeout_s=TIMEOUT_S
         )
 
     def observed(self, mesh: Mesh, way: str, marker: str) -> list[dict[str, int]]:

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import megatron_ranks
 from benchmarks.machine import description
 from benchmarks.megatron_ranks import FULL
 from benchmarks.tool import claim
@@ -39,7 +40,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="megatron_", dir=args.folder))
     pool = RankPool(RANKS, gloo=True)
     try:
-        job, size = "benchmarks.megatron_ranks:measure", {"layers": 2} if args.tiny else FULL
+        job, size = megatron_ranks.measure, {"layers": 2} if args.tiny else FULL
         found = pool.run(RANKS, job, str(folder), size, args.repetitions, timeout_s=1500)[0]
     finally:
         pool.close()

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import memory_ranks
 from benchmarks.machine import description
 from benchmarks.model import TINY
 from benchmarks.tool import claim
@@ -38,7 +39,7 @@ def main() -> int:
     folder = tempfile.mkdtemp(prefix="memory_", dir=args.folder)
     pool = RankPool(RANKS, gloo=True)
     try:
-        job = "benchmarks.memory_ranks:measure"
+        job = memory_ranks.measure
         ranks: list[dict[str, Any]] = pool.run(
             RANKS, job, folder, SIZES[args.size], args.repetitions, timeout_s=1000
         )

@@ -19,6 +19,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks import resize_ranks
 from benchmarks.machine import description
 from benchmarks.model import TINY
 from benchmarks.resize_ranks import PAIRS
@@ -63,7 +64,7 @@ def parse() -> argparse.Namespace:
 def measured(name: str, size: str, repetitions: int) -> dict[str, Any]:
     """One pair of meshes, in processes of its own."""
     pool = RankPool(RANKS, gloo=True)
-    job = "benchmarks.resize_ranks:measure"
+    job = resize_ranks.measure
     try:
         ranks: list[dict[str, Any]] = pool.run(
             RANKS, job, name, SIZES[size], repetitions, timeout_s=1500

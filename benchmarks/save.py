@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import save_ranks
 from benchmarks.cases import Mesh
 from benchmarks.machine import description
 from benchmarks.model import TINY
@@ -63,7 +64,7 @@ def main() -> int:
     try:
         found: list[list[dict[str, Any]]] = pool.run(
             RANKS,
-            "benchmarks.save_ranks:measure",
+            save_ranks.measure,
             str(folder),
             TINY if args.tiny else {},
             args.repetitions,
@@ -102,7 +103,7 @@ def measured_ways(
     pool: RankPool, folder: Path, size: dict[str, int], repetitions: int, others: bool = True
 ) -> dict[str, list[float]]:
     """Seconds of every way to save, of the rank that took longest."""
-    call = ("benchmarks.save_ranks:measure_ways", str(folder / "ways"), Mesh(1))
+    call = (save_ranks.measure_ways, str(folder / "ways"), Mesh(1))
     found = pool.run(RANKS, *call, size, repetitions, others, timeout_s=1000)
     out: dict[str, list[float]] = {}
     for each in zip(*found, strict=True):
@@ -141,7 +142,7 @@ def anew(ranks: int, folder: Path, job: str, *args: Any) -> list[Any]:
     """What new processes give, which hold no memory of what ran before."""
     pool = RankPool(ranks, gloo=True)
     try:
-        return pool.run(ranks, f"benchmarks.save_ranks:{job}", str(folder), *args, timeout_s=1000)
+        return pool.run(ranks, getattr(save_ranks, job), str(folder), *args, timeout_s=1000)
     finally:
         pool.close()
         shutil.rmtree(folder, ignore_errors=True)

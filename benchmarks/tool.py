@@ -7,6 +7,8 @@ seconds, memory, disk.
 
 Every ratio is of medians of one run, the repetitions interleaved. Each measurement is a process of
 its own, its imports apart, for stock's converter too. Memory is the peak of RssAnon in /proc, read
+from benchmarks import load_ranks
+from benchmarks import load_ranks
 from outside, over that of a bare interpreter. The checkpoint of 124 million parameters is
 DeepSpeed's own (ZeRO-1, two ranks); the large one is written by this package's writer. Writes
 benchmarks/results/tool.json.
@@ -251,11 +253,12 @@ class Bench:
 
 def saved(folder: Path) -> Path:
     """DeepSpeed's own checkpoint of 124 million parameters."""
+    from benchmarks import load_ranks
     from benchmarks.cases import Mesh
     from tests.ranks import RankPool
 
     pool = RankPool(2, gloo=True)
-    pool.run(2, "benchmarks.load_ranks:save", str(folder), Mesh(1), {}, timeout_s=600)
+    pool.run(2, load_ranks.save, str(folder), Mesh(1), {}, timeout_s=600)
     pool.close()
     return folder / "z1"
 

@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
 def measured(source: int, target: int, size: str, repetitions: int) -> dict[str, Any]:
     """One pair of meshes, in processes of its own."""
     pool = RankPool(RANKS, gloo=True)
-    job = "benchmarks.weights:measure"
+    job = measure
     try:
         ranks = pool.run(RANKS, job, source, target, SIZES[size], repetitions, timeout_s=600)
     finally:

@@ -93,8 +93,13 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+NEEDS_MANIFEST = "a pipeline, stage 0"  # without one it is refused, whatever is missing
+
+
+@pytest.mark.parametrize(
+    ("kind", "attached"),
+    [(kind, attached) for kind in KINDS for attached in {True, kind == NEEDS_MANIFEST}],
+)
 def test_what_is_missing_of_a_save(
     sources: Sources, tmp_path: Path, kind: str, attached: bool
 ) -> None:

@@ -202,9 +202,9 @@ def test_another_number_of_stages_needs_it(ranks: RankPool, sources: Sources) ->
     ("family", "saved", "world", "flags"),
     [
         ("gpt", staged(2, tp=2), 2, mesh(1, 2)),
-        ("llama", staged(2, tp=2, zero=0), 4, staged(4)),
+        ("llama", staged(2, tp=2), 4, staged(4)),
         ("llama", staged(2), 4, mesh(2, 1)),
-        ("gpt", staged(2, zero=0), 1, mesh(1, 0)),
+        ("gpt", staged(2), 1, mesh(1, 0)),
     ],
 )
 def test_a_pipeline_that_stock_deepspeed_saved(
