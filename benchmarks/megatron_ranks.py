@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.deepspeed.optimizer import broadcast_each
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.engines.stack_jobs import (
     CONTENT,
     Engine,

@@ -7,8 +7,8 @@ import torch
 
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
-from pretrain.megatron import models, pipeline
-from pretrain.megatron.experts import Experts
+from pretrain.mcore import models, pipeline
+from pretrain.mcore.experts import Experts
 
 WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 768, 12, 12, 50304, 1024
 MIXTURE = {"width": 512, "layers": 8, "vocabulary": 8192}  # with 8 experts 124 million parameters

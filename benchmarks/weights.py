@@ -29,7 +29,7 @@ import megatron_ucp as ucp
 from benchmarks.cases import Mesh
 from benchmarks.machine import description
 from benchmarks.model import TINY, megatron
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.ranks import RankPool
 
 RANKS, RESULTS = 4, Path(__file__).parent / "results" / "weights.json"

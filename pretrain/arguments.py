@@ -400,7 +400,7 @@ def _pipeline(args: argparse.Namespace) -> None:
             found="--no-pipeline-parallel and --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}",
         )
-    from pretrain.megatron.pipeline import (
+    from pretrain.mcore.pipeline import (
         stage_method,  # here, as it imports torch: --help is quick
     )
 

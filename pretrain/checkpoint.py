@@ -33,7 +33,7 @@ from pretrain import elastic, hugging_face, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
-from pretrain.megatron import models
+from pretrain.mcore import models
 from pretrain.position import Position, count, program_of, said_of
 
 EMBEDDING = "embedding.word_embeddings.weight"

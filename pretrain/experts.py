@@ -141,7 +141,7 @@ def experts_of(args: argparse.Namespace) -> Any:
     if not has_experts(args.model_family):
         return None
     # here, as it imports torch: --help is quick
-    from pretrain.megatron.experts import Experts
+    from pretrain.mcore.experts import Experts
 
     return Experts(
         number=args.num_experts,

@@ -15,7 +15,7 @@ from megatron_ucp.errors import UsageError
 from pretrain import elastic
 from pretrain.engine import DEEPSPEED, MEGATRON, chunks_of
 from pretrain.experts import experts_of
-from pretrain.megatron import models, pipeline, ulysses
+from pretrain.mcore import models, pipeline, ulysses
 from pretrain.schedule import Scheduler, Settings
 from pretrain.stack import StackEngine
 

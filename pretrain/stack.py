@@ -6,7 +6,7 @@ from typing import Any
 import megatron_ucp as ucp
 from pretrain import elastic
 from pretrain.engine import chunks_of
-from pretrain.megatron import chunks, models
+from pretrain.mcore import chunks, models
 from pretrain.schedule import Settings
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from pretrain.data import Batches
 from pretrain.engine import MEGATRON
-from pretrain.megatron import models
-from pretrain.megatron.chunks import run_batch
+from pretrain.mcore import models
+from pretrain.mcore.chunks import run_batch
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # inputs and labels, (micro, sequence) each
 

@@ -23,7 +23,7 @@ from pretrain.data import Batches, make_samples
 from pretrain.engine import DEEPSPEED
 from pretrain.flags import FLAGS
 from pretrain.log import Progress, say
-from pretrain.megatron import experts, models
+from pretrain.mcore import experts, models
 from pretrain.position import Position, count, keep_position, program_of
 from pretrain.steps import make_steps
 from pretrain.tokenizer import make_tokenizer

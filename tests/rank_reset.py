@@ -76,7 +76,7 @@ FRESH: dict[str, dict[str, Any]] = {
         "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
     },
     # names of groups, which count from zero again: the next job would close DeepSpeed's
-    "pretrain.megatron.groups": {"_groups": set()},
+    "pretrain.mcore.groups": {"_groups": set()},
 }
 
 frozen_modules = 0

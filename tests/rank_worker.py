@@ -35,7 +35,7 @@ PRELOADED = (
     "megatron_ucp.engines.deepspeed.engine",
     "megatron_ucp.engines.load",
     "megatron_ucp.engines.megatron.save",
-    "pretrain.megatron.models",
+    "pretrain.mcore.models",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.dist_checkpointing",

@@ -205,7 +205,7 @@ def stepped(distributed: bool) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig as DdpConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from pretrain.megatron import models
+    from pretrain.mcore import models
     from tests.engines.model_jobs import GPT
 
     model = models.build(GPT)
@@ -280,7 +280,7 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str | bool]]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from pretrain.megatron import experts, models
+    from pretrain.mcore import experts, models
     from tests.engines.expert_jobs import with_experts
     from tests.engines.model_jobs import GPT, batch
 

@@ -98,9 +98,7 @@ def pointers_to(folder: Path, tag: str, own: str) -> tuple[dict[str, str], list[
         if text is not None:
             moving[name] = text
         elif (named := _tag_or_none(folder / name)) is not None:
-            notes.append(
-                f"`{name}` still names {named}, as it can't name {tag}: `{own}` is followed"
-            )
+            notes.append(f"`{name}` still names {named}, as it can't name {tag}")
     return {**moving, own: _text_for(own, tag) or tag}, notes
 
 

@@ -16,8 +16,8 @@ import megatron_ucp as ucp
 from megatron_ucp.core.layout import Shard
 from megatron_ucp.engines.megatron import model as derived
 from megatron_ucp.reshard import hybrid as renumbered
-from pretrain.megatron import models
-from pretrain.megatron.chunks import Stack, Stages
+from pretrain.mcore import models
+from pretrain.mcore.chunks import Stack, Stages
 from tests.engines.encoder_models import bert, forward_of, losses_of, t5
 from tests.engines.hybrid_models import PATTERNS, hybrid, on_cpu, with_latent_attention
 from tests.engines.planted_layouts import PLANTS

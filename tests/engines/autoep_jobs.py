@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import megatron_ucp as ucp
-from pretrain.megatron.experts import apply_patches
+from pretrain.mcore.experts import apply_patches
 from tests.engines import moe_jobs, tensor_jobs
 from tests.engines.moe_jobs import hash_of, train
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from pretrain.megatron import models, pipeline
+from pretrain.mcore import models, pipeline
 from tests.engines import pipeline_jobs, stack_states, tensor_jobs
 from tests.engines.canonical import canonical, fill
 from tests.engines.stack_jobs import BATCH, Mcore, place

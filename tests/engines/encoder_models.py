@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from pretrain.megatron import chunks, models
+from pretrain.mcore import chunks, models
 
 
 def bert(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.families import find_family
-from pretrain.megatron import experts, models, pipeline
-from pretrain.megatron.experts import Experts
+from pretrain.mcore import experts, models, pipeline
+from pretrain.mcore.experts import Experts
 from tests.engines import tensor_jobs
 from tests.engines.model_jobs import LLAMA, attempting
 from tests.ranks import allow_fp16_on_cpu

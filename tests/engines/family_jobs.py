@@ -13,7 +13,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.model import canonical_names
 from megatron_ucp.families import find_family
 from megatron_ucp.families.family import row
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.engines import any_models
 from tests.engines.any_models import BIASED, LATENT, SHARED, AnyModel
 from tests.engines.encoder_models import forward_of, windows_on_cpu

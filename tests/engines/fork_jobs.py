@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import megatron_ucp as ucp
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.engines.canonical import canonical, fill
 from tests.engines.tensor_jobs import close
 

@@ -115,7 +115,7 @@ def use(kind: str) -> None:
 @contextmanager
 def fused_norms(really: bool) -> Iterator[None]:
     """Norms are parameters of the matrix behind them, its first ones, in the models built here."""
-    from pretrain.megatron import chunks
+    from pretrain.mcore import chunks
 
     plain: Any = chunks._chunk
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from pretrain.megatron import experts, models
+from pretrain.mcore import experts, models
 
 
 class Grouped(torch.nn.Module):

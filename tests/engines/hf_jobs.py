@@ -14,7 +14,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
 from megatron_ucp.reshard.memories import Holdings
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.engines import pipeline_jobs
 from tests.engines.canonical import canonical, differences
 from tests.engines.hf_twin import wide

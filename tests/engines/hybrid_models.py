@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.engines.recurrent_models import kernels_on_cpu, mamba_layer
 
 # of attention, MLP, experts and Mamba: a layer each, as two of them make a layer of a GPTModel

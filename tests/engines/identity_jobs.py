@@ -190,7 +190,7 @@ def two_stacks(folder: str) -> tuple[str, int]:
     for step in range(2):
         stack_jobs.train(first, 1, first=step)
         ucp.wait(first.handle)
-    said, anew = "attached", partial(mock.patch, "pretrain.megatron.models.start")
+    said, anew = "attached", partial(mock.patch, "pretrain.mcore.models.start")
     try:
         with anew():
             make(world, folder, every=1)

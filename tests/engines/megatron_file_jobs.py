@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from pretrain.megatron import models
+from pretrain.mcore import models
 from pretrain.schedule import Scheduler, Settings
 from tests.engines.canonical import canonical
 

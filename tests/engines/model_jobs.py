@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.errors import UcpError
-from pretrain.megatron import models
+from pretrain.mcore import models
 
 GLOBAL_BATCH, SEQUENCE = 4, 16
 GPT = models.ModelConfig(

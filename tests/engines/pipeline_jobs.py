@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import megatron_ucp as ucp
-from pretrain.megatron import models, pipeline
-from pretrain.megatron.experts import Experts
+from pretrain.mcore import models, pipeline
+from pretrain.mcore.experts import Experts
 from tests.engines import tensor_jobs
 from tests.engines.canonical import base_of, canonical, differences, named
 from tests.engines.model import MUON, uncompiled

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.families.pipe import names
-from pretrain.megatron import models, pipeline
+from pretrain.mcore import models, pipeline
 from tests.engines.model_jobs import (
     GLOBAL_BATCH,
     GPT,

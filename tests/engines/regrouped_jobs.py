@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import megatron_ucp as ucp
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.engines import pipeline_jobs
 from tests.engines.canonical import base_of, canonical, differences
 from tests.engines.masters import without_pipeline

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from pretrain.megatron import models
-from pretrain.megatron.chunks import Buffers, Stages, build, run_batch
+from pretrain.mcore import models
+from pretrain.mcore.chunks import Buffers, Stages, build, run_batch
 from tests.engines import fused_adam
 from tests.engines.grouped_experts import grouped_experts
 from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault, rank_folder
@@ -76,7 +76,7 @@ class Mcore:
 
     @property
     def experts(self) -> Any:
-        from pretrain.megatron.experts import Experts
+        from pretrain.mcore.experts import Experts
 
         score: Any = "sigmoid" if self.bias else "softmax"
         return Experts(

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
-from pretrain.megatron.experts import Experts
+from pretrain.mcore.experts import Experts
 from tests.engines import expert_jobs
 from tests.engines.expert_jobs import MIXTRAL, Cut, with_experts
 from tests.engines.test_expert_gradients import slices

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import megatron_ucp as ucp
 from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.deepspeed.target import Target
-from pretrain.megatron.experts import Experts
+from pretrain.mcore.experts import Experts
 from tests.engines import hf_jobs, pipeline_jobs
 from tests.engines.hf_twin import transformers
 from tests.engines.pipeline_jobs import Staged

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.megatron.experts import Experts
+from pretrain.mcore.experts import Experts
 from tests.engines import pipeline_jobs
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest

@@ -11,7 +11,7 @@ import torch
 from megatron_ucp.core.box import Box
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
-from pretrain.megatron.models import ModelConfig
+from pretrain.mcore.models import ModelConfig
 from tests.engines import model_jobs
 from tests.engines.model_jobs import GPT, LLAMA, Run
 from tests.ranks import RankPool

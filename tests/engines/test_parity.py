@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from pretrain.megatron.experts import Experts
-from pretrain.megatron.models import ModelConfig
+from pretrain.mcore.experts import Experts
+from pretrain.mcore.models import ModelConfig
 from tests.engines import hf_jobs
 from tests.engines.hf_twin import transformers
 from tests.ranks import RankPool

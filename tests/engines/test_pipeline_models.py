@@ -12,8 +12,8 @@ import torch
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.pipe import names
-from pretrain.megatron.models import ModelConfig
-from pretrain.megatron.pipeline import stage_method
+from pretrain.mcore.models import ModelConfig
+from pretrain.mcore.pipeline import stage_method
 from tests.engines import model_jobs, pipeline_models
 from tests.engines.model_jobs import GPT, LLAMA, Run
 from tests.engines.pipeline_models import Staged

@@ -40,8 +40,8 @@ class Run:
 
 
 def start(setup: Mcore) -> Run:
-    from pretrain.megatron import models
-    from pretrain.megatron.chunks import Buffers, Stages, build
+    from pretrain.mcore import models
+    from pretrain.mcore.chunks import Buffers, Stages, build
     from tests.engines.stack_jobs import make_optimizer
 
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
@@ -57,7 +57,7 @@ def start(setup: Mcore) -> Run:
 
 def go_on(run: Run) -> list[float]:
     """The losses of iterations 4 to 6."""
-    from pretrain.megatron.chunks import run_batch
+    from pretrain.mcore.chunks import run_batch
 
     losses = []
     for iteration in range(3, 6):
@@ -69,7 +69,7 @@ def go_on(run: Run) -> list[float]:
 
 def next_losses(setup: Mcore, folder: str, plant: bool = False) -> tuple[list[float], int, int]:
     """Of iterations 4 to 6 after a load; the iteration and samples that it gave."""
-    from pretrain.megatron import models
+    from pretrain.mcore import models
 
     run = start(setup)
     ucp.load(run.handle, folder)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.engines import stack_jobs
 from tests.engines.megatron_file_jobs import make
 from tests.engines.sources import Sources

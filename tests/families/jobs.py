@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
-from pretrain.megatron import models
+from pretrain.mcore import models
 from tests.engines import tensor_jobs
 from tests.families.own import MIXER, NEO, MixerSizes
 from tests.families.registration import registered

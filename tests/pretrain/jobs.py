@@ -156,7 +156,7 @@ def run_unplaced(argv: list[str]) -> dict[str, Any]:
     """As `run`; where ranks share sequences, each one's positions begin at 0."""
     from unittest import mock
 
-    from pretrain.megatron import ulysses
+    from pretrain.mcore import ulysses
 
     with mock.patch.object(ulysses, "_place"):
         return run(argv)

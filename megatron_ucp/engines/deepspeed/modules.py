@@ -218,7 +218,7 @@ def refuse_unplaced(engine: Any) -> None:
                 parameter=name,
                 expected="param.group_name, as deepspeed.moe and megatron_ucp's models set it",
                 found="allreduce is False, and there is no group",
-                fix="build the model with pretrain.megatron.models, or give DeepSpeed "
+                fix="build the model with pretrain.mcore.models, or give DeepSpeed "
                 "the groups of the experts",
             )
 

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families.family import TRUE_VOCAB
 from megatron_ucp.families.pipe import TIED_KEY
-from pretrain.megatron import experts, models
-from pretrain.megatron.groups import experts_are_apart
-from pretrain.megatron.models import ModelConfig
+from pretrain.mcore import experts, models
+from pretrain.mcore.groups import experts_are_apart
+from pretrain.mcore.models import ModelConfig
 
 if TYPE_CHECKING:
     from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule

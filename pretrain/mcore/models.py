@@ -23,14 +23,14 @@ import torch.distributed as dist
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.family import TRUE_VOCAB, Builder, Declared, Model, Sizes
-from pretrain.megatron import experts
-from pretrain.megatron.experts import Experts
-from pretrain.megatron.groups import closed_by_stop as closed_by_stop
-from pretrain.megatron.groups import deepspeed_trains, expert_group_name
-from pretrain.megatron.groups import mpu as mpu
-from pretrain.megatron.groups import stage_seed as stage_seed
-from pretrain.megatron.groups import start as start
-from pretrain.megatron.groups import stop as stop
+from pretrain.mcore import experts
+from pretrain.mcore.experts import Experts
+from pretrain.mcore.groups import closed_by_stop as closed_by_stop
+from pretrain.mcore.groups import deepspeed_trains, expert_group_name
+from pretrain.mcore.groups import mpu as mpu
+from pretrain.mcore.groups import stage_seed as stage_seed
+from pretrain.mcore.groups import start as start
+from pretrain.mcore.groups import stop as stop
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.errors import UsageError
-from pretrain.megatron import ulysses
+from pretrain.mcore import ulysses
 
 PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu")
 # what either of the two engines needs besides

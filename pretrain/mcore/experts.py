@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_ucp.core.experts import check_files
 from megatron_ucp.engines.megatron.model import expert_prefixes, moe_layers
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
-from pretrain.megatron.groups import deepspeed_trains, expert_group_name, experts_are_apart
+from pretrain.mcore.groups import deepspeed_trains, expert_group_name, experts_are_apart
 
 PATCHES = ("moe_router_gemm", "moe_dispatch_on_cpu", "uneven_gather_on_cpu")
 UNDER_DEEPSPEED = ("expert_clip", "expert_norm_bf16", "expert_norm_unfused")

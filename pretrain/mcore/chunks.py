@@ -16,7 +16,7 @@ import torch
 
 from megatron_ucp.engines.megatron.model import canonical_names
 from megatron_ucp.errors import UsageError
-from pretrain.megatron import models
+from pretrain.mcore import models
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -1,2 +1,0 @@
-"""megatron-core's own models, built and trained by `pretrain_gpt.py`: process groups, pipelines,
-experts, sequence parallelism."""
