@@ -26,7 +26,7 @@ KINDS = {
     if isinstance(kind, type) and issubclass(kind, UcpError)
 }
 # what people search for, that no error of ours prints
-FOREIGN = {"dp-world-size", "unrecognized-model", "other-versions", "latest-moved"}
+FOREIGN = {"dp-world-size", "unrecognized-model", "other-versions"}
 
 
 def called(node: ast.Call) -> str:

@@ -74,7 +74,7 @@ def newest_named(folder: Path) -> Named | None:
         expected=f"`{LATEST}` and `{MEGATRON_LATEST}` that name one tag",
         found=", ".join(f"`{name}` names {tag}" for name, tag in tags.items()),
         fix="name the tag (--tag; Python: tag=), or remove the pointer that is out of date",
-        id="no-such-tag",
+        id="latest-moved",
     )
 
 
