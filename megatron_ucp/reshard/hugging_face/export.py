@@ -576,7 +576,8 @@ def export_hf(
         raise UsageError(
             "an adapter is no longer merged into its base model here",
             found=f"merge={merge!r}",
-            fix="export the adapter, then let peft merge it: "
+            fix="export the adapter, then let peft merge it, which knows every form of adapter "
+            "(target_parameters, DoRA, ...): "
             "PeftModel.from_pretrained(base, OUTPUT).merge_and_unload().save_pretrained(FOLDER)",
         )
     asked = _Asked(dtype, max_shard_size, config, tokenizer, tag, rules, family)
