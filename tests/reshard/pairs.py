@@ -16,7 +16,7 @@ import megatron_ucp as ucp
 from megatron_ucp import say
 from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.megatron import save
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
@@ -227,7 +227,7 @@ def live_export(live: Live, out: Path, **options: Any) -> Any:
 
 def saved(live: Live, out: Path, **_: Any) -> Any:
     live.engine.handle.iteration = int(out.name.removeprefix("iter_"))
-    live.engine.handle.__dict__.pop(save._KEPT, None)  # each save plans for itself
+    record_of(live.engine.handle).plan = None  # each save plans for itself
     return ucp.save(live.engine.handle, out.parent)
 
 
