@@ -45,7 +45,7 @@ from megatron_ucp.reshard.memory_layout import (
 from megatron_ucp.reshard.options import check_switch
 from megatron_ucp.reshard.transfer import TransferRun, transfer
 
-# ---- taking
+# ---- what a resize moves from
 #
 # A live run as what it is besides elements, and who holds these: what a resize moves from,
 # whatever trains in it.
@@ -136,7 +136,7 @@ def _beside(rank: int, values: RankValues, place: DataPlace) -> dict[str, bytes]
     return out
 
 
-# ---- held
+# ---- hold, and resize
 #
 # From one mesh to another without files: `hold` keeps a run in the memory of the ranks that stay,
 # `load` fills the new engine with it; `resize` does both where the world stays the same.

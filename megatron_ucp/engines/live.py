@@ -360,7 +360,7 @@ def _refuse(program: Any, *_: Any, **__: Any) -> None:
     raise EngineUnusableError(record_of(program).unusable_as)
 
 
-# ---- places
+# ---- the engine of all ranks
 #
 # A live engine as all of its places together, of which this rank holds one: what is the same
 # whatever trains in it.

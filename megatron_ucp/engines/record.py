@@ -54,7 +54,9 @@ class EngineRecord:
 def record_of(engine: Any) -> EngineRecord:
     """The record of an engine; of what is none, an empty one that nobody keeps."""
     own: dict[str, Any] = getattr(engine, "__dict__", {})
-    return own.setdefault(_RECORD, EngineRecord())
+    if _RECORD not in own:  # asked for each parameter: a new one, with its id, is made once
+        own[_RECORD] = EngineRecord()
+    return own[_RECORD]
 
 
 def run_of(engine: Any) -> OwnRun:

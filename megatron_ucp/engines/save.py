@@ -383,7 +383,8 @@ def stamp(*seen: float | None) -> float:
 def _stamp_in(folder: Path) -> float | None:
     """The latest stamp of the tags that a folder names now."""
     with suppress(OSError):  # what is wrong with a pointer is said when it moves
-        stamps = [saved_at(folder / tag) for tag in pointers_in(folder).values() if tag]
+        tags = {tag for tag in pointers_in(folder).values() if tag}  # mostly one, for both
+        stamps = [saved_at(folder / tag) for tag in tags]
         return max((stamp for stamp in stamps if stamp is not None), default=None)
     return None
 

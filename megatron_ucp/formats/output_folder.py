@@ -45,7 +45,6 @@ _OURS = re.compile(
     r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
     r"|mp_rank_\d\d(_\d\d\d){0,2}"
 )
-_MOST_PIECES = os.sysconf("SC_IOV_MAX")  # that one call writes
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 

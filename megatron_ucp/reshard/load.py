@@ -79,7 +79,7 @@ from megatron_ucp.reshard.transfer import (
     transfer,
 )
 
-# ---- own values
+# ---- per-rank values
 #
 # What a rank of a live engine gets of values that differ from rank to rank in a checkpoint.
 

@@ -213,7 +213,7 @@ def _affine(name: str, shape: tuple[int, ...], layout: Layout, tp: int) -> dict[
     return ParamAffineMap(logical_shape=shape, shard_shapes=shards, pieces_by_rank=pieces).to_dict()
 
 
-# ---- besides
+# ---- the run, apart from elements
 #
 # What a DeepSpeed engine is besides tensors, found on all ranks: what a save writes beside them,
 # and what a resize takes along.
@@ -296,7 +296,7 @@ def said_of(live: LiveEngine, found: Besides) -> dict[str, Any]:
     }
 
 
-# ---- taken
+# ---- the run that a resize moves from
 #
 # A DeepSpeed engine as a run that a resize moves from.
 

@@ -236,7 +236,7 @@ def _contiguous(pieces: tuple[Piece, ...], low: int, high: int) -> Iterator[Piec
                 yield part
 
 
-# ---- present
+# ---- current states
 #
 # The states that the optimizers of megatron-core's stack have now.
 
@@ -509,7 +509,7 @@ def _copies(present: CurrentStates, output: StackOutput) -> Sums:
     return sums_of_rank(present, is_copy)
 
 
-# ---- planned
+# ---- the plan that is kept
 #
 # What a save of megatron-core's stack plans and proves, kept for the next one: a save in the
 # background has to do nothing but copy while training stands still.
@@ -579,7 +579,7 @@ def planned(
     return record_of(stack).plan
 
 
-# ---- besides
+# ---- the run, apart from elements
 #
 # What megatron-core's stack is, found on all ranks: the states that it has now, and all besides.
 
@@ -642,7 +642,7 @@ def _scaler(live: LiveMegatron) -> LossScale:
     )
 
 
-# ---- asked
+# ---- save request
 #
 # A save of megatron-core's stack as it was asked for, in whatever format.
 
@@ -712,7 +712,7 @@ def _require_loadable(states: States) -> None:
         )
 
 
-# ---- taken
+# ---- the run that a resize moves from
 #
 # megatron-core's stack as a run that a resize moves from.
 

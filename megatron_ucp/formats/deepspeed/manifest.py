@@ -477,7 +477,7 @@ def _zero_stage(step: Optimizers) -> int:
     return {Keeper.ZERO_3: 3, Keeper.BF16: 1}.get(keeper, 0)
 
 
-# ---- stage contents
+# ---- optimizers of all places
 #
 # The optimizers of all places of a run: read from the files of each place's first rank, and
 # joined as one.

@@ -17,7 +17,7 @@ from megatron_ucp.formats.megatron.groups import SavedGroup
 from megatron_ucp.formats.param_groups import Tensors, number
 from megatron_ucp.formats.pt.refs import TensorRef, number_in
 
-# ---- extras
+# ---- counters and schedule
 #
 # What Megatron saves besides element-wise states, in this package's form.
 #
