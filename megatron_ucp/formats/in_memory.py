@@ -3,7 +3,6 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
@@ -12,7 +11,9 @@ from megatron_ucp.core.manifest_json import to_json as manifest_to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import NOT_CODED, coded, decoded
 from megatron_ucp.errors import DamagedFileError, NotFoundError
-from megatron_ucp.formats.checkpoint import Extras, OpenedFolder, Where
+from megatron_ucp.formats.byte_files import Where
+from megatron_ucp.formats.checkpoint import Checkpoint, Extras
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
 
 _NAME = "what was taken"  # of the one thing in it that is compared and asked, in place of files
@@ -58,13 +59,20 @@ def _plain(value: Any) -> Any:
     return value.said if isinstance(value, LossScale) else value
 
 
-class RunInMemory(OpenedFolder):
+class RunInMemory(Checkpoint):
     """A run that was taken, where `held` says how its elements lie now."""
 
     def __init__(self, taken: TakenRun, held: Manifest) -> None:
-        super().__init__(Path(taken.name))
-        self.manifest, self._taken = held, taken
-        self.main_file, self.file_names, self.notes = taken.name, [_NAME], [*taken.notes]
+        super().__init__(LocalFolder(taken.name))
+        self.manifest, self._taken, self.main_file = held, taken, taken.name
+
+    @property
+    def file_names(self) -> list[str]:
+        return [_NAME]
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self._taken.notes]
 
     @property
     def recorded(self) -> Manifest:
