@@ -4,24 +4,18 @@ stay, `load` fills the new engine with it; `resize` does both where the world st
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.manifest import ORIGIN, BufferPart, Manifest
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines import resume_state
 from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.load import MemorySource, load
 from megatron_ucp.engines.record import HANDLE, run_of
-from megatron_ucp.engines.resume_state import ResumableLoader
-from megatron_ucp.engines.save import position_of
-from megatron_ucp.engines.values import LiveValues
+from megatron_ucp.engines.run_state import STEPS, DataPlace, ResumableLoader, RunState
 from megatron_ucp.errors import RankError, UsageError
-from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.in_memory import RunInMemory, TakenRun
-from megatron_ucp.formats.per_rank import PER_RANK, PerRank
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender, LoadOptions, Report
 from megatron_ucp.reshard.fingerprint import (
@@ -52,20 +46,6 @@ from megatron_ucp.reshard.transfer import TransferRun, transfer
 
 
 @dataclass(frozen=True)
-class DataPlace:
-    """What a program moves that draws data: random states, as the bytes of a file (None: they are
-    not taken), and what a manifest says of the position of a loader."""
-
-    random: bytes | None
-    position: Mapping[str, Any]
-
-    @classmethod
-    def now(cls, loader: ResumableLoader | None, rng: bool) -> "DataPlace":
-        """As it is."""
-        return cls(resume_state.file_bytes() if rng else None, position_of(loader))
-
-
-@dataclass(frozen=True)
 class HoldOptions:
     """What is taken along: a `client_state`, the position of a `loader` (None: that of the loader
     that the engine was attached with), random states, and a fingerprint of all elements. `place` is
@@ -77,6 +57,10 @@ class HoldOptions:
     checksums: bool = True
     place: DataPlace | None = None
 
+    def place_now(self) -> DataPlace:
+        """Position and random states, as they are kept."""
+        return self.place or DataPlace.now(self.loader, self.rng)
+
 
 @dataclass(frozen=True)
 class LentRun:
@@ -86,54 +70,22 @@ class LentRun:
     holder: Lender
 
 
-@dataclass(frozen=True)
-class RankValues:
-    """What this rank has for itself, and what of it differs from rank to rank."""
-
-    own: LiveValues
-    apart: PerRank
-    notes: tuple[str, ...] = ()
-
-
-def lent(
-    holder: Lender, said: Mapping[str, Any], extras: Extras, values: RankValues, how: HoldOptions
-) -> LentRun:
-    """Puts together what all ranks have besides elements, which the `holder` has. `said` is what a
-    manifest says of the run. Collective. Raises a UcpError on every rank."""
-    rank, manifest = agree.world()[0], holder.manifest
+def lent(holder: Lender, state: RunState, extras: Extras, how: HoldOptions) -> LentRun:
+    """Puts together what all ranks have besides elements, which the `holder` has. Collective.
+    Raises a UcpError on every rank."""
+    manifest = holder.manifest
     with agree.together() as block:
-        sums = sums_of_rank(holder) if how.checksums else {}
-        place = how.place or DataPlace.now(how.loader, how.rng)
-        block.value = _beside(rank, values, place), sums
-    besides, every = zip(*block.values, strict=True)
-    table, apart = table_of(manifest, every)
-    position = place.position
-    run: dict[str, Any] = {**said, **position, **recorded_as(table, apart)}
-    if values.apart:
-        run[PER_RANK] = values.apart.as_value()
+        block.value = state.files, sums_of_rank(holder) if how.checksums else {}
+    files, sums = zip(*block.values, strict=True)
+    table, apart = table_of(manifest, sums)
     taken = TakenRun(
-        _name(manifest, said),
-        replace(manifest, run=run),
-        replace(extras, data_position=position.get("data")),
-        {name: data for own in besides for name, data in own.items()},
-        (*values.notes, *diverged(apart)),
+        f"memory of {manifest.mesh}/step {state.facts.get(STEPS, 0)}",
+        replace(manifest, run={**state.facts, **recorded_as(table, apart)}),
+        replace(extras, data_position=state.facts.get("data")),
+        {name: data for own in files for name, data in own.items()},
+        (*state.notes, *diverged(apart)),
     )
     return LentRun(taken, holder)
-
-
-def _name(manifest: Manifest, said: Mapping[str, Any]) -> str:
-    return f"memory of {manifest.mesh}/step {said.get(resume_state.STEPS, 0)}"
-
-
-def _beside(rank: int, values: RankValues, place: DataPlace) -> dict[str, bytes]:
-    """The small files that a save would write for this rank, by their names."""
-    out: dict[str, bytes] = {}
-    if place.random is not None:
-        out[resume_state.file_name(rank)] = place.random
-    if values.apart:
-        name = per_rank.file_name(rank)
-        out[name] = values.own.text(Path(name), values.apart).encode()
-    return out
 
 
 # ---- hold, and resize

@@ -22,6 +22,7 @@ from megatron_ucp.errors import (
     EngineUnusableError,
     LayoutError,
     ModelMismatchError,
+    SaveError,
     UnsupportedError,
 )
 from megatron_ucp.families.arguments import with_model
@@ -291,6 +292,23 @@ def _flat(said: Mapping[str, Any]) -> dict[str, Any]:
     odd: object = said.get("odd")
     more = cast("Mapping[str, Any]", odd) if isinstance(odd, dict) else {}
     return {**{name: value for name, value in said.items() if name != "odd"}, **more}
+
+
+# ---- not stepped meanwhile
+
+
+def require_unstepped(before: Mapping[str, float], now: Mapping[str, float]) -> None:
+    """Raises SaveError where an optimizer counts other steps than when the save began."""
+    if now != before:
+        other = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        was, is_ = ({key: said.get(key) for key in other[:3]} for said in (before, now))
+        raise SaveError(
+            "the optimizer stepped while its state was taken for a save",
+            expected=f"{was}, as when the save began",
+            found=f"{is_}: elements of two steps",
+            fix="save from the thread that trains, between two steps",
+            id="",
+        )
 
 
 # ---- unusable

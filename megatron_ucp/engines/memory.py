@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from megatron_ucp.engines.background import (
 )
 from megatron_ucp.engines.hold import DataPlace, HoldOptions, LentRun, MemoryRun, held_as
 from megatron_ucp.engines.record import record_of, run_of
-from megatron_ucp.engines.resume_state import STEPS, ResumableLoader
+from megatron_ucp.engines.run_state import STEPS, ResumableLoader
 from megatron_ucp.engines.save import as_save_error, stamp
 from megatron_ucp.errors import SaveError, UcpError, UsageError, some_of
 from megatron_ucp.formats import in_memory
@@ -44,7 +44,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions
 from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, sums_of_rank, table_of
 from megatron_ucp.reshard.memory_layout import CopiedLayout, HeldMemory, copied
-from megatron_ucp.reshard.options import check_saves, plain_path
+from megatron_ucp.reshard.options import IN_MEMORY, check_fields, options_for
 
 # ---- memory folder
 #
@@ -411,33 +411,23 @@ class MemoryOptions:
     client_state: Callable[[], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        check_saves(self)
-        if self.client_state is not None and not callable(self.client_state):
-            _refuse("client_state", "a function without arguments", self.client_state)
-        if self.folder is not None:
-            plain_path(self.folder)
+        check_fields(self)
 
 
-def _refuse(name: str, expected: str, found: object) -> None:
-    raise UsageError(
-        "an option of steps in memory can't be used",
-        parameter=name,
-        expected=expected,
-        found=repr(found)[:200],
-        fix=f"correct {name}, or leave keep and what belongs to it out",
-    )
-
-
-IN_MEMORY = tuple(one.name for one in fields(MemoryOptions))
-
-
-def in_memory_as(options: Mapping[str, Any]) -> MemoryOptions | None:
+def memory_options(options: Mapping[str, Any]) -> MemoryOptions | None:
     """What is kept in memory, of options of `attach`; None where nothing is. Raises UsageError."""
-    if not options:
+    given = options_for(IN_MEMORY, options)
+    if not given:
         return None
-    if missing := [name for name in ("keep", "every") if options.get(name) is None]:
-        _refuse(missing[0], f'keep="{MEMORY}" and every=', options.get(missing[0]))
-    return MemoryOptions(**options)
+    if missing := [name for name in ("keep", "every") if given.get(name) is None]:
+        raise UsageError(
+            "an option of steps in memory can't be used",
+            parameter=missing[0],
+            expected=f'keep="{MEMORY}" and every=',
+            found=repr(given.get(missing[0])),
+            fix=f"correct {missing[0]}, or leave keep and what belongs to it out",
+        )
+    return MemoryOptions(**given)
 
 
 class Attached(Protocol):

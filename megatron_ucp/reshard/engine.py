@@ -109,6 +109,7 @@ class LoadOptions:
     allow: frozenset[str] = frozenset()
     rng: bool = True
     loader: KeepsPosition | None = None
+    family: Any = None
     per_rank: Callable[[str, list[Any]], Any] | None = None
     apart: PerRank = field(default_factory=PerRank)
     own: OwnValues | None = None

@@ -1,14 +1,14 @@
 """megatron-core's stack, described for all its ranks and filled on this one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.flat import Scalars, States
 from megatron_ucp.core.join_ranks import Stage, check_replicas
-from megatron_ucp.core.manifest import Manifest, ParamGroup
+from megatron_ucp.core.manifest import BufferPart, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
@@ -19,13 +19,15 @@ from megatron_ucp.engines.live import (
     check_model,
     computes_otherwise,
     flat_view,
+    require_unstepped,
+    require_usable,
     told_by,
 )
 from megatron_ucp.engines.megatron.model import EMBEDDING, POSITIONS, bare_model
 from megatron_ucp.engines.megatron.optimizer import STRUCTURE, LiveBucket, OwnValue, Stepped
 from megatron_ucp.engines.megatron.shard import MARKS, MegatronStack, OwnPlace
-from megatron_ucp.engines.megatron.state import MegatronExtras
-from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.engines.megatron.state import MegatronExtras, require_saved_values
+from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.megatron.buffers import order_of
 from megatron_ucp.formats.megatron.groups import IDENTIFIERS, SCHEDULED
@@ -249,3 +251,77 @@ def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:
     """Which of megatron-core's groups it is, whatever the stage."""
     own = group.marks[MARKS]
     return tuple((key, own.get(key)) for key in (*IDENTIFIERS, *SCHEDULED))
+
+
+# ---- with the states that its optimizers have now
+
+
+@dataclass(frozen=True)
+class CurrentStates:
+    """What the ranks hold of masters and moments, and of values: the engine, as the `manifest` says
+    with all `states` that its optimizers have now beside the masters (none before the first
+    step). Their count of steps is in `scalars`."""
+
+    manifest: Manifest
+    live: LiveMegatron
+    states: States
+    scalars: Scalars
+
+    def parts(self) -> list[BufferPart]:
+        return self.live.parts()
+
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        return self.live.read(slot, first, last)
+
+    def give_up(self) -> None:
+        self.live.give_up()
+
+    def require_unstepped(self) -> None:
+        """Raises SaveError where an optimizer has stepped since: what was read meanwhile may be of
+        two steps. Sums of what was read can't show that: they fit it."""
+        for _, scalars in self.live.own.present():
+            require_unstepped(dict(self.scalars), dict(scalars))
+
+
+def present_states(live: LiveMegatron) -> CurrentStates:
+    """Collective; nothing is changed. Raises UsageError on every rank where states differ."""
+    with agree.together() as told:
+        told.value = live.own.present()
+    with agree.together():
+        states, scalars = _one_of([one for own in told.values for one in own])
+    buffers = tuple(
+        replace(
+            buffer,
+            states=(*buffer.states, *states),
+            members=tuple(replace(member, scalars=scalars) for member in buffer.members),
+        )
+        if buffer.stepped
+        else buffer
+        for buffer in live.manifest.buffers
+    )
+    return CurrentStates(replace(live.manifest, buffers=buffers), live, states, scalars)
+
+
+def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
+    """What all pieces of all ranks have. Raises UsageError where it is not the same."""
+    first = found[0] if found else ((), {})
+    for one in found:
+        if one != first:
+            raise UsageError(
+                "the optimizer's states are not alike",
+                expected="the same states and step of all parameters, on every rank",
+                found=f"{first} and {one}",
+                fix="step all parameters before",
+            )
+    return first
+
+
+def present_to_save(stack: MegatronStack, error: type[UcpError]) -> CurrentStates:
+    """The engine with the states that its optimizers have now, all weights gathered. Collective.
+    Raises an `error` of that class for a value that no load could give back."""
+    with agree.together():
+        require_saved_values(stack, error)
+        require_usable(stack.optimizer)
+    live = describe(stack)
+    live.finish_gathers()
+    return present_states(live)

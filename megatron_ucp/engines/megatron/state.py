@@ -1,20 +1,29 @@
 """What resumes in megatron-core's stack besides tensors: schedule, counters, loss scale, random
 states, data position."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ucp.engines.resume_state import CommonExtras
-from megatron_ucp.engines.values import Values
-from megatron_ucp.errors import StateMismatchError
-from megatron_ucp.formats.checkpoint import Checkpoint
+import torch
+
+from megatron_ucp.core.manifest import RECORDED, RUN
+from megatron_ucp.engines.megatron.model import bare_model
+from megatron_ucp.engines.megatron.optimizer import inner_optimizers
+from megatron_ucp.engines.record import run_of
+from megatron_ucp.engines.run_state import SEED, STEPS, CommonExtras, DataPlace, RunState
+from megatron_ucp.engines.values import LiveValues, Values, refuse_strange, saved_values
+from megatron_ucp.errors import StateMismatchError, UcpError
+from megatron_ucp.families.settings import recorded
+from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.groups import SCHEDULED
 from megatron_ucp.formats.megatron.run_state import OPERATIONS
 from megatron_ucp.reshard.engine import LoadOptions
 
 if TYPE_CHECKING:
+    from megatron_ucp.engines.megatron.live import LiveMegatron
     from megatron_ucp.engines.megatron.shard import MegatronStack, OwnPlace
 
 
@@ -91,6 +100,61 @@ class MegatronExtras:
         if isinstance(operations, int | float):
             stack.floating_point_operations = operations
         return [*dict.fromkeys(notes), *self.common.go_on()]
+
+
+# ------------------------------------------------ what a save writes, and a hold keeps
+
+
+def require_saved_values(stack: "MegatronStack", error: type[UcpError]) -> None:
+    """Raises an `error` of that class for a value that no load could give back."""
+    for inner in inner_optimizers(stack.optimizer):
+        groups = inner.optimizer.param_groups
+        refuse_strange(saved_values("scheduler", stack.scheduler, groups, live=False), error)
+
+
+def read_state(
+    live: "LiveMegatron", place_now: Callable[[], DataPlace], folder: Path = Path()
+) -> RunState:
+    """The state of the run that is no element of a tensor. Errors name files in `folder`.
+    Collective. Raises SaveError."""
+    stack = live.stack
+    facts = {
+        STEPS: stack.iteration,
+        SEED: torch.initial_seed(),
+        "skipped_steps": stack.skipped_iterations,
+        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
+        RUN: run_of(stack).id,
+    }
+    # a stack has no client state, and one schedule
+    buffers = {value.name: value.tensor for value in live.own.values if value.kind == "buffer"}
+    own = LiveValues(buffers, {}, None, False, {})
+    return RunState.of_ranks(facts, own, place_now, folder, live.own.taken_as)
+
+
+def read_extras(live: "LiveMegatron", client_state: Mapping[str, Any]) -> Extras:
+    """Schedule, counters and loss scale, as they are; and a client state."""
+    stack = live.stack
+    counters = {
+        "global_steps": stack.iteration,
+        "global_samples": stack.consumed_samples,
+        "skipped_steps": stack.skipped_iterations,
+    }
+    schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
+    return Extras(counters, schedule, _scaler(live), None, client_state)
+
+
+def _scaler(live: "LiveMegatron") -> LossScale:
+    """The loss scale, where it changes."""
+    scaler = next((getattr(one, "grad_scaler", None) for one in live.own.inner), None)
+    if scaler is None or not hasattr(scaler, "_growth_tracker"):
+        return LossScale()
+    return LossScale.of_megatron(
+        float(scaler.scale),
+        scaler._growth_tracker,
+        live.stack.iteration,
+        scaler.growth_interval,
+        (scaler.hysteresis, scaler._hysteresis_tracker),
+    )
 
 
 # ------------------------------------------------ schedule
