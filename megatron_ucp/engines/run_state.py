@@ -510,7 +510,7 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class CommonExtras:
+class CommonState:
     """Values of a checkpoint, ready to be set."""
 
     counters: Mapping[str, int]
@@ -521,14 +521,14 @@ class CommonExtras:
     loader: KeepsPosition | None
 
     @classmethod
-    def taken(
+    def prepare(
         cls,
         source: Checkpoint,
         values: Values,
         how: LoadOptions,
         mesh: Mesh,
         place: tuple[int, int],
-    ) -> "CommonExtras":
+    ) -> "CommonState":
         """`place` is this rank's data-parallel rank and pipeline stage. Raises StateMismatchError
         where the data position does not fit the loader."""
         saved = source.extras
@@ -543,7 +543,7 @@ class CommonExtras:
         built = values.built(dict(client), "client_state")
         return cls(saved.counters, saved.scaler, built, randoms, position, how.loader)
 
-    def go_on(self) -> list[str]:
+    def apply(self) -> list[str]:
         """Sets random states and the data position; returns notes."""
         self.randoms.apply()
         notes = [self.randoms.note] if self.randoms.note else []

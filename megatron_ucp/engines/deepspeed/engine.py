@@ -37,7 +37,7 @@ from megatron_ucp.engines.deepspeed.state import (
     saved_by_engine,
 )
 from megatron_ucp.engines.handle import Handle, check_versions
-from megatron_ucp.engines.hold import HoldOptions, LentRun, lent
+from megatron_ucp.engines.hold import HoldOptions, MemoryRun, lent
 from megatron_ucp.engines.live import require_usable
 from megatron_ucp.engines.load import (
     as_compared,
@@ -363,7 +363,7 @@ class _DeepSpeedHandle(Handle):
     def to_fill(self, family: Any) -> LiveEngine:
         return to_fill(self.program, family)
 
-    def lent(self, how: HoldOptions) -> LentRun:
+    def lent(self, how: HoldOptions) -> MemoryRun:
         how, engine = replace(how, loader=how.loader or self.how.loader), self.program
         with agree.together():
             require_usable(engine)

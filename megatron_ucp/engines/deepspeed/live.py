@@ -16,7 +16,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.deepspeed.modules import check_side_data
 from megatron_ucp.engines.deepspeed.optimizer import LiveBuffer, drop_gradients, stepper_of
 from megatron_ucp.engines.deepspeed.shard import LiveValue, OwnStage, Part, one_order
-from megatron_ucp.engines.deepspeed.state import DeepSpeedExtras, saved_by_engine
+from megatron_ucp.engines.deepspeed.state import EngineState, saved_by_engine
 from megatron_ucp.engines.live import (
     LivePlaces,
     check_model,
@@ -153,12 +153,12 @@ class LiveEngine(LivePlaces):
             check_model(source, self.own.model, self.engine.module)
         check_side_data(source, self.engine.module)
 
-    def take_extras(
+    def prepare_state(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
-    ) -> DeepSpeedExtras:
+    ) -> EngineState:
         own, place = groups[self.own_groups], (self.own.data_rank, self.own.number)
         mesh = self.manifest.mesh
-        extras = DeepSpeedExtras.read(source, self.wrapper, scheduler, own, how, mesh, place)
+        extras = EngineState.prepare(source, self.wrapper, scheduler, own, how, mesh, place)
         notes = other_steps(source.manifest, self.manifest) if how.optimizer else []
         notes += computes_otherwise(source, self.own.model, self.engine.module)
         return replace(extras, notes=(*extras.notes, *notes))

@@ -19,7 +19,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
 from megatron_ucp.engines.deepspeed.shard import parallel_of
 from megatron_ucp.engines.live import recorded_settings
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.engines.run_state import SEED, STEPS, CommonExtras, DataPlace, RunState
+from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DataPlace, RunState
 from megatron_ucp.engines.values import (
     WHAT_TRAVELS,
     LiveValues,
@@ -308,14 +308,14 @@ MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step,
 
 
 @dataclass(frozen=True)
-class DeepSpeedExtras:
+class EngineState:
     """Values ready to be set in an engine, tensors included; the loss scale where its `wrapper` is
     given. `schedules`: whether the scheduler is asked for. `others` are states of DeepSpeed's own
     helpers, `modules` what modules keep besides tensors; `module_only`: nothing else is set."""
 
     engine: Any
     wrapper: Wrapper | None
-    common: CommonExtras
+    common: CommonState
     schedules: bool
     scheduler: Any
     others: Mapping[str, Any]
@@ -329,7 +329,7 @@ class DeepSpeedExtras:
         return self.common.client_state
 
     @classmethod
-    def read(
+    def prepare(
         cls,
         source: Checkpoint,
         wrapper: Wrapper,
@@ -338,7 +338,7 @@ class DeepSpeedExtras:
         how: LoadOptions,
         mesh: Mesh,
         place: tuple[int, int],
-    ) -> "DeepSpeedExtras":
+    ) -> "EngineState":
         """`groups` are the checkpoint's for each group of the engine's stage; `place` is this
         rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
         counts other groups than the engine has, or the data position does not fit the loader."""
@@ -346,7 +346,7 @@ class DeepSpeedExtras:
         engine, ranks = wrapper.engine, source.manifest.mesh
         found, notes = _schedule(source, engine, groups, how, values) if scheduler else (None, [])
         notes += _of_the_position(source, engine, how)
-        common = CommonExtras.taken(source, values, how, mesh, place)
+        common = CommonState.prepare(source, values, how, mesh, place)
         others = source.extras.others.items()
         return cls(
             engine,
@@ -361,7 +361,7 @@ class DeepSpeedExtras:
             (*notes, *values.notes),
         )
 
-    def restore(self) -> list[str]:
+    def apply(self) -> list[str]:
         """As DeepSpeed's `_load_checkpoint` does; returns notes."""
         engine, notes = self.engine, list[str]()
         set_states(engine.module, self.modules)
@@ -377,7 +377,7 @@ class DeepSpeedExtras:
         engine.global_samples = counters.get("global_samples", samples)
         engine.skipped_steps = counters.get("skipped_steps", engine.skipped_steps)
         engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size = self.ranks
-        return notes + self.common.go_on()
+        return notes + self.common.apply()
 
     def _restore_scheduler(self, engine: Any, notes: list[str]) -> None:
         if not self.schedules:

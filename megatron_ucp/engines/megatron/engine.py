@@ -13,7 +13,7 @@ from megatron_ucp.engines.background import (
     keep_background,
 )
 from megatron_ucp.engines.handle import Handle, check_versions
-from megatron_ucp.engines.hold import HoldOptions, LentRun, lent
+from megatron_ucp.engines.hold import HoldOptions, MemoryRun, lent
 from megatron_ucp.engines.live import require_usable
 from megatron_ucp.engines.load import as_compared
 from megatron_ucp.engines.megatron.live import (
@@ -201,7 +201,7 @@ class _StackHandle(Handle):
     def to_fill(self, family: Any) -> LiveMegatron:
         return self.describe()
 
-    def lent(self, how: HoldOptions) -> LentRun:
+    def lent(self, how: HoldOptions) -> MemoryRun:
         stack = self.program
         present = present_to_save(stack, UnsupportedError)
         state = read_state(present.live, how.place_now)

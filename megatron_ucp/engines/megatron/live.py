@@ -26,7 +26,7 @@ from megatron_ucp.engines.live import (
 from megatron_ucp.engines.megatron.model import EMBEDDING, POSITIONS, bare_model
 from megatron_ucp.engines.megatron.optimizer import STRUCTURE, LiveBucket, OwnValue, Stepped
 from megatron_ucp.engines.megatron.shard import MARKS, MegatronStack, OwnPlace
-from megatron_ucp.engines.megatron.state import MegatronExtras, require_saved_values
+from megatron_ucp.engines.megatron.state import StackState, require_saved_values
 from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.megatron.buffers import order_of
@@ -131,12 +131,12 @@ class LiveMegatron(LivePlaces):
                 fix="load with load_optimizer_states=False",
             )
 
-    def take_extras(
+    def prepare_state(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
-    ) -> MegatronExtras:
+    ) -> StackState:
         own = groups[self.own_groups]
         marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
-        extras = MegatronExtras.read(source, self.stack, self.own, scheduler, marks, how)
+        extras = StackState.prepare(source, self.stack, self.own, scheduler, marks, how)
         notes = computes_otherwise(source, self.stack.model, bare_model(self.stack.chunks[0]))
         taken_as = self.own.taken_as if how.optimizer else ()
         return replace(extras, notes=(*extras.notes, *notes, *taken_as))

@@ -12,7 +12,7 @@ from megatron_ucp.core.manifest import RECORDED, RUN
 from megatron_ucp.engines.megatron.model import bare_model
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.engines.run_state import SEED, STEPS, CommonExtras, DataPlace, RunState
+from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DataPlace, RunState
 from megatron_ucp.engines.values import LiveValues, Values, refuse_strange, saved_values
 from megatron_ucp.errors import StateMismatchError, UcpError
 from megatron_ucp.families.settings import recorded
@@ -31,7 +31,7 @@ NUM_STEPS = "num_steps"  # of a schedule that counts samples
 
 
 @dataclass(frozen=True)
-class MegatronExtras:
+class StackState:
     """Values ready to be set in a stack. `schedule` are settings of the scheduler that change,
     `samples` those that it has seen (None: it is left as it is), `groups` what megatron-core kept
     of each group. Of `how` it follows what else is set."""
@@ -39,7 +39,7 @@ class MegatronExtras:
     stack: "MegatronStack"
     own: "OwnPlace"
     how: LoadOptions
-    common: CommonExtras
+    common: CommonState
     schedule: Mapping[str, Any]
     samples: int | None
     groups: Sequence[Mapping[str, Any]]
@@ -50,7 +50,7 @@ class MegatronExtras:
         return self.common.client_state
 
     @classmethod
-    def read(
+    def prepare(
         cls,
         source: Checkpoint,
         stack: "MegatronStack",
@@ -58,7 +58,7 @@ class MegatronExtras:
         scheduler: bool,
         groups: Sequence[Mapping[str, Any]],
         how: LoadOptions,
-    ) -> "MegatronExtras":
+    ) -> "StackState":
         """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
         is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
         than the checkpoint's, or the data position does not fit the loader."""
@@ -74,12 +74,12 @@ class MegatronExtras:
         elif scheduler and saved.scheduler is not None:
             notes.append("the scheduler was not restored: the engine has none")
         place = stack.mesh.partition_of(own.rank), stack.mesh.coord(own.rank).pp
-        common = CommonExtras.taken(source, values, how, stack.mesh, place)
+        common = CommonState.prepare(source, values, how, stack.mesh, place)
         kept = groups if scheduler and not _keeps_own(stack.scheduler) else []
         notes += values.notes
         return cls(stack, own, how, common, schedule, samples, kept, tuple(notes))
 
-    def restore(self) -> list[str]:
+    def apply(self) -> list[str]:
         """Sets everything; the loss scale where the states of the optimizer were loaded. Returns
         notes."""
         notes: list[str] = []
@@ -99,7 +99,7 @@ class MegatronExtras:
         operations = self.client_state.get(OPERATIONS)
         if isinstance(operations, int | float):
             stack.floating_point_operations = operations
-        return [*dict.fromkeys(notes), *self.common.go_on()]
+        return [*dict.fromkeys(notes), *self.common.apply()]
 
 
 # ------------------------------------------------ what a save writes, and a hold keeps
