@@ -4,6 +4,7 @@ groups, what its model computes, and whether a failed load left it unusable."""
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,7 +30,7 @@ from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.family import Model
 from megatron_ucp.families.settings import architecture_of
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
-from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.optimizers import DECOUPLED, Kept, steps_as
 from megatron_ucp.reshard.hugging_face.names import check_config, other_settings, settings_of
 
@@ -222,7 +223,7 @@ def check_model(source: Checkpoint, model: Model, module: Any) -> None:
     """Raises ModelMismatchError for a Hugging Face folder of a model that computes something else,
     and for other attention heads than those of the run that saved a checkpoint."""
     if source.manifest.keeper == Keeper.WEIGHTS:
-        check_config(source.folder, model, architecture_of(module))
+        check_config(Path(str(source.folder)), model, architecture_of(module))
     own = asdict(model.sizes)
     for name, saved in _recorded(source, "sizes").items():
         if name in _HEADS and own.get(name, saved) != saved:
@@ -261,8 +262,8 @@ def recorded_settings(module: Any) -> dict[str, Any]:
 def _other_settings(source: Checkpoint, module: Any) -> list[str]:
     if source.manifest.keeper != Keeper.WEIGHTS:
         return other_settings(_recorded(source, CONFIG), config_of(module), "the checkpoint")
-    path = source.folder / CONFIG_FILE
-    said = settings_of(read_json(path)) if path.is_file() else {}
+    folder = source.folder
+    said = settings_of(folder.json(CONFIG_FILE)) if folder.is_file(CONFIG_FILE) else {}
     return other_settings(said, config_of(module), CONFIG_FILE)
 
 

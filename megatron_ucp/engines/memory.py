@@ -849,7 +849,7 @@ class _Step:
         ids = {RUN: self.run_id, ORIGIN: self.origin}
         manifest = replace(manifest, run={**manifest.run, **recorded_as(table, apart), **ids})
         notes = [*self.run.notes, *diverged(apart)]
-        return in_memory.to_json(replace(self.run, original=manifest, notes=notes))
+        return in_memory.to_json(replace(self.run, original=manifest, left_behind=notes))
 
 
 def lying(manifest: Any, parts: Sequence[BufferPart], memory: torch.Tensor) -> HostMemory:

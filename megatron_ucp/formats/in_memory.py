@@ -3,7 +3,6 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
@@ -12,20 +11,21 @@ from megatron_ucp.core.manifest_json import to_json as manifest_to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import NOT_CODED, coded, decoded
 from megatron_ucp.errors import DamagedFileError, NotFoundError
-from megatron_ucp.formats.checkpoint import Extras, OpenedFolder, Where
+from megatron_ucp.formats.checkpoint import Checkpoint, Extras, Where
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
 
 _NAME = "what was taken"  # of the one thing in it that is compared and asked, in place of files
 
 
 @dataclass(eq=False)
-class RunInMemory(OpenedFolder):
+class RunInMemory(Checkpoint):
     """A run whose elements lie in the memory of ranks: all that it is besides them, in inert form.
 
     `original` says what the ranks of the run held, and `manifest` how its elements lie now; `state`
     is what a save writes beside them, and `files` the small files that it would write for each rank
     (random states, and what ranks have otherwise than each other). `name` is what messages and
-    reports call it; `notes` say what was left behind.
+    reports call it; `left_behind` are notes about what no load gets.
     """
 
     name: str
@@ -33,14 +33,22 @@ class RunInMemory(OpenedFolder):
     manifest: Manifest
     state: Extras
     files: Mapping[str, bytes]
-    notes: list[str]
+    left_behind: list[str]
 
     def __post_init__(self) -> None:
-        super().__init__(Path(self.name))
-        self.main_file, self.file_names = self.name, [_NAME]
+        super().__init__(LocalFolder(self.name))
+        self.main_file = self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, one.name) for one in fields(self))
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.left_behind]
+
+    @property
+    def file_names(self) -> list[str]:
+        return [_NAME]
 
     @property
     def recorded(self) -> Manifest:

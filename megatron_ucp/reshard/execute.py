@@ -19,7 +19,7 @@ from megatron_ucp.core.box import Ints, span, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.checkpoint import Record, Where
+from megatron_ucp.formats.byte_files import Record, Where
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.checksums import CRC_CHUNK_BYTES, SummedRun
 from megatron_ucp.reshard.findings import Progress

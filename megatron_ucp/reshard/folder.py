@@ -384,7 +384,7 @@ def require_outside(folder: Path, source: Path) -> None:
 def check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> None:
     """Compares the files of a checkpoint with each other, all of them; the output lies elsewhere.
     Raises a UcpError."""
-    require_outside(folder, source.folder)
+    require_outside(folder, Path(str(source.folder)))
     for name in source.file_names:
         source.check(name, allow)
 

@@ -33,8 +33,8 @@ from megatron_ucp.reshard.engine import (
     FingerprintCheck,
     Holder,
     LoadOptions,
-    Report,
     ReadyState,
+    Report,
 )
 from megatron_ucp.reshard.execute import OfOp, TensorOf, tensor_of
 from megatron_ucp.reshard.files import SharedFiles

@@ -428,7 +428,7 @@ def _of_the_position(source: Checkpoint, engine: Any, how: LoadOptions) -> list[
     manifest, counters = source.manifest, source.extras.counters
     counts_samples = how.loader is not None and source.extras.data_position is not None
     return notes + notes_of_batch(
-        Path(source.folder), manifest.run, counters, engine, manifest.mesh.tp, counts_samples
+        Path(str(source.folder)), manifest.run, counters, engine, manifest.mesh.tp, counts_samples
     )
 
 
