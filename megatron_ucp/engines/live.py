@@ -385,7 +385,7 @@ def _refuse(program: Any, *_: Any, **__: Any) -> None:
 # whatever trains in it.
 
 
-class OwnPart(Protocol):
+class LocalPart(Protocol):
     """What a rank holds of its place."""
 
     @property
@@ -395,7 +395,7 @@ class OwnPart(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-class LivePlaces:
+class LiveShards:
     """The engine as `stages` of all its `places`, of which this rank is `own`; `program` is what
     steps, and is marked while a load is on its way. Raises ModelMismatchError where they don't fit,
     UnsupportedError where they are not whole."""
@@ -404,7 +404,7 @@ class LivePlaces:
 
     def __init__(
         self,
-        own: OwnPart,
+        own: LocalPart,
         program: Any,
         stages: Sequence[Stage],
         places: Sequence[Coords],

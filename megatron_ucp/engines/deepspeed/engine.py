@@ -373,7 +373,9 @@ class _DeepSpeedHandle(Handle):
         live = self.present()
         state = read_state(live, how.client_state, how.place_now)
         extras = read_extras(live, how.client_state)
-        unknown = sorted({name for names in agree.collect(live.own.not_carried) for name in names})
+        unknown = sorted(
+            {name for names in agree.collect(live.shard.not_carried) for name in names}
+        )
         if unknown:
             note = f"states of the optimizer that are not known stay behind: {', '.join(unknown)}"
             state = replace(state, notes=(*state.notes, note))

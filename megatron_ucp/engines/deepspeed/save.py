@@ -211,7 +211,7 @@ class EngineSave(SaveRequest):
         stock_seconds = time.perf_counter() - before
         with as_save_error(), agree.together() as block:
             paths = _whole(written)
-            block.value = live.own.not_carried()
+            block.value = live.shard.not_carried()
         with as_save_error(), agree.together():
             if files is not None:
                 files.share()
@@ -282,7 +282,7 @@ class EngineSave(SaveRequest):
 
 def _steps_of(live: LiveEngine) -> dict[str, float]:
     """The counts of steps that this rank's optimizer and its engine have now."""
-    counts = [live.own.scalars(one) for one in live.own.buffers]
+    counts = [live.shard.scalars(one) for one in live.shard.buffers]
     own = {f"{key} of group {n}": v for n, one in enumerate(counts) for key, v in one.items()}
     return {STEPS: float(live.engine.global_steps), **own}
 

@@ -498,11 +498,11 @@ def _facts(live: "LiveEngine") -> dict[str, Any]:
     """What a manifest says of the engine, the same on all ranks; what says nothing is left out."""
     import deepspeed
 
-    engine, model, module = live.engine, live.own.model, live.engine.module
+    engine, model, module = live.engine, live.shard.model, live.engine.module
     kept = [one.value for one in saved_by_engine(engine)]
     optional = {
         RECORDED: recorded_settings(module) if model is None else recorded(model.sizes, module),
-        RENAMED: live.own.renamed,
+        RENAMED: live.shard.renamed,
         CLASSES: sorted({*named_in(kept), *names_of(kept)}),
         MEMBERS: list(dict.fromkeys(members_by_value(kept))),
         CLASS: class_of(engine.lr_scheduler),
@@ -520,10 +520,10 @@ def _facts(live: "LiveEngine") -> dict[str, Any]:
 
 def _own_values(live: "LiveEngine", client_state: Any) -> LiveValues:
     engine = live.engine
-    buffers = {n: v.tensor for n, v in live.own.values.items() if v.kind == "buffer"}
+    buffers = {n: v.tensor for n, v in live.shard.values.items() if v.kind == "buffer"}
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     compared = bool(client_state) or live.wrapper.zero == 3
-    own = live.own
+    own = live.shard
     groups = [
         (f"param_groups[{number}][{key!r}] of stage {own.number}", value)
         for number, group in enumerate(own.param_groups)
@@ -547,7 +547,7 @@ def _schedule_of_rank(live: "LiveEngine") -> tuple[int, Any, int]:
     """The stage of this rank, the scheduler's state, and how many groups the stage has."""
     scheduler = live.engine.lr_scheduler
     state = None if scheduler is None else inert(scheduler.state_dict())
-    return live.own.number, state, len(live.own.param_groups)
+    return live.shard.number, state, len(live.shard.param_groups)
 
 
 def _by_stage(ranks: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:

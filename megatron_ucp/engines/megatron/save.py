@@ -217,7 +217,7 @@ class SavedWeights:
     def use(self, present: CurrentStates) -> None:
         """From now on these weights, of the same structure."""
         self._live = present.live
-        self._tensors = {name: tensor for tensor, name in present.live.own.names.items()}
+        self._tensors = {name: tensor for tensor, name in present.live.shard.names.items()}
 
     def parts(self) -> list[BufferPart]:
         places = {(number, cut) for number, cut, _ in self._live.parts()}

@@ -139,7 +139,7 @@ def _refuse_own_groups(chunks: Sequence[Any], known: Mapping[str, Any]) -> None:
             )
 
 
-class OwnPlace:
+class LocalShard:
     """A rank's part of the stack: names, buffers, values. Nothing in the stack is changed.
     `group_of` says the group of each parameter; it is set once all ranks told theirs (see
     `own_groups`).

@@ -24,7 +24,7 @@ from megatron_ucp.reshard.engine import LoadOptions
 
 if TYPE_CHECKING:
     from megatron_ucp.engines.megatron.live import LiveMegatron
-    from megatron_ucp.engines.megatron.shard import MegatronStack, OwnPlace
+    from megatron_ucp.engines.megatron.shard import LocalShard, MegatronStack
 
 
 NUM_STEPS = "num_steps"  # of a schedule that counts samples
@@ -37,7 +37,7 @@ class StackState:
     of each group. Of `how` it follows what else is set."""
 
     stack: "MegatronStack"
-    own: "OwnPlace"
+    shard: "LocalShard"
     how: LoadOptions
     common: CommonState
     schedule: Mapping[str, Any]
@@ -54,7 +54,7 @@ class StackState:
         cls,
         source: Checkpoint,
         stack: "MegatronStack",
-        own: "OwnPlace",
+        shard: "LocalShard",
         scheduler: bool,
         groups: Sequence[Mapping[str, Any]],
         how: LoadOptions,
@@ -73,11 +73,11 @@ class StackState:
             samples = _samples(found, saved.counters, notes)
         elif scheduler and saved.scheduler is not None:
             notes.append("the scheduler was not restored: the engine has none")
-        place = stack.mesh.partition_of(own.rank), stack.mesh.coord(own.rank).pp
+        place = stack.mesh.partition_of(shard.rank), stack.mesh.coord(shard.rank).pp
         common = CommonState.prepare(source, values, how, stack.mesh, place)
         kept = groups if scheduler and not _keeps_own(stack.scheduler) else []
         notes += values.notes
-        return cls(stack, own, how, common, schedule, samples, kept, tuple(notes))
+        return cls(stack, shard, how, common, schedule, samples, kept, tuple(notes))
 
     def apply(self) -> list[str]:
         """Sets everything; the loss scale where the states of the optimizer were loaded. Returns
@@ -87,10 +87,10 @@ class StackState:
             return notes
         stack, counters = self.stack, self.common.counters
         if self.how.optimizer:
-            for inner in self.own.inner:
+            for inner in self.shard.inner:
                 _set_scaler(getattr(inner, "grad_scaler", None), self.common.scaler, notes)
             for number, saved in enumerate(self.groups):
-                _set_rates(number, self.own.param_groups[number], saved, notes)
+                _set_rates(number, self.shard.param_groups[number], saved, notes)
         if self.samples is not None:
             _set_schedule(stack.scheduler, self.schedule, self.samples, self.how.optimizer, notes)
         stack.iteration = counters.get("global_steps", stack.iteration)
@@ -126,9 +126,9 @@ def read_state(
         RUN: run_of(stack).id,
     }
     # a stack has no client state, and one schedule
-    buffers = {value.name: value.tensor for value in live.own.values if value.kind == "buffer"}
+    buffers = {value.name: value.tensor for value in live.shard.values if value.kind == "buffer"}
     own = LiveValues(buffers, {}, None, False, {})
-    return RunState.of_ranks(facts, own, place_now, folder, live.own.taken_as)
+    return RunState.of_ranks(facts, own, place_now, folder, live.shard.taken_as)
 
 
 def read_extras(live: "LiveMegatron", client_state: Mapping[str, Any]) -> Extras:
@@ -145,7 +145,7 @@ def read_extras(live: "LiveMegatron", client_state: Mapping[str, Any]) -> Extras
 
 def _scaler(live: "LiveMegatron") -> LossScale:
     """The loss scale, where it changes."""
-    scaler = next((getattr(one, "grad_scaler", None) for one in live.own.inner), None)
+    scaler = next((getattr(one, "grad_scaler", None) for one in live.shard.inner), None)
     if scaler is None or not hasattr(scaler, "_growth_tracker"):
         return LossScale()
     return LossScale.of_megatron(
