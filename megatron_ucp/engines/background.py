@@ -201,9 +201,6 @@ class SnapshotMemory:
 
 
 # ---- background
-#
-# Saves that go on while an engine trains: one at a time for each engine, by a thread of the
-# lowest priority, on connections between ranks that training does not use.
 
 
 _SAVES = "saves"

@@ -82,9 +82,6 @@ def lent(holder: Lender, state: RunState, extras: Extras, how: HoldOptions) -> "
 
 
 # ---- hold, and resize
-#
-# From one mesh to another without files: `hold` keeps a run in the memory of the ranks that stay,
-# `load` fills the new engine with it; `resize` does both where the world stays the same.
 
 
 _RELEASED = "the engine's memory may be gone, as release=True asked"

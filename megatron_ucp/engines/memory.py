@@ -380,8 +380,6 @@ def refuse_room(needed_bytes: int, room: int, path: Path, amounts: tuple[str, st
 
 # ---- memory steps
 #
-# Steps of an engine that are kept in the memory of machines, where they outlive its processes.
-#
 # Each `every` steps all elements are copied into a tmpfs while training stands still. Beside
 # training each rank then sends what other machines shall have, and sums its bytes. Only when all
 # ranks are done does the step count; the one before it is whole until then.

@@ -124,9 +124,6 @@ class StockFiles:
 
 # ---- files that this package writes
 #
-# The .pt files of a save, written in the place of `torch.save`: the same records, so that whatever
-# loads the one loads the other.
-#
 # A rank writes the files that the engine's program gives it (`save`), at once, or from a snapshot
 # once training goes on. What several ranks of a machine hold alike is written by all of them, a
 # range each (`share`): the file's owner makes it, and writes what stands around the records when

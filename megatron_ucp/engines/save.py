@@ -398,11 +398,11 @@ _NO_LOCKS = (
     "this file system has no locks (flock): nothing keeps another job out that saves into this "
     "folder at the same time"
 )
-NOT_SAVED = "the checkpoint was not saved; `latest` and all older tags are as they were"
+SAVE_FAILED = "the checkpoint was not saved; `latest` and all older tags are as they were"
 
 
 @contextmanager
-def as_save_error(problem: str = NOT_SAVED) -> Iterator[None]:
+def as_save_error(problem: str = SAVE_FAILED) -> Iterator[None]:
     """Inside, what the operating system refuses is a save that failed: the `problem`."""
     try:
         yield

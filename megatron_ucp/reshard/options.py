@@ -381,7 +381,7 @@ class AnyOption:
         """Takes everything."""
 
 
-class Rule(Protocol):
+class ValueCheck(Protocol):
     """Checks the value of an option."""
 
     def check(self, name: str, value: object) -> None:
@@ -401,7 +401,7 @@ class Option:
     DeepSpeed config (None: it can't be said there)."""
 
     of: tuple[str, ...]
-    rule: Rule
+    rule: ValueCheck
     kind: type | tuple[type, ...] | None = None
 
 

@@ -371,8 +371,8 @@ class _DeepSpeedHandle(Handle):
             refuse_strange(saved_by_caller(how.client_state, engine, None))
             refuse_strange(saved_by_engine(engine), left=self.how.values_left)
         live = self.present()
-        state = read_state(live, how.client_state, how.place_now)
-        extras = read_extras(live, how.client_state)
+        state = read_state(live.shard, how.client_state, how.place_now)
+        extras = read_extras(live.shard, how.client_state)
         unknown = sorted(
             {name for names in agree.collect(live.shard.not_carried) for name in names}
         )

@@ -48,8 +48,6 @@ from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.hugging_face.released import reader
 
 # ---- live
-#
-# A live DeepSpeed engine, described for all its ranks and filled on this one.
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":

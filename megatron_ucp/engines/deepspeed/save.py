@@ -171,13 +171,10 @@ def _affine(name: str, shape: tuple[int, ...], layout: Layout, tp: int) -> dict[
 
 # ---- save
 #
-# `save_checkpoint` of an attached engine: DeepSpeed's own files, whole and on disk before any
-# name says so.
-#
 # Order: DeepSpeed writes into a folder aside; every rank writes its random states and syncs its
-# files and the folder; all agree; rank 0 writes and syncs the manifest, gives the folder the
-# tag's name, and replaces `latest` by rename. A failure of any rank before that leaves `latest`
-# and every older tag as they were; one in the last two steps says what is there.
+# files and the folder; all agree; rank 0 writes and syncs the manifest, gives the folder the tag's
+# name, and replaces `latest` by rename. A failure of any rank before that leaves `latest` and every
+# older tag as they were; one in the last two steps says what is there.
 
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
@@ -204,7 +201,7 @@ class EngineSave(SaveRequest):
         live = describe(self.engine, self.model, present=True)
         steps = _steps_of(live)
         place_now = partial(DataPlace.now, self.options.loader, self.options.rng)
-        state = read_state(live, self.client_state, place_now, self.aside)
+        state = read_state(live.shard, self.client_state, place_now, self.aside)
         files = self._rank_files(sync, left)
         before = time.perf_counter()
         written = self._stock(files)

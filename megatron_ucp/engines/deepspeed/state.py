@@ -4,7 +4,7 @@ state, extra states of modules, random states, data position."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     micro_batches,
     wrapper_of,
 )
-from megatron_ucp.engines.deepspeed.shard import parallel_of
+from megatron_ucp.engines.deepspeed.shard import LocalShard, parallel_of
 from megatron_ucp.engines.live import recorded_settings
 from megatron_ucp.engines.record import run_of
 from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DataPlace, RunState
@@ -48,9 +48,6 @@ from megatron_ucp.formats.schedules import counted_groups, of_all_stages
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import LoadOptions
 from megatron_ucp.reshard.match import scheduler_for
-
-if TYPE_CHECKING:
-    from megatron_ucp.engines.deepspeed.live import LiveEngine
 
 # ---- extra state
 #
@@ -297,9 +294,6 @@ def _goes_on(found: int, taken: int) -> str:
 
 
 # ---- restore
-#
-# What resumes in a DeepSpeed engine besides tensors: scheduler, counters, loss scale, client
-# state, random states, data position.
 
 
 # of a loss scale, what some files don't say and a step reads
@@ -473,7 +467,7 @@ def set_scaler(engine: Any, wrapper: Any, saved: LossScale, notes: list[str]) ->
 
 
 def read_state(
-    live: "LiveEngine",
+    shard: LocalShard,
     client_state: Any,
     place_now: Callable[[], DataPlace],
     folder: Path = Path(),
@@ -481,10 +475,10 @@ def read_state(
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""
     notes = list[str]()
-    waiting = micro_batches(live.engine) if in_the_middle(live.engine, live.wrapper) else None
+    waiting = micro_batches(shard.engine) if in_the_middle(shard.engine, shard.wrapper) else None
     with agree.together():
-        facts = _facts(live)
-        own = _own_values(live, client_state)
+        facts = _facts(shard)
+        own = _own_values(shard, client_state)
         if waiting is not None:
             facts[MIDDLE] = waiting
             notes.append(
@@ -494,15 +488,15 @@ def read_state(
     return RunState.of_ranks(facts, own, place_now, folder, notes)
 
 
-def _facts(live: "LiveEngine") -> dict[str, Any]:
+def _facts(shard: LocalShard) -> dict[str, Any]:
     """What a manifest says of the engine, the same on all ranks; what says nothing is left out."""
     import deepspeed
 
-    engine, model, module = live.engine, live.shard.model, live.engine.module
+    engine, model, module = shard.engine, shard.model, shard.engine.module
     kept = [one.value for one in saved_by_engine(engine)]
     optional = {
         RECORDED: recorded_settings(module) if model is None else recorded(model.sizes, module),
-        RENAMED: live.shard.renamed,
+        RENAMED: shard.renamed,
         CLASSES: sorted({*named_in(kept), *names_of(kept)}),
         MEMBERS: list(dict.fromkeys(members_by_value(kept))),
         CLASS: class_of(engine.lr_scheduler),
@@ -518,36 +512,35 @@ def _facts(live: "LiveEngine") -> dict[str, Any]:
     }
 
 
-def _own_values(live: "LiveEngine", client_state: Any) -> LiveValues:
-    engine = live.engine
-    buffers = {n: v.tensor for n, v in live.shard.values.items() if v.kind == "buffer"}
+def _own_values(shard: LocalShard, client_state: Any) -> LiveValues:
+    engine = shard.engine
+    buffers = {n: v.tensor for n, v in shard.values.items() if v.kind == "buffer"}
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
-    compared = bool(client_state) or live.wrapper.zero == 3
-    own = live.shard
+    compared = bool(client_state) or shard.wrapper.zero == 3
     groups = [
-        (f"param_groups[{number}][{key!r}] of stage {own.number}", value)
-        for number, group in enumerate(own.param_groups)
+        (f"param_groups[{number}][{key!r}] of stage {shard.number}", value)
+        for number, group in enumerate(shard.param_groups)
         for key, value in group.items()
         if key not in GROUP_MARKS
     ]
     held = {**buffers, **states_of(engine.module)}
-    return LiveValues(held, client_state, scheduler, compared, dict(groups), own.number)
+    return LiveValues(held, client_state, scheduler, compared, dict(groups), shard.number)
 
 
-def read_extras(live: "LiveEngine", client_state: Mapping[Any, Any]) -> Extras:
+def read_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
     """Counters, schedule, loss scale, client state and more, as the files of a save have them.
     Collective. Raises a UcpError on every rank."""
-    stages = agree.collect(lambda: _schedule_of_rank(live))
+    stages = agree.collect(lambda: _schedule_of_rank(shard))
     with agree.together():
-        extras = _bare_extras(live, client_state)
+        extras = _bare_extras(shard, client_state)
     return replace(extras, scheduler=of_all_stages(stages[0][1], _by_stage(stages)))
 
 
-def _schedule_of_rank(live: "LiveEngine") -> tuple[int, Any, int]:
+def _schedule_of_rank(shard: LocalShard) -> tuple[int, Any, int]:
     """The stage of this rank, the scheduler's state, and how many groups the stage has."""
-    scheduler = live.engine.lr_scheduler
+    scheduler = shard.engine.lr_scheduler
     state = None if scheduler is None else inert(scheduler.state_dict())
-    return live.shard.number, state, len(live.shard.param_groups)
+    return shard.number, state, len(shard.param_groups)
 
 
 def _by_stage(ranks: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
@@ -558,14 +551,14 @@ def _by_stage(ranks: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
     return [first[stage] for stage in sorted(first)]
 
 
-def _bare_extras(live: "LiveEngine", client_state: Mapping[Any, Any]) -> Extras:
+def _bare_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
     """All but the scheduler, as the files of a save have it."""
-    engine = live.engine
+    engine = shard.engine
     kept = {name: inert(value) for name, value in states_of(engine.module).items()}
     return Extras(
         {key: int(getattr(engine, key)) for key in COUNTERS},
         None,
-        _scaler(live.wrapper),
+        _scaler(shard.wrapper),
         inert(dict(engine.config)),
         {inert(key): inert(value) for key, value in client_state.items()},
         _helpers(engine),

@@ -204,11 +204,11 @@ class _StackHandle(Handle):
     def lent(self, how: HoldOptions) -> MemoryRun:
         stack = self.program
         present = present_to_save(stack, UnsupportedError)
-        state = read_state(present.live, how.place_now)
+        state = read_state(stack, present.live.shard, how.place_now)
         with agree.together():
             client = {OPERATIONS: stack.floating_point_operations, **how.client_state}
             found = {inert(key): inert(value) for key, value in client.items()}
-            extras = read_extras(present.live, found)
+            extras = read_extras(stack, present.live.shard, found)
             extras = replace(extras, scheduler=inert(extras.scheduler))
         return lent(present, state, extras, how)
 

@@ -34,7 +34,7 @@ from megatron_ucp.engines.megatron.state import read_extras, read_state
 from megatron_ucp.engines.record import record_of, run_of
 from megatron_ucp.engines.run_state import DataPlace, ResumableLoader
 from megatron_ucp.engines.save import (
-    NOT_SAVED,
+    SAVE_FAILED,
     PendingSave,
     SaveOptions,
     SaveReport,
@@ -465,7 +465,7 @@ class StackSink(RanksFolderSink):
     """The files of a save, which all ranks write. An older tag of that name is replaced. `sums` are
     told of every byte as it is written."""
 
-    what_failed = NOT_SAVED
+    what_failed = SAVE_FAILED
 
     def __init__(
         self,
@@ -556,7 +556,7 @@ class StackSave(SaveRequest):
         known = all(is_known for _, is_known in block.values)
         plan = planned(stack, structure, present, str(self.path), known)
         place_now = partial(DataPlace.now, self.options.loader, self.options.rng)
-        state = read_state(present.live, place_now, self.path)
+        state = read_state(stack, present.live.shard, place_now, self.path)
         if background is not None:
             background.ready()
         manifest = replace(present.manifest, run=state.facts)
@@ -588,7 +588,7 @@ class StackSave(SaveRequest):
             ARGUMENTS_KEY: {**flags_of_model(stack), **plain_flags(self.arguments)},
             OPERATIONS: stack.floating_point_operations,
         }
-        extras, mesh = read_extras(live, client), stack.mesh
+        extras, mesh = read_extras(stack, live.shard, client), stack.mesh
         kind, apart = kind_of(stack.optimizer), mesh.experts_apart
         return CommonFile(manifest, extras, mesh, str(self.path), kind, apart)
 

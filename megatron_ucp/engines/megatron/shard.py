@@ -64,9 +64,6 @@ class MegatronStack:
 
 
 # ---- place
-#
-# What this rank holds of megatron-core's stack, as a manifest says it. Positions are those of the
-# live buffers.
 
 
 MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-parameters

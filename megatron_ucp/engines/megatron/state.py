@@ -23,7 +23,6 @@ from megatron_ucp.formats.megatron.run_state import OPERATIONS
 from megatron_ucp.reshard.engine import LoadOptions
 
 if TYPE_CHECKING:
-    from megatron_ucp.engines.megatron.live import LiveMegatron
     from megatron_ucp.engines.megatron.shard import LocalShard, MegatronStack
 
 
@@ -113,11 +112,13 @@ def require_saved_values(stack: "MegatronStack", error: type[UcpError]) -> None:
 
 
 def read_state(
-    live: "LiveMegatron", place_now: Callable[[], DataPlace], folder: Path = Path()
+    stack: "MegatronStack",
+    shard: "LocalShard",
+    place_now: Callable[[], DataPlace],
+    folder: Path = Path(),
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""
-    stack = live.stack
     facts = {
         STEPS: stack.iteration,
         SEED: torch.initial_seed(),
@@ -126,32 +127,33 @@ def read_state(
         RUN: run_of(stack).id,
     }
     # a stack has no client state, and one schedule
-    buffers = {value.name: value.tensor for value in live.shard.values if value.kind == "buffer"}
+    buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
     own = LiveValues(buffers, {}, None, False, {})
-    return RunState.of_ranks(facts, own, place_now, folder, live.shard.taken_as)
+    return RunState.of_ranks(facts, own, place_now, folder, shard.taken_as)
 
 
-def read_extras(live: "LiveMegatron", client_state: Mapping[str, Any]) -> Extras:
+def read_extras(
+    stack: "MegatronStack", shard: "LocalShard", client_state: Mapping[str, Any]
+) -> Extras:
     """Schedule, counters and loss scale, as they are; and a client state."""
-    stack = live.stack
     counters = {
         "global_steps": stack.iteration,
         "global_samples": stack.consumed_samples,
         "skipped_steps": stack.skipped_iterations,
     }
     schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
-    return Extras(counters, schedule, _scaler(live), None, client_state)
+    return Extras(counters, schedule, _scaler(stack, shard), None, client_state)
 
 
-def _scaler(live: "LiveMegatron") -> LossScale:
+def _scaler(stack: "MegatronStack", shard: "LocalShard") -> LossScale:
     """The loss scale, where it changes."""
-    scaler = next((getattr(one, "grad_scaler", None) for one in live.shard.inner), None)
+    scaler = next((getattr(one, "grad_scaler", None) for one in shard.inner), None)
     if scaler is None or not hasattr(scaler, "_growth_tracker"):
         return LossScale()
     return LossScale.of_megatron(
         float(scaler.scale),
         scaler._growth_tracker,
-        live.stack.iteration,
+        stack.iteration,
         scaler.growth_interval,
         (scaler.hysteresis, scaler._hysteresis_tracker),
     )
