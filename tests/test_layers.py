@@ -250,7 +250,8 @@ def test_no_name_has_two_meanings() -> None:
     assert not {name: files for name, files in homes.items() if len(files) > 1}
 
 
-SAID_BY_EACH = {"FAMILY", "PATCHES"}  # what each file of a kind says of itself
+# what each file of a kind says of itself, and each engine
+SAID_BY_EACH = {"FAMILY", "PATCHES", "LocalShard"}
 
 
 # Names of other programs, and of shapes of names, that prose may give in backticks.

@@ -23,6 +23,7 @@ from megatron_ucp.errors import (
     EngineUnusableError,
     LayoutError,
     ModelMismatchError,
+    SaveError,
     UnsupportedError,
 )
 from megatron_ucp.families.arguments import with_model
@@ -294,6 +295,23 @@ def _flat(said: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in said.items() if name != "odd"}, **more}
 
 
+# ---- not stepped meanwhile
+
+
+def require_unstepped(before: Mapping[str, float], now: Mapping[str, float]) -> None:
+    """Raises SaveError where an optimizer counts other steps than when the save began."""
+    if now != before:
+        other = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        was, is_ = ({key: said.get(key) for key in other[:3]} for said in (before, now))
+        raise SaveError(
+            "the optimizer stepped while its state was taken for a save",
+            expected=f"{was}, as when the save began",
+            found=f"{is_}: elements of two steps",
+            fix="save from the thread that trains, between two steps",
+            id="",
+        )
+
+
 # ---- unusable
 #
 # Marks an engine unusable, while and after a load fails, or as its memory is let go of: what is
@@ -367,7 +385,7 @@ def _refuse(program: Any, *_: Any, **__: Any) -> None:
 # whatever trains in it.
 
 
-class OwnPart(Protocol):
+class LocalPart(Protocol):
     """What a rank holds of its place."""
 
     @property
@@ -377,7 +395,7 @@ class OwnPart(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-class LivePlaces:
+class LiveShards:
     """The engine as `stages` of all its `places`, of which this rank is `own`; `program` is what
     steps, and is marked while a load is on its way. Raises ModelMismatchError where they don't fit,
     UnsupportedError where they are not whole."""
@@ -386,7 +404,7 @@ class LivePlaces:
 
     def __init__(
         self,
-        own: OwnPart,
+        own: LocalPart,
         program: Any,
         stages: Sequence[Stage],
         places: Sequence[Coords],

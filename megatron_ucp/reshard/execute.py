@@ -116,12 +116,10 @@ def _joined(storages: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 # ---- execute
 #
-# Carries out a plan: reads byte ranges of files into tensors.
-#
-# A run that is contiguous on both sides is read straight into the target's memory. Everything
-# else goes through one staging buffer of bounded size, whatever the model: a rank's extra memory
-# is STAGING_BYTES, or one row if that is larger. Only the mean of copies takes more: its region
-# once in float64.
+# A run that is contiguous on both sides is read straight into the target's memory. Everything else
+# goes through one staging buffer of bounded size, whatever the model: a rank's extra memory is
+# STAGING_BYTES, or one row if that is larger. Only the mean of copies takes more: its region once
+# in float64.
 
 
 STAGING_BYTES = 8 * 2**20
