@@ -166,6 +166,18 @@ def of_every_expert(names: Iterable[str], counts: Mapping[str, int]) -> set[str]
     return out
 
 
+def experts_of_rank(rank: int, count: int, ranks: int) -> range:
+    """The experts that an expert-parallel rank has: the rank-th of equal runs. Of 8 experts on 4
+    ranks rank 1 has 2 and 3."""
+    share = count // ranks
+    return range(rank * share, (rank + 1) * share)
+
+
+def rank_of_expert(number: int, count: int, ranks: int) -> int:
+    """The expert-parallel rank that has an expert."""
+    return number // max(1, count // ranks)
+
+
 @dataclass(frozen=True)
 class LocalExperts:
     """The experts of an expert-parallel rank: `counts` are those that it has of each layer, `index`

@@ -8,7 +8,7 @@ under a stored and a logical address.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -88,8 +88,8 @@ HeldRuns = tuple[tuple[tuple[int, int], ...], ...]  # of each index: (start, sto
 @dataclass(frozen=True, slots=True)
 class Cut:
     """One cut of a dim along a mesh axis. `parts` are the sizes of fused sub-tensors, each cut for
-    itself; () is one. `runs` say for each index what it holds (see `ShardRuns`), where no rule
-    does."""
+    itself in multiples of `unit`; () is one. `runs` say for each index what it holds (see
+    `ShardRuns`), where no rule does."""
 
     axis: str
     dim: int
@@ -97,17 +97,36 @@ class Cut:
     unit: int = 1
     runs: HeldRuns = ()
 
+    @property
+    def is_fused(self) -> bool:
+        return bool(self.parts) or self.unit != 1
 
-@dataclass(frozen=True)
+
 class Layout:
-    """Base of the layouts. Replicated over every axis that no cut names."""
+    """How a parameter is held. Replicated over every axis that no cut names. `mean_over` names an
+    axis whose ranks have a whole copy each, of which the logical value is the mean."""
+
+    mean_over: str = ""
 
     def cuts(self) -> tuple[Cut, ...]:
         return ()
 
     @property
-    def axes(self) -> frozenset[str]:
-        return frozenset(cut.axis for cut in self.cuts())
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it, identical bits expected."""
+        return False
+
+    @property
+    def only_cut(self) -> Cut | None:
+        """The cut, where there is one alone."""
+        cuts = self.cuts()
+        return cuts[0] if len(cuts) == 1 else None
+
+    @property
+    def fused(self) -> Cut | None:
+        """The only cut, where it is of fused sub-tensors."""
+        cut = self.only_cut
+        return cut if cut is not None and cut.is_fused else None
 
     def pieces(
         self, name: str, shape: Ints, place: Place, order: Ints | None = None
@@ -249,72 +268,80 @@ def _span_range(spans: list[tuple[int, int]], low: int, high: int) -> list[tuple
     return out
 
 
-@dataclass(frozen=True)
-class Replicate(Layout):
-    """Every rank holds the whole parameter, identical bits expected."""
+@dataclass(frozen=True, repr=False)
+class Cuts(Layout):
+    """Cuts along mesh axes, one after the other; none where every rank has all of it. The paper's
+    names are functions that make one, and the names by which a manifest's file calls it.
 
-
-@dataclass(frozen=True)
-class Partial(Layout):
-    """Every rank of `axis` holds a whole copy of its own; the logical value is the mean of the
-    copies."""
-
-    axis: str
-
-
-@dataclass(frozen=True)
-class Shard(Layout):
-    """Equal chunks of `dim` along `axis` (the paper's Shard-V is dim 0, Shard-H dim 1)."""
-
-    axis: str
-    dim: int
-
-    def cuts(self) -> tuple[Cut, ...]:
-        return (Cut(self.axis, self.dim),)
-
-
-@dataclass(frozen=True)
-class ShardHy(Layout):
-    """Equal chunks along several axes, cut one after the other in the given order."""
-
-    along: tuple[tuple[str, int], ...]
-
-    def cuts(self) -> tuple[Cut, ...]:
-        return tuple(Cut(axis, dim) for axis, dim in self.along)
-
-
-@dataclass(frozen=True)
-class ShardNC(Layout):
-    """Fused sub-tensors of the sizes `parts` along `dim`, each one chunked along `axis` in
-    multiples of `unit`.
-
-    A rank's elements are not contiguous in the logical tensor: gate and up of a gated MLP are parts
-    (F, F).
+    Example: gate and up of a gated MLP, of 8 rows each, are `ShardNC("tp", 0, (8, 8))`. The first
+    of two tensor-parallel ranks has the rows 0 to 3 and 8 to 11, the other one the rest.
     """
 
-    axis: str
-    dim: int
-    parts: Ints
-    unit: int = 1
+    along: tuple[Cut, ...] = ()
+    mean_over: str = ""
 
     def cuts(self) -> tuple[Cut, ...]:
-        return (Cut(self.axis, self.dim, self.parts, self.unit),)
+        return self.along
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.along and not self.mean_over
+
+    @property
+    def named(self) -> tuple[str, dict[str, Any]]:
+        """The paper's name for it, and the arguments that make it."""
+        if self.mean_over:
+            return "Partial", {"axis": self.mean_over}
+        if not self.along:
+            return "Replicate", {}
+        cut = self.only_cut
+        if cut is None:
+            return "ShardHy", {"along": tuple((cut.axis, cut.dim) for cut in self.along)}
+        place = {"axis": cut.axis, "dim": cut.dim}
+        if cut.runs:
+            return "ShardRuns", {**place, "held": cut.runs}
+        if cut.is_fused:
+            return "ShardNC", {**place, "parts": cut.parts, "unit": cut.unit}
+        return "Shard", place
+
+    def __repr__(self) -> str:
+        name, arguments = self.named
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-@dataclass(frozen=True)
-class ShardRuns(Layout):
+def Replicate() -> Cuts:
+    """Every rank holds the whole parameter, identical bits expected."""
+    return Cuts()
+
+
+def Partial(axis: str) -> Cuts:
+    """Every rank of `axis` holds a whole copy of its own; the logical value is the mean of the
+    copies."""
+    return Cuts(mean_over=axis)
+
+
+def Shard(axis: str, dim: int) -> Cuts:
+    """Equal chunks of `dim` along `axis` (the paper's Shard-V is dim 0, Shard-H dim 1)."""
+    return Cuts((Cut(axis, dim),))
+
+
+def ShardHy(along: Sequence[tuple[str, int]]) -> Cuts:
+    """Equal chunks along several axes, cut one after the other in the given order."""
+    return Cuts(tuple(Cut(axis, dim) for axis, dim in along))
+
+
+def ShardNC(axis: str, dim: int, parts: Ints, unit: int = 1) -> Cuts:
+    """Fused sub-tensors of the sizes `parts` along `dim`, each one chunked along `axis` in
+    multiples of `unit`. A rank's elements are not contiguous in the logical tensor."""
+    return Cuts((Cut(axis, dim, parts, unit),))
+
+
+def ShardRuns(axis: str, dim: int, held: HeldRuns) -> Cuts:
     """Explicit runs of `dim`: rank i of `axis` holds the runs `held[i]`, each one (start, stop), in
     the order of its memory. For shares of different sizes, and for blocks in an order that is no
     cut of fused sub-tensors; a rank may hold none. Together they are the whole dim, each element
-    once. On a mesh where the axis has one rank the parameter is whole.
-    """
-
-    axis: str
-    dim: int
-    held: HeldRuns
-
-    def cuts(self) -> tuple[Cut, ...]:
-        return (Cut(self.axis, self.dim, runs=self.held),)
+    once. On a mesh where the axis has one rank the parameter is whole."""
+    return Cuts((Cut(axis, dim, runs=held),))
 
 
 @dataclass(frozen=True)
@@ -386,24 +413,17 @@ class Chunks(Layout):
 
 CHUNK = "chunk"  # what `place` calls the number of a chunk; no mesh has an axis of this name
 
-LAYOUTS: dict[str, type[Layout]] = {
+LAYOUTS: dict[str, Callable[..., Layout]] = {
     kind.__name__: kind for kind in (Replicate, Partial, Shard, ShardHy, ShardNC, ShardRuns, Chunks)
 }
 
 
-def same_layout(one: Layout, other: Layout) -> bool:
-    """Whether two layouts put the same elements at the same places."""
-    if one == other:
-        return True
-    said_by_cuts = all(type(each).pieces is Layout.pieces for each in (one, other))
-    if not said_by_cuts or isinstance(one, Partial) or isinstance(other, Partial):
-        return False
-    return one.cuts() == other.cuts()
-
-
 def layout_to_json(layout: Layout) -> list[Any]:
-    """`["Shard", "tp", 0]`: the name, then the fields in order."""
-    return [type(layout).__name__, *(getattr(layout, name) for name in layout.__dataclass_fields__)]
+    """`["Shard", "tp", 0]`: the name, then the arguments in order."""
+    if isinstance(layout, Cuts):
+        name, arguments = layout.named
+        return [name, *arguments.values()]
+    return [type(layout).__name__, *vars(layout).values()]
 
 
 def layout_from_json(data: object) -> Layout:
@@ -414,8 +434,7 @@ def layout_from_json(data: object) -> Layout:
         if kind is None:
             raise TypeError
         layout = kind(*(_tuples(item) for item in items[1:]))
-        axis = getattr(layout, "axis", "")
-        if not isinstance(axis, str) or not all(map(_is_cut, layout.cuts())):
+        if type(layout.mean_over) is not str or not all(map(_is_cut, layout.cuts())):
             raise TypeError
         if isinstance(layout, Chunks):
             _check_chunks(layout)

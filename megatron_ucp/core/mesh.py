@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, cast
 
 from megatron_ucp.errors import UsageError
@@ -77,6 +78,38 @@ class Coord:
     def shown(self) -> dict[str, int]:
         """What tables name of a place."""
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Ranks that are counted along axes with their sizes, the first axis fastest.
+
+    Example: of the ranks 0 to 5 on {"tp": 2, "dp": 3} rank 3 is at tp 1 and dp 1, and the ranks 1,
+    3 and 5 are its group along dp.
+    """
+
+    sizes: Mapping[str, int]
+
+    def at(self, rank: int) -> dict[str, int]:
+        """The index of a rank on each axis."""
+        out: dict[str, int] = {}
+        for axis, size in self.sizes.items():
+            rank, out[axis] = divmod(rank, size)
+        return out
+
+    def rank(self, at: Mapping[str, int]) -> int:
+        """The rank with these indices; 0 on an axis that is left out. The inverse of `at`."""
+        out = 0
+        for axis, size in reversed([*self.sizes.items()]):
+            out = out * size + at.get(axis, 0)
+        return out
+
+    def group(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that lie elsewhere than a rank on some axes alone, in order."""
+        first = self.rank({**self.at(rank), **dict.fromkeys(along, 0)})
+        steps = [(self.rank({axis: 1}), self.sizes[axis]) for axis in along]
+        ways = itertools.product(*(range(0, step * size, step) for step, size in steps))
+        return tuple(sorted(first + sum(way) for way in ways))
 
 
 _UNSAID = -1  # a ZeRO stage that nobody named
@@ -222,6 +255,20 @@ class Mesh:
         """Ranks along an axis; "edp" counts the copies of an expert."""
         return self.expert_partitions if axis == "edp" else int(getattr(self, axis))
 
+    @cached_property
+    def dense(self) -> RankGrid:
+        """The ranks as they share what is no expert's."""
+        return RankGrid({axis: self.size(axis) for axis in ORDERS[self.order]})
+
+    @cached_property
+    def experts(self) -> RankGrid:
+        """The same ranks as they share experts; "edp" counts the copies of an expert.
+
+        Source: the second RankGenerator of megatron-core's `initialize_model_parallel` (tp=etp, ep,
+        dp=edp, pp, cp=1).
+        """
+        return RankGrid({axis: self.size(axis) for axis in EXPERT_ORDERS[self.order]})
+
     def coord(self, rank: int) -> Coord:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
@@ -231,30 +278,21 @@ class Mesh:
                 found=rank,
                 fix="give a rank of this mesh, or a mesh with more ranks",
             )
-        at: dict[str, int] = {}
-        for axis in ORDERS[self.order]:
-            rank, at[axis] = divmod(rank, self.size(axis))
-        return Coord(**at)
+        return Coord(**self.dense.at(rank))
 
     def rank(self, coord: Coord) -> int:
-        """ClassName rank at the coordinates; the inverse of `coord`."""
-        out = 0
-        for axis in reversed(ORDERS[self.order]):
-            out = out * self.size(axis) + int(getattr(coord, axis))
-        return out
+        """The global rank at the coordinates; the inverse of `coord`."""
+        return self.dense.rank(vars(coord))
 
     def index(self, rank: int, axis: str) -> int:
-        """Where a rank lies on an axis, dense or expert ("edp" counts the copies of its experts).
+        """Where a rank lies on an axis, dense or expert.
 
         Raises UsageError for an axis that the mesh does not have.
         """
-        if axis in ORDERS[self.order]:
+        if axis in self.dense.sizes:
             return int(getattr(self.coord(rank), axis))
-        rest = rank
-        for name in EXPERT_ORDERS[self.order]:
-            rest, index = divmod(rest, self.size(name))
-            if name == axis:
-                return index
+        if axis in self.experts.sizes:
+            return self.experts.at(rank)[axis]
         raise UsageError(
             "a rank has no place on this axis",
             expected=", ".join(AXES),
@@ -306,12 +344,7 @@ class Mesh:
     def expert_parallel_group(self, rank: int) -> list[int]:
         """The ranks among which the experts of a layer are divided whose share `rank` has, in
         order of the experts."""
-        at = {axis: self.index(rank, axis) for axis in EXPERT_ORDERS[self.order]}
-        part = at.pop("edp")
-        return [
-            self.rank_of(tuple({**at, EXPERT_RANK: index}.items()), part)
-            for index in range(self.size(EXPERT_RANK))
-        ]
+        return [*self.experts.group(rank, (EXPERT_RANK,))]
 
     def expert_place(self, rank: int) -> tuple[int, int]:
         """A rank's index among the expert-parallel ranks, and among those that cut an expert."""
@@ -329,17 +362,11 @@ class Mesh:
         with an expert axis is an expert's.
         """
         named = dict(at)
-        if EXPERTS.isdisjoint(named):
-            rest, cp = divmod(part, self.cp)
-            dp, sp = divmod(rest, self.sp)
-            dense = {axis: index for axis, index in at if axis in ORDERS[self.order]}
-            return self.rank(Coord(**{**dense, "cp": cp, "sp": sp, "dp": dp}))
-        named["edp"] = part
-        rank, step = 0, 1
-        for axis in EXPERT_ORDERS[self.order]:
-            rank += named.get(axis, 0) * step
-            step *= self.size(axis)
-        return rank
+        if not EXPERTS.isdisjoint(named):
+            return self.experts.rank({**named, "edp": part})
+        rest, cp = divmod(part, self.cp)
+        dp, sp = divmod(rest, self.sp)
+        return self.dense.rank({**named, "cp": cp, "sp": sp, "dp": dp})
 
     def cuts(self, expert: bool = False) -> dict[str, int]:
         """Sizes of the axes that cut an expert, or what is none."""
@@ -366,34 +393,15 @@ class Mesh:
 
     def partition_group(self, rank: int) -> tuple[int, ...]:
         """The ranks over which ZeRO partitions the dense parameters of `rank`, in order."""
-        here = self.coord(rank)
-        return tuple(
-            sorted(
-                self.rank(replace(here, dp=d, sp=s, cp=c))
-                for d, s, c in itertools.product(range(self.dp), range(self.sp), range(self.cp))
-            )
-        )
+        return self.dense.group(rank, ("cp", "sp", "dp"))
 
     def sharers_at(self, stage: int, tp: int) -> tuple[int, ...]:
         """The ranks of a stage that share the dense buffers of a tensor-parallel rank."""
         return self.partition_group(self.rank(Coord(tp=tp, pp=stage)))
 
     def expert_data_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same experts as `rank`: etp is fastest, then ep, then the copies,
-        pp where `order` says.
-
-        Source: the second RankGenerator of megatron-core's `initialize_model_parallel` (tp=etp, ep,
-        dp=edp, pp, cp=1).
-        """
-        rest, step = rank, 1
-        for axis in EXPERT_ORDERS[self.order]:
-            size = self.size(axis)
-            rest, index = divmod(rest, size)
-            if axis == "edp":
-                first = rank - index * step
-                return tuple(first + i * step for i in range(size))
-            step *= size
-        return (rank,)
+        """The ranks that hold the same experts as `rank`."""
+        return self.experts.group(rank, ("edp",))
 
 
 def _no_mesh(text: str, item: str, known: Sequence[str], is_twice: bool) -> UsageError:

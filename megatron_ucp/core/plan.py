@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.layout import Partial, Piece
+from megatron_ucp.core.layout import Piece
 from megatron_ucp.core.manifest import BufferPart, Manifest, Slot, differs_in_padding
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.core.names import MASTER, VALUE
@@ -333,17 +333,17 @@ class _Planner:
         """Whether the target can't have the source's copies of a parameter one by one. Raises
         InexactError where that was not allowed."""
         layout = self.source.by_name[param].layout
-        if not isinstance(layout, Partial):
+        if not layout.mean_over:
             return False
-        copies = self.source.mesh.size(layout.axis)
-        if copies in (1, self.target.mesh.size(layout.axis)):
+        copies = self.source.mesh.size(layout.mean_over)
+        if copies in (1, self.target.mesh.size(layout.mean_over)):
             return False
         if "mean" not in self.allow:
             raise InexactError(
                 "a parameter of which each rank has its own copy can only be averaged",
                 parameter=param,
                 expected="that the mean is allowed",
-                found=f"{copies} copies along {layout.axis}",
+                found=f"{copies} copies along {layout.mean_over}",
                 fix='average the copies with --allow mean (Python: allow={"mean"}), or keep '
                 "the size of this axis",
             )
@@ -374,8 +374,7 @@ class _Planner:
 
     def _copies(self, param: str, b: int, cut: Coords) -> list[Coords]:
         """The places of all copies of a Partial parameter: those along its own axis."""
-        layout = self.source.by_name[param].layout
-        axis = layout.axis if isinstance(layout, Partial) else ""
+        axis = self.source.by_name[param].layout.mean_over
         others = [at for at in cut if at[0] != axis]
         places = self.source.cuts_of(self.source.buffers[b])
         return [place for place in places if [at for at in place if at[0] != axis] == others]
@@ -391,12 +390,11 @@ class _Planner:
                 (cut, self.source.pieces(member, cut))
                 for cut in self.source.cuts_of(self.source.buffers[b])
             ]
-        layout = self.source.by_name[member.param].layout
-        axis = layout.axis if isinstance(layout, Partial) else None
+        axis = self.source.by_name[member.param].layout.mean_over
         shares: dict[tuple[Box, ...], tuple[Coords, tuple[Piece, ...]]] = {}
         for cut, pieces in self._held[b, m]:
             key = tuple(piece.full for piece in pieces)
-            own = axis is not None and index_on(cut, axis) == index_on(prefer, axis)
+            own = bool(axis) and index_on(cut, axis) == index_on(prefer, axis)
             if key not in shares or cut == prefer or (own and shares[key][0] != prefer):
                 shares[key] = (cut, pieces)
         self._near[b, m, prefer] = list(shares.values())

@@ -6,7 +6,6 @@ from functools import lru_cache
 from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
 from megatron_ucp.core.flat import Fragment
 from megatron_ucp.core.grouping import grouped
-from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Fill, Mean, Op, Plan, Slot
 from megatron_ucp.errors import PlanError
@@ -45,7 +44,7 @@ def _prove_mean(op: Mean, source: Manifest, target: Manifest) -> None:
     """A mean is over every copy that the source's ranks have, each of them once."""
     name = target.member(op.target.slot.buffer, op.member).param
     layout = source.by_name[name].layout
-    copies = source.mesh.size(layout.axis) if isinstance(layout, Partial) else 0
+    copies = source.mesh.size(layout.mean_over) if layout.mean_over else 0
     slots = {side.slot for side in op.sources}
     if not len(slots) == len(op.sources) == copies:
         raise PlanError(

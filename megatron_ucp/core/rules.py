@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, ShardNC
+from megatron_ucp.core.layout import Cuts, Extent, Layout, Partial, Replicate
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
@@ -46,7 +46,7 @@ class Rule:
         axis, RuleError for a vocabulary that is larger than the parameter.
         """
         shape, layout = list(local), self.layout
-        copied = (layout.axis,) if isinstance(layout, Partial) else ()
+        copied = (layout.mean_over,) if layout.mean_over else ()
         for axis in (*copied, *(cut.axis for cut in layout.cuts())):
             if axis not in sizes:
                 raise UnsupportedError(
@@ -78,19 +78,20 @@ class Rule:
         )
 
     def _with_parts(self, name: str, shape: list[int]) -> Layout:
-        layout = self.layout
-        if not isinstance(layout, ShardNC) or not self.equal_parts or layout.dim >= len(shape):
-            return layout
-        rows = shape[layout.dim]
+        cut = self.layout.only_cut
+        if cut is None or not self.equal_parts or cut.dim >= len(shape):
+            return self.layout
+        rows = shape[cut.dim]
         if rows % self.equal_parts:
             raise RuleError(
                 "a parameter can't be divided into the equal parts that its rule says",
                 parameter=name,
-                expected=f"a multiple of {self.equal_parts} in dim {layout.dim}",
+                expected=f"a multiple of {self.equal_parts} in dim {cut.dim}",
                 found=rows,
                 fix="correct the rule",
             )
-        return replace(layout, parts=(rows // self.equal_parts,) * self.equal_parts)
+        parts = (rows // self.equal_parts,) * self.equal_parts
+        return Cuts((replace(cut, parts=parts),))
 
 
 @dataclass(frozen=True)

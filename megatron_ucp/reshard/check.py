@@ -15,7 +15,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Member, alone
-from megatron_ucp.core.layout import Partial, Replicate
+from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec
 from megatron_ucp.core.manifest_json import MAX_BYTES, from_json
 from megatron_ucp.core.mesh import Coords, Mesh
@@ -71,8 +71,8 @@ def one_parameter(
     `averaged`."""
     spec = source.by_name[name]
     mesh, axes, layout = Mesh(), (), Replicate()
-    if isinstance(spec.layout, Partial) and not averaged:
-        axis, layout = spec.layout.axis, spec.layout
+    if spec.layout.mean_over and not averaged:
+        axis, layout = spec.layout.mean_over, spec.layout
         mesh, axes = replace(mesh, **{axis: source.mesh.size(axis)}), (axis,)
     buffer = alone(name, spec.elems, tuple(states.items()), axes=axes)
     return Manifest(Keeper.PAPER, mesh, (replace(spec, layout=layout, order=None),), (buffer,))
@@ -568,7 +568,7 @@ def _differ(checkpoint: Checkpoint, one: HeldAt, other: HeldAt, state: str, dtyp
 
 def _pairs(manifest: Manifest, name: str) -> list[tuple[HeldAt, HeldAt]]:
     """Places that hold the same elements of a parameter, each with the next one."""
-    alike = isinstance(manifest.by_name[name].layout, Replicate)
+    alike = manifest.by_name[name].layout.is_whole
     same: dict[object, list[HeldAt]] = {}
     for b, m in manifest.holders[name]:
         for cut in manifest.cuts_of(manifest.buffers[b]):
@@ -835,7 +835,7 @@ class _Job:
         have other numbers of them. Raises a UcpError."""
         layouts = [spec.layout for spec in self.specs(name)]
         copies = {
-            manifest.mesh.size(layout.axis) if isinstance(layout, Partial) else 1
+            manifest.mesh.size(layout.mean_over) if layout.mean_over else 1
             for manifest, layout in zip(self.manifests, layouts, strict=True)
         }
         averaged = len(copies) > 1

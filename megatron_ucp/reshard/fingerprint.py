@@ -17,7 +17,7 @@ import torch
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, span, strides
 from megatron_ucp.core.flat import Member
-from megatron_ucp.core.layout import Partial, Piece
+from megatron_ucp.core.layout import Piece
 from megatron_ucp.core.manifest import DIVERGED, FINGERPRINT, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, UsageError, some_of
@@ -137,7 +137,7 @@ def is_held(manifest: Manifest, slot: Slot, member: Member, copies: bool) -> boo
     none."""
     buffer = manifest.buffers[slot.buffer].of(slot.state)
     is_first = copies or buffer.rule != "uncut" or buffer.owners(member, 0, 1)[0] == slot.part
-    return is_first and not isinstance(manifest.by_name[member.param].layout, Partial)
+    return is_first and not manifest.by_name[member.param].layout.mean_over
 
 
 def _clipped(piece: Piece, true_box: Box, first: int, last: int) -> Iterator[Piece]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from megatron_ucp import say
-from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.errors import InexactError, some_of
 from megatron_ucp.formats.checkpoint import Checkpoint
@@ -83,7 +82,7 @@ def _refuse_copies(source: Checkpoint) -> None:
     partial = [
         spec.name
         for spec in manifest.params
-        if isinstance(spec.layout, Partial) and manifest.mesh.size(spec.layout.axis) > 1
+        if spec.layout.mean_over and manifest.mesh.size(spec.layout.mean_over) > 1
     ]
     if partial:
         raise InexactError(

@@ -12,7 +12,6 @@ from megatron_ucp import say
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Partial, Replicate, same_layout
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.rules import NOTHING_KNOWN, RuleSet, nearest
 from megatron_ucp.errors import (
@@ -325,7 +324,7 @@ class _Check:
             )
         elif self._seen.info and self._seen.tp > 1 and held.kind != "buffer":
             self._tried(lambda: self._check_info(held, spec))
-        if isinstance(layout, Replicate) and held.copies == DIFFERENT:
+        if layout.is_whole and held.copies == DIFFERENT:
             self.findings.append(
                 Finding(
                     "a rule says Replicate, but the ranks hold different values",
@@ -335,7 +334,7 @@ class _Check:
                     "different ones",
                 )
             )
-        if not isinstance(layout, Replicate | Partial) and held.copies == EQUAL:
+        if not (layout.is_whole or layout.mean_over) and held.copies == EQUAL:
             self.findings.append(
                 Finding(
                     "a rule cuts a parameter of which every rank holds the same values",
@@ -351,7 +350,7 @@ class _Check:
         if tp_patterns.is_open(info, held.pipe, file, order):
             return
         stock = tp_patterns.declared(info, held.pipe, held.local, self._seen.tp, file, order).layout
-        if same_layout(stock, spec.layout):
+        if stock == spec.layout:
             return
         if not tp_patterns.is_matched(self._seen.info, held.pipe, file):
             self.notes.append(

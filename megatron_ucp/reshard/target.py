@@ -18,7 +18,7 @@ from megatron_ucp.core.experts import (
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.join_ranks import Stage, join
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.layout import Chunks, ShardRuns
+from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of, stage_of
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
@@ -575,7 +575,7 @@ def _cuts_parameters(mesh: Mesh) -> bool:
 def _is_unknown(spec: ParamSpec) -> bool:
     """Whether files hold a parameter in chunks, or ranks in shares of different sizes, that say
     nothing of how another mesh cuts it."""
-    if isinstance(spec.layout, ShardRuns):
+    if any(cut.runs for cut in spec.layout.cuts()):
         return True
     chunked = isinstance(spec.layout, Chunks) and spec.kind != "buffer"
     return chunked and spec.on_mesh is None and len(spec.shape) > 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC, ShardRuns
+from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
@@ -273,24 +273,17 @@ def one_after_another(tensors: list[list[Member]], starts: list[int]) -> tuple[M
 def oracle_local(spec: ParamSpec, place: dict[str, tuple[int, int]]) -> np.ndarray:
     """Numbers of the elements that one rank holds, as its memory stores them."""
     full = np.arange(int(np.prod(spec.shape))).reshape(spec.shape)
-    layout = spec.layout
-    if isinstance(layout, Shard):
-        size, index = place[layout.axis]
-        full = np.split(full, size, layout.dim)[index]
-    elif isinstance(layout, ShardHy):
-        for axis, dim in layout.along:
-            size, index = place[axis]
-            full = np.split(full, size, dim)[index]
-    elif isinstance(layout, ShardNC):
-        size, index = place[layout.axis]
-        edges = np.cumsum(layout.parts)[:-1]
-        full = np.concatenate(
-            [np.split(part, size, layout.dim)[index] for part in np.split(full, edges, layout.dim)],
-            layout.dim,
-        )
-    elif isinstance(layout, ShardRuns):
-        ranges = [np.arange(*run) for run in layout.held[place[layout.axis][1]]]
-        full = full.take(np.concatenate(ranges), layout.dim)
+    for cut in spec.layout.cuts():
+        size, index = place[cut.axis]
+        if cut.runs:
+            ranges = [np.arange(*run) for run in cut.runs[index]]
+            full = full.take(np.concatenate(ranges), cut.dim)
+        elif cut.parts:
+            edges = np.cumsum(cut.parts)[:-1]
+            parts = np.split(full, edges, cut.dim)
+            full = np.concatenate([np.split(p, size, cut.dim)[index] for p in parts], cut.dim)
+        else:
+            full = np.split(full, size, cut.dim)[index]
     return full.transpose(spec.order) if spec.order else full
 
 

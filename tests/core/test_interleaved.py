@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.layout import Replicate, Shard, same_layout
+from megatron_ucp.core.layout import Replicate, Shard
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
@@ -66,10 +66,10 @@ def test_a_dim_that_has_no_such_parts_is_refused() -> None:
 
 
 def test_it_is_no_other_layout() -> None:
-    assert same_layout(Interleaved(0, 2), Interleaved(0, 2))
+    assert Interleaved(0, 2) == Interleaved(0, 2)
     for other in (Interleaved(1, 2), Interleaved(0, 3), Replicate(), Shard("tp", 0)):
-        assert not same_layout(Interleaved(0, 2), other)
-        assert not same_layout(other, Interleaved(0, 2))
+        assert Interleaved(0, 2) != other
+        assert other != Interleaved(0, 2)
 
 
 def test_a_slice_has_the_shape_of_its_parameter_as_it_is_stored() -> None:

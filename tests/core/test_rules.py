@@ -11,7 +11,6 @@ from megatron_ucp.core.layout import (
     Shard,
     ShardHy,
     ShardNC,
-    same_layout,
 )
 from megatron_ucp.core.rules import LONGEST_NAME, Rename, Rule, RuleSet, nearest
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
@@ -114,11 +113,11 @@ def test_nearest_sees_layer_numbers_as_one() -> None:
     assert nearest("a", []) == "none"
 
 
-def test_same_layout() -> None:
-    assert same_layout(Shard("tp", 1), ShardHy((("tp", 1),)))
-    assert not same_layout(Shard("tp", 0), ShardNC("tp", 0, (2, 2)))
-    assert not same_layout(Replicate(), Partial("tp"))
-    assert not same_layout(Shard("tp", 0), Shard("tp", 1))
+def test_equal_layouts() -> None:
+    assert Shard("tp", 1) == ShardHy((("tp", 1),))
+    assert Shard("tp", 0) != ShardNC("tp", 0, (2, 2))
+    assert Replicate() != Partial("tp")
+    assert Shard("tp", 0) != Shard("tp", 1)
 
 
 NAMES = RuleSet(

@@ -19,7 +19,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.checkpoint import CallerModel
-from megatron_ucp.formats.deepspeed.manifest import group_order
+from megatron_ucp.formats.deepspeed.run import group_order
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state
 

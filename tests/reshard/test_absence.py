@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 import megatron_ucp as ucp
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.checkpoint import CallerModel
-from megatron_ucp.formats.deepspeed import expected_files, native
+from megatron_ucp.formats.deepspeed import native
+from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.deepspeed.universal import UniversalCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
 from tests.reshard.absence import (
@@ -253,10 +254,9 @@ def test_a_verb_that_does_not_look_breaks_the_law(
 ) -> None:
     """What the optimizer files are was asked of the folder alone, and of a model file nothing."""
     table = Table(save_of("zero3", tmp_path), tmp_path)
-    monkeypatch.setattr(expected_files, "require_rank_files", lambda *_: None)
-    monkeypatch.setattr(
-        expected_files, "has_optimizer_files", lambda opened: bool(opened.names.optimizer)
-    )
+    monkeypatch.setattr(native, "require_rank_files", lambda _: None)
+    lies_there = property(lambda run: bool(run.names.optimizer))
+    monkeypatch.setattr(NativeRun, "has_optimizer_files", lies_there)
     monkeypatch.setattr(native, "require_layer_files", lambda _: None)
     found = table.wrong(lambda one: one.startswith("all") and "optim" in one)
     for verb in ("verify", "verify --deep", "ls", "newest_whole", "inspect"):

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 from megatron_ucp.core.experts import is_expert
-from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.engines.deepspeed.modules import is_autotp, refuse_unplaced
@@ -141,7 +140,7 @@ def _check_attributes(name: str, declared: Declared, param: Any, rules: RuleSet)
     if not getattr(param, "tensor_model_parallel", False):
         return
     dims = {cut.dim for cut in declared.layout.cuts()}
-    if dims != {param.partition_dim} and not isinstance(declared.layout, Partial):
+    if dims != {param.partition_dim} and not declared.layout.mean_over:
         raise LayoutError(
             "a live parameter's attribute partition_dim contradicts its rule",
             file=rules.source,

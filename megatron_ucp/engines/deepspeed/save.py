@@ -22,7 +22,7 @@ from megatron_ucp.core.box import flat_index, strides
 from megatron_ucp.core.experts import in_own_file
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
+from megatron_ucp.core.layout import Layout, Replicate, Shard
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.engines.background import Background
@@ -122,9 +122,9 @@ def _by_kind(kinds: Mapping[str, str | None]) -> dict[str, list[str]]:
 def _sub_params(table: Mapping[str, Declared]) -> dict[str, Any]:
     """The list of fused parameters that are no two halves, those with the same parts together."""
     alike = grouped(
-        (sub_shape(declared.layout, declared.shape), name)
+        (sub_shape(cut, declared.shape), name)
         for name, declared in table.items()
-        if isinstance(declared.layout, ShardNC)
+        if (cut := declared.layout.fused) is not None
     )
     entries = [fused(_patterns(names), cut) for cut, names in alike.items()]
     return {SUB_PARAMS: entries} if entries else {}
@@ -151,7 +151,7 @@ def _affine(name: str, shape: tuple[int, ...], layout: Layout, tp: int) -> dict[
 
     pieces: dict[int, list[Any]] = {}
     shards: dict[int, list[int]] = {}
-    everyone = range(tp) if isinstance(layout, Replicate) else None
+    everyone = range(tp) if layout.is_whole else None
     for rank in range(tp):
         held = layout.pieces(name, shape, Mesh(tp=tp).place(at_tp(rank)))
         shards[rank] = list(held[0].view)

@@ -20,7 +20,6 @@ from megatron_ucp.core.layout import (
     Shard,
     ShardNC,
     layout_to_json,
-    same_layout,
 )
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Coords, Mesh, Place
@@ -215,7 +214,7 @@ def _check_mark(name: str, param: Any, declared: Declared, share: AxisShare) -> 
     """Raises LayoutError for a parameter that megatron-core's layers mark as cut, and of which the
     model says that every rank has all: a save would have one rank's part of it."""
     is_marked = getattr(param, "tensor_model_parallel", False) and share.parts > 1
-    if is_marked and isinstance(declared.layout, Replicate):
+    if is_marked and declared.layout.is_whole:
         raise LayoutError(
             "a parameter is marked as cut, and the model says that every rank has all of it",
             parameter=name,
@@ -253,7 +252,7 @@ def joined_tables(tables: Sequence[Mapping[str, Declared]]) -> DeclaredTable:
     for rank, table in enumerate(tables):
         for name, declared in table.items():
             known = out.setdefault(name, declared)
-            if known.shape != declared.shape or not same_layout(known.layout, declared.layout):
+            if known.shape != declared.shape or known.layout != declared.layout:
                 raise LayoutError(
                     "two ranks say different things of how a parameter is cut",
                     parameter=name,
@@ -274,7 +273,7 @@ def require_agreement(model: Model, table: Mapping[str, Declared]) -> None:
     """Raises LayoutError where a family declares another shape or cut than the model has."""
     for name, own in table.items():
         declared = model.find(name)
-        if declared.shape != own.shape or not same_layout(declared.layout, own.layout):
+        if declared.shape != own.shape or declared.layout != own.layout:
             raise LayoutError(
                 "the family declares a parameter otherwise than the model says itself",
                 file=model.family.source,

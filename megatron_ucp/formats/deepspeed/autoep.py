@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import ExpertName, expert_name, refuse_slices, slices_of
+from megatron_ucp.core.experts import (
+    ExpertName,
+    expert_name,
+    experts_of_rank,
+    refuse_slices,
+    slices_of,
+)
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.param_groups import number
@@ -119,8 +125,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _check_placement(layer: Any, ranks: int, count: int, file: str) -> None:
     """Raises UnsupportedError unless rank i has the i-th run of the experts."""
-    share = count // ranks
-    want = [list(range(rank * share, (rank + 1) * share)) for rank in range(ranks)]
+    want = [list(experts_of_rank(rank, count, ranks)) for rank in range(ranks)]
     placement: Any = layer.get("expert_placement")
     said = placement.get("ranks") if isinstance(placement, dict) else None
     found = want if placement is None else _experts_of_ranks(said)
@@ -165,14 +170,13 @@ def layers_tree(names: Iterable[str], mesh: Mesh, rank: int) -> list[dict[str, A
     copies = mesh.expert_data_group(rank)
     out: list[dict[str, Any]] = []
     for layer, (mixture, count) in enumerate(counts.items()):
-        share = count // mesh.ep
-        runs = [list(range(r * share, (r + 1) * share)) for r in range(mesh.ep)]
+        runs = [list(experts_of_rank(rank, count, mesh.ep)) for rank in range(mesh.ep)]
         out.append(
             {
                 "moe_layer_id": layer,
                 "module_path": mixture.removesuffix("experts").removesuffix("."),
                 "num_experts": count,
-                "num_local_experts": share,
+                "num_local_experts": len(runs[ep]),
                 "ep_size": mesh.ep,
                 "expert_placement": {
                     "version": 1,
@@ -188,7 +192,7 @@ def layers_tree(names: Iterable[str], mesh: Mesh, rank: int) -> list[dict[str, A
                 "expert_data_parallel_rank": copies.index(rank),
                 "expert_data_parallel_world_size": len(copies),
                 "global_expert_start": runs[ep][0],
-                "global_expert_end": runs[ep][0] + share,
+                "global_expert_end": runs[ep][-1] + 1,
             }
         )
     return out or None

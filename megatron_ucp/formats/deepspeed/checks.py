@@ -1,4 +1,4 @@
-"""Whether the files of a tag belong together: one run, one run, one mesh; masters and weights."""
+"""Whether the files of a tag belong together: one run, one step, one mesh; masters and weights."""
 
 import math
 import sys
@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_ucp.core.experts import expert_place, file_rank
 from megatron_ucp.core.flat import Fragment, alone
-from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest, Order
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
@@ -28,7 +27,7 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 # ---- file checks
 #
-# Whether the files of a tag folder belong together: one run, one run, one mesh.
+# Whether the files of a tag folder belong together: one run, one step, one mesh.
 
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
@@ -312,7 +311,7 @@ def trained_weights(run: NativeRun) -> TrainedWeights | None:
 def _averaged(manifest: Manifest) -> bool:
     """Whether ranks have copies of a parameter that may differ."""
     return any(
-        isinstance(spec.layout, Partial) and manifest.mesh.size(spec.layout.axis) > 1
+        spec.layout.mean_over and manifest.mesh.size(spec.layout.mean_over) > 1
         for spec in manifest.params
     )
 

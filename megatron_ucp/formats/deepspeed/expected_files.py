@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_ucp.core.experts import file_rank
+from megatron_ucp.core.experts import file_rank, rank_of_expert
 from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.deepspeed.files import (
     expert_file_name,
@@ -161,7 +161,7 @@ def _experts(run: NativeRun) -> Iterator[tuple[int, int, int]]:
                 continue  # the readers of the experts say what is wrong with it
             for expert in range(count):
                 for etp in range(mesh.etp):
-                    ep = expert * mesh.ep // count
+                    ep = rank_of_expert(expert, count, mesh.ep)
                     yield layer, expert, file_rank(mesh, stage, ep, etp)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Chunks, Replicate, Shard, same_layout
+from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
@@ -49,7 +49,9 @@ def refuse_joined(
     if ranks == 1 or order_of(arguments) == INTERLEAVED:
         return
     for name, spec in held:
-        told = order_of(arguments) == "" and isinstance(spec.layout, Shard)
+        cut = spec.layout.only_cut
+        is_plain = cut is not None and not (cut.is_fused or cut.runs)
+        told = order_of(arguments) == "" and is_plain
         known = told or (isinstance(info, dict) and is_matched(info, name, file))
         if is_fused(name) and not known:
             raise UnsupportedError(
@@ -175,7 +177,7 @@ class LayoutSource:
             stock = tp_patterns.declared(info, pipe, local, self.mesh.tp, self.file, self.order)
         except UcpError:  # patterns that are no use to anybody
             return False
-        return same_layout(stock.layout, spec.layout)
+        return stock.layout == spec.layout
 
 
 def compared(manifest: Manifest, rules: RuleSet, file: str) -> Manifest:
@@ -215,7 +217,7 @@ def compared_spec(spec: ParamSpec, manifest: Manifest, rules: RuleSet, file: str
         ("layout", spec.layout, ruled.layout),
         ("vocabulary", spec.extent, ruled.extent or spec.extent),
     ):
-        if ours != theirs and not (what == "layout" and same_layout(spec.layout, ruled.layout)):
+        if ours != theirs:
             raise RuleError(
                 f"a rule contradicts the manifest in the {what}",
                 file=rules.source,
@@ -234,7 +236,8 @@ def says_layouts(manifest: Manifest) -> bool:
         bool(manifest.family)
         or manifest.mesh.tp > 1
         or any(
-            spec.on_mesh is not None or not isinstance(spec.layout, Replicate | Chunks)
+            spec.on_mesh is not None
+            or not (spec.layout.is_whole or isinstance(spec.layout, Chunks))
             for spec in manifest.params
         )
     )

@@ -10,13 +10,14 @@ from typing import Any
 from megatron_ucp.core.box import Ints, strides
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import (
+    Cut,
+    Cuts,
     Extent,
     Layout,
     Partial,
     Replicate,
     Shard,
     ShardNC,
-    ShardRuns,
 )
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
@@ -136,7 +137,7 @@ def affine_layout(
     if dim is None:
         return shape, Replicate()
     runs = tuple(tuple(_runs(rank, shape, dim, name, file)) for rank in ranks)
-    return shape, _simplest(name, shape, ShardRuns(_AXIS, dim, runs))
+    return shape, _simplest(name, shape, Cut(_AXIS, dim, runs=runs))
 
 
 def _dim_of(ranks: Sequence[_RankShare], shape: Ints, name: str, file: str | None) -> int | None:
@@ -179,20 +180,19 @@ def _runs(
         _refuse("blocks that are not all of a share", name, file, rank.shape, f"{at} of dim {dim}")
 
 
-def _simplest(name: str, shape: Ints, explicit: ShardRuns) -> Layout:
+def _simplest(name: str, shape: Ints, explicit: Cut) -> Layout:
     """Equal chunks, of the dim or of fused sub-tensors, where those are the runs."""
-    dim, count = explicit.dim, len(explicit.held[0])
-    widths = [stop - start for start, stop in explicit.held[0]]
-    parts = tuple(width * len(explicit.held) for width in widths)
-    fused = ShardNC(_AXIS, dim, parts)
-    for simple in (Shard(_AXIS, dim), *([fused] if count > 1 else [])):
-        if sum(parts) == shape[dim] and _alike(name, shape, simple, explicit):
+    dim, runs = explicit.dim, explicit.runs
+    parts = tuple((stop - start) * len(runs) for start, stop in runs[0])
+    fused, whole = ShardNC(_AXIS, dim, parts), Cuts((explicit,))
+    for simple in (Shard(_AXIS, dim), *([fused] if len(runs[0]) > 1 else [])):
+        if sum(parts) == shape[dim] and _alike(name, shape, simple, whole, len(runs)):
             return simple
-    return explicit
+    return whole
 
 
-def _alike(name: str, shape: Ints, one: Layout, explicit: ShardRuns) -> bool:
-    mesh = Mesh(tp=len(explicit.held))
+def _alike(name: str, shape: Ints, one: Layout, explicit: Layout, ranks: int) -> bool:
+    mesh = Mesh(tp=ranks)
     for rank in range(mesh.tp):
         place = mesh.place(at_tp(rank))
         try:
@@ -260,8 +260,9 @@ def is_open(info: Mapping[str, Any], name: str, file: str, order: str) -> bool:
 
 def contradicts(spec: ParamSpec, order: str) -> bool:
     """Whether a layout has the rows of query_key_value in another order than the arguments say."""
-    thirds = isinstance(spec.layout, ShardNC)
-    known = order and is_fused(spec.name) and (thirds or isinstance(spec.layout, Shard))
+    cut = spec.layout.only_cut
+    thirds = cut is not None and cut.is_fused
+    known = order and is_fused(spec.name) and cut is not None and not cut.runs
     return bool(known) and thirds != (order == SPLIT)
 
 
@@ -390,8 +391,8 @@ def patterns_of(specs: Iterable[ParamSpec], named: Callable[[str], str]) -> dict
     out: dict[str, Any] = {"universal_checkpoint_version": 0.4}
     for name, spec, kind in cut:
         pattern = (_of_layers(name) if alike and kind != SUB_PARAMS else re.escape(name)) + "$"
-        if kind == SUB_PARAMS and isinstance(spec.layout, ShardNC):
-            _add(out, kind, fused([pattern], sub_shape(spec.layout, spec.shape)))
+        if kind == SUB_PARAMS and spec.layout.fused is not None:
+            _add(out, kind, fused([pattern], sub_shape(spec.layout.fused, spec.shape)))
         elif kind:
             _add(out, kind, pattern)
         if name.startswith(f"{TIED}."):
@@ -416,20 +417,20 @@ def _of_layers(name: str) -> str:
     return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
 
 
-def sub_shape(layout: ShardNC, shape: Ints) -> tuple[tuple[Any, ...], int]:
+def sub_shape(cut: Cut, shape: Ints) -> tuple[tuple[Any, ...], int]:
     """`shape` and `partition_dim` of a fused parameter in stock's words: the dim that is cut is a
     tuple of its parts."""
-    parts = tuple(layout.parts if dim == layout.dim else n for dim, n in enumerate(shape))
-    return parts, layout.dim
+    return tuple(cut.parts if dim == cut.dim else n for dim, n in enumerate(shape)), cut.dim
 
 
 def kind_of(layout: Layout) -> str | None:
     """Which list a parameter stands in; "" for stock's default, dim 0, None where it has no list
     for it."""
-    if isinstance(layout, ShardNC) and layout.axis == "tp" and layout.unit == 1:
-        halves = layout.dim == 0 and len(layout.parts) == 2 and len({*layout.parts}) == 1
+    cut = layout.fused
+    if cut is not None and cut.axis == "tp" and cut.unit == 1:
+        halves = cut.dim == 0 and len(cut.parts) == 2 and len({*cut.parts}) == 1
         return HALVES if halves else SUB_PARAMS
-    if isinstance(layout, Partial):
+    if layout.mean_over:
         return AVERAGED
     return _KINDS.get(layout)
 

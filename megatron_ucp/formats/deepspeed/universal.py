@@ -19,7 +19,6 @@ from megatron_ucp.core.experts import (
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import ShardNC
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
@@ -193,11 +192,11 @@ class UniversalWriter:
 def _cut(spec: ParamSpec) -> dict[str, Any]:
     """How stock cuts the atom for a tensor-parallel target: along which dim, and which
     sub-parameters each for itself."""
-    if isinstance(spec.layout, ShardNC):
-        if len(set(spec.layout.parts)) == 1 and spec.layout.dim == 0:
-            return {"cat_dim": 0, "param_n_sub_params": len(spec.layout.parts)}
-        said = fused([re.escape(spec.name)], sub_shape(spec.layout, spec.shape))
-        return {"cat_dim": spec.layout.dim, "sub_param_shape": InertObject(_SUB_PARAMS, (), said)}
+    if (cut := spec.layout.fused) is not None:
+        if len(set(cut.parts)) == 1 and cut.dim == 0:
+            return {"cat_dim": 0, "param_n_sub_params": len(cut.parts)}
+        entry = fused([re.escape(spec.name)], sub_shape(cut, spec.shape))
+        return {"cat_dim": cut.dim, "sub_param_shape": InertObject(_SUB_PARAMS, (), entry)}
     cuts = spec.layout.cuts()
     return {"cat_dim": cuts[0].dim if cuts else 0}
 

@@ -22,6 +22,7 @@ from megatron_ucp.core.experts import (
     in_own_file,
     is_stacked,
     name_in_file,
+    rank_of_expert,
     stored_tensors,
 )
 from megatron_ucp.core.flat import FlatBuffer
@@ -549,7 +550,7 @@ class NativeWriter:
         for etp in range(mesh.etp if held else 0):
             for layer, names in enumerate(by_layer(held)):
                 for number, params in names.items():
-                    ep = number * mesh.ep // len(names)
+                    ep = rank_of_expert(number, len(names), mesh.ep)
                     mp = file_rank(mesh, stage, ep, etp)
                     yield self._expert(layer, number, mp, etp, params)
             for ep in range(0 if self._is_split else mesh.ep):

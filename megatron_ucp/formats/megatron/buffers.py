@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron_ucp.core.experts import is_expert, rank_of_expert
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import (
     CHUNK_OF_STAGE,
@@ -22,7 +23,7 @@ from megatron_ucp.core.mesh import (
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.megatron.arguments import size
-from megatron_ucp.formats.megatron.names import is_expert, is_prediction, number_of_layer
+from megatron_ucp.formats.megatron.names import is_prediction, number_of_layer
 
 # ---- buckets
 #
@@ -579,7 +580,7 @@ def registered_names(
 def _is_here(name: str, spec: ParamSpec, part: PipelinePart, rank: int, mesh: Mesh) -> bool:
     if spec.expert is not None:
         number, count = spec.expert
-        if number // max(1, count // mesh.ep) != rank:
+        if rank_of_expert(number, count, mesh.ep) != rank:
             return False
     if name in _EMBEDDINGS:
         return part.has_embedding or part.has_predictions

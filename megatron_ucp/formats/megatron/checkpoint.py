@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.layout import Chunks, Replicate, ShardRuns
+from megatron_ucp.core.layout import Chunks, Layout, Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.names import Keeper
@@ -291,7 +291,7 @@ WITHOUT_MASTERS = {
 }
 
 
-def _uncut(spec: ParamSpec) -> ShardRuns:
+def _uncut(spec: ParamSpec) -> Layout:
     """The layout of a parameter that one rank held, where nobody says how several would."""
     (axis,) = DENSE_CUT if spec.expert is None else EXPERT_CUT
     return ShardRuns(axis, 0, (((0, spec.shape[0]),),))

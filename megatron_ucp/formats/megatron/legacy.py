@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import expert_name, experts_of_rank
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import (
@@ -149,7 +150,7 @@ class LegacyCheckpoint(RankFolders):
 
     def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
         """The parameters of a part at a rank, by canonical name, in the order of the model."""
-        first_expert = expert * (self._experts // self.saved_on.ep)
+        first_expert = self._first_expert(expert)
         for name, ref in self._model(RankFolder(tp, part.stage, expert), part.chunk).items():
             if not isinstance(ref, TensorRef):
                 continue
@@ -161,6 +162,10 @@ class LegacyCheckpoint(RankFolders):
     def _experts(self) -> int:
         """Experts of a layer."""
         return size(self.arguments, "num_experts", 0)
+
+    def _first_expert(self, rank: int) -> int:
+        """The first of a rank's experts, by its number in the layer."""
+        return experts_of_rank(rank, self._experts, self.saved_on.ep).start
 
     @cached_property
     def _is_tied(self) -> bool:
@@ -191,8 +196,8 @@ class LegacyCheckpoint(RankFolders):
             for rank in range(mesh.ep):
                 held = dict(self._local(part, 0, rank))
                 for name, ref in held.items():
-                    number = re.search(r"local_experts\.(\d+)\.", name)
-                    expert = (int(number[1]), experts) if number and experts else None
+                    found = expert_name(name)
+                    expert = (found.number, experts) if found and experts else None
                     shape, second = whole_shape(name, ref.shape, mesh.tp), second_matrix(name)
                     other = held.get(second)
                     behind = other and whole_shape(second, other.shape, mesh.tp)
@@ -395,13 +400,12 @@ class LegacyCheckpoint(RankFolders):
         return dict.fromkeys(self._stateless())
 
     def _stateless(self) -> Iterator[str]:
-        experts = self._experts // self.saved_on.ep
         for part in self._parts:
             for rank in range(self.saved_on.ep):
                 tree = self._model(RankFolder(0, part.stage, rank), part.chunk)
                 for name, value in tree.items():
                     if value is None and name.endswith("._extra_state"):
-                        yield global_name(name, part.first, rank * experts)
+                        yield global_name(name, part.first, self._first_expert(rank))
 
 
 def _rank_of(one: PlacedBuffer, cut: Coords) -> RankFolder:

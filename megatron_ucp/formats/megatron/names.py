@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import expert_name, is_expert
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
@@ -153,7 +154,6 @@ def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-_LOCAL_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
 # ends of the names of modules' buffers; those that a model makes anew are no part of a checkpoint
 DERIVED = (".local_tokens_per_expert", ".inv_freq")
 BUFFERS = (".expert_bias", *DERIVED)
@@ -166,8 +166,8 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     if found is None or found["number"] is None:
         return name
     rest = _unfused(found["rest"])
-    if expert := _LOCAL_EXPERT.fullmatch(rest):
-        rest = f"{expert[1]}{int(expert[2]) + first_expert}{expert[3]}"
+    if expert := expert_name(rest):
+        rest = expert.at(expert.number + first_expert)
     number = int(found["number"]) + (first_layer if found["of"] != _PREDICTS else 0)
     return f"{found['list']}.{number}.{found['inner'] or ''}{rest}"
 
@@ -270,17 +270,17 @@ def keys_of(spec: ParamSpec, stacked: bool) -> tuple[Stacking, ...]:
     """As `key_of`, of a parameter whose rows may lie under several keys: the layout has the rows of
     each part then."""
     at = key_of(spec.name, stacked)
-    layout = spec.on_mesh or spec.layout
-    if not isinstance(layout, ShardNC) or _CUT_IN_PARTS.fullmatch(spec.name) is None:
+    cut = (spec.on_mesh or spec.layout).fused
+    if cut is None or _CUT_IN_PARTS.fullmatch(spec.name) is None:
         return (at,)
     kind = ".query" if ".self_attention." in spec.name else ".x"  # a delta net, or Mamba
-    endings = [known for known in _PARTS if len(known) == len(layout.parts) and kind in known]
+    endings = [known for known in _PARTS if len(known) == len(cut.parts) and kind in known]
     if len(endings) != 1:
         return (at,)
-    ends = [*itertools.accumulate(layout.parts)]
+    ends = [*itertools.accumulate(cut.parts)]
     return tuple(
         Stacking(f"{at.key}{ending}", at.index, end - rows, end)
-        for ending, rows, end in zip(endings[0], layout.parts, ends, strict=True)
+        for ending, rows, end in zip(endings[0], cut.parts, ends, strict=True)
     )
 
 
@@ -322,12 +322,6 @@ def in_its_layer(name: str) -> tuple[str, int, str] | None:
     if found is None or found["of"] == _PREDICTS:
         return None
     return found["list"], int(found["layer"]), name[found.end("layer") + 1 :]
-
-
-def is_expert(name: str) -> bool:
-    """Whether a parameter is part of one expert, by its canonical name."""
-    found = _CANONICAL.fullmatch(name)
-    return found is not None and found["expert"] is not None
 
 
 def second_matrix(name: str) -> str:
