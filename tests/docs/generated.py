@@ -439,13 +439,14 @@ def default_of(one: Any) -> str:
 
 
 def foreign(word: str) -> str:
+    """Flags of other programs by name; one that is refused says why when it is given."""
     if word == "ignored":
         return ", ".join(f"`{name}`" for name in foreign_flags.IGNORED) + "."
-    by_reason: dict[str, list[str]] = {}
-    for name, (_, harmless, why) in foreign_flags.REFUSED.items():
-        shown = f"`{name}`" + (f" (but {' or '.join(harmless)})" if harmless else "")
-        by_reason.setdefault(why, []).append(shown)
-    return listed([(", ".join(names), why) for why, names in by_reason.items()])
+    rows = (
+        f"`{name}`" + (f" (but {' or '.join(harmless)})" if harmless else "")
+        for name, (_, harmless, _) in foreign_flags.REFUSED.items()
+    )
+    return f"{', '.join(rows)}."
 
 
 # ---- the tree
