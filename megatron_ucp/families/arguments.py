@@ -1,13 +1,14 @@
 """Which family, sizes and architecture the arguments of a Megatron-LM run describe."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest
-from megatron_ucp.families import families
-from megatron_ucp.families.family import Builder, Family, Model
-from megatron_ucp.families.settings import FREQUENCY, Architecture, every_of, odd_settings
+from megatron_ucp.families import model_as_built
+from megatron_ucp.families.family import TRUE_VOCAB
+from megatron_ucp.families.settings import POSITION_KIND, Architecture, architecture_of
 
 _TOKENIZERS_WITH_END = ("NullTokenizer",)  # whose vocabulary has an end mark more than asked for
 
@@ -19,22 +20,19 @@ def with_model(manifest: Manifest) -> Manifest:
     if manifest.family or not isinstance(said, dict):
         return manifest
     arguments = cast("Mapping[str, Any]", said)
-    built = [one for one in families().values() if _is_built_so(one, arguments)]
-    built.sort(key=lambda one: one.name != arguments.get("model_family"))  # the one that is named
-    family = next(iter(built), None)
-    if family is None:
-        return manifest
+    # a model with more than a family has (latent attention, multi-token prediction) is none of it
+    params = [spec.name for spec in manifest.params if spec.kind != "buffer"]
     try:
-        sizes = family.sizes(**_sizes(family, arguments))
-        architecture = _architecture(arguments)
-    except (KeyError, TypeError, ValueError):  # arguments that are missing or of other types
+        module = _module(arguments)
+        model = model_as_built(module, params, arguments.get("model_family"))
+        architecture = _with_scaling(architecture_of(module), arguments)
+    except (KeyError, TypeError, ValueError, AttributeError):  # missing, or of other types
         return manifest
-    table = Model(family, sizes).table
-    if any(spec.kind != "buffer" and spec.name not in table for spec in manifest.params):
-        return manifest  # a model with more than that: latent attention, multi-token prediction
+    if model is None:
+        return manifest
     run = {key: value for key, value in manifest.run.items() if key != ARGUMENTS}
-    run[RECORDED] = {"sizes": asdict(sizes), "architecture": asdict(architecture)}
-    return replace(manifest, family=family.name, run=run)
+    run[RECORDED] = {"sizes": asdict(model.sizes), "architecture": asdict(architecture)}
+    return replace(manifest, family=model.family.name, run=run)
 
 
 def unknown_padding(manifest: Manifest) -> list[str]:
@@ -52,19 +50,6 @@ def unknown_padding(manifest: Manifest) -> list[str]:
     ]
 
 
-def _is_built_so(family: Family, said: Mapping[str, Any]) -> bool:
-    """Whether a family's builder makes the model of the arguments."""
-    return family.builder == Builder(
-        said.get("normalization"),  # pyright: ignore[reportArgumentType]  (no other is equal)
-        bool(said.get("swiglu")),
-        bool(said.get("add_bias_linear")),
-        said.get("position_embedding_type"),  # pyright: ignore[reportArgumentType]
-        bool(said.get("num_experts")),
-        bool(said.get("add_qkv_bias")),
-        bool(said.get("qk_layernorm")),
-    )
-
-
 def _tokens(said: Mapping[str, Any]) -> int:
     """How many rows of the vocabulary are tokens; 0 where the arguments say no number."""
     more = {"true_vocab_size": 0, "vocab_size": said.get("tokenizer_type") in _TOKENIZERS_WITH_END}
@@ -72,50 +57,43 @@ def _tokens(said: Mapping[str, Any]) -> int:
     return next((n + own for n, own in found if type(n) is int and n > 0), 0)
 
 
-def _sizes(family: Family, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes under the names of the family's class. Raises KeyError, TypeError."""
+def _module(said: Mapping[str, Any]) -> Any:
+    """A stand-in for the live model, with the attributes that families measure: the arguments, and
+    under the names of megatron-core's config what these call otherwise. Raises KeyError, TypeError,
+    ValueError."""
+    if said.get(POSITION_KIND) not in ("rope", "learned_absolute"):
+        raise ValueError("no family has such positions")
     heads, padded = int(said["num_attention_heads"]), int(said["padded_vocab_size"])
     groups = int(said["num_query_groups"]) if said.get("group_query_attention") else heads
-    true = min(_tokens(said), padded)
-    found: dict[str, Any] = {
-        "layers": int(said["num_layers"]),
-        "hidden": int(said["hidden_size"]),
-        "heads": heads,
-        "groups": groups,
-        "head_dim": int(said["kv_channels"]),
-        "ffn": int(said["ffn_hidden_size"]),
-        "vocab": padded,
-        "true_vocab": true or padded,
-        "tied": not said.get("untie_embeddings_and_output_weights"),
-        **(family.builder.flags if family.builder else {}),
+    experts = int(said.get("num_experts") or 0)
+    widths = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    renamed = {
+        "num_query_groups": groups,
+        "gated_linear_unit": bool(said.get("swiglu")),
+        "vocab_size": padded,
+        TRUE_VOCAB: min(_tokens(said), padded) or padded,
+        "max_sequence_length": int(said["max_position_embeddings"]),
+        "share_embeddings_and_output_weights": not said.get("untie_embeddings_and_output_weights"),
+        "num_moe_experts": experts or None,
+        **{name: int(said.get(name) or 0) for name in widths if experts},
+        "activation_func": _activation(said),
+        "bias_activation_fusion": False,
     }
-    if family.builder and family.builder.learned_positions:
-        found["positions"] = int(said["max_position_embeddings"])
-    if said.get("num_experts"):
-        found["experts"] = int(said["num_experts"])
-        found["expert_ffn"] = int(said.get("moe_ffn_hidden_size") or 0)
-        found["shared_ffn"] = int(said.get("moe_shared_expert_intermediate_size") or 0)
-        found["every"] = every_of(said[FREQUENCY])
-    known = {one.name for one in fields(family.sizes)}
-    return {name: value for name, value in found.items() if name in known}
+    same = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size")
+    module = SimpleNamespace(**{**said, **{name: int(said[name]) for name in same}, **renamed})
+    module.config = module
+    return module
 
 
-def _architecture(said: Mapping[str, Any]) -> Architecture:
-    """What shapes don't show. Raises KeyError, TypeError."""
-    experts = bool(said.get("num_experts"))
-    rotary = said.get("position_embedding_type") == "rope"
-    found = Architecture(
-        positions=int(said["max_position_embeddings"]),
-        norm_epsilon=float(said["layernorm_epsilon"]),
-        activation=_activation(said),
-        topk=int(said["moe_router_topk"]) if experts else 0,
-        odd=odd_settings(said.get, experts),
-    )
-    if not rotary:
+def _with_scaling(found: Architecture | None, said: Mapping[str, Any]) -> Architecture:
+    """With how rotary positions are scaled, which a module shows by its tables. Raises KeyError,
+    ValueError."""
+    if found is None:
+        raise ValueError("the arguments say no architecture")
+    if said[POSITION_KIND] != "rope":
         return found
     return replace(
         found,
-        rotary_base=float(said["rotary_base"]),
         rope_factor=float(said["rope_scaling_factor"]) if said.get("use_rope_scaling") else 0.0,
         interpolation=float(said.get("rotary_seq_len_interpolation_factor") or 0.0),
     )

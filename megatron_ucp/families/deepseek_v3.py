@@ -18,11 +18,14 @@ from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import llama, mixtral
 from megatron_ucp.families.family import (
+    Config,
     Declared,
     Divided,
     Family,
+    HuggingFace,
     column,
     measured,
+    no_such_sizes,
     norm,
     row,
     transformer,
@@ -43,8 +46,6 @@ from megatron_ucp.families.twin import (
     MLP_ROWS,
     NORM_ROWS,
     TOP,
-    Config,
-    HuggingFace,
     Rows,
     block,
     by_rows,
@@ -92,12 +93,8 @@ def table(sizes: DeepSeekSizes) -> dict[str, Declared]:
     """Every parameter of the model, and the routers' buffers. Raises UsageError for sizes of
     none."""
     if sizes.experts < 1 or sizes.leading > sizes.layers or sizes.biases:
-        raise UsageError(
-            "these sizes are no DeepSeek-V3",
-            expected="at least one expert, no biases, no more leading layers than layers",
-            found=str(sizes),
-            fix="give the family that the model was built with",
-        )
+        expected = "at least one expert, no biases, no more leading layers than layers"
+        raise no_such_sizes("DeepSeek-V3", expected, sizes)
     out = transformer(sizes, lambda number: layer(sizes, number))
     for number in range(sizes.predictions):
         prefix = f"mtp.layers.{number}."

@@ -6,8 +6,10 @@ from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.families import pipe
 from megatron_ucp.families.family import (
     Builder,
+    Config,
     Declared,
     Family,
+    HuggingFace,
     Sizes,
     attention_and_mlp,
     transformer,
@@ -15,8 +17,6 @@ from megatron_ucp.families.family import (
 from megatron_ucp.families.settings import Architecture
 from megatron_ucp.families.twin import (
     TRANSPOSED,
-    Config,
-    HuggingFace,
     check_config,
     refused_settings,
     refused_sizes,

@@ -13,7 +13,14 @@ from megatron_ucp.core.layout import Shard
 from megatron_ucp.core.tensor_parts import Interleaved
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import mixtral
-from megatron_ucp.families.family import Declared, Family, transformer
+from megatron_ucp.families.family import (
+    Config,
+    Declared,
+    Family,
+    HuggingFace,
+    no_such_sizes,
+    transformer,
+)
 from megatron_ucp.families.mixtral import EXPERT, ROUTER, MixtralSizes
 from megatron_ucp.families.settings import (
     FULL_EVERY,
@@ -26,8 +33,6 @@ from megatron_ucp.families.twin import (
     ATTENTION_ROWS,
     NORM_ROWS,
     TRANSPOSED,
-    Config,
-    HuggingFace,
     Row,
     Rows,
     by_rows,
@@ -50,12 +55,8 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 def table(sizes: MixtralSizes) -> dict[str, Declared]:
     """Every parameter of the model. Raises UsageError for sizes of none."""
     if sizes.experts < 1 or not (sizes.biases and sizes.gated) or sizes.shared_ffn:
-        raise UsageError(
-            "these sizes are no gpt-oss",
-            expected="at least one expert, gated, with biases, and none for every token",
-            found=str(sizes),
-            fix="give the family that the model was built with",
-        )
+        expected = "at least one expert, gated, with biases, and none for every token"
+        raise no_such_sizes("gpt-oss", expected, sizes)
     return transformer(sizes, lambda number: layer(sizes, number))
 
 

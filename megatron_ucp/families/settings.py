@@ -1,51 +1,10 @@
-"""The settings of a model: its sizes, and what it computes besides what the shapes of its
-parameters say."""
+"""The settings of a model: what it computes besides what the shapes of its parameters say."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from megatron_ucp.core.manifest import RECORDED
-
-# ---- sizes
-#
-# The sizes of a model.
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model. `vocab` is the padded vocabulary, `true_vocab` the tokenizer's; `ffn`
-    the width of one half of a gated MLP; `groups` the key-value groups; `positions` is 0 where none
-    are learned. `qkv_biases`: only queries, keys and values have biases; `qk_norms`: queries and
-    keys are normalised, head by head. A family with sizes of its own gives a subclass."""
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    true_vocab: int
-    positions: int = 0
-    tied: bool = False
-    gated: bool = False
-    biases: bool = True
-    norm_biases: bool = True
-    qkv_biases: bool = False
-    qk_norms: bool = False
-
-    @property
-    def qkv(self) -> int:
-        """Rows of linear_qkv: megatron-core interleaves (heads/groups queries, one key, one value)
-        per group."""
-        return (self.heads + 2 * self.groups) * self.head_dim
-
-
-# ---- architecture
-#
-# What a model computes besides what the shapes of its parameters say.
-
 
 _LONG = 8192.0  # positions that megatron-core's scaled rotary base was trained with
 
@@ -184,7 +143,7 @@ class Architecture:
     odd: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def recorded(sizes: Sizes, module: Any) -> dict[str, Any]:
+def recorded(sizes: Any, module: Any) -> dict[str, Any]:
     """What a manifest says of a live model of a family: its sizes, and its architecture where the
     module shows it."""
     found = architecture_of(module)
@@ -192,7 +151,10 @@ def recorded(sizes: Sizes, module: Any) -> dict[str, Any]:
     return said if found is None else {**said, "architecture": asdict(found)}
 
 
-def described(run: Mapping[str, Any], sizes: type[Sizes]) -> tuple[Sizes, Architecture] | None:
+S = TypeVar("S")  # the sizes of a family
+
+
+def described(run: Mapping[str, Any], sizes: type[S]) -> tuple[S, Architecture] | None:
     """What `recorded` gave, from a manifest's `run`; None where it says none, or the sizes of no
     family: a model that was attached without one has none. Raises TypeError or ValueError for what
     is no such record."""
@@ -207,7 +169,7 @@ def described_architecture(run: Mapping[str, Any]) -> Architecture | None:
     return None if more is None else Architecture(**more)
 
 
-def other_sizes(run: Mapping[str, Any], sizes: type[Sizes]) -> list[str]:
+def other_sizes(run: Mapping[str, Any], sizes: type[Any]) -> list[str]:
     """The names of sizes in which a record differs from what a family has."""
     of = _part(run, "sizes")
     if not of:

@@ -15,60 +15,11 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks, Layout, Replicate
 from megatron_ucp.core.tensor_parts import Slice, TensorPart
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.families.settings import Architecture, Sizes
+from megatron_ucp.families.family import Config, Sizes
+from megatron_ucp.families.settings import Architecture
 
-Config = Mapping[str, Any]
 TRANSPOSED = (1, 0)  # Conv1D of GPT-2 stores [in, out]
 Block = tuple[Ints, Ints]
-
-
-@dataclass(frozen=True)
-class HuggingFace:
-    """The twin of a family: `model_type` and `architecture` of config.json.
-
-    - `tensors(sizes)` says what each tensor holds, by its name, in the order of the model.
-    - `config(sizes, architecture)` is config.json without what every model has; `read` is its
-      inverse, and raises UnsupportedError for what the family does not compute.
-    - `refuses(sizes, architecture)` lists what the twin can't represent.
-    - `kin` are other model types whose configs and files say the same.
-    - `notes(sizes, architecture)` lists what the twin computes a little otherwise.
-    """
-
-    model_type: str
-    architecture: str
-    tensors: Callable[[Any], dict[str, TensorPart]]
-    config: Callable[[Any, Architecture], dict[str, Any]]
-    read: Callable[[Config], tuple[Sizes, Architecture]]
-    refuses: Callable[[Any, Architecture], list[str]]
-    kin: tuple[str, ...] = ()
-    notes: Callable[[Any, Architecture], list[str]] = lambda _, __: list[str]()
-
-    def has(self, model_type: object) -> bool:
-        """Whether a config with this model type is the twin's."""
-        return model_type in (self.model_type, *self.kin)
-
-    def whole_config(self, sizes: Sizes, architecture: Architecture, dtype: str) -> dict[str, Any]:
-        """config.json of a model. Tokens that begin and end a text are the tokenizer's, and
-        `None` here: the classes' own defaults are those of one certain model. Raises
-        UnsupportedError that lists what the twin can't represent."""
-        if refused := self.refuses(sizes, architecture):
-            raise UnsupportedError(
-                f"{self.architecture} of Hugging Face does not compute what this model does",
-                expected="a model without these settings",
-                found="; ".join(refused),
-                fix="there is no Hugging Face twin of this model: keep it in its native format",
-            )
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-            "dtype": dtype,
-            "tie_word_embeddings": sizes.tied,
-            "vocab_size": sizes.true_vocab,
-            **self.config(sizes, architecture),
-        }
 
 
 # ------------------------------------------------ tensors

@@ -270,7 +270,6 @@ def transformer_config(config: ModelConfig, tp: int, **stages: Any) -> "Transfor
     DeepSpeed's pipeline, and number the layers twice."""
     from megatron.core.transformer import TransformerConfig
 
-    builder = config.builder
     return TransformerConfig(
         num_layers=config.layers,
         hidden_size=config.hidden,
@@ -278,12 +277,8 @@ def transformer_config(config: ModelConfig, tp: int, **stages: Any) -> "Transfor
         num_attention_heads=config.heads,
         num_query_groups=config.groups,
         kv_channels=config.sizes().head_dim,
-        normalization=builder.normalization,
         layernorm_epsilon=config.norm_eps,
-        gated_linear_unit=builder.gated,
-        add_bias_linear=builder.biases,
-        add_qkv_bias=builder.qkv_biases,
-        qk_layernorm=builder.qk_norms,
+        **config.builder.settings,
         activation_func=_activation(config),
         hidden_dropout=config.hidden_dropout,
         attention_dropout=config.attention_dropout,
