@@ -74,8 +74,8 @@ def find_family(family: str | Family) -> Family:
 
 def recorded_model(manifest: Manifest) -> Model | None:
     """The model that a manifest says; None where it says none of a family that is there."""
-    said: object = manifest.run.get(RECORDED)
-    sizes = cast("Mapping[str, object]", said).get("sizes") if isinstance(said, dict) else None
+    record: object = manifest.run.get(RECORDED)
+    sizes = cast("Mapping[str, object]", record).get("sizes") if isinstance(record, dict) else None
     family = families().get(manifest.family)
     if family is None or not isinstance(sizes, dict) or not sizes:
         return None

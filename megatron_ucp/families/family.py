@@ -397,7 +397,7 @@ class Family:
     - `divided(sizes)` lists the sizes that a tensor-parallel size must divide.
     - `builder` lets `engines/megatron` build the model, and the pretraining program train it (None:
       somebody else builds it). `defaults` are that program's defaults, by attribute.
-    - `paper` are sizes of a model that exists on paper only and is told no others.
+    - `paper` are the sizes that `plan --simulate` takes where none are given.
     - `sizes` is the class of the sizes; `measure(module)` takes them from a live module (None: from
       the config of a megatron-core GPTModel).
     - `hugging_face` is the family's twin there (None: it has none).

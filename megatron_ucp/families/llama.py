@@ -55,13 +55,13 @@ def refuses(sizes: Sizes, architecture: Architecture, *known: str) -> list[str]:
 
 def llama_like(
     title: str,
-    config: Mapping[str, Any],
-    accepted: Callable[[Config], Config] = lambda found: found,
+    more: Mapping[str, Any],
+    accepted: Callable[[Config], Config] = lambda config: config,
     switch: str = "",
 ) -> Family:
     """A family of models that are LLaMAs but for one of `SWITCHES`, such as "qk_norms".
 
-    `config` is what its config.json says besides `common`; `accepted` gives a config as one of a
+    `more` is what its config.json says besides `common`; `accepted` gives a config as one of a
     LLaMA, and raises UnsupportedError for what is not computed here.
     """
     name = title.lower()
@@ -73,17 +73,17 @@ def llama_like(
         builder.check(sizes, title)
         return gpt.table(sizes)
 
-    def read(found: Config) -> tuple[Sizes, Architecture]:
-        found = accepted(found)
-        sizes = Sizes(**read_common(found, int(found["vocab_size"]), **switches))
-        return sizes, read_architecture(found, 1e-6, 10000.0, odd=settings)
+    def from_config(config: Config) -> tuple[Sizes, Architecture]:
+        config = accepted(config)
+        sizes = Sizes(**read_common(config, int(config["vocab_size"]), **switches))
+        return sizes, read_architecture(config, 1e-6, 10000.0, odd=settings)
 
     twin = HuggingFace(
         name,
         f"{name.capitalize()}ForCausalLM",
         by_rows(table, LLAMA_ROWS),
-        lambda sizes, architecture: {**common(sizes, architecture), **config},
-        read,
+        lambda sizes, architecture: {**common(sizes, architecture), **more},
+        from_config,
         lambda sizes, architecture: refuses(sizes, architecture, *settings),
     )
     return Family(
@@ -98,17 +98,17 @@ def llama_like(
     )
 
 
-def without_window(found: Config) -> Config:
+def without_window(config: Config) -> Config:
     """The config of a Mistral. Raises UnsupportedError for a sliding window, which the class has
     where nothing says otherwise."""
-    check_config({"sliding_window": 4096, **found}, {"sliding_window": (None,)})
-    return found
+    check_config({"sliding_window": 4096, **config}, {"sliding_window": (None,)})
+    return config
 
 
-def without_used_window(found: Config) -> Config:
+def without_used_window(config: Config) -> Config:
     """The config of any Qwen: a window that is not used may be in it. Raises UnsupportedError."""
-    check_config(found, {"use_sliding_window": (False,)})
-    return {**found, "sliding_window": None}
+    check_config(config, {"use_sliding_window": (False,)})
+    return {**config, "sliding_window": None}
 
 
 LLAMA = llama_like("LLaMA", {"attention_bias": False, "mlp_bias": False})

@@ -126,10 +126,10 @@ def _expert(sizes: MixtralSizes) -> dict[str, Declared]:
 
 
 def divided(sizes: MixtralSizes) -> tuple[Divided, ...]:
-    """What tensor parallelism cuts: an MLP only where layers have one, and a shared expert."""
-    kept = [one for one in dense(sizes) if one.what != "ffn_hidden_size" or sizes.every > 1]
+    """What tensor parallelism cuts: an MLP only where layers have part, and a shared expert."""
+    parts = [part for part in dense(sizes) if part.what != "ffn_hidden_size" or sizes.every > 1]
     shared = [Divided("the width of the shared expert", sizes.shared_ffn)]
-    return (*kept, *(shared if sizes.shared_ffn else []))
+    return (*parts, *(shared if sizes.shared_ffn else []))
 
 
 def names(sizes: MixtralSizes) -> dict[str, str]:
@@ -209,7 +209,7 @@ def rows(module: str, gate: str, up: str, down: str) -> Rows:
     }
 
 
-def config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
+def to_config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
     """config.json of Mixtral."""
     return {
         **common(sizes, architecture),
@@ -241,16 +241,16 @@ def refused_mixture(sizes: MixtralSizes, architecture: Architecture, *known: str
     return out
 
 
-def read(found: Config) -> tuple[MixtralSizes, Architecture]:
+def from_config(config: Config) -> tuple[MixtralSizes, Architecture]:
     """Sizes and architecture of a Mixtral. Raises UnsupportedError for what is not computed
     here."""
-    check_config(found, {"router_jitter_noise": (0.0,)})
+    check_config(config, {"router_jitter_noise": (0.0,)})
     sizes = MixtralSizes(
-        **read_common(found, int(found["vocab_size"])),
-        experts=int(found["num_local_experts"]),
+        **read_common(config, int(config["vocab_size"])),
+        experts=int(config["num_local_experts"]),
     )
-    topk = int(found.get("num_experts_per_tok", 2))
-    return sizes, read_architecture(found, 1e-5, 1e6, topk=topk)
+    topk = int(config.get("num_experts_per_tok", 2))
+    return sizes, read_architecture(config, 1e-5, 1e6, topk=topk)
 
 
 MIXTRAL = mixture(
@@ -258,8 +258,8 @@ MIXTRAL = mixture(
     "MixtralForCausalLM",
     MIXTURE,
     rows("block_sparse_moe.", "w1", "w3", "w2"),
-    config,
-    read,
+    to_config,
+    from_config,
     refuses,
 )
 
@@ -270,7 +270,7 @@ MIXTRAL = mixture(
 # are taken as the softmax over all of them gives them: megatron-core's `moe_router_pre_softmax`.
 
 
-def qwen3_moe_config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
+def qwen3_moe_to_config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
     """config.json of Qwen3-MoE."""
     return {
         **common(sizes, architecture),
@@ -292,29 +292,29 @@ def qwen3_moe_refuses(sizes: MixtralSizes, architecture: Architecture) -> list[s
     return refused_mixture(sizes, architecture, *known)
 
 
-def read_qwen3_moe(found: Config) -> tuple[MixtralSizes, Architecture]:
+def qwen3_moe_from_config(config: Config) -> tuple[MixtralSizes, Architecture]:
     """Sizes and architecture of a Qwen3-MoE. Raises UnsupportedError for what is not computed
     here."""
-    found, odd = llama.without_used_window(found), dict[str, Any](qk_layernorm=True)
-    if (every := _every(found)) != 1:
+    config, odd = llama.without_used_window(config), dict[str, Any](qk_layernorm=True)
+    if (every := _every(config)) != 1:
         odd[FREQUENCY] = every
-    if not found.get("norm_topk_prob", False):
+    if not config.get("norm_topk_prob", False):
         odd[PRE_SOFTMAX] = True
     sizes = MixtralSizes(
-        **read_common(found, int(found["vocab_size"]), qk_norms=True),
-        experts=int(found.get("num_experts", found.get("num_local_experts", 128))),
-        expert_ffn=int(found.get("moe_intermediate_size", 768)),
+        **read_common(config, int(config["vocab_size"]), qk_norms=True),
+        experts=int(config.get("num_experts", config.get("num_local_experts", 128))),
+        expert_ffn=int(config.get("moe_intermediate_size", 768)),
         every=every,
     )
-    topk = int(found.get("num_experts_per_tok", 8))
-    return sizes, read_architecture(found, 1e-6, 10000.0, topk=topk, odd=odd)
+    topk = int(config.get("num_experts_per_tok", 8))
+    return sizes, read_architecture(config, 1e-6, 10000.0, topk=topk, odd=odd)
 
 
-def _every(found: Config) -> int:
+def _every(config: Config) -> int:
     """Which layers have experts as a number. Raises UnsupportedError where none says it."""
-    step = found.get("decoder_sparse_step", 1)
-    without = [*(found.get("mlp_only_layers") or ())]
-    layers = range(int(found["num_hidden_layers"]))
+    step = config.get("decoder_sparse_step", 1)
+    without = [*(config.get("mlp_only_layers") or ())]
+    layers = range(int(config["num_hidden_layers"]))
     marks = [number not in without and not (number + 1) % step for number in layers]
     try:
         return every_of(marks)
@@ -332,7 +332,7 @@ QWEN3_MOE = mixture(
     "Qwen3MoeForCausalLM",
     replace(MIXTURE, qk_norms=True),
     {**rows("mlp.", "gate_proj", "up_proj", "down_proj"), **MLP_ROWS},
-    qwen3_moe_config,
-    read_qwen3_moe,
+    qwen3_moe_to_config,
+    qwen3_moe_from_config,
     qwen3_moe_refuses,
 )

@@ -257,10 +257,10 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
 def rope_of(config: Config) -> tuple[dict[str, Any], bool]:
     """What a config says of the rotary embedding; whether both places for it say the same."""
     rope: dict[str, Any] = {}
-    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read one each
+    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read part each
     ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
-    for one in ropes:
-        rope.update(one)
+    for part in ropes:
+        rope.update(part)
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     return rope, ropes[:1] == ropes[-1:]
 
@@ -269,16 +269,16 @@ def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> No
     """Raises UnsupportedError for what megatron-core's modules do not compute. `rope` says the
     rotary embedding, of that `kind`; it `is_one` where both places say the same."""
     layers = {*(config.get("layer_types") or ())} - {"full_attention"}
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    made: dict[str, object] = {
-        "partial_rotary_factor": part,
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    computed: dict[str, object] = {
+        "partial_rotary_factor": share,
         "rope type": kind,
         "rope parameters": {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3,
         "layer types": ", ".join(sorted(layers)),
         "rope_scaling beside rope_parameters": "the same" if is_one else "another",
     }
     check_config(
-        {**config, **made},
+        {**config, **computed},
         {
             "hidden_act": ("silu", "swish"),
             "attention_bias": (False,),
