@@ -69,8 +69,8 @@ def check_launcher(given: Mapping[str, Any], environment: Mapping[str, str]) -> 
 def goes_on(given: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of a start that finds tags in --save: it takes the newest whole one, whatever the
     first start was told to load."""
-    kept = {name: value for name, value in given.items() if name not in _OF_THE_FIRST_START}
-    return kept | {"load": given["save"], "universal_checkpoint": True}
+    others = {name: value for name, value in given.items() if name not in _OF_THE_FIRST_START}
+    return others | {"load": given["save"], "universal_checkpoint": True}
 
 
 def listed(meshes: str | None) -> list[str]:

@@ -19,12 +19,12 @@ from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from pretrain import checkpoint, elastic, same_data, setup
 from pretrain.arguments import complete, complete_each, parse
+from pretrain.checkpoint import Position, count, keep_position, program_of
 from pretrain.data import Batches, make_samples
 from pretrain.engine import DEEPSPEED
 from pretrain.flags import FLAGS
 from pretrain.log import Progress, say
 from pretrain.mcore import experts, models
-from pretrain.position import Position, count, keep_position, program_of
 from pretrain.steps import make_steps
 from pretrain.tokenizer import make_tokenizer
 
@@ -132,18 +132,18 @@ class Run:
             of_run = saved.args if saved and early.use_checkpoint_args else None
             self.args = complete(given, world, of_run)
             self._each = list(complete_each(given, of_run))
-        with agree.together() as told:
-            told.value = same_data.identity(self.args) if dist.get_rank() == 0 else None
-        setattr(self.args, same_data.NAME, told.values[0])
+        with agree.together() as shared:
+            shared.value = same_data.identity(self.args) if dist.get_rank() == 0 else None
+        setattr(self.args, same_data.NAME, shared.values[0])
         return saved
 
     def _goes_on(self, given: dict[str, Any]) -> dict[str, Any]:
         """The flags, of which an elastic run takes what it loads from --save once it has saved."""
         if not given.get("elastic") or not given.get("save"):
             return given
-        with agree.together() as told:
-            told.value = dist.get_rank() == 0 and not nothing_there(given["save"])
-        return elastic.goes_on(given) if told.values[0] else given
+        with agree.together() as shared:
+            shared.value = dist.get_rank() == 0 and not nothing_there(given["save"])
+        return elastic.goes_on(given) if shared.values[0] else given
 
     def _padded(self, tokenizer: Any, saved: checkpoint.Saved | None) -> int:
         """Rows of the embedding. Raises a UcpError where one of --elastic-meshes can't cut them, or

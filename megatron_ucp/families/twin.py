@@ -15,60 +15,11 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks, Layout, Replicate
 from megatron_ucp.core.tensor_parts import Slice, TensorPart
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.families.settings import Architecture, Sizes
+from megatron_ucp.families.family import Config, Sizes
+from megatron_ucp.families.settings import Architecture
 
-Config = Mapping[str, Any]
 TRANSPOSED = (1, 0)  # Conv1D of GPT-2 stores [in, out]
 Block = tuple[Ints, Ints]
-
-
-@dataclass(frozen=True)
-class HuggingFace:
-    """The twin of a family: `model_type` and `architecture` of config.json.
-
-    - `tensors(sizes)` says what each tensor holds, by its name, in the order of the model.
-    - `config(sizes, architecture)` is config.json without what every model has; `read` is its
-      inverse, and raises UnsupportedError for what the family does not compute.
-    - `refuses(sizes, architecture)` lists what the twin can't represent.
-    - `kin` are other model types whose configs and files say the same.
-    - `notes(sizes, architecture)` lists what the twin computes a little otherwise.
-    """
-
-    model_type: str
-    architecture: str
-    tensors: Callable[[Any], dict[str, TensorPart]]
-    config: Callable[[Any, Architecture], dict[str, Any]]
-    read: Callable[[Config], tuple[Sizes, Architecture]]
-    refuses: Callable[[Any, Architecture], list[str]]
-    kin: tuple[str, ...] = ()
-    notes: Callable[[Any, Architecture], list[str]] = lambda _, __: list[str]()
-
-    def has(self, model_type: object) -> bool:
-        """Whether a config with this model type is the twin's."""
-        return model_type in (self.model_type, *self.kin)
-
-    def whole_config(self, sizes: Sizes, architecture: Architecture, dtype: str) -> dict[str, Any]:
-        """config.json of a model. Tokens that begin and end a text are the tokenizer's, and
-        `None` here: the classes' own defaults are those of one certain model. Raises
-        UnsupportedError that lists what the twin can't represent."""
-        if refused := self.refuses(sizes, architecture):
-            raise UnsupportedError(
-                f"{self.architecture} of Hugging Face does not compute what this model does",
-                expected="a model without these settings",
-                found="; ".join(refused),
-                fix="there is no Hugging Face twin of this model: keep it in its native format",
-            )
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-            "dtype": dtype,
-            "tie_word_embeddings": sizes.tied,
-            "vocab_size": sizes.true_vocab,
-            **self.config(sizes, architecture),
-        }
 
 
 # ------------------------------------------------ tensors
@@ -306,10 +257,10 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
 def rope_of(config: Config) -> tuple[dict[str, Any], bool]:
     """What a config says of the rotary embedding; whether both places for it say the same."""
     rope: dict[str, Any] = {}
-    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read one each
+    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read part each
     ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
-    for one in ropes:
-        rope.update(one)
+    for part in ropes:
+        rope.update(part)
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     return rope, ropes[:1] == ropes[-1:]
 
@@ -318,16 +269,16 @@ def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> No
     """Raises UnsupportedError for what megatron-core's modules do not compute. `rope` says the
     rotary embedding, of that `kind`; it `is_one` where both places say the same."""
     layers = {*(config.get("layer_types") or ())} - {"full_attention"}
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    made: dict[str, object] = {
-        "partial_rotary_factor": part,
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    computed: dict[str, object] = {
+        "partial_rotary_factor": share,
         "rope type": kind,
         "rope parameters": {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3,
         "layer types": ", ".join(sorted(layers)),
         "rope_scaling beside rope_parameters": "the same" if is_one else "another",
     }
     check_config(
-        {**config, **made},
+        {**config, **computed},
         {
             "hidden_act": ("silu", "swish"),
             "attention_bias": (False,),
