@@ -127,11 +127,11 @@ def best(call: Callable[[], Any], repetitions: int) -> float:
 
 
 class Watched:
-    """A function of a module, with the seconds in it."""
+    """Functions of modules, with the seconds in them."""
 
-    def __init__(self, module: Any, names: tuple[str, ...]) -> None:
+    def __init__(self, *functions: tuple[Any, str]) -> None:
         self.seconds = 0.0
-        for name in names:
+        for module, name in functions:
             setattr(module, name, self._timed(getattr(module, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,13 +151,14 @@ def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict
     than one of the same files without a fingerprint, by medians: that one compares checksums."""
     import megatron_ucp as ucp
     from benchmarks.model import close, make_engine, train_step
-    from megatron_ucp.engines import save_frame
+    from megatron_ucp.engines import save as frame
+    from megatron_ucp.engines.deepspeed import save as saves
 
     mesh = Mesh(1)
     engine = make_engine(mesh, size)
     ucp.attach(engine, save="direct")
     train_step(engine, mesh)
-    saving = Watched(save_frame, ("sums_of_memory", "table_of"))
+    saving = Watched((saves, "sums_of_memory"), (frame, "table_of"))
     saved: list[float] = []
     for _ in range(repetitions):
         saving.seconds, started = 0.0, time.perf_counter()

@@ -17,8 +17,9 @@ from benchmarks.megatron_ranks import Large
 from benchmarks.model import make_engine, train_step
 from benchmarks.resize_ranks import held_bytes, peak
 from megatron_ucp.engines.background import background_of
-from megatron_ucp.engines.deepspeed.save import SaveRequest, save
-from megatron_ucp.engines.save import SaveOptions
+from megatron_ucp.engines.deepspeed.save import EngineSave
+from megatron_ucp.engines.save import SaveOptions, save_engine
+from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
 from tests.engines.stack_background_jobs import attached
 from tests.engines.stack_jobs import Engine, arguments, close, make, stock_save, train
@@ -39,9 +40,8 @@ def measure(
         for durable in (False, True) if number % 2 else (True, False):
             dist.barrier()
             how, place = SaveOptions(durable=durable), Path(folder)
-            report: Any = save(
-                SaveRequest(engine, None, how, stock_save, place, "tag", {}, True, False)
-            )
+            asked = engine, place, "tag", engine.global_steps, how, LATEST
+            report: Any = save_engine(EngineSave(*asked, None, stock_save, {}, False))
             own = report.seconds - report.stock_seconds - report.sync_seconds
             each["durable" if durable else "not durable"] = {
                 "own": own,

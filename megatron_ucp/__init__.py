@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imp
     from megatron_ucp.engines.load import load
     from megatron_ucp.engines.megatron.engine import attach_megatron
     from megatron_ucp.engines.megatron.save import save
-    from megatron_ucp.engines.resume_state import ResumableLoader
+    from megatron_ucp.engines.run_state import ResumableLoader
     from megatron_ucp.families import register_family
     from megatron_ucp.formats.deepspeed.target import Target
     from megatron_ucp.formats.optimizers import register_optimizer
@@ -129,7 +129,7 @@ _HOMES = {
     "register_optimizer": "formats.optimizers",
     "report": "engines.handle",
     "resize": "engines.hold",
-    "ResumableLoader": "engines.resume_state",
+    "ResumableLoader": "engines.run_state",
     "rules": "reshard.rules",
     "save": "engines.megatron.save",
     "Target": "formats.deepspeed.target",

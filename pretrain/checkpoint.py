@@ -26,6 +26,7 @@ from megatron_ucp.families.settings import PRE_SOFTMAX, Architecture
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.files import TagFiles, scan
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
 from megatron_ucp.formats.tags import has_state_files, iteration_name, nothing_there, tag_folder
@@ -263,7 +264,7 @@ def _declared(
     other one."""
     if (folder / FILE_NAME).is_file() or is_megatron(folder):
         return None
-    rows, tp = _embedding_rows(scan(folder))
+    rows, tp = _embedding_rows(scan(LocalFolder(folder)))
     if tp < 2 or not rows:
         return None  # whole parameters; or the reader says what is missing
     if args.use_checkpoint_args:

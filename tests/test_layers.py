@@ -145,6 +145,33 @@ def axis_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"the axis {node.value} is spelled out: ask the mesh"
 
 
+# Readers are given a `Folder`: these alone find, read and write files on the local disk.
+ON_DISK = {
+    *("folder.py", "locks.py", "output_folder.py", "rule_file.py", "tags.py", "registry.py"),
+    *("pt/archive.py", "megatron/writer.py"),
+}
+OF_PATHS = {
+    *("exists", "glob", "is_dir", "iterdir", "lstat", "read_bytes", "read_text", "resolve"),
+    *("rglob", "stat", "unlink", "write_bytes", "write_text"),
+}
+
+
+def disk_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
+    """What of a reader touches the file system itself."""
+    formats = Path(PACKAGE, "formats")
+    if not path.is_relative_to(formats) or str(path.relative_to(formats)) in ON_DISK:
+        return
+    for node in ast.walk(tree):
+        is_call = isinstance(node, ast.Call)
+        if is_call and isinstance(node.func, ast.Name) and node.func.id == "open":
+            yield node.lineno, "a reader opens a file: ask its Folder"
+        elif is_call and isinstance(node.func, ast.Attribute) and node.func.attr in OF_PATHS:
+            yield node.lineno, f"a reader calls .{node.func.attr}(): ask its Folder"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in ("os", "shutil") and node.attr != "PathLike":
+                yield node.lineno, f"a reader uses {node.value.id}.{node.attr}: ask its Folder"
+
+
 def style_faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
@@ -171,6 +198,7 @@ def faults(root: Path) -> list[str]:
             rows = list(import_faults(tree, path))
             if folder == PACKAGE:
                 rows += axis_faults(tree, path)
+                rows += disk_faults(tree, path)
             if folder in (PACKAGE, "patches"):
                 printing = layer_of(path.with_suffix("").parts) == "cli"
                 style = style_faults(tree)
@@ -222,7 +250,8 @@ def test_no_name_has_two_meanings() -> None:
     assert not {name: files for name, files in homes.items() if len(files) > 1}
 
 
-SAID_BY_EACH = {"FAMILY", "PATCHES"}  # what each file of a kind says of itself
+# what each file of a kind says of itself, and each engine
+SAID_BY_EACH = {"FAMILY", "PATCHES", "LocalShard"}
 
 
 # Names of other programs, and of shapes of names, that prose may give in backticks.
@@ -347,6 +376,13 @@ PLANTED = [
     ("patches/some.py", "from megatron_ucp.engines import live", "patches imports engines"),
     ("megatron_ucp/reshard/check.py", 'x = {"tp": 1}', "the axis tp is spelled out"),
     ("megatron_ucp/engines/deepspeed/live.py", 'at.get("pp", 0)', "the axis pp is spelled out"),
+    ("megatron_ucp/formats/deepspeed/run.py", "open('x')", "a reader opens a file"),
+    ("megatron_ucp/formats/deepspeed/run.py", "folder.iterdir()", "a reader calls .iterdir()"),
+    (
+        "megatron_ucp/formats/megatron/legacy.py",
+        "import os\nos.replace",
+        "a reader uses os.replace",
+    ),
     ("megatron_ucp/core/box.py", "print(1)", "print outside the cli"),
     ("megatron_ucp/core/box.py", "assert 1", "assert"),
     ("megatron_ucp/engines/live.py", "try:\n    f()\nexcept Exception:\n    pass", "broad except"),
@@ -373,6 +409,8 @@ ALLOWED = [
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import deepspeed",
     ),
     ("megatron_ucp/__init__.py", "from megatron_ucp.engines.deepspeed.live import load"),
+    ("megatron_ucp/formats/pt/file.py", "import os\ndef f(p: os.PathLike): folder.open('x')"),
+    ("megatron_ucp/formats/folder.py", "import os\nos.stat('x')"),
     ("megatron_ucp/cli.py", "import tqdm\nfrom megatron_ucp.reshard import convert\nprint(1)"),
     ("pretrain/data.py", "import deepspeed\nimport megatron_ucp as ucp\nassert print(1)"),
     ("tests/core/test_box.py", "import deepspeed\nassert print(1)"),

@@ -4,7 +4,6 @@ lowest priority, on connections between ranks that training does not use."""
 import atexit
 import ctypes
 import os
-import platform
 import signal
 import socket
 import sys
@@ -13,10 +12,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +22,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
 
 from megatron_ucp import say
-from megatron_ucp.engines.record import SAVED, record_of
-from megatron_ucp.engines.save import SaveReport, SnapshotMemory, under_way
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.options import check_saves
+from megatron_ucp.reshard.options import BACKGROUND, IN_BACKGROUND, check_fields, options_for
+from megatron_ucp.reshard.threads import at_lowest_priority
 
 # ---- beside ranks
 #
@@ -54,7 +52,7 @@ def _messages(
             yield memory[low : low + _MESSAGE_BYTES], rank, number
 
 
-class BesideRanks:
+class SideGroup:
     """All ranks of the default process group. Making one is collective. `gather` may be called by
     another thread than training's, by one at a time."""
 
@@ -148,10 +146,61 @@ class BesideRanks:
         return out
 
 
-# ---- background
+# ---- snapshot
 #
-# Saves that go on while an engine trains: one at a time for each engine, by a thread of the
-# lowest priority, on connections between ranks that training does not use.
+# Host memory that holds what a save writes while training goes on.
+
+
+class SnapshotMemory:
+    """Buffers that are allocated once and used again by the next save, which takes as much in the
+    same order; pinned where there is a GPU. `most_bytes` of them at most (None: as many as are
+    asked for)."""
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most_bytes = most_bytes
+        self._buffers: list[torch.Tensor] = []
+        self._taken = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """What is held now."""
+        return sum(len(buffer) for buffer in self._buffers)
+
+    def begin(self) -> None:
+        """All of it is free again."""
+        self._taken = 0
+
+    def copy(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """A copy of flat bytes; None where there is no room for it. What comes from a GPU is there
+        once its stream is."""
+        buffer = self.room(len(memory))
+        if buffer is None:
+            return None
+        return buffer.copy_(memory, non_blocking=buffer.is_pinned())
+
+    def room(self, size_bytes: int) -> torch.Tensor | None:
+        """So many bytes, of whatever value; None where there is no room for them."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        if self._taken == len(self._buffers):
+            self._buffers.append(nothing)
+        at = self._taken
+        if len(self._buffers[at]) < size_bytes:
+            rest = self.size_bytes - len(self._buffers[at])
+            if self._most_bytes is not None and rest + size_bytes > self._most_bytes:
+                return None
+            self._buffers[at] = nothing  # the old one goes before its successor comes
+            pinned = torch.cuda.is_available()
+            self._buffers[at] = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._taken += 1
+        return self._buffers[at][:size_bytes]
+
+    def release(self) -> None:
+        """Gives all memory back."""
+        self._buffers.clear()
+        self._taken = 0
+
+
+# ---- background
 
 
 _SAVES = "saves"
@@ -180,19 +229,18 @@ class BackgroundOptions:
     keep_snapshot: bool = True
 
     def __post_init__(self) -> None:
-        check_saves(self)
+        check_fields(self)
 
 
-BESIDE = tuple(one.name for one in fields(BackgroundOptions))
-
-
-def beside_training(is_asked: bool, options: Mapping[str, Any]) -> BackgroundOptions | None:
-    """How saves go on beside training; None where they don't. Raises UsageError."""
-    how = BackgroundOptions(**options)
-    if options and not is_asked:
+def background_options(options: Mapping[str, Any]) -> BackgroundOptions | None:
+    """How saves go on beside training, of options of `attach`; None where they don't. Raises
+    UsageError."""
+    given, is_asked = options_for(IN_BACKGROUND, options), options.get("save") == BACKGROUND
+    how = BackgroundOptions(**given)
+    if given and not is_asked:
         raise UsageError(
             "options of saves in the background were given, and saves are not made there",
-            parameter=", ".join(sorted(options)),
+            parameter=", ".join(sorted(given)),
             expected='save="background" beside them',
             found="another way to save, or none",
             fix='give save="background", or leave them out',
@@ -212,7 +260,7 @@ class SaveTurn:
     """
 
     def __init__(
-        self, what: str, ranks: BesideRanks, deadline: float | None, right: PublishRight
+        self, what: str, ranks: SideGroup, deadline: float | None, right: PublishRight
     ) -> None:
         self.what, self.ranks, self.deadline, self.right = what, ranks, deadline, right
         self.began, self.pid = time.monotonic(), os.getpid()
@@ -243,7 +291,7 @@ class SaveTurn:
         return max(0.0, self.deadline - (time.monotonic() - self.began))
 
     def gather(self, value: Any) -> list[Any]:
-        """As `BesideRanks.gather`, until the deadline. Raises RankError, SaveError."""
+        """As `SideGroup.gather`, until the deadline. Raises RankError, SaveError."""
         return self.ranks.gather(value, self.left_s())
 
     def begin(self, work: Callable[[], object], ended: Callable[[], object]) -> None:
@@ -304,7 +352,7 @@ class Background:
     def __init__(self, how: BackgroundOptions) -> None:
         self.how = how
         self.snapshot = SnapshotMemory(how.snapshot_bytes)
-        self._ranks: BesideRanks | None = None
+        self._ranks: SideGroup | None = None
         self._turn: SaveTurn | None = None
         _wait_at_end()
 
@@ -322,11 +370,11 @@ class Background:
         """Connections and memory for the next save. Collective; nothing is under way."""
         # a rank that failed has let its connections go, and then all of them are made anew
         if not all(agree.gather(self._ranks is not None)):
-            self._ranks = BesideRanks()
+            self._ranks = SideGroup()
         self.snapshot.begin()
 
     @property
-    def _connected(self) -> BesideRanks:
+    def _connected(self) -> SideGroup:
         if self._ranks is None:
             raise SaveError("the ranks are not connected", id="")
         return self._ranks
@@ -379,11 +427,7 @@ def last_saves() -> list[SaveTurn]:
 
 def background_of(engine: Any) -> Background | None:
     """What saves an engine beside its training, if anything does."""
-    return _all_of(engine).get(_SAVES)
-
-
-def _all_of(engine: Any) -> dict[str, Background]:
-    return record_of(engine).backgrounds
+    return record_of(engine).backgrounds.get(_SAVES)
 
 
 def keep_background(engine: Any, background: Background, does: str = _SAVES) -> None:
@@ -393,44 +437,9 @@ def keep_background(engine: Any, background: Background, does: str = _SAVES) -> 
         _SAVING.add(background)
 
 
-def skipped(engine: Any, steps: int) -> SaveReport | None:
-    """Waits for the save of an engine that is under way on any rank; or says that the one of
-    `steps`, which is asked for now, is skipped, and returns the other's report. Collective."""
-    background = background_of(engine)
-    if background is None:
-        return None
-    if background.how.busy == "skip" and any(agree.gather(background.is_busy)):
-        say.note(f"a save was skipped: that of {background.what} is still under way")
-        return under_way(Path(background.what), "", steps, 0.0)
-    with agree.together():
-        background.wait()
-    return None
-
-
-_WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
-
-
-def begun_or_warned(
-    engine: Any, where: Path, steps: int, begin: Callable[[], SaveReport]
-) -> SaveReport:
-    """What begins a save of an engine; where the disk refuses that, and the save was to warn, a
-    note and a report that says why. Raises as `begin`."""
-    background = background_of(engine)
-    try:
-        return begin()
-    except SaveError as error:
-        is_raised = background is None or background.how.on_error == "raise"
-        if is_raised or error.id not in _WARNED:
-            raise
-        say.note(f"a save failed, and training goes on: {error}")
-        begun = under_way(where, "", steps, 0.0)
-        engine.__dict__[SAVED] = replace(begun, is_under_way=False, error=str(error))
-        return engine.__dict__[SAVED]
-
-
 def wait_together(engine: Any) -> None:
     """As `wait`, on all ranks: what failed on one is raised on each. Collective."""
-    for background in _all_of(engine).values():
+    for background in record_of(engine).backgrounds.values():
         with agree.together():
             background.wait()
 
@@ -461,7 +470,7 @@ def wait(engine: Any) -> None:
             found=repr(engine)[:200],
             fix="give the engine whose save is waited for",
         )
-    for background in _all_of(engine).values():
+    for background in record_of(engine).backgrounds.values():
         background.wait()
 
 
@@ -519,41 +528,3 @@ def _end_with(code: int) -> None:
     # the last one comes first: what C has buffered is written, and then it ends
     library.__cxa_atexit(pointer(library._exit), ctypes.c_void_p(code), None)
     library.__cxa_atexit(pointer(library.fflush), None, None)
-
-
-class Alongside(threading.Thread):
-    """Work that another thread does meanwhile; `is_lowest`: when nobody else works. It needs no
-    pool of `concurrent.futures`: these take no work from the moment when the main thread ends."""
-
-    def __init__(self, work: Callable[[], Any], is_lowest: bool = False) -> None:
-        super().__init__(name="ucp-alongside", daemon=True)
-        self._work, self._is_lowest, self._kept = work, is_lowest, agree.KeptBack()
-        self._value: Any = None
-        self.start()
-
-    def run(self) -> None:
-        """In the thread."""
-        if self._is_lowest:
-            at_lowest_priority()
-        with self._kept:
-            self._value = self._work()
-
-    def result(self) -> Any:
-        """What the work returned, once it has. Raises what it raised."""
-        self.join()
-        self._kept.raise_kept()
-        return self._value
-
-
-def at_lowest_priority() -> None:
-    """This thread works when nobody else does: of processors, and of disks."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    _idle_disk()
-
-
-def _idle_disk() -> None:
-    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())  # ioprio_set(2)
-    if number is not None:
-        lowest = 2 << 13 | 7  # best effort, level 7: an idle class may never be served
-        ctypes.CDLL(None).syscall(number, 1, threading.get_native_id(), lowest)

@@ -12,7 +12,7 @@ from megatron_ucp import say
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.core.names import dtype_name
 from megatron_ucp.engines.background import wait, wait_together
-from megatron_ucp.engines.hold import HoldOptions, LentRun
+from megatron_ucp.engines.hold import HoldOptions, MemoryRun
 from megatron_ucp.engines.live import config_of
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.memory import KeptReport, steps_of
@@ -251,7 +251,7 @@ class Handle:
         every rank where it can't be filled exactly."""
         raise NotImplementedError
 
-    def lent(self, how: HoldOptions) -> LentRun:
+    def lent(self, how: HoldOptions) -> MemoryRun:
         """The engine as a run that a resize moves from; nothing in it is changed. Collective.
         Raises a UcpError on every rank."""
         raise NotImplementedError

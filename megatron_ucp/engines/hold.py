@@ -4,24 +4,18 @@ stay, `load` fills the new engine with it; `resize` does both where the world st
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import ORIGIN, BufferPart, Manifest
+from megatron_ucp.core.manifest import ORIGIN, BufferPart
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines import resume_state
 from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.load import MemorySource, load
 from megatron_ucp.engines.record import HANDLE, run_of
-from megatron_ucp.engines.resume_state import ResumableLoader
-from megatron_ucp.engines.save import position_of
-from megatron_ucp.engines.values import LiveValues
+from megatron_ucp.engines.run_state import STEPS, DataPlace, ResumableLoader, RunState
 from megatron_ucp.errors import RankError, UsageError
-from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.checkpoint import Extras
-from megatron_ucp.formats.in_memory import RunInMemory, TakenRun
-from megatron_ucp.formats.per_rank import PER_RANK, PerRank
+from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender, LoadOptions, Report
 from megatron_ucp.reshard.fingerprint import (
@@ -34,10 +28,9 @@ from megatron_ucp.reshard.fingerprint import (
 from megatron_ucp.reshard.load import resume_from_memory
 from megatron_ucp.reshard.memories import SharedMemories
 from megatron_ucp.reshard.memory_layout import (
-    HeldLayout,
-    HeldMemory,
+    HostMemory,
     MemorySink,
-    as_it_lies,
+    Takers,
     on_mesh,
     ranks_that_stay,
     spread,
@@ -52,20 +45,6 @@ from megatron_ucp.reshard.transfer import TransferRun, transfer
 
 
 @dataclass(frozen=True)
-class DataPlace:
-    """What a program moves that draws data: random states, as the bytes of a file (None: they are
-    not taken), and what a manifest says of the position of a loader."""
-
-    random: bytes | None
-    position: Mapping[str, Any]
-
-    @classmethod
-    def now(cls, loader: ResumableLoader | None, rng: bool) -> "DataPlace":
-        """As it is."""
-        return cls(resume_state.file_bytes() if rng else None, position_of(loader))
-
-
-@dataclass(frozen=True)
 class HoldOptions:
     """What is taken along: a `client_state`, the position of a `loader` (None: that of the loader
     that the engine was attached with), random states, and a fingerprint of all elements. `place` is
@@ -77,99 +56,64 @@ class HoldOptions:
     checksums: bool = True
     place: DataPlace | None = None
 
-
-@dataclass(frozen=True)
-class LentRun:
-    """A run that was taken, and who holds this rank's elements of it."""
-
-    run: TakenRun
-    holder: Lender
+    def place_now(self) -> DataPlace:
+        """Position and random states, as they are kept."""
+        return self.place or DataPlace.now(self.loader, self.rng)
 
 
-@dataclass(frozen=True)
-class RankValues:
-    """What this rank has for itself, and what of it differs from rank to rank."""
-
-    own: LiveValues
-    apart: PerRank
-    notes: tuple[str, ...] = ()
-
-
-def lent(
-    holder: Lender, said: Mapping[str, Any], extras: Extras, values: RankValues, how: HoldOptions
-) -> LentRun:
-    """Puts together what all ranks have besides elements, which the `holder` has. `said` is what a
-    manifest says of the run. Collective. Raises a UcpError on every rank."""
-    rank, manifest = agree.world()[0], holder.manifest
+def lent(holder: Lender, state: RunState, extras: Extras, how: HoldOptions) -> "MemoryRun":
+    """Puts together what all ranks have besides elements, which the `holder` has. Collective.
+    Raises a UcpError on every rank."""
+    manifest = holder.manifest
     with agree.together() as block:
-        sums = sums_of_rank(holder) if how.checksums else {}
-        place = how.place or DataPlace.now(how.loader, how.rng)
-        block.value = _beside(rank, values, place), sums
-    besides, every = zip(*block.values, strict=True)
-    table, apart = table_of(manifest, every)
-    position = place.position
-    run: dict[str, Any] = {**said, **position, **recorded_as(table, apart)}
-    if values.apart:
-        run[PER_RANK] = values.apart.as_value()
-    taken = TakenRun(
-        _name(manifest, said),
-        replace(manifest, run=run),
-        replace(extras, data_position=position.get("data")),
-        {name: data for own in besides for name, data in own.items()},
-        (*values.notes, *diverged(apart)),
+        block.value = state.files, sums_of_rank(holder) if how.checksums else {}
+    files, sums = zip(*block.values, strict=True)
+    table, apart = table_of(manifest, sums)
+    manifest = replace(manifest, run={**state.facts, **recorded_as(table, apart)})
+    run = RunInMemory(
+        f"memory of {manifest.mesh}/step {state.facts.get(STEPS, 0)}",
+        manifest,
+        manifest,
+        replace(extras, data_position=state.facts.get("data")),
+        {name: data for own in files for name, data in own.items()},
+        [*state.notes, *diverged(apart)],
     )
-    return LentRun(taken, holder)
-
-
-def _name(manifest: Manifest, said: Mapping[str, Any]) -> str:
-    return f"memory of {manifest.mesh}/step {said.get(resume_state.STEPS, 0)}"
-
-
-def _beside(rank: int, values: RankValues, place: DataPlace) -> dict[str, bytes]:
-    """The small files that a save would write for this rank, by their names."""
-    out: dict[str, bytes] = {}
-    if place.random is not None:
-        out[resume_state.file_name(rank)] = place.random
-    if values.apart:
-        name = per_rank.file_name(rank)
-        out[name] = values.own.text(Path(name), values.apart).encode()
-    return out
+    return MemoryRun(run, holder)
 
 
 # ---- hold, and resize
-#
-# From one mesh to another without files: `hold` keeps a run in the memory of the ranks that stay,
-# `load` fills the new engine with it; `resize` does both where the world stays the same.
 
 
 _RELEASED = "the engine's memory may be gone, as release=True asked"
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """All that is held, on every rank that held it: `held_by` says which rank of the old world has
-    each part."""
-
-    id: str
-    run: TakenRun
-    manifest: Manifest
-    held_by: Mapping[BufferPart, int]
-
-
 @dataclass
 class MemoryRun(MemorySource):
-    """A run in memory, as `hold` returned it: what this rank keeps of it. `size_bytes` is the host
-    memory that it takes; `release()` lets go of it, as a load does that was whole."""
+    """A run whose elements lie in the memory of ranks, as this rank has it: what `hold` returns,
+    and what a resize moves from.
 
-    _whole: _Whole | None = field(default=None, repr=False)
-    _memory: HeldMemory | None = field(default=None, repr=False)
-    _lender: Holder | None = field(default=None, repr=False)
-    _is_released: bool = field(default=False, repr=False)
+    `run` is what it is besides elements, `holder` has this rank's elements (both None on a rank
+    that joins), and `held_by` says which rank has each part. `id` is the same on all ranks that
+    have the run. `release()` lets go of the memory, as a load does that was whole.
+    """
+
+    run: RunInMemory | None = field(default=None, repr=False)
+    holder: Any = field(default=None, repr=False)
+    held_by: Mapping[BufferPart, int] = field(default_factory=dict[BufferPart, int], repr=False)
+    id: str = field(default="", repr=False)
+    is_released: bool = field(default=False, repr=False)
+
+    @property
+    def known(self) -> RunInMemory:
+        """What the run is besides elements. Raises UsageError where this rank does not know."""
+        if self.run is None:
+            raise UsageError("nothing is held", found=repr(self), fix="give what ucp.hold returned")
+        return self.run
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of elements that this rank keeps."""
-        return 0 if self._memory is None else self._memory.size_bytes
+        """Host memory that the elements on this rank take beside those of an engine."""
+        return self.holder.size_bytes if isinstance(self.holder, HostMemory) else 0
 
     @property
     def is_empty(self) -> bool:
@@ -179,19 +123,19 @@ class MemoryRun(MemorySource):
     def resume(self, engine: Engine, how: LoadOptions) -> Report:
         left = "what is held is whole on this rank; the new engine is not usable"
         with agree.as_rank_error("the load", left):
-            whole = _everywhere(self)
-            holder = self._lender or self._memory or HeldMemory(whole.manifest, [])
-            _require_whole(whole, holder)
-            source = RunInMemory(whole.run, whole.manifest)
-            report = resume_from_memory(engine, source, holder, how)
+            run, held_by = _everywhere(self)
+            holder = self.holder or HostMemory(run.manifest, [])
+            _require_whole(run, held_by, holder)
+            report = resume_from_memory(engine, run, holder, how)
         self.release()
         return report
 
     def release(self) -> None:
         """Lets go of the memory. The run can't be loaded from it again."""
-        if self._memory is not None:
-            self._memory.release()
-        self._whole, self._memory, self._lender, self._is_released = None, None, None, True
+        if isinstance(self.holder, HostMemory):
+            self.holder.release()
+        self.run = self.holder = None
+        self.is_released = True
 
 
 def hold(
@@ -278,7 +222,9 @@ def resize(
         _checked(old_engine, None, None, how)
         _refuse_shared(old_engine, new_engine)
         taken = lent_by(old_engine, how)
-        return load(new_engine, _lent_as_held(taken), **options)
+        parts = agree.gather(taken.holder.parts())
+        taken = replace(taken, held_by=_owners(parts), id=_one_id())
+        return load(new_engine, taken, **options)
 
 
 def _taking(
@@ -291,13 +237,13 @@ def _taking(
     return HoldOptions(dict(client_state or {}), loader, rng, checksums)
 
 
-def lent_by(engine: Any, how: HoldOptions) -> LentRun:
+def lent_by(engine: Any, how: HoldOptions) -> MemoryRun:
     """An attached engine as a run. A save that is under way is there before. Collective."""
     wait_together(engine)
-    taken = getattr(engine, HANDLE).lent(how)
-    run = {**taken.run.manifest.run, ORIGIN: run_of(engine).origin}
-    manifest = replace(taken.run.manifest, run=run)
-    return replace(taken, run=replace(taken.run, manifest=manifest))
+    taken: MemoryRun = getattr(engine, HANDLE).lent(how)
+    run = taken.known
+    manifest = replace(run.original, run={**run.original.run, ORIGIN: run_of(engine).origin})
+    return replace(taken, run=replace(run, original=manifest, manifest=manifest))
 
 
 def _checked(
@@ -352,44 +298,35 @@ def _params(engine: Any) -> set[int]:
 # ------------------------------------------------ holding
 
 
-def _held(lent: LentRun, mesh: Mesh | None, ranks: int | None, release: bool) -> MemoryRun:
+def _held(lent: MemoryRun, mesh: Mesh | None, ranks: int | None, release: bool) -> MemoryRun:
     """Collective."""
-    with agree.together() as block:
-        block.value = lent.holder.parts()
-    here = block.values
+    here = agree.collect(lent.holder.parts)
     with agree.together():
-        layout = _layout(lent.run, mesh, ranks, here)
-    rank, file = agree.world()[0], lent.run.name
-    memory = HeldMemory(layout.manifest, layout.takers[rank])
-    recorded = recorded_in(lent.run.manifest.run)
-    source = SharedMemories(file, lent.holder, lent.holder if release else None)
-    sink = MemorySink(memory, recorded)
+        run, takers = _layout(lent.known, mesh, ranks, here)
+    memory = HostMemory(run.manifest, takers[agree.world()[0]])
+    source = SharedMemories(run.name, lent.holder, lent.holder if release else None)
+    sink = MemorySink(memory, recorded_in(run.original.run))
     with say.progress("hold") as advance:
-        run = transfer(source, sink, run=TransferRun(progress=advance))
-    whole = _Whole(_one_id(), layout.run, layout.manifest, _owners(layout.takers))
-    _say_held(lent.run, run.done, source.read_bytes)
-    return MemoryRun(whole, memory)
-
-
-def _say_held(run: TakenRun, kept_bytes: int, moved_bytes: int) -> None:
-    """The line of a hold, of what all ranks keep and what of it came from others. Collective."""
-    sizes = agree.gather((kept_bytes, moved_bytes))
+        done = transfer(source, sink, run=TransferRun(progress=advance)).done
+    held = MemoryRun(run, memory, _owners(takers), _one_id())
+    sizes = agree.gather((done, source.read_bytes))
     kept, moved = (sum(column) for column in zip(*sizes, strict=True))
-    stay = sum(bool(done) for done, _ in sizes)
-    said = f"{say.amount(kept)} on {stay} ranks, {say.amount(moved)} of it from others"
-    say.ended(f"held {run.name} in memory: {said}", run.notes)
+    stay = sum(bool(size) for size, _ in sizes)
+    amounts = f"{say.amount(kept)} on {stay} ranks, {say.amount(moved)} of it from others"
+    say.ended(f"held {run.name} in memory: {amounts}", run.notes)
+    return held
 
 
 def _layout(
-    run: TakenRun, mesh: Mesh | None, ranks: int | None, here: Sequence[Sequence[BufferPart]]
-) -> HeldLayout:
+    run: RunInMemory, mesh: Mesh | None, ranks: int | None, here: Takers
+) -> tuple[RunInMemory, Takers]:
     """Where what is held lies. Raises a UcpError."""
     world = agree.world()[1]
     stay = ranks_that_stay(mesh, ranks, world)
     planned = None if mesh is None else on_mesh(run, mesh, world)
     if planned is not None and mesh is not None and mesh.world <= world:
         return planned
-    return as_it_lies(run, here) if stay == world else spread(run, stay, world)
+    return (run, here) if stay == world else spread(run, stay, world)
 
 
 def _one_id() -> str:
@@ -406,34 +343,20 @@ def _owners(takers: Sequence[Sequence[BufferPart]]) -> dict[BufferPart, int]:
     return out
 
 
-def held_as(
-    one_id: str, run: TakenRun, held_by: Mapping[BufferPart, int], memory: HeldMemory
-) -> MemoryRun:
-    """A run as its elements lie in `memory` on this rank; the `one_id` is that of all ranks."""
-    return MemoryRun(_Whole(one_id, run, run.manifest, held_by), memory)
-
-
-def _lent_as_held(lent: LentRun) -> MemoryRun:
-    """A run as its engine holds it, without a copy. Collective."""
-    parts = agree.gather(lent.holder.parts())
-    whole = _Whole(_one_id(), lent.run, lent.run.manifest, _owners(parts))
-    return MemoryRun(whole, None, lent.holder)
-
-
 # ------------------------------------------------ loading
 
 
-def _everywhere(held: MemoryRun) -> _Whole:
-    """What is held, on a rank that joined too. Collective. Raises UsageError."""
+def _everywhere(held: MemoryRun) -> tuple[RunInMemory, Mapping[BufferPart, int]]:
+    """What is held and by whom, on a rank that joined too. Collective. Raises UsageError."""
     with agree.together() as block:
-        if held._is_released:
+        if held.is_released:
             raise UsageError(
                 "what was held was let go of",
                 expected="what ucp.hold returned, once",
                 found="a run that was loaded from it, or release()",
                 fix="hold the run again, or load a save",
             )
-        block.value = None if held._whole is None else held._whole.id
+        block.value = None if held.run is None else held.id
     ids = block.values
     found = {one for one in ids if one is not None}
     if len(found) != 1:
@@ -443,27 +366,22 @@ def _everywhere(held: MemoryRun) -> _Whole:
             found=f"{len(found)} runs on {len(ids)} ranks",
             fix="give every rank what its own ucp.hold returned, or load a save",
         )
-    first = next(rank for rank, one in enumerate(ids) if one is not None)
-    if None not in ids:
-        return _known(held)
-    told = agree.gather(held._whole if agree.world()[0] == first else None)
-    return held._whole or told[first] or _known(held)
+    if None in ids:
+        first = next(rank for rank, one in enumerate(ids) if one is not None)
+        told = agree.gather((held.run, held.held_by) if agree.world()[0] == first else None)
+        if held.run is None:
+            return cast("tuple[RunInMemory, Mapping[BufferPart, int]]", told[first])
+    return held.known, held.held_by
 
 
-def _known(held: MemoryRun) -> _Whole:
-    if held._whole is None:
-        raise UsageError("nothing is held", found=repr(held), fix="give what ucp.hold returned")
-    return held._whole
-
-
-def _require_whole(whole: _Whole, holder: Holder) -> None:
+def _require_whole(run: RunInMemory, held_by: Mapping[BufferPart, int], holder: Holder) -> None:
     """Collective. Raises RankError where nobody here has a part of what was held."""
     here = {part for parts in agree.gather(holder.parts()) for part in parts}
-    lost = sorted({rank for part, rank in whole.held_by.items() if part not in here})
+    lost = sorted({rank for part, rank in held_by.items() if part not in here})
     if lost:
         raise RankError(
             "a part of what was held is not in this world",
-            file=whole.run.name,
+            file=run.name,
             expected="every rank that stays, with what its ucp.hold returned",
             found=f"nothing of what ranks {', '.join(map(str, lost))} of the old world held",
             fix="build the new world of the ranks that stay and of new ones; or load the newest "

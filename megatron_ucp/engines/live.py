@@ -4,6 +4,7 @@ groups, what its model computes, and whether a failed load left it unusable."""
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -22,13 +23,14 @@ from megatron_ucp.errors import (
     EngineUnusableError,
     LayoutError,
     ModelMismatchError,
+    SaveError,
     UnsupportedError,
 )
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.family import Model
 from megatron_ucp.families.settings import architecture_of
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
-from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.optimizers import DECOUPLED, Kept, steps_as
 from megatron_ucp.reshard.hugging_face.names import check_config, other_settings, settings_of
 
@@ -221,7 +223,7 @@ def check_model(source: Checkpoint, model: Model, module: Any) -> None:
     """Raises ModelMismatchError for a Hugging Face folder of a model that computes something else,
     and for other attention heads than those of the run that saved a checkpoint."""
     if source.manifest.keeper == Keeper.WEIGHTS:
-        check_config(source.folder, model, architecture_of(module))
+        check_config(Path(str(source.folder)), model, architecture_of(module))
     own = asdict(model.sizes)
     for name, saved in _recorded(source, "sizes").items():
         if name in _HEADS and own.get(name, saved) != saved:
@@ -260,8 +262,8 @@ def recorded_settings(module: Any) -> dict[str, Any]:
 def _other_settings(source: Checkpoint, module: Any) -> list[str]:
     if source.manifest.keeper != Keeper.WEIGHTS:
         return other_settings(_recorded(source, CONFIG), config_of(module), "the checkpoint")
-    path = source.folder / CONFIG_FILE
-    said = settings_of(read_json(path)) if path.is_file() else {}
+    folder = source.folder
+    said = settings_of(folder.json(CONFIG_FILE)) if folder.is_file(CONFIG_FILE) else {}
     return other_settings(said, config_of(module), CONFIG_FILE)
 
 
@@ -291,6 +293,23 @@ def _flat(said: Mapping[str, Any]) -> dict[str, Any]:
     odd: object = said.get("odd")
     more = cast("Mapping[str, Any]", odd) if isinstance(odd, dict) else {}
     return {**{name: value for name, value in said.items() if name != "odd"}, **more}
+
+
+# ---- not stepped meanwhile
+
+
+def require_unstepped(before: Mapping[str, float], now: Mapping[str, float]) -> None:
+    """Raises SaveError where an optimizer counts other steps than when the save began."""
+    if now != before:
+        other = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        was, is_ = ({key: said.get(key) for key in other[:3]} for said in (before, now))
+        raise SaveError(
+            "the optimizer stepped while its state was taken for a save",
+            expected=f"{was}, as when the save began",
+            found=f"{is_}: elements of two steps",
+            fix="save from the thread that trains, between two steps",
+            id="",
+        )
 
 
 # ---- unusable
@@ -366,7 +385,7 @@ def _refuse(program: Any, *_: Any, **__: Any) -> None:
 # whatever trains in it.
 
 
-class OwnPart(Protocol):
+class LocalPart(Protocol):
     """What a rank holds of its place."""
 
     @property
@@ -376,7 +395,7 @@ class OwnPart(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-class LivePlaces:
+class LiveShards:
     """The engine as `stages` of all its `places`, of which this rank is `own`; `program` is what
     steps, and is marked while a load is on its way. Raises ModelMismatchError where they don't fit,
     UnsupportedError where they are not whole."""
@@ -385,7 +404,7 @@ class LivePlaces:
 
     def __init__(
         self,
-        own: OwnPart,
+        own: LocalPart,
         program: Any,
         stages: Sequence[Stage],
         places: Sequence[Coords],

@@ -17,7 +17,7 @@ from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.model import as_it_says, model_of
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.record import HANDLE, LOADED, go_on_with, record_of
-from megatron_ucp.engines.resume_state import ResumableLoader
+from megatron_ucp.engines.run_state import ResumableLoader
 from megatron_ucp.engines.values import reducing
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats.tags import content_id
@@ -27,9 +27,10 @@ from megatron_ucp.reshard.load import resume
 from megatron_ucp.reshard.options import (
     LOAD,
     MEMORY,
+    OPTIONS,
     LoadWanted,
     check_acting,
-    check_options,
+    check_given,
     check_words,
 )
 
@@ -116,43 +117,47 @@ def load(
     """
     named: dict[str, Any] = {"hyper": hyper, "family": family, "checksums": checksums}
     named |= {"allow": allow, "rng": rng, "loader": loader, "per_rank": per_rank}
-    attached: Mapping[str, Any] = getattr(getattr(engine, HANDLE, None), "options", {})
-    given = {**_DEFAULTS, **attached, **{k: v for k, v in named.items() if v is not None}}
-    per_rank = given["per_rank"]
-    how = LoadOptions(
-        load_optimizer_states and not load_module_only,
-        load_lr_scheduler_states,
-        load_module_only,
-        given["hyper"],
-        given["checksums"],
-        _words(given["allow"]),
-        given["rng"],
-        given["loader"],
-        None if per_rank is None else reducing(per_rank),
+    given = options_of_load(
+        engine,
+        load_optimizer_states=load_optimizer_states,
+        load_lr_scheduler_states=load_lr_scheduler_states,
+        load_module_only=load_module_only,
+        **named,
     )
-    asked = asked_of(path, tag, how, given["family"])
-    asked["load_optimizer_states"] = bool(load_optimizer_states)
-    agree.require_same(agree.gather(asked))
-    of_both = {key: given[key] for key in ("hyper", "checksums", "allow", "rng")}
-    check_options(**of_both, per_rank=per_rank)
+    where = {"path": os.path.abspath(path) if isinstance(path, str) else path, "tag": tag}
+    agree.require_same(agree.gather(as_compared({**where, **given})))
+    how = load_options(given)
     if allow is not None:  # what `attach` got is for all loads, whatever each has a use for
         check_words(allow, {MEMORY if isinstance(path, MemorySource) else LOAD})
         check_acting(how.allow, _wanted(engine, how))
     # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
     if (kept := record_of(engine).memory) is not None and not isinstance(path, MemorySource):
         kept.adopt_folder_of(Path(path))
-    return fill(engine, path, tag, given["family"], how)
+    return fill(engine, path, tag, how)
 
 
-_DEFAULTS: Mapping[str, Any] = {
-    "hyper": "checkpoint",
-    "family": None,
-    "checksums": True,
-    "allow": (),
-    "rng": True,
-    "loader": None,
-    "per_rank": None,
-}
+def options_of_load(engine: Any, **named: Any) -> dict[str, Any]:
+    """What a load was given, by the names that a caller knows; what was not said (None) is as
+    `attach` was told, if it was."""
+    attached: Mapping[str, Any] = getattr(getattr(engine, HANDLE, None), "options", {})
+    return {**attached, **{name: value for name, value in named.items() if value is not None}}
+
+
+def as_compared(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks must have been given alike."""
+    return {name: agree.plain_option(value) for name, value in given.items()}
+
+
+def load_options(given: Mapping[str, Any]) -> LoadOptions:
+    """What a load is asked for. Raises UsageError."""
+    options = {name: value for name, value in given.items() if name in OPTIONS}
+    check_given(options)
+    if (rule := options.get("per_rank")) is not None:
+        options["per_rank"] = reducing(rule)
+    options["allow"] = frozenset(options.get("allow", ()))
+    module_only = given["load_module_only"]
+    states = given["load_optimizer_states"] and not module_only
+    return LoadOptions(states, given["load_lr_scheduler_states"], module_only, **options)
 
 
 def _wanted(engine: Any, how: LoadOptions) -> LoadWanted:
@@ -163,29 +168,6 @@ def _wanted(engine: Any, how: LoadOptions) -> LoadWanted:
         scheduler=how.scheduler and not how.module_only,
         steps_in_memory=record_of(engine).memory is not None,
     )
-
-
-def _words(allow: Any) -> frozenset[str]:
-    """Allowances as ranks compare them, whatever was given: `check_options` says what is wrong."""
-    given = allow if isinstance(allow, Collection) else (allow,)
-    return frozenset(one if isinstance(one, str) else repr(one) for one in given)
-
-
-_AS_THEY_ARE = ("hyper", "checksums", "allow", "rng", "loader")  # fields of `LoadOptions`
-
-
-def asked_of(path: Any, tag: Any, how: LoadOptions, family: Any) -> dict[str, Any]:
-    """What all ranks must have been given alike, by the names that a caller knows."""
-    options = {
-        "path": os.path.abspath(path) if isinstance(path, str) else path,
-        "tag": tag,
-        "load_optimizer_states": how.optimizer,
-        "load_lr_scheduler_states": how.scheduler,
-        "load_module_only": how.module_only,
-        **{name: getattr(how, name) for name in _AS_THEY_ARE},
-        "family": family,
-    }
-    return {name: agree.plain_option(value) for name, value in options.items()}
 
 
 def to_fill(engine: Any, family: Any) -> LiveEngine:
@@ -260,15 +242,13 @@ def origin_of(folder: str | Path) -> str:
 
 @agree.door("the load")
 @collector_paused()
-def fill(
-    engine: Any, path: str | Path | MemorySource, tag: str | None, family: Any, how: LoadOptions
-) -> Report:
+def fill(engine: Any, path: str | Path | MemorySource, tag: str | None, how: LoadOptions) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""
     wait_together(engine)
     # a caller may evaluate: tensors that inference mode makes could never be trained again
     with torch.inference_mode(False):
         handle: Any = getattr(engine, HANDLE, None)
-        live = to_fill(engine, family) if handle is None else handle.to_fill(family)
+        live = to_fill(engine, how.family) if handle is None else handle.to_fill(how.family)
         report, life = _resumed(engine, live, path, tag, how)
     if not how.module_only:
         is_file = not (report.run_id or report.run_origin or isinstance(path, MemorySource))

@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,12 +30,13 @@ from megatron_ucp.engines.background import (
     SaveTurn,
     keep_background,
 )
-from megatron_ucp.engines.hold import DataPlace, HoldOptions, LentRun, MemoryRun, held_as
+from megatron_ucp.engines.hold import HoldOptions, MemoryRun
 from megatron_ucp.engines.record import record_of, run_of
-from megatron_ucp.engines.resume_state import STEPS, ResumableLoader
+from megatron_ucp.engines.run_state import STEPS, DataPlace, ResumableLoader
 from megatron_ucp.engines.save import as_save_error, stamp
 from megatron_ucp.errors import SaveError, UcpError, UsageError, some_of
 from megatron_ucp.formats import in_memory
+from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.formats.locks import is_alive, this_process
 from megatron_ucp.formats.output_folder import Syncs, manifest_of, replace_text
 from megatron_ucp.formats.registry import open_checkpoint
@@ -43,8 +44,8 @@ from megatron_ucp.formats.tags import content_id, find_tag, has_state_files
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions
 from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, sums_of_rank, table_of
-from megatron_ucp.reshard.memory_layout import CopiedLayout, HeldMemory, copied
-from megatron_ucp.reshard.options import check_saves, plain_path
+from megatron_ucp.reshard.memory_layout import CopiedLayout, HostMemory, copied
+from megatron_ucp.reshard.options import IN_MEMORY, check_fields, options_for
 
 # ---- memory folder
 #
@@ -379,8 +380,6 @@ def refuse_room(needed_bytes: int, room: int, path: Path, amounts: tuple[str, st
 
 # ---- memory steps
 #
-# Steps of an engine that are kept in the memory of machines, where they outlive its processes.
-#
 # Each `every` steps all elements are copied into a tmpfs while training stands still. Beside
 # training each rank then sends what other machines shall have, and sums its bytes. Only when all
 # ranks are done does the step count; the one before it is whole until then.
@@ -411,33 +410,23 @@ class MemoryOptions:
     client_state: Callable[[], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        check_saves(self)
-        if self.client_state is not None and not callable(self.client_state):
-            _refuse("client_state", "a function without arguments", self.client_state)
-        if self.folder is not None:
-            plain_path(self.folder)
+        check_fields(self)
 
 
-def _refuse(name: str, expected: str, found: object) -> None:
-    raise UsageError(
-        "an option of steps in memory can't be used",
-        parameter=name,
-        expected=expected,
-        found=repr(found)[:200],
-        fix=f"correct {name}, or leave keep and what belongs to it out",
-    )
-
-
-IN_MEMORY = tuple(one.name for one in fields(MemoryOptions))
-
-
-def in_memory_as(options: Mapping[str, Any]) -> MemoryOptions | None:
+def memory_options(options: Mapping[str, Any]) -> MemoryOptions | None:
     """What is kept in memory, of options of `attach`; None where nothing is. Raises UsageError."""
-    if not options:
+    given = options_for(IN_MEMORY, options)
+    if not given:
         return None
-    if missing := [name for name in ("keep", "every") if options.get(name) is None]:
-        _refuse(missing[0], f'keep="{MEMORY}" and every=', options.get(missing[0]))
-    return MemoryOptions(**options)
+    if missing := [name for name in ("keep", "every") if given.get(name) is None]:
+        raise UsageError(
+            "an option of steps in memory can't be used",
+            parameter=missing[0],
+            expected=f'keep="{MEMORY}" and every=',
+            found=repr(given.get(missing[0])),
+            fix=f"correct {missing[0]}, or leave keep and what belongs to it out",
+        )
+    return MemoryOptions(**given)
 
 
 class Attached(Protocol):
@@ -446,7 +435,7 @@ class Attached(Protocol):
     program: Any
     module: Any
 
-    def lent(self, how: HoldOptions) -> LentRun:
+    def lent(self, how: HoldOptions) -> MemoryRun:
         """The engine as a run. Collective."""
         ...
 
@@ -629,22 +618,22 @@ class MemorySteps:
             turn, memory = life.begin_turn()
             copy_of(lent, life.own, memory)
         _, *ids = block.values[0]
-        step = _Step(life, lent.run, turn, memory, steps, *ids)
+        step = _Step(life, lent.known, turn, memory, steps, *ids)
         self.background.ready()
         blocked = time.perf_counter() - started
         rest = partial(self._settle, step, started, blocked)
         self.background.start(f"step {steps} in memory", rest)
 
-    def _arranged(self, lent: LentRun) -> "Life":
+    def _arranged(self, lent: MemoryRun) -> "Life":
         """Where it lies; anew where parts or sizes are others than before. Collective."""
-        held = HeldMemory(lent.holder.manifest, lent.holder.parts())
+        held = HostMemory(lent.holder.manifest, lent.holder.parts())
         digest = hashlib.sha256(repr(held.places()).encode()).digest()
         is_known = self.life is not None and self.life.digest == digest
         if not all(agree.gather(is_known)) or self.life is None:
             self.life = self._begun(lent, digest)
         return self.life
 
-    def _begun(self, lent: LentRun, digest: bytes) -> "Life":
+    def _begun(self, lent: MemoryRun, digest: bytes) -> "Life":
         """Room for steps of these parts and sizes. Collective."""
         with _as_save_error(), agree.together() as block:
             self.folder.make()
@@ -723,7 +712,7 @@ class Life:
         folder: MemoryFolder,
         id: str,
         layout: CopiedLayout,
-        lent: LentRun,
+        lent: MemoryRun,
         nodes: Sequence[str],
         digest: bytes,
     ) -> None:
@@ -732,7 +721,7 @@ class Life:
         self.manifest = lent.holder.manifest
         self.own = layout.own[self.rank]
         self.kept = layout.kept_by(self.rank)
-        self.places = HeldMemory(self.manifest, self.kept).places()
+        self.places = HostMemory(self.manifest, self.kept).places()
         self.sizes: tuple[int, ...] = ()
         self.last: int | None = None
         self._lock: LifeLock | None = None
@@ -800,7 +789,7 @@ class Life:
         for turn in TURNS:
             self.folder.forget(self.id, turn, self.rank)
 
-    def view(self, memory: torch.Tensor) -> HeldMemory:
+    def view(self, memory: torch.Tensor) -> HostMemory:
         """What this rank itself had, in flat memory."""
         return lying(self.manifest, self.own, memory)
 
@@ -831,7 +820,7 @@ class _Step:
     """A step on its way. `run_id` and `origin` are those of the first rank's run."""
 
     life: Life
-    run: in_memory.TakenRun
+    run: RunInMemory
     turn: int
     memory: torch.Tensor
     steps: int
@@ -853,22 +842,22 @@ class _Step:
         """What is said of the run, where this rank says it for its machine."""
         if not self.life.is_first_here:
             return None
-        manifest = self.run.manifest
+        manifest = self.run.original
         table, apart = table_of(manifest, sums)
         ids = {RUN: self.run_id, ORIGIN: self.origin}
-        said = replace(manifest, run={**manifest.run, **recorded_as(table, apart), **ids})
-        notes = (*self.run.notes, *diverged(apart))
-        return in_memory.to_json(replace(self.run, manifest=said, notes=notes))
+        manifest = replace(manifest, run={**manifest.run, **recorded_as(table, apart), **ids})
+        notes = [*self.run.notes, *diverged(apart)]
+        return in_memory.to_json(replace(self.run, original=manifest, left_behind=notes))
 
 
-def lying(manifest: Any, parts: Sequence[BufferPart], memory: torch.Tensor) -> HeldMemory:
+def lying(manifest: Any, parts: Sequence[BufferPart], memory: torch.Tensor) -> HostMemory:
     """Parts that lie in flat memory, one after the other."""
-    held = HeldMemory(manifest, parts)
+    held = HostMemory(manifest, parts)
     held.lie_in(memory, held.places())
     return held
 
 
-def copy_of(lent: LentRun, parts: Sequence[BufferPart], memory: torch.Tensor) -> None:
+def copy_of(lent: MemoryRun, parts: Sequence[BufferPart], memory: torch.Tensor) -> None:
     """Copies what a run's holder has of some parts into flat memory."""
     manifest = lent.holder.manifest
     held = lying(manifest, parts, memory)
@@ -1091,7 +1080,7 @@ class _Own:
     def __init__(self, folder: MemoryFolder, checksums: bool) -> None:
         self._folder, self._checksums = folder, checksums
         self._slots: dict[BufferPart, list[tuple[Slot, torch.Tensor]]] = {}
-        self.run: in_memory.TakenRun | None = None
+        self.run: RunInMemory | None = None
         self.faults: list[str] = []
 
     @property
@@ -1118,7 +1107,7 @@ class _Own:
                 own = memory[one.offset_bytes : one.offset_bytes + one.size_bytes]
                 self._slots.setdefault(one.slot.place, []).append((one.slot, own))
 
-    def _run(self, share: KeptShare) -> in_memory.TakenRun:
+    def _run(self, share: KeptShare) -> RunInMemory:
         text = self._folder.run_of(share)
         if text is None:
             raise ValueError("what is said of the run can't be read")
@@ -1135,8 +1124,8 @@ class _Own:
         """All of it, without a copy; of a rank that reads nothing, nothing."""
         if self.run is None:
             return MemoryRun()
-        memory = HeldMemory(self.run.manifest, self.parts)
+        memory = HostMemory(self.run.manifest, self.parts)
         for slots in self._slots.values():
             for slot, own in slots:
                 memory.lie_in(own, [(slot, 0, len(own))])
-        return held_as(step.id, self.run, step.held_by, memory)
+        return MemoryRun(self.run, memory, step.held_by, step.id)

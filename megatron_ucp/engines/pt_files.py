@@ -5,25 +5,26 @@ import io
 import os
 import pickle
 import socket
-import threading
 from bisect import bisect_right
-from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from isal.isal_zlib import crc32, crc32_combine
 from torch.serialization import location_tag
 
-from megatron_ucp.engines.background import Alongside
-from megatron_ucp.engines.save import SnapshotMemory
-from megatron_ucp.formats.output_folder import OutFile, Syncs
+from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.manifest import FileEntry
+from megatron_ucp.engines.background import SnapshotMemory
+from megatron_ucp.engines.save import Written
+from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.output_folder import Syncs
 from megatron_ucp.formats.pt.archive import ArchiveLayout, archive_of
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.folder import begin_sync
+from megatron_ucp.reshard.folder import FileRange, RangeWriter, record_crcs
+from megatron_ucp.reshard.threads import Alongside
 
 # ---- live archive
 #
@@ -88,43 +89,49 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, key, location_tag(storage), elems
 
 
-# ---- rank files
-#
-# The .pt files of a save, written by this package in the place of `torch.save`: the same records,
-# so that whatever loads the one loads the other.
+# ---- the files that stock DeepSpeed wrote
+
+
+def entries_in(aside: Path, paths: Iterable[Path], sync: Syncs) -> list[FileEntry]:
+    """The manifest's lines about files in a folder aside, which are on disk; folders in it that
+    hold them come to disk too. Raises OSError."""
+    for folder in sorted({path.parent for path in paths} - {aside}):
+        sync(folder)
+    return [output_folder.entry_of(one, one.relative_to(aside).as_posix()) for one in paths]
+
+
+@dataclass(frozen=True)
+class StockFiles:
+    """The files that DeepSpeed's own code wrote on this rank into the folder `aside`. `summing`
+    makes the sums for the fingerprint meanwhile."""
+
+    aside: Path
+    paths: Sequence[Path]
+    sync: Syncs
+    summing: Alongside
+
+    def write(self) -> Written:
+        """Brings them to disk. Raises OSError."""
+        for path in self.paths:
+            self.sync(path)
+        size_bytes = sum(path.stat().st_size for path in self.paths)
+        return Written(size_bytes, self.summing.result())
+
+    def close(self, ranks: Sequence[Written]) -> list[FileEntry]:
+        """Each of them is whole already. Raises OSError."""
+        return entries_in(self.aside, self.paths, self.sync)
+
+
+# ---- files that this package writes
 #
 # A rank writes the files that the engine's program gives it (`save`), at once, or from a snapshot
 # once training goes on. What several ranks of a machine hold alike is written by all of them, a
 # range each (`share`): the file's owner makes it, and writes what stands around the records when
-# the checksums of all ranges are known (`finish`).
+# the checksums of all ranges are known (`close`).
 
 
-CHUNK_BYTES = 8 * 2**20  # that are summed and written at a time
 _LEAST_SHARED_BYTES = 2**20  # smaller records are not worth a word between ranks
 _ALIGNED_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class RecordRange:
-    """Bytes of a record of a file, those from `low` on: they lie in `memory`, and come to byte
-    `place` of the file."""
-
-    path: Path
-    key: str
-    low: int
-    place: int
-    memory: torch.Tensor
-
-
-@dataclass(frozen=True)
-class WrittenRange:
-    """Bytes [low, low + size) of a record, which are written, and their CRC-32."""
-
-    path: Path
-    key: str
-    low: int
-    size: int
-    crc: int
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,8 @@ class Replicas:
     ranks: tuple[int, ...] = ()
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def _said(self) -> Any:
+    @property
+    def identity(self) -> Any:
         """Equal on ranks that can write each other's bytes: those of one machine, which see the
         same pages of a file."""
         sizes = {name: len(memory) for name, memory in self.memory.items()}
@@ -149,52 +157,34 @@ class Replicas:
         return None
 
 
-@dataclass
 class RankFiles:
-    """The files of one save on this rank. `snapshot` holds what is written later; without one,
-    everything is written as it comes."""
+    """The files of one save on this rank, in the folder `aside`. `snapshot` holds what is written
+    later; without one, everything is written as it comes."""
 
-    replicas: Replicas
-    sync: Syncs
-    snapshot: SnapshotMemory | None = None
-    archives: list[LiveArchive] = field(default_factory=list[LiveArchive])
-    waiting: list[RecordRange] = field(default_factory=list[RecordRange])
-    written: list[WrittenRange] = field(default_factory=list[WrittenRange])
-    stopped: threading.Event = field(default_factory=threading.Event)
-    around_bytes: int = 0
-    # by the first byte of the engine's memory
-    _copies: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    _begins: list[int] = field(default_factory=list[int])  # of copies, in order
+    def __init__(
+        self, aside: Path, replicas: Replicas, sync: Syncs, snapshot: SnapshotMemory | None = None
+    ) -> None:
+        self.aside, self.replicas, self.sync, self.snapshot = aside, replicas, sync, snapshot
+        self.summing: Alongside | None = None  # makes the sums for the fingerprint
+        self._writer = RangeWriter(sync)
+        self._archives: list[LiveArchive] = []
+        self._around_bytes = 0
+        self._copies: dict[int, torch.Tensor] = {}  # by the first byte of the engine's memory
+        self._begins: list[int] = []  # of copies, in order
 
-    @property
-    def for_others(self) -> list[WrittenRange]:
-        """What this rank wrote of files that other ranks made."""
-        own = {archive.path for archive in self.archives}
-        return [one for one in self.written if one.path not in own]
-
-    @property
-    def written_bytes(self) -> int:
-        """What this rank writes, of its own files and of others'."""
-        return sum(one.size for one in self.written) + self.around_bytes
-
-    def save(self, state_dict: object, path: str | Path, is_lasting: bool = False) -> None:
-        """In the place of `torch.save`. Of memory that `is_lasting` no copy is taken: nothing of
-        the engine's is in it. Raises what that raises, and OSError."""
+    def save(self, state_dict: object, path: str | Path) -> None:
+        """In the place of `torch.save`. Raises what that raises, and OSError."""
         archive = live_archive(state_dict, Path(path))
         with open(archive.path, "wb") as file:
             file.truncate(archive.layout.size_bytes)
-        self.archives.append(archive)
+        self._archives.append(archive)
         places, memory = archive.layout.places, archive.memory
-        self.around_bytes += archive.layout.size_bytes - sum(map(len, memory.values()))
-        ranges = [
-            RecordRange(archive.path, key, 0, places[key], memory[key])
+        self._around_bytes += archive.layout.size_bytes - sum(map(len, memory.values()))
+        self._take(
+            FileRange(archive.path, places[key], places[key], memory[key])
             for key in memory
             if self._shared_name(memory[key]) is None
-        ]
-        if is_lasting and self.snapshot is not None:
-            self.waiting += ranges
-        else:
-            self._take(ranges)
+        )
 
     def _shared_name(self, memory: torch.Tensor) -> str | None:
         if len(self.replicas.ranks) < 2 or len(memory) < _LEAST_SHARED_BYTES:
@@ -204,39 +194,34 @@ class RankFiles:
     def share(self) -> None:
         """Takes this rank's ranges of what several ranks hold, whoever makes the file; from then on
         no memory of the engine is needed. Collective. Raises OSError."""
-        said = agree.gather((self.replicas._said(), self._shared()))
-        alike = [rank for rank, (held, _) in enumerate(said) if held == said[_rank()][0]]
-        turn = alike.index(_rank())
-        self._take(
-            _range(path, key, place, self.replicas.memory[name], turn, len(alike))
-            for owner in alike
-            for path, key, place, name in said[owner][1]
-        )
-        self.archives = [LiveArchive(one.path, one.layout, {}) for one in self.archives]
-        self.replicas = Replicas()
-        self._begins = sorted(self._copies)
-
-    def _shared(self) -> list[tuple[Path, str, int, str]]:
-        """Of each record of this rank's files that others hold too: file, key, place, name."""
-        return [
-            (archive.path, key, archive.layout.places[key], name)
-            for archive in self.archives
+        shared = [
+            (archive.path, archive.layout.places[key], name)
+            for archive in self._archives
             for key, memory in archive.memory.items()
             if (name := self._shared_name(memory)) is not None
         ]
+        ranks, own = agree.gather((self.replicas.identity, shared)), agree.world()[0]
+        alike = [rank for rank, (identity, _) in enumerate(ranks) if identity == ranks[own][0]]
+        self._take(
+            _range(path, place, self.replicas.memory[name], alike.index(own), len(alike))
+            for owner in alike
+            for path, place, name in ranks[owner][1]
+        )
+        self._archives = [LiveArchive(one.path, one.layout, {}) for one in self._archives]
+        self.replicas = Replicas()
+        self._begins = sorted(self._copies)
 
-    def _take(self, ranges: Iterable[RecordRange]) -> None:
+    def _take(self, ranges: Iterable[FileRange]) -> None:
         """Writes ranges, or keeps copies of them; what finds no room is written."""
-        now: list[RecordRange] = []
+        now: list[FileRange] = []
         for one in ranges:
             copy = None if self.snapshot is None else self.snapshot.copy(one.memory)
             if copy is None:
                 now.append(one)
             else:
                 self._copies[one.memory.data_ptr()] = copy
-                self.waiting.append(RecordRange(one.path, one.key, one.low, one.place, copy))
-        if now:
-            self.written += _written_by_threads(now, self.stopped)
+                self._writer.later(replace(one, memory=copy))
+        self._writer.now(now, _threads())
 
     def kept(self, memory: torch.Tensor) -> torch.Tensor | None:
         """Memory of the engine as the snapshot has it; itself where nothing is to be written later;
@@ -251,96 +236,41 @@ class RankFiles:
         part = self._copies[first][start - first : start - first + size]
         return part.view(memory.dtype).view(memory.shape) if len(part) == size else None
 
-    def write(self) -> None:
-        """Writes what waits, in this thread. Raises OSError."""
-        for one in self.waiting:
-            for chunk in _chunks(one):
-                with self.sync.right.changing(f"writes {one.path}"):
-                    self.written.append(_written(chunk))
-            if self.sync.durable:
-                begin_sync(one.path, one.place, len(one.memory))
-        self.waiting.clear()
-
-    def to_disk(self) -> None:
-        """Brings what this rank wrote to disk. Raises OSError."""
-        for path in sorted({one.path for one in self.written}):
+    def write(self) -> Written:
+        """Writes what waits, in this thread; on disk when it returns. Raises OSError."""
+        self._writer.write_waiting()
+        for path in self._writer.paths:
             self.sync(path)
+        sums = {} if self.summing is None else self.summing.result()
+        own = {archive.path for archive in self._archives}
+        others = [one for one in self._writer.written if one.path not in own]
+        return Written(self._writer.size_bytes + self._around_bytes, sums, others)
 
-    def finish(self, others: Iterable[WrittenRange]) -> list[Path]:
-        """Writes what stands around the records of this rank's files, of which `others` wrote
-        ranges too, all on disk by now; returns the files. Raises OSError."""
-        ranges: dict[Path, list[WrittenRange]] = defaultdict(list)
-        for one in (*self.written, *others):
-            ranges[one.path].append(one)
-        for archive in self.archives:
-            crcs = {key: 0 for key in archive.layout.places}
-            for one in sorted(ranges[archive.path], key=lambda one: one.low):
-                crcs[one.key] = crc32_combine(crcs[one.key], one.crc, one.size)
-            with (
-                self.sync.right.changing(f"writes {archive.path}"),
-                OutFile(archive.path) as out,
-            ):
+    def close(self, ranks: Sequence[Written]) -> list[FileEntry]:
+        """Writes what stands around the records of this rank's files. Raises OSError."""
+        others = (one for rank in ranks for one in rank.ranges)
+        ranges = grouped((one.path, one) for one in (*self._writer.written, *others))
+        for archive in self._archives:
+            found = record_crcs(ranges.get(archive.path, ()))
+            crcs = {key: found.get(place, 0) for key, place in archive.layout.places.items()}
+            with self.sync.right.changing(f"writes {archive.path}"):
+                out = self._writer.file(archive.path)
                 for at, data in archive.layout.around(crcs):
                     out.write(data, at)
             self.sync(archive.path)
-        return [archive.path for archive in self.archives]
+        return entries_in(self.aside, [archive.path for archive in self._archives], self.sync)
+
+    def release(self) -> None:
+        """Lets go of all open files."""
+        self._writer.close()
 
 
-def _rank() -> int:
-    return agree.world()[0]
-
-
-def _range(
-    path: Path, key: str, place: int, memory: torch.Tensor, turn: int, turns: int
-) -> RecordRange:
+def _range(path: Path, record: int, memory: torch.Tensor, turn: int, turns: int) -> FileRange:
     """The share of a record that one of several ranks writes."""
     step = -(-len(memory) // turns)
     step += -step % _ALIGNED_BYTES
     low = min(turn * step, len(memory))
-    return RecordRange(path, key, low, place + low, memory[low : low + step])
-
-
-def _chunks(one: RecordRange) -> list[RecordRange]:
-    return [
-        RecordRange(
-            one.path, one.key, one.low + at, one.place + at, one.memory[at : at + CHUNK_BYTES]
-        )
-        for at in range(0, len(one.memory), CHUNK_BYTES)
-    ]
-
-
-def _written(one: RecordRange) -> WrittenRange:
-    data = one.memory.cpu().numpy().data
-    with OutFile(one.path) as out:
-        out.write(data, one.place)
-    return WrittenRange(one.path, one.key, one.low, len(data), crc32(data))
-
-
-def _written_by_threads(
-    ranges: Sequence[RecordRange], stopped: threading.Event
-) -> list[WrittenRange]:
-    """Writes ranges, several at a time; the disk begins meanwhile."""
-    found: list[WrittenRange] = []
-    chunks = deque(chunk for one in ranges for chunk in _chunks(one))
-
-    def work() -> None:
-        torch.set_num_threads(1)
-        while not stopped.is_set():
-            try:
-                chunk = chunks.popleft()
-            except IndexError:
-                return
-            found.append(_written(chunk))
-            begin_sync(chunk.path, chunk.place, len(chunk.memory))
-
-    threads = [Alongside(work) for _ in range(min(_threads(), len(chunks)))]
-    try:
-        for thread in threads:
-            thread.result()
-    finally:
-        if any(thread.is_alive() for thread in threads):  # after a failure, and after Ctrl-C
-            stopped.set()
-    return found
+    return FileRange(path, record, record + low, memory[low : low + step])
 
 
 def _threads() -> int:

@@ -1,27 +1,31 @@
-"""What saves of every engine share: how they are made, and their end. Files get their names,
-older tags go, and what failed is a SaveError."""
+"""A save of a live engine, whatever trains in it.
+
+What the engine is made of is taken first: from then on it may train. Then each rank writes its
+files and brings them to disk; rank 0 writes the manifest beside them, gives the folder its name,
+moves the pointers, and removes older tags. A failure of any rank before that leaves the pointers
+and every older tag as they were.
+"""
 
 import math
 import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
-
-import torch
+from typing import Any, Protocol
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
-from megatron_ucp.core.plan import Slot
+from megatron_ucp.engines.background import Background, SaveTurn, background_of
 from megatron_ucp.engines.record import SAVED, run_of
-from megatron_ucp.engines.resume_state import ResumableLoader
-from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UcpError, UsageError
+from megatron_ucp.engines.run_state import ResumableLoader, RunState
+from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UcpError
 from megatron_ucp.formats import locks, output_folder
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.formats.output_folder import Syncs, aside_of
@@ -34,78 +38,11 @@ from megatron_ucp.formats.tags import (
     saved_at,
 )
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.execute import TORCH_DTYPES
-from megatron_ucp.reshard.fingerprint import Sums
-from megatron_ucp.reshard.folder import FolderOutput, PieceRun, RanksFolderSink
-from megatron_ucp.reshard.options import check_saves
+from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, table_of
+from megatron_ucp.reshard.folder import WrittenRange
+from megatron_ucp.reshard.options import SAVES, STOCK, check_fields, check_given, options_for
 
-# ---- snapshot
-#
-# Host memory that holds what a save writes while training goes on.
-
-
-class SnapshotMemory:
-    """Buffers that are allocated once and used again by the next save, which takes as much in the
-    same order; pinned where there is a GPU. `most_bytes` of them at most (None: as many as are
-    asked for)."""
-
-    def __init__(self, most_bytes: int | None = None) -> None:
-        self._most_bytes = most_bytes
-        self._buffers: list[torch.Tensor] = []
-        self._taken = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """What is held now."""
-        return sum(len(buffer) for buffer in self._buffers)
-
-    def begin(self) -> None:
-        """All of it is free again."""
-        self._taken = 0
-
-    def copy(self, memory: torch.Tensor) -> torch.Tensor | None:
-        """A copy of flat bytes; None where there is no room for it. What comes from a GPU is there
-        once its stream is."""
-        buffer = self.room(len(memory))
-        if buffer is None:
-            return None
-        return buffer.copy_(memory, non_blocking=buffer.is_pinned())
-
-    def room(self, size_bytes: int) -> torch.Tensor | None:
-        """So many bytes, of whatever value; None where there is no room for them."""
-        buffer = self._next(size_bytes)
-        return None if buffer is None else buffer[:size_bytes]
-
-    def _next(self, size: int) -> torch.Tensor | None:
-        if self._taken == len(self._buffers):
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        at = self._taken
-        if len(self._buffers[at]) < size:
-            rest = self.size_bytes - len(self._buffers[at])
-            if self._most_bytes is not None and rest + size > self._most_bytes:
-                return None
-            self._buffers[at] = torch.empty(0, dtype=torch.uint8)  # goes before its successor comes
-            self._buffers[at] = _allocated(size)
-        self._taken += 1
-        return self._buffers[at]
-
-    def release(self) -> None:
-        """Gives all memory back."""
-        self._buffers.clear()
-        self._taken = 0
-
-
-def _allocated(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-
-
-# ---- saves
-#
-# What saves of every engine share: how they are made, and their end. Files get their names, older
-# tags go, and what failed is a SaveError.
-
-
-STOCK, DIRECT, BACKGROUND = WAYS = ("stock", "direct", "background")
+# ---- options, and the report
 
 
 @dataclass(frozen=True)
@@ -124,49 +61,15 @@ class SaveOptions:
     way: str = STOCK
 
     def __post_init__(self) -> None:
-        check_saves(self)
-        if self.way not in WAYS:
-            refuse_way(self.way, WAYS)
+        check_fields(self)
+        check_given({"save": self.way})
 
-    def syncs(self, folder: Path, tag: str) -> Syncs:
-        """What brings one save to disk, with its right to publish."""
-        return Syncs(self.durable, right=PublishRight(aside_of(folder, tag)))
-
-    def asked(self, **more: Any) -> dict[str, Any]:
-        """What all ranks must have been asked for alike."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
-
-
-def refuse_way(found: object, ways: Sequence[str]) -> NoReturn:
-    """Raises UsageError for what is none of the ways to save."""
-    raise UsageError(
-        "save is none of the ways to save",
-        expected=", ".join(ways),
-        found=repr(found),
-        fix="give one of these, or leave save out",
-    )
-
-
-def require_left(sync: output_folder.Syncs) -> None:
-    """Raises SaveError where an earlier save into the folder of this one was given up on this rank,
-    and may still write there."""
-    if sync.right.aside is not None:
-        locks.require_left(sync.right.aside)
-
-
-def require_unstepped(before: Mapping[str, float], now: Mapping[str, float]) -> None:
-    """Raises SaveError where an optimizer counts other steps than when the save began."""
-    if now != before:
-        other = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        was, is_ = ({key: said.get(key) for key in other[:3]} for said in (before, now))
-        raise SaveError(
-            "the optimizer stepped while its state was taken for a save",
-            expected=f"{was}, as when the save began",
-            found=f"{is_}: elements of two steps",
-            fix="save from the thread that trains, between two steps",
-            id="",
-        )
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "SaveOptions":
+        """Of options of `attach`."""
+        given = options_for(SAVES, options)
+        left = "values" in options.get("allow", ())
+        return cls(way=given.pop("save", STOCK), values_left=left, **given)
 
 
 @dataclass(frozen=True)
@@ -205,30 +108,253 @@ class SaveReport:
         )
 
 
-def under_way(path: Path, mesh: str, steps: int, seconds: float) -> SaveReport:
-    """Of a save that goes on in the background, `seconds` after it began."""
+# ---- one save
+#
+# `save_engine` saves any engine. The engine's own request says what there is to save (`take`);
+# a writer knows the files.
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote of a save: how many bytes, the sums of its elements for the fingerprint,
+    and the ranges of files that other ranks end."""
+
+    size_bytes: int
+    sums: Sums
+    ranges: Sequence[WrittenRange] = ()
+
+
+class SaveWriter(Protocol):
+    """The files of one save on one rank."""
+
+    def write(self) -> Written:
+        """Writes what this rank has; on disk when it returns. Raises OSError, SaveError."""
+        ...
+
+    def close(self, ranks: Sequence[Written]) -> list[FileEntry]:
+        """Ends the files that this rank owns, of which all `ranks` have written their share;
+        returns the manifest's lines about them. Raises OSError, SaveError."""
+        ...
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """All that a save takes of an engine, which may train from here on.
+
+    `manifest` describes what the files hold; `elements` what the ranks sum for the fingerprint,
+    which may be more: frozen parameters that the files leave out. `stock_seconds` were spent in
+    DeepSpeed's own save. `retire` removes what goes beside older tags, once this save counts, and
+    returns notes.
+    """
+
+    manifest: Manifest
+    elements: Manifest
+    state: RunState
+    writer: SaveWriter
+    stock_seconds: float = 0.0
+    retire: Callable[[], list[str]] = list
+
+
+@dataclass(frozen=True)
+class SaveRequest(ABC):
+    """What is saved, and how: the engine at `steps` into the folder `tag` of `folder`. `pointer` is
+    the one that the program itself reads (None: no pointer moves)."""
+
+    engine: Any
+    folder: Path
+    tag: str
+    steps: int
+    options: SaveOptions
+    pointer: str | None
+
+    @abstractmethod
+    def take(self, sync: Syncs, left: ExitStack) -> PendingSave:
+        """Takes everything, and writes what can't wait. What is given to `left` ends with the save.
+        Collective. Raises a UcpError on every rank."""
+
+    @property
+    def path(self) -> Path:
+        """The folder that the save becomes."""
+        return self.folder / self.tag
+
+    @property
+    def aside(self) -> Path:
+        """Where the files are written."""
+        return aside_of(self.folder, self.tag)
+
+    @property
+    def background(self) -> Background | None:
+        """What goes on with the save while the engine trains; None where that waits."""
+        return background_of(self.engine)
+
+    def asked(self, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all ranks must have been asked for alike: where to save, and how. Raises SaveError
+        where an earlier save into the folder was given up on this rank, and may still write."""
+        locks.require_left(self.aside)
+        own = {one.name: getattr(self.options, one.name) for one in fields(self.options)}
+        how = {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
+        return {"save_dir": os.path.abspath(self.folder), "tag": self.tag}, how
+
+
+def require_one_save(asked: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Raises UsageError on all ranks unless all of them save into one tag, in one way
+    (`SaveRequest.asked`)."""
+    agree.require_same([where for where, _ in asked], "the ranks don't save into one tag")
+    agree.require_same([how for _, how in asked])
+
+
+_WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
+
+
+def save_engine(request: SaveRequest) -> SaveReport:
+    """Saves an engine; in the background the rest goes on while it trains. Collective. Raises a
+    UcpError on every rank; a rank that died raises RankError on the others. Where the disk refuses
+    a save that was to warn, a note and the report say why."""
+    engine, background = request.engine, background_of(request.engine)
+    if background is not None:
+        if background.how.busy == "skip" and any(agree.gather(background.is_busy)):
+            say.note(f"a save was skipped: that of {background.what} is still under way")
+            return _unfinished(Path(background.what), request.steps)
+        with agree.together():
+            background.wait()
+    try:
+        report = _begun(request)
+    except SaveError as error:
+        is_raised = background is None or background.how.on_error == "raise"
+        if is_raised or error.id not in _WARNED:
+            raise
+        say.note(f"a save failed, and training goes on: {error}")
+        begun = _unfinished(request.path, request.steps)
+        report = replace(begun, is_under_way=False, error=str(error))
+        engine.__dict__[SAVED] = report
+        return report
+    return report if report.is_under_way else _ended(engine, report)
+
+
+def _unfinished(path: Path, steps: int, mesh: str = "", seconds: float = 0.0) -> SaveReport:
+    """The report of a save that goes on in the background, `seconds` after it began."""
     return SaveReport(
         str(path), mesh, steps, 0, seconds, 0.0, blocked_seconds=seconds, is_under_way=True
     )
 
 
-def ended(engine: Any, report: SaveReport) -> SaveReport:
+def _ended(engine: Any, report: SaveReport) -> SaveReport:
     """Shows the line of a save, and keeps its report for `report_of`."""
     engine.__dict__[SAVED] = report
     say.ended(str(report), report.notes)
     return report
 
 
-def where_to(folder: Path, tag: str) -> dict[str, str]:
-    """Where a rank saves, as ranks compare it."""
-    return {"save_dir": os.path.abspath(folder), "tag": tag}
+def _begun(request: SaveRequest) -> SaveReport:
+    """Takes the save, and writes it; in the background a thread does, and this returns."""
+    started = time.perf_counter()
+    sync = Syncs(request.options.durable, right=PublishRight(request.aside))
+    with as_rank_error(request.folder, request.tag), ExitStack() as left:
+        taken = request.take(sync, left)
+        settle = partial(_settled, request, taken, sync, started)
+        if request.background is None:
+            return settle()
+        seconds = time.perf_counter() - started
+        mesh = str(taken.manifest.mesh)
+        rest = partial(_in_background, request, settle, left.pop_all(), seconds)
+        request.background.start(str(request.path), rest, sync.right)
+        return _unfinished(request.path, request.steps, mesh, seconds)
 
 
-def require_one_save(said: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """Raises UsageError on all ranks unless all of them save into one tag (`where_to`), in one way
-    (`SaveOptions.asked`)."""
-    agree.require_same([where for where, _ in said], "the ranks don't save into one tag")
-    agree.require_same([asked for _, asked in said])
+def _in_background(
+    request: SaveRequest,
+    settle: Callable[..., SaveReport],
+    left: ExitStack,
+    blocked_seconds: float,
+    turn: SaveTurn,
+) -> None:
+    """The rest of a save, in a thread of its own."""
+    with left, as_rank_error(request.folder, request.tag):
+        _ended(request.engine, settle(turn, blocked_seconds))
+
+
+def _settled(
+    request: SaveRequest,
+    taken: PendingSave,
+    sync: Syncs,
+    started: float,
+    turn: SaveTurn | None = None,
+    blocked_seconds: float | None = None,
+) -> SaveReport:
+    """Writes what was taken, and brings it to disk; then rank 0 gives the files their names.
+    Collective, in the background among the ranks of the `turn`."""
+    rank = agree.world()[0] if turn is None else turn.rank
+    with as_save_error(), agree.together(turn) as block:
+        own = taken.writer.write()
+        size_bytes = own.size_bytes + _write_beside(request.aside, taken.state.files, sync)
+        block.value = replace(own, size_bytes=size_bytes)
+    written = block.values
+    with as_save_error(), agree.together(turn) as block:
+        lines = taken.writer.close(written)
+        beside = [output_folder.entry_of(request.aside / name) for name in taken.state.files]
+        sync(request.aside)
+        block.value = [*lines, *beside]
+    entries = flat(block.values)
+    with as_save_error(), agree.together(turn) as block:
+        if rank == 0:
+            block.value = _published(request, taken, entries, written, sync)
+    size_bytes, notes = block.values[0]
+    seconds = time.perf_counter() - started
+    return SaveReport(
+        str(request.path),
+        str(taken.manifest.mesh),
+        request.steps,
+        size_bytes,
+        seconds,
+        sync.seconds,
+        taken.stock_seconds,
+        request.options.durable,
+        (*taken.state.notes, *notes),
+        seconds if blocked_seconds is None else blocked_seconds,
+        tuple(one.size_bytes for one in written),
+    )
+
+
+def _write_beside(aside: Path, files: Mapping[str, bytes], sync: Syncs) -> int:
+    """Writes the small files that this rank has for itself; returns their bytes. Raises OSError,
+    SaveError."""
+    for name, data in files.items():
+        with sync.right.changing(f"writes {aside / name}"):
+            (aside / name).write_bytes(data)
+        sync(aside / name)
+    return sum(map(len, files.values()))
+
+
+def _published(
+    request: SaveRequest,
+    taken: PendingSave,
+    entries: Sequence[FileEntry],
+    written: Sequence[Written],
+    sync: Syncs,
+) -> tuple[int, list[str]]:
+    """The manifest beside the files, with the fingerprint of what they hold; the folder's name, and
+    the pointers; then older tags go. Returns the bytes of all files, and notes."""
+    table, apart = table_of(taken.elements, [one.sums for one in written])
+    saved = {name: states for name, states in table.items() if name in taken.manifest.by_name}
+    moves = request.pointer is not None
+    tag = {TAG: request.tag, MOVED_LATEST: moves}
+    facts = {**taken.state.facts, **tag, **recorded_as(saved, apart)}
+    manifest = completed(taken.manifest, entries, facts, request.folder)
+    notes = diverged(apart)
+    notes += publish(request.aside, request.folder, manifest, request.pointer, sync)
+    if moves:
+        notes += prune(request.folder, request.options.keep_latest, request.engine, sync)
+    return manifest.size_bytes, notes + taken.retire()
+
+
+def flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    """What all ranks said, one after the other."""
+    return [one for each in lists for one in each]
+
+
+# ---- the end of a save
+#
+# Files get their names, older tags go, and what failed is a SaveError.
 
 
 def publish(
@@ -272,66 +398,11 @@ _NO_LOCKS = (
     "this file system has no locks (flock): nothing keeps another job out that saves into this "
     "folder at the same time"
 )
-_NOT_SAVED = "the checkpoint was not saved; `latest` and all older tags are as they were"
-
-
-class SumsOfFiles(Protocol):
-    """What files hold, as sums of a fingerprint."""
-
-    def wrote(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
-        """This rank wrote elements from `low` on of a slot of a part."""
-        ...
-
-    def of_rank(self) -> Sums:
-        """All that this rank wrote."""
-        ...
-
-    def of_all(self, ranks: Sequence[Sums]) -> None:
-        """What all ranks wrote, on the one that gives the files their name."""
-        ...
-
-
-class SaveSink(RanksFolderSink):
-    """A tag of a run that all ranks write. An older tag of that name is replaced. `sums` see every
-    byte as it is written. `later` is what the sink takes beside: a snapshot, and who is told what
-    it does with it."""
-
-    what_failed = _NOT_SAVED
-
-    def __init__(
-        self,
-        path: Path,
-        output: FolderOutput,
-        sync: output_folder.Syncs,
-        sums: SumsOfFiles,
-        *later: Any,
-    ) -> None:
-        super().__init__(path, output, sync, *later)
-        self._tag, self._sums_of_files = path.name, sums
-
-    def _write(self, one: PieceRun) -> None:
-        super()._write(one)
-        piece = one.place.piece
-        memory = one.memory.view(TORCH_DTYPES[piece.dtype])
-        low = (one.at - piece.place) // memory.element_size()
-        self._sums_of_files.wrote(piece.part, piece.slot, low, memory)
-
-    def finish(self) -> Sums:
-        super().finish()
-        return self._sums_of_files.of_rank()
-
-    def publish(self, told: Sequence[Sums]) -> None:
-        self._sums_of_files.of_all(told)
-        super().publish(told)
-
-    @contextmanager
-    def _life(self) -> Iterator[None]:
-        with output_folder.begin(self.folder.parent, self._tag, self.sync.right):
-            yield
+SAVE_FAILED = "the checkpoint was not saved; `latest` and all older tags are as they were"
 
 
 @contextmanager
-def as_save_error(problem: str = _NOT_SAVED) -> Iterator[None]:
+def as_save_error(problem: str = SAVE_FAILED) -> Iterator[None]:
     """Inside, what the operating system refuses is a save that failed: the `problem`."""
     try:
         yield
@@ -390,18 +461,13 @@ def _stamp_in(folder: Path) -> float | None:
 
 
 def completed(
-    manifest: Manifest, entries: Iterable[FileEntry], said: Mapping[str, Any], folder: Path
+    manifest: Manifest, entries: Iterable[FileEntry], facts: Mapping[str, Any], folder: Path
 ) -> Manifest:
-    """The manifest beside the files of a save in a folder: these, and what else is `said` of the
+    """The manifest beside the files of a save in a folder: these, and what else is known of the
     save."""
-    run = {**manifest.run, **said, "saved_at": stamp(_stamp_in(folder))}
+    run = {**manifest.run, **facts, "saved_at": stamp(_stamp_in(folder))}
     files = tuple(sorted(entries, key=lambda entry: entry.name))
     return replace(manifest, files=files, save_id=uuid.uuid4().hex, run=run)
-
-
-def position_of(loader: ResumableLoader | None) -> dict[str, Any]:
-    """What a manifest says of the position of the data."""
-    return {} if loader is None else {"data": loader.state_dict()}
 
 
 def prune(folder: Path, keep: int | None, engine: Any, sync: output_folder.Syncs) -> list[str]:

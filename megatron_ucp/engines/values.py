@@ -76,7 +76,6 @@ from megatron_ucp.formats.per_rank import (
     MAX_VALUES,
     OwnValues,
     PerRank,
-    file_name,
     text_of,
 )
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, tensor_object
@@ -795,15 +794,9 @@ class LiveValues:
             frozenset(names["buffer"]), frozenset(names["client"]), bool(names["schedule"])
         )
 
-    def write(self, folder: Path, rank: int, what: PerRank) -> Path:
-        """Writes this rank's values of all that differs; returns the file. Raises OSError,
-        SaveError."""
-        path = folder / file_name(rank)
-        path.write_text(self.text(path, what), encoding="utf-8")
-        return path
-
     def text(self, path: Path, what: PerRank) -> str:
-        """The content of that file. Raises SaveError where no load would take as much."""
+        """The file with this rank's values of all that differs. Raises SaveError where no load
+        would take as much."""
         text = text_of(
             OwnValues(
                 {name: inert(v) for name, v in self._buffers.items() if name in what.buffers},

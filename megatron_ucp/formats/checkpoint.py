@@ -1,11 +1,11 @@
 """An opened checkpoint, whatever its format: what it is asked for, and the answers that most
 formats share."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 from megatron_ucp.core.box import Ints
@@ -17,6 +17,8 @@ from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.formats import per_rank
+from megatron_ucp.formats.byte_files import ByteFile, Record, Where
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.per_rank import OwnValues, PerRank, RankDifferences
@@ -29,65 +31,10 @@ from megatron_ucp.formats.pt.refs import (
     tensor_value,
 )
 
-# ---- base
-#
-# What every format gives to the operations above it, whatever its files are.
-
-
 # A rank's random generators by name (see `Checkpoint.random_states`).
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
 TWISTER_WORDS = 624  # of the state of a Mersenne Twister, which torch, numpy and Python have
 NO_RANDOM_STATES = "the checkpoint has none"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One stored run of bytes: `size_bytes` from byte `offset_bytes` of the file on, with the
-    CRC-32 that the file says (0 where it says none)."""
-
-    name: str
-    offset_bytes: int
-    size_bytes: int
-    crc32: int
-
-
-class ByteFile(Protocol):
-    """An open file, whatever container it is."""
-
-    path: str
-    has_checksums: bool
-
-    def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
-        """Fills `target` with the bytes from `start_byte` of the record on. Raises DamagedFileError
-        for a short read."""
-        ...
-
-    def read_rows_into(
-        self, record: Record, starts: range, size_bytes: int, target: memoryview, places: range
-    ) -> None:
-        """For each of `starts`, bytes of the record, fills `size_bytes` of `target` from the same
-        one of `places` on. Raises as `read_into`."""
-        ...
-
-    def check(self, record: Record) -> None:
-        """Compares the record with its CRC-32. Raises DamagedFileError."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """Where a slot lies: `elems` elements of `dtype` from byte `offset_bytes` of a record on."""
-
-    file: ByteFile
-    record: Record
-    offset_bytes: int
-    elems: int
-    dtype: str
-
-    def run(self, first: int, elems: int) -> "Where":
-        """So many of the elements from `first` on."""
-        offset = self.offset_bytes + first * ITEMSIZE[self.dtype]
-        return replace(self, offset_bytes=offset, elems=elems)
 
 
 # What torch's schedulers keep once per parameter group; the stages of a pipeline may have different
@@ -153,104 +100,6 @@ class Readable(Protocol):
         ...
 
 
-class Checkpoint(Readable, Protocol):
-    """An opened checkpoint; a context manager. Nothing of it is executed: only directories and
-    pickles were read."""
-
-    folder: Path
-    led_here: Sequence[str]  # of `notes` those about the way from the path that was given
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    @property
-    def recorded(self) -> Manifest | None:
-        """The manifest that lies beside the files, None where there is none."""
-        ...
-
-    @property
-    def extras(self) -> Extras:
-        """What was saved besides element-wise states. Raises DamagedFileError."""
-        ...
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader should know of how the checkpoint was understood."""
-        ...
-
-    @property
-    def main_file(self) -> str:
-        """The file that says most of the extras, for messages."""
-        ...
-
-    @property
-    def file_names(self) -> list[str]:
-        """Every file with state in it, relative to the folder."""
-        ...
-
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        """Compares one file with the others. `allow` names what may be ("stale" and "positions" are
-        asked here); `optimizer` says whether its states are wanted. Raises
-        ForeignFileError for a file of another run, step or mesh, StateMismatchError where nothing
-        in it says whose its states are, DamagedFileError."""
-        ...
-
-    def differs(self, name: str) -> PerRank:
-        """What of a file's plain values and buffers differs from the first one's of its kind, as
-        ranks keep them. Raises DamagedFileError."""
-        ...
-
-    def of_rank(self, rank: int) -> OwnValues:
-        """What a rank has of all that `differs`. Raises DamagedFileError."""
-        ...
-
-    def check_beside(self) -> None:
-        """Compares what lies beside the state files with what the manifest says of it. Raises
-        ForeignFileError."""
-        ...
-
-    def file(self, name: str) -> ByteFile:
-        """A file of the folder, open. Raises ForeignFileError where it is not the one that the
-        manifest lists, DamagedFileError."""
-        ...
-
-    def records(self, name: str) -> list[tuple[Record, str]]:
-        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
-        ...
-
-    def place_of(self, ref: TensorRef) -> Where:
-        """Place of a tensor that `extras` refer to: as many elements from there on as its strides
-        span. Raises DamagedFileError."""
-        ...
-
-    def beside(self, name: str) -> bytes | None:
-        """The bytes of a small file that the manifest lists; None where it lists none of that
-        name."""
-        ...
-
-    def random_states(self, here: Mesh, rank: int) -> Generators | str:
-        """The generators that the format's own program kept for a rank of the mesh `here`, or why
-        there are none for it.
-
-        `torch` and `cuda` are the bytes of these; `numpy` its 624 words, `numpy_place` the position
-        in them and whether a normal number is left of a pair, `numpy_gauss` that number; `python`
-        version, words and position, `python_gauss` the number that is left (NaN: none);
-        `megatron.NAME` the bytes of what megatron-core's tracker calls NAME. Raises
-        DamagedFileError."""
-        ...
-
-    def layers(self) -> Layers | None:
-        """The layers of the pipeline that wrote it, as its files show them; None without one."""
-        ...
-
-    def copies(self) -> Readable | None:
-        """The weights that the model computed with, in the dtype of training: the masters, rounded.
-        Some elements of each one were compared. None where the files do not have all of them beside
-        the masters. Raises ForeignFileError for one that is not its master."""
-        ...
-
-
 @dataclass(frozen=True)
 class CallerModel:
     """What a caller knows of a checkpoint, which may not say it by itself: how parameters are cut
@@ -282,33 +131,22 @@ class CallerModel:
     registered: Sequence[str] = ()
 
 
-class Format(Protocol):
-    """One row of the table of formats."""
-
-    def recognises(self, folder: Path) -> bool:
-        """Whether a tag folder is of this format."""
-        ...
-
-    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
-        """Opens it. Raises a UcpError for anything that directories and pickles can show."""
-        ...
+# ---- checkpoint
 
 
-# ---- opened folder
-#
-# What every opened folder has, whatever its format: open files, the manifest beside them, tensors
-# that are read outside of a plan. Where a format has nothing of a kind, the answer stands here.
+class Checkpoint(ABC):
+    """An opened checkpoint of any format; a context manager that closes its files. Nothing of it is
+    executed: only directories and pickles were read.
 
-
-class OpenedFolder:
-    """A context manager; closes its files. A subclass sets `manifest` and gives `file`, `where`,
-    `main_file`, `file_names` and what else it has of a `Checkpoint`."""
+    A format gives `manifest`, `where`, `file`, `main_file`, `file_names` and what else it has; for
+    what few formats have, this class answers that there is nothing.
+    """
 
     manifest: Manifest
-    main_file: str  # that says most of the extras: a full path
-    led_here: Sequence[str] = ()  # of the notes those about the way from the path that was given
+    main_file: str  # that says most of the extras, for messages: a full path
+    path_notes: Sequence[str] = ()  # of the notes those about the way from the path that was given
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self._closing = ExitStack()
         self._open: dict[str, Any] = {}
@@ -324,26 +162,55 @@ class OpenedFolder:
         self._closing.close()
         self._open.clear()
 
+    @contextmanager
+    def closed_on_failure(self) -> Iterator[None]:
+        """Closes the files where what is done inside fails."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            yield
+            undo.pop_all()
+
+    @property
+    @abstractmethod
+    def file_names(self) -> list[str]:
+        """Every file with state in it, by its name in the folder."""
+
+    @abstractmethod
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how the checkpoint was understood."""
+        return [*self.path_notes]
+
     # ------------------------------------------------ files
 
     def full_path(self, name: str) -> str:
-        return str(self.folder / name)
+        return self.folder / name
 
+    @abstractmethod
     def file(self, name: str) -> Any:
-        """A file of the folder, open. Raises as `Checkpoint.file`."""
-        raise NotImplementedError
+        """A file of the folder, open: a ByteFile. Raises ForeignFileError where it is not the one
+        that the manifest lists, DamagedFileError."""
 
     def opened(self, path: str) -> Any:
-        """The open file for a full path."""
-        return self.file(Path(path).relative_to(self.folder).as_posix())
+        """The open file of a full path."""
+        return self.file(self.folder.name_of(path))
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        """Opens one file: what it says was compared with the others when the folder was opened."""
+        """Compares one file with the others. `allow` names what may be ("stale" and "positions" are
+        asked here); `optimizer` says whether its states are wanted. Raises ForeignFileError for a
+        file of another run, step or mesh, StateMismatchError where nothing in it says whose its
+        states are, DamagedFileError.
+
+        Most formats compare files when the folder is opened, so that opening one is all that is
+        left.
+        """
         self.file(name)
 
     def records(self, name: str) -> list[tuple[Record, str]]:
-        """Every record of a `.pt` file, with the dtype of the tensors in it ("" where it holds
-        none)."""
+        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
         file = self.file(name)
         places = {f"{file.root}/data/{one.key}": one.dtype for one in storages_of(file.tree)}
         return [(file.records[record], places.get(record, "")) for record in file.records]
@@ -357,7 +224,7 @@ class OpenedFolder:
 
     @property
     def recorded(self) -> Manifest | None:
-        """The manifest that lies beside the files."""
+        """The manifest that lies beside the files, None where there is none."""
         return self.evidence.manifest if self.evidence is not None else None
 
     def beside(self, name: str) -> bytes | None:
@@ -365,36 +232,48 @@ class OpenedFolder:
         name."""
         return self.evidence.read(name) if self.evidence is not None else None
 
-    def check_beside(self) -> None:
-        """No manifest says anything of files beside the states."""
+    def check_beside(self) -> None:  # noqa: B027  most formats list nothing else
+        """Compares what lies beside the state files with what the manifest says of it. Raises
+        ForeignFileError."""
 
     def differs(self, name: str) -> PerRank:
-        """See `Checkpoint`: what the manifest says."""
+        """What of a file's plain values and buffers differs from the first one's of its kind, as
+        ranks keep them; as the manifest says it, if nothing else does. Raises DamagedFileError."""
         return per_rank.listed(self.recorded)
 
     def of_rank(self, rank: int) -> OwnValues:
-        """See `Checkpoint`."""
-        found = per_rank.listed(self.recorded)
-        return per_rank.recorded_of(self.folder, rank, self.beside) if found else OwnValues()
+        """What a rank has of all that `differs`. Raises DamagedFileError."""
+        if not per_rank.listed(self.recorded):
+            return OwnValues()
+        name = per_rank.file_name(rank)
+        return per_rank.recorded_of(self.beside(name), self.folder / name)
 
     # ------------------------------------------------ what few formats have
 
     def random_states(self, here: Mesh, rank: int) -> Generators | str:
+        """The generators that the format's own program kept for a rank of the mesh `here`, or why
+        there are none for it.
+
+        `torch` and `cuda` are the bytes of these; `numpy` its 624 words, `numpy_place` the position
+        in them and whether a normal number is left of a pair, `numpy_gauss` that number; `python`
+        version, words and position, `python_gauss` the number that is left (NaN: none);
+        `megatron.NAME` the bytes of what megatron-core's tracker calls NAME. Raises
+        DamagedFileError."""
         return NO_RANDOM_STATES
 
     def layers(self) -> Layers | None:
+        """The layers of the pipeline that wrote it, as its files show them; None without one."""
         return None
 
     def copies(self) -> Readable | None:
+        """The weights that the model computed with, in the dtype of training: the masters, rounded.
+        Some elements of each one were compared. None where the files do not have all of them beside
+        the masters. Raises ForeignFileError for one that is not its master."""
         return None
 
-    @property
+    @cached_property
     def extras(self) -> Extras:
         """What was saved besides element-wise states. Raises DamagedFileError."""
-        return self._extras
-
-    @cached_property
-    def _extras(self) -> Extras:
         return self.read_extras()
 
     def read_extras(self) -> Extras:
@@ -412,7 +291,7 @@ class OpenedFolder:
     def place_apart(self, path: str, ref: TensorRef) -> Where:
         """Place of a tensor that is read outside of a plan: a scalar state, client state. See
         `check_read`."""
-        where = self.place(Path(path).relative_to(self.folder).as_posix(), ref)
+        where = self.place(self.folder.name_of(path), ref)
         self.note_read(where.file, where.record)
         return where
 
@@ -421,7 +300,8 @@ class OpenedFolder:
         self._read_apart[file.path, record.name] = record
 
     def place_of(self, ref: TensorRef) -> Where:
-        """Place of a tensor that the extras refer to."""
+        """Place of a tensor that the extras refer to: as many elements from there on as its strides
+        span. Raises DamagedFileError."""
         return self.place_apart(self.main_file, ref)
 
     def check_read(self) -> None:
@@ -439,10 +319,22 @@ class OpenedFolder:
         return number_in(self.tensor(path, ref), path)
 
 
+class Format(Protocol):
+    """One row of the table of formats."""
+
+    def recognises(self, folder: Folder) -> bool:
+        """Whether a tag folder is of this format."""
+        ...
+
+    def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
+        """Opens it. Raises a UcpError for anything that directories and pickles can show."""
+        ...
+
+
 def tensor_at(where: Where, ref: TensorRef, max_elems: int = MAX_ELEMS) -> InertObject:
     """A small tensor at a place, as a plain value. Raises UnsupportedError."""
     data = bytearray(ref.span_bytes if ref.numel <= max_elems else 0)
-    where.file.read_into(where.record, where.offset_bytes, memoryview(data))
+    where.read_into(memoryview(data))
     return tensor_value(ref, data, where.file.path, max_elems)
 
 

@@ -1,19 +1,15 @@
 """What lies beside DeepSpeed's own files: the manifest, locked while it is read, and the files that
 it lists."""
 
-import fcntl
 import hashlib
-import os
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from typing import BinaryIO
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import MAX_BYTES, from_json
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.errors import ForeignFileError, NotFoundError
 from megatron_ucp.formats import per_rank
+from megatron_ucp.formats.folder import Folder, StoredFile
 
 
 class ManifestBeside:
@@ -26,45 +22,39 @@ class ManifestBeside:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Folder,
         state_files: Iterable[str],
         unneeded: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.folder, self._unneeded = folder, unneeded
         self.manifest: Manifest | None = None
         self.files: Mapping[str, FileEntry] = {}
-        path = folder / FILE_NAME
-        self._lock = (
-            open_regular(path) if os.path.lexists(path) else None
-        )  # open as long as this is
-        if self._lock is None:
+        # open as long as this is, so that retention leaves the folder alone
+        self._file = folder.open(FILE_NAME) if FILE_NAME in folder else None
+        if self._file is None:
             return
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._read(self._lock.read(MAX_BYTES + 1), set(state_files))
+            self._read(self._file, set(state_files))
             undo.pop_all()
 
     def close(self) -> None:
         """Lets the tag go: from here on retention may remove it."""
-        if self._lock is not None:
-            self._lock.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _read(self, text: bytes, state_files: set[str]) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # type: ignore[arg-type]
-        except BlockingIOError:
+    def _read(self, file: StoredFile, state_files: set[str]) -> None:
+        text = file.whole(MAX_BYTES)
+        if not file.keeps_folder():
             raise NotFoundError(
                 "the tag is being removed, as newer ones are whole",
                 file=self.folder,
                 fix="load a newer tag",
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        manifest = from_json(text, str(self.folder / FILE_NAME))
+            )
+        manifest = from_json(text, file.path)
         self.files = {entry.name: entry for entry in manifest.files}
-        # os.path, as a Path for each takes longer; what lies in folders the format itself looks for
-        plain = [name for name in self.files if "/" not in name]
-        gone = [name for name in plain if not os.path.isfile(f"{self.folder}/{name}")]
+        # what lies in folders below, the format itself looks for
+        gone = [name for name in self.files if "/" not in name and not self.folder.is_file(name)]
         missing = [name for name in gone if not self._unneeded(name)]
         if missing:
             raise NotFoundError(
@@ -100,47 +90,6 @@ class ManifestBeside:
         if name not in self.files:
             return None
         limit = per_rank.MAX_BYTES if name.startswith(per_rank.FILES) else MAX_BYTES
-        with open_regular(self.folder / name) as file:
-            # not the limit itself, for which Python takes memory at once
-            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
-        if len(data) > limit:
-            raise DamagedFileError(
-                "the file is larger than any of its kind",
-                file=self.folder / name,
-                expected=f"at most {limit} bytes",
-                found="more",
-            )
+        data = self.folder.small(name, limit)
         self.compare(name, len(data), hashlib.sha256(data).hexdigest())
         return data
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """A small file, open to read. Raises DamagedFileError for a pipe, which would wait for ever, a
-    device, a loop, a folder."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError as error:
-        raise DamagedFileError(
-            "the file can't be opened", file=path, found=error.strerror
-        ) from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise DamagedFileError(
-            "this is no regular file",
-            file=path,
-            expected="a file",
-            found="a folder, a pipe or a device",
-        )
-    return open(handle, "rb")
-
-
-def check_size(path: str, entry: FileEntry) -> None:
-    """Raises DamagedFileError for a file of another size than the manifest lists."""
-    found = os.stat(path).st_size
-    if found != entry.size_bytes:
-        raise DamagedFileError(
-            "a file has another size than the manifest says",
-            file=path,
-            expected=f"{entry.size_bytes} bytes",
-            found=f"{found} bytes",
-        )

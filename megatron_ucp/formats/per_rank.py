@@ -5,9 +5,8 @@ values that all ranks share stand where they always do.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
@@ -123,10 +122,8 @@ def _keys(found: Any, kind: type = object) -> list[Any]:
     return found
 
 
-def recorded_of(folder: Path, rank: int, beside: Callable[[str], bytes | None]) -> OwnValues:
-    """What a rank's file beside a manifest holds; `beside` reads it. Raises DamagedFileError."""
-    file = folder / file_name(rank)
-    data = beside(file.name)
+def recorded_of(data: bytes | None, file: str) -> OwnValues:
+    """What a rank's file beside a manifest holds. Raises DamagedFileError."""
     if data is None:
         raise DamagedFileError("the values of a rank are missing", file=file)
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_ucp.core.box import Ints, whole
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.formats.checkpoint import Where
+from megatron_ucp.formats.byte_files import Where
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 
 if TYPE_CHECKING:

@@ -1,6 +1,5 @@
 """The table of formats: opens a checkpoint, whatever its format. A new one is one more row."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Format
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
+from megatron_ucp.formats.folder import Folder, LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat, refuse_unnamed
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, read_index
 from megatron_ucp.formats.megatron.dp_reshardable import DpReshardableCheckpoint
@@ -29,13 +29,13 @@ from megatron_ucp.formats.tags import FoundTag, find_tag
 class TorchDistFormat:
     """Folders of `--ckpt-format torch_dist`; other ones with torch's index are refused by name."""
 
-    def recognises(self, folder: Path) -> bool:
-        return (folder / INDEX_FILE).is_file()
+    def recognises(self, folder: Folder) -> bool:
+        return folder.is_file(INDEX_FILE)
 
-    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
+    def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
         check_backend(folder)
         index = read_index(folder)
-        states = split_keys(index.tensors, str(folder / INDEX_FILE))
+        states = split_keys(index.tensors, folder / INDEX_FILE)
         flat = states.flat and not told.weights
         kind = DpReshardableCheckpoint if flat else TorchDistCheckpoint
         return kind(folder, told, index, states)
@@ -73,9 +73,10 @@ def open_checkpoint(
     known = told or CallerModel()
     if read is not None:
         known = replace(known, rules=read)
-    opened = format_of(found.folder).open(found.folder, known)
-    opened.led_here = found.notes
-    return opened
+    folder = LocalFolder(found.folder)
+    checkpoint = format_of(folder).open(folder, known)
+    checkpoint.path_notes = found.notes
+    return checkpoint
 
 
 def checkpoint_folder(path: str | Path, tag: str | None = None) -> Path:
@@ -92,18 +93,17 @@ def find_checkpoint(path: str | Path, tag: str | None = None) -> FoundTag:
         found = find_tag(path, tag)
     except NotFoundError:
         if tag is None and Path(path).is_dir():  # it may be a model's, under names of its own
-            refuse_unnamed(Path(path))
+            refuse_unnamed(LocalFolder(path))
         raise
-    return replace(found, notes=(*found.notes, *_lost_manifest(found.folder)))
+    return replace(found, notes=(*found.notes, *_lost_manifest(LocalFolder(found.folder))))
 
 
-def _lost_manifest(folder: Path) -> list[str]:
+def _lost_manifest(folder: Folder) -> list[str]:
     """A note where files that a manifest lists are in a folder, and no manifest is."""
-    if os.path.lexists(folder / FILE_NAME):
-        return []
-    with os.scandir(folder) as entries:
-        lost = any(entry.name.startswith((RANDOM_STATES, OF_RANKS)) for entry in entries)
-    return [LOST_MANIFEST] if lost else []
+    is_lost = FILE_NAME not in folder and any(
+        name.startswith((RANDOM_STATES, OF_RANKS)) for name in folder.names()
+    )
+    return [LOST_MANIFEST] if is_lost else []
 
 
 LOST_MANIFEST = (
@@ -114,14 +114,15 @@ LOST_MANIFEST = (
 
 def is_hugging_face(folder: Path) -> bool:
     """Whether a folder is one of a Hugging Face model."""
-    return _HUGGING_FACE.recognises(folder)
+    return _HUGGING_FACE.recognises(LocalFolder(folder))
 
 
 def is_megatron(folder: Path) -> bool:
     """Whether a tag folder is one that Megatron wrote, or that was written for it."""
-    return any(row.recognises(folder) for row in _MEGATRON)
+    opened = LocalFolder(folder)
+    return any(row.recognises(opened) for row in _MEGATRON)
 
 
-def format_of(folder: Path) -> Format:
+def format_of(folder: Folder) -> Format:
     """The row that recognises a tag folder."""
     return next(row for row in FORMATS if row.recognises(folder))

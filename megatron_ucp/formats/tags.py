@@ -7,12 +7,14 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import FILE_NAME, RUN, Manifest
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError, some_of
+from megatron_ucp.formats.folder import Folder, LocalFolder
 
 # ---- pointers
 #
@@ -245,7 +247,7 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
     if (path / LATEST_UNIVERSAL).is_file():
         tag = read_pointer(path / LATEST_UNIVERSAL)
         return FoundTag(_tag_folder(path, tag, f"the tag that `{LATEST_UNIVERSAL}` names"))
-    pickles, below = weights_as_pickles(path), checkpoints_below(path)
+    pickles, below = weights_as_pickles(LocalFolder(path)), checkpoints_below(path)
     if below:
         raise NotFoundError(
             "this folder holds no checkpoint, and folders below it do",
@@ -337,9 +339,9 @@ def _meant(path: Path) -> str:
     return f"did you mean {path.parent / near[0]}? Else " if near else ""
 
 
-def weights_as_pickles(folder: Path) -> str:
+def weights_as_pickles(folder: Folder) -> str:
     """The first of the files in which transformers once kept a model; empty where there is none."""
-    return min((path.name for path in folder.glob("pytorch_model*.bin")), default="")
+    return next((name for name in folder.names() if fnmatch(name, "pytorch_model*.bin")), "")
 
 
 def is_unfinished(name: str) -> bool:
@@ -386,7 +388,7 @@ def nothing_there(path: str | Path) -> bool:
         path.is_dir()
         and not has_tags(path)
         and not any(path.glob("*.safetensors"))  # of a Hugging Face folder
-        and not weights_as_pickles(path)
+        and not weights_as_pickles(LocalFolder(path))
     )
 
 
@@ -401,17 +403,23 @@ def has_tags(path: Path) -> bool:
 
 def has_state_files(path: Path) -> bool:
     """Whether a folder looks like a tag's."""
-    return not is_unfinished(path.name) and bool(state_files(path))
+    return not is_unfinished(path.name) and holds_states(LocalFolder(path))
+
+
+def holds_states(folder: Folder) -> bool:
+    """Whether a folder has what every tag of some format has."""
+    return any(_is_state(folder, name) for name in folder.names())
 
 
 def state_files(path: Path) -> list[Path]:
     """What of a folder every tag of some format has."""
-    return [p for p in path.iterdir() if _is_state(p)]
+    folder = LocalFolder(path)
+    return [path / name for name in folder.names() if _is_state(folder, name)]
 
 
-def _is_state(path: Path) -> bool:
+def _is_state(folder: Folder, name: str) -> bool:
     """Whether a file is one that every tag of some format has: DeepSpeed's state files, the index
     of torch's distributed checkpoints, the folders of Megatron's legacy format."""
-    if path.name.endswith("_states.pt") or path.name == ".metadata":
+    if name.endswith("_states.pt") or name == ".metadata":
         return True
-    return bool(_LEGACY_FOLDER.fullmatch(path.name)) and path.is_dir()
+    return bool(_LEGACY_FOLDER.fullmatch(name)) and folder.is_folder(name)

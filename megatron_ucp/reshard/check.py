@@ -32,9 +32,10 @@ from megatron_ucp.errors import (
     UsageError,
     some_of,
 )
-from megatron_ucp.formats.checkpoint import ByteFile, Checkpoint, Record, apart_in
+from megatron_ucp.formats.byte_files import ByteFile, Record
+from megatron_ucp.formats.checkpoint import Checkpoint, apart_in
+from megatron_ucp.formats.folder import Folder, LocalFolder
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
-from megatron_ucp.formats.manifest_beside import check_size, open_regular
 from megatron_ucp.formats.megatron.arguments import one_spelling
 from megatron_ucp.formats.per_rank import RankDifferences
 from megatron_ucp.formats.pt.file import PtFile
@@ -145,14 +146,15 @@ def damaged_files(folder: Path, deep: bool) -> tuple[list[Finding], int, int]:
     """What is wrong with each file, in the order of their names; with `deep` every record of those
     that can be opened is compared with its CRC-32. How many files were looked at, and the bytes of
     the records that were read."""
-    listed = _listed(folder)
+    opened = LocalFolder(folder)
+    listed = _listed(opened)
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     names = sorted({*listed, *(name for name in there if name.endswith((".pt", ".safetensors")))})
     found: list[Finding] = []
     read_bytes = 0
     for name in names:
         try:
-            _open(folder / name, listed.get(name))
+            _open(opened, name, listed.get(name))
             if deep and name.endswith(".pt"):
                 read_bytes += _compare(folder / name, found)
         except UcpError as error:
@@ -160,13 +162,11 @@ def damaged_files(folder: Path, deep: bool) -> tuple[list[Finding], int, int]:
     return found, len(names), read_bytes
 
 
-def _listed(folder: Path) -> dict[str, FileEntry]:
+def _listed(folder: Folder) -> dict[str, FileEntry]:
     """What the manifest lists; nothing where there is none that can be read."""
-    path = folder / FILE_NAME
     try:
-        with open_regular(path) as file:
-            text = file.read(MAX_BYTES + 1)
-        return {one.name: one for one in from_json(text, str(path)).files}
+        text = folder.small(FILE_NAME, MAX_BYTES)
+        return {one.name: one for one in from_json(text, folder / FILE_NAME).files}
     except (OSError, UcpError):
         return {}
 
@@ -191,21 +191,21 @@ def _sum_of(file: PtFile, record: Record) -> int:
     return crc
 
 
-def _open(path: Path, entry: FileEntry | None) -> None:
+def _open(folder: Folder, name: str, entry: FileEntry | None) -> None:
     """Reads the structure of a file. Raises a UcpError for one that is missing or damaged."""
-    if not path.is_file():
+    if not folder.is_file(name):
         raise NotFoundError(
             "a file that the manifest lists is missing",
-            file=path,
+            file=folder / name,
             fix="restore the file, or load another tag",
         )
     if entry is not None:
-        check_size(str(path), entry)
-    if path.suffix == ".pt":
-        with PtFile(path, vouched=_ANYTHING) as file:
+        folder.check_size(entry)
+    if name.endswith(".pt"):
+        with PtFile(folder.open(name), vouched=_ANYTHING) as file:
             file.tree  # noqa: B018  reading it is the check
-    elif path.suffix == ".safetensors":
-        SafetensorsFile(path).close()
+    elif name.endswith(".safetensors"):
+        SafetensorsFile(folder.open(name)).close()
 
 
 # ---- verify

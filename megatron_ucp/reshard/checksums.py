@@ -12,7 +12,7 @@ from isal import isal_zlib
 from isal.isal_zlib import crc32, crc32_combine
 
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.checkpoint import ByteFile, Record
+from megatron_ucp.formats.byte_files import ByteFile, Record
 
 # ---- linear crc
 #

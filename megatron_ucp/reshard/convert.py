@@ -17,6 +17,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import is_universal
 from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.registry import is_megatron, open_checkpoint
 from megatron_ucp.formats.tags import (
     LATEST,
@@ -195,7 +196,9 @@ def _is_run(parent: Path, name: str, to: Writable) -> bool:
     """Whether a program saved tags of the same kind into a folder: not merely that copies of tags,
     or what was converted, lie there. DeepSpeed keeps universal folders beside its own tags."""
     others = [path for path in parent.iterdir() if path.is_dir() and path.name != name]
-    tags = [path for path in others if has_state_files(path) and not is_universal(path)]
+    tags = [
+        path for path in others if has_state_files(path) and not is_universal(LocalFolder(path))
+    ]
     return any(is_megatron(path) == to.numbered and _was_saved(path) for path in tags)
 
 

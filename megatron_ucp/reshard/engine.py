@@ -109,12 +109,13 @@ class LoadOptions:
     allow: frozenset[str] = frozenset()
     rng: bool = True
     loader: KeepsPosition | None = None
+    family: Any = None
     per_rank: Callable[[str, list[Any]], Any] | None = None
     apart: PerRank = field(default_factory=PerRank)
     own: OwnValues | None = None
 
 
-class TakenExtras(Protocol):
+class ReadyState(Protocol):
     """What was read for an engine besides element-wise states, and fits it."""
 
     @property
@@ -125,7 +126,7 @@ class TakenExtras(Protocol):
         """What of it is not carried over as it was."""
         ...
 
-    def restore(self) -> list[str]:
+    def apply(self) -> list[str]:
         """Sets it in the engine that took it, as far as was asked for; returns notes."""
         ...
 
@@ -186,9 +187,9 @@ class Engine(Lender, Protocol):
         says whether those of the optimizer are asked for."""
         ...
 
-    def take_extras(
+    def prepare_state(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
-    ) -> TakenExtras:
+    ) -> ReadyState:
         """Reads scheduler, counters, client state, random states and data position. `groups` are
         the checkpoint's for each group of the manifest. Raises a UcpError before anything is
         set."""

@@ -19,7 +19,7 @@ from megatron_ucp.core.box import Ints, span, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.checkpoint import Record, Where
+from megatron_ucp.formats.byte_files import Record, Where
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.checksums import CRC_CHUNK_BYTES, SummedRun
 from megatron_ucp.reshard.findings import Progress
@@ -116,12 +116,10 @@ def _joined(storages: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 # ---- execute
 #
-# Carries out a plan: reads byte ranges of files into tensors.
-#
-# A run that is contiguous on both sides is read straight into the target's memory. Everything
-# else goes through one staging buffer of bounded size, whatever the model: a rank's extra memory
-# is STAGING_BYTES, or one row if that is larger. Only the mean of copies takes more: its region
-# once in float64.
+# A run that is contiguous on both sides is read straight into the target's memory. Everything else
+# goes through one staging buffer of bounded size, whatever the model: a rank's extra memory is
+# STAGING_BYTES, or one row if that is larger. Only the mean of copies takes more: its region once
+# in float64.
 
 
 STAGING_BYTES = 8 * 2**20

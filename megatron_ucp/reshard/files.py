@@ -14,7 +14,8 @@ from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Windows, joined
-from megatron_ucp.formats.checkpoint import Readable, Record, Where
+from megatron_ucp.formats.byte_files import Record, Where
+from megatron_ucp.formats.checkpoint import Readable
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import SummedRun, check_runs

@@ -4,10 +4,11 @@ appears whole or not at all."""
 import ctypes
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -15,6 +16,7 @@ from typing import Any, Protocol, Self
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.errors import PlanError, SaveError, UsageError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint
@@ -27,6 +29,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.files import WINDOW_BYTES, ThreadMemory, pool
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
+from megatron_ucp.reshard.threads import Alongside
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -50,15 +53,13 @@ FileRun = tuple[Path, int, int]  # file, first byte, how many bytes
 class FolderOutput:
     """A folder on paper: what each of its files holds of which part. `close` writes what holds
     nothing of a tensor into the folder aside, once all else is there; `publish` gives that its
-    name. `each` writes what a rank has for itself, and says which files. `verb` says what for: to
-    train, to export."""
+    name, where the folder's sink does. `verb` says what for: to train, to export."""
 
     parts: tuple[SinkPart, ...]
     files: tuple[FileLayout, ...]
     close: Callable[[Path], None]
-    publish: Callable[[Path], object]
+    publish: Callable[[Path], object] = bool
     verb: str = "train"
-    each: Callable[[Path, int], Sequence[Path]] = lambda aside, rank: ()
 
     @property
     def size_bytes(self) -> int:
@@ -383,7 +384,7 @@ def require_outside(folder: Path, source: Path) -> None:
 def check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> None:
     """Compares the files of a checkpoint with each other, all of them; the output lies elsewhere.
     Raises a UcpError."""
-    require_outside(folder, source.folder)
+    require_outside(folder, Path(str(source.folder)))
     for name in source.file_names:
         source.check(name, allow)
 
@@ -396,7 +397,8 @@ def check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> No
 # then another thread may do that, and the source may change meanwhile.
 
 
-_BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the next one is summed
+_BEGIN_SYNC_BYTES = 1 << 20  # of a range after which the disk begins with it
+CHUNK_BYTES = 8 * 2**20  # that are summed and written at a time
 
 
 class Snapshot(Protocol):
@@ -408,29 +410,136 @@ class Snapshot(Protocol):
 
 
 @dataclass(frozen=True)
+class FileRange:
+    """Flat bytes in `memory`, which come to byte `at` of a file. They are of the record that begins
+    at byte `record` (None: nobody asks for its checksum)."""
+
+    path: Path
+    record: int | None
+    at: int
+    memory: torch.Tensor
+
+    @property
+    def chunks(self) -> "list[FileRange]":
+        """The same bytes, as much at once as is written at a time."""
+        lows = range(0, len(self.memory), CHUNK_BYTES)
+        return [
+            FileRange(self.path, self.record, self.at + low, self.memory[low : low + CHUNK_BYTES])
+            for low in lows
+        ]
+
+
+@dataclass(frozen=True, order=True)
+class WrittenRange:
+    """Bytes [at, at + size) of a file, which are written, and their CRC-32."""
+
+    path: Path
+    record: int
+    at: int
+    size: int
+    crc: int
+
+
+def record_crcs(ranges: Iterable[WrittenRange]) -> dict[int, int]:
+    """The CRC-32 of each record of a file from those of its ranges, in whatever order they were
+    written."""
+    out: dict[int, int] = {}
+    for one in sorted(ranges):
+        out[one.record] = crc32_combine(out.get(one.record, 0), one.crc, one.size)
+    return out
+
+
+class RangeWriter:
+    """Writes ranges of files on this rank: `now`, or `later` from memory that nobody changes until
+    then, such as a snapshot. `wrote` is told of each range."""
+
+    def __init__(
+        self, sync: output_folder.Syncs, wrote: Callable[[FileRange], None] | None = None
+    ) -> None:
+        self.sync, self._wrote = sync, wrote
+        self.waiting: list[FileRange] = []
+        self.written: list[WrittenRange] = []
+        self._files: dict[Path, OutFile] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """What this rank wrote of records."""
+        return sum(one.size for one in self.written)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that this rank wrote something of."""
+        return sorted(self._files)
+
+    def later(self, one: FileRange) -> None:
+        """Keeps a range until `write_waiting`."""
+        self.waiting.append(one)
+
+    def now(self, ranges: Iterable[FileRange], threads: int = 1) -> None:
+        """Writes ranges, in several threads where that is asked for. Raises OSError."""
+        chunks = deque(chunk for one in ranges for chunk in one.chunks)
+        for path in {chunk.path for chunk in chunks}:
+            self.file(path)
+        if threads == 1:
+            for chunk in chunks:
+                self.write(chunk)
+            return
+        stopped = threading.Event()
+
+        def work() -> None:
+            torch.set_num_threads(1)
+            while not stopped.is_set():
+                try:
+                    chunk = chunks.popleft()
+                except IndexError:
+                    return
+                self.write(chunk)
+
+        workers = [Alongside(work) for _ in range(min(threads, len(chunks)))]
+        try:
+            for worker in workers:
+                worker.result()
+        finally:  # after a failure, and after Ctrl-C
+            stopped.set()
+
+    def write_waiting(self) -> None:
+        """Writes what waits, as long as the save has its right. Raises OSError, SaveError."""
+        for one in self.waiting:
+            for chunk in one.chunks:
+                with self.sync.right.changing(f"writes {chunk.path}"):
+                    self.write(chunk)
+        self.waiting.clear()
+
+    def write(self, one: FileRange) -> None:
+        """Writes one range. Raises OSError."""
+        data = bytes_of(one.memory.cpu())
+        self.file(one.path).write(data, one.at)
+        if one.record is not None:
+            self.written.append(WrittenRange(one.path, one.record, one.at, len(data), crc32(data)))
+        if self.sync.durable and len(data) >= _BEGIN_SYNC_BYTES:
+            begin_sync(one.path, one.at, len(data))
+        if self._wrote is not None:
+            self._wrote(one)
+
+    def file(self, path: Path) -> OutFile:
+        """A file, which stays open until `close`. Raises OSError."""
+        if path not in self._files:
+            self._files[path] = OutFile(path)
+        return self._files[path]
+
+    def close(self) -> None:
+        """Lets go of all files."""
+        for out in self._files.values():
+            out.close()
+        self._files.clear()
+
+
+@dataclass(frozen=True)
 class _Place:
     """Where a window goes: the file, and its piece."""
 
     file: FileLayout
     piece: FilePiece
-
-
-@dataclass(frozen=True)
-class PieceRun:
-    """Flat bytes of a piece, which come to byte `at` of its file."""
-
-    place: _Place
-    at: int
-    memory: torch.Tensor
-
-
-@dataclass(frozen=True, order=True)
-class _Sum:
-    """The CRC-32 of bytes [at, at + size) of a file."""
-
-    at: int
-    size: int
-    crc: int
 
 
 class RanksFolderSink(OutputFolder):
@@ -450,11 +559,9 @@ class RanksFolderSink(OutputFolder):
         super().__init__(folder, output)
         self.rank, self.world = agree.world()
         self.sync = sync or output_folder.Syncs()
+        self.writer = RangeWriter(self.sync, self.wrote)
         self._snapshot = snapshot
-        self._waiting: list[PieceRun] = []
         self._given: torch.Tensor | None = None  # of the snapshot, for the window that comes next
-        self._sums: dict[tuple[str, int], list[_Sum]] = {}  # by file, and place of the piece
-        self._files: dict[str, OutFile] = {}
 
     def __enter__(self) -> Self:
         if self.rank == 0:
@@ -468,10 +575,11 @@ class RanksFolderSink(OutputFolder):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for out in self._files.values():
-            out.close()
-        self._files.clear()
+        self.writer.close()
         super().__exit__()
+
+    def wrote(self, one: FileRange) -> None:
+        """Is told of each range that this rank wrote."""
 
     def move(self, source: Memories, parts: Sequence[Proved], run: TransferRun) -> None:
         """Every rank writes what it has itself; what others have comes in rounds."""
@@ -493,28 +601,27 @@ class RanksFolderSink(OutputFolder):
         """Each rank brings what it wrote to disk: other machines can't do it for it."""
         with self._as_save_error():
             self._write_all()
-            with self.sync.right.changing(f"writes what rank {self.rank} has of its own"):
-                beside = self.output.each(self.aside, self.rank)
-            for path in [*(self.aside / name for name in sorted(self._files)), *beside]:
+            for path in self.writer.paths:
                 self.sync(path)
         if self.rank == 0:
             super().finish()
 
+    @property
+    def own_files(self) -> list[FileLayout]:
+        """The files that this rank ends."""
+        return [file for file in self.output.files if self.rank == (file.owner or 0)]
+
     def _write_all(self) -> None:
         """What waits, then what stands around the pieces of this rank's files, whose CRC-32s are
         known by then. Raises OSError."""
-        for one in self._waiting:
-            self.sync.right.says(f"writes {self.aside / one.place.file.name}")
-            self._write(one)
-        self._waiting.clear()
-        for file in self.output.files:
-            if self.rank == (file.owner or 0):
-                sums = {
-                    one.place: self._sums.get((file.name, one.place), ()) for one in file.pieces
-                }
-                crcs = {place: _joined(found) for place, found in sums.items()}
-                with self._writing(file.name) as out:
-                    write_around(out, file, crcs)
+        self.writer.write_waiting()
+        ranges = grouped((one.path, one) for one in self.writer.written)
+        for file in self.own_files:
+            path = self.aside / file.name
+            crcs = record_crcs(ranges.get(path, ()))
+            with self.sync.right.changing(f"writes {path}"):
+                around = {piece.place: crcs.get(piece.place, 0) for piece in file.pieces}
+                write_around(self.writer.file(path), file, around)
 
     def _bring_to_disk(self) -> None:
         held = {self.aside / file.name for file in self.output.files}  # by those who wrote them
@@ -551,39 +658,14 @@ class RanksFolderSink(OutputFolder):
 
     def _take(self, place: _Place, low: int, memory: torch.Tensor) -> None:
         """Keeps elements of a piece from `low` on; what finds no room is written."""
-        at, flat = place.piece.place + low * memory.element_size(), memory.view(torch.uint8)
-        given = self._given
-        if given is None or len(given) < len(flat):
-            self._write(PieceRun(place, at, flat))
+        file, piece, flat = place.file, place.piece, memory.view(torch.uint8)
+        record = None if file.owner is None else piece.place
+        at = piece.place + low * memory.element_size()
+        one = FileRange(self.aside / file.name, record, at, flat)
+        if self._given is None or len(self._given) < len(flat):
+            self.writer.now([one])
             return
-        kept = given[: len(flat)]
+        kept = self._given[: len(flat)]
         if kept.data_ptr() != flat.data_ptr():  # it was rounded
             kept.copy_(flat)
-        self._waiting.append(PieceRun(place, at, kept))
-
-    def _write(self, one: PieceRun) -> None:
-        data, file, piece = bytes_of(one.memory), one.place.file, one.place.piece
-        with self._writing(file.name) as out:
-            out.write(data, one.at)
-        if file.owner is not None:
-            sums = self._sums.setdefault((file.name, piece.place), [])
-            sums.append(_Sum(one.at, len(data), crc32(data)))
-        is_whole = one.at + len(data) == piece.place + piece.size_bytes
-        if is_whole and self.sync.durable and piece.size_bytes >= _BEGIN_SYNC_BYTES:
-            begin_sync(self.aside / file.name, piece.place, piece.size_bytes)
-
-    @contextmanager
-    def _writing(self, name: str) -> Iterator[OutFile]:
-        """A file, as long as the save has its right."""
-        with self.sync.right.changing(f"writes {self.aside / name}"):
-            if name not in self._files:
-                self._files[name] = OutFile(self.aside / name)
-            yield self._files[name]
-
-
-def _joined(sums: Iterable[_Sum]) -> int:
-    """The CRC-32 of a piece from those of its windows, in whatever order they were written."""
-    crc = 0
-    for one in sorted(sums):
-        crc = crc32_combine(crc, one.crc, one.size)
-    return crc
+        self.writer.later(replace(one, memory=kept))

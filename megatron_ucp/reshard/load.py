@@ -33,8 +33,8 @@ from megatron_ucp.reshard.engine import (
     FingerprintCheck,
     Holder,
     LoadOptions,
+    ReadyState,
     Report,
-    TakenExtras,
 )
 from megatron_ucp.reshard.execute import OfOp, TensorOf, tensor_of
 from megatron_ucp.reshard.files import SharedFiles
@@ -209,7 +209,7 @@ class EngineSink:
         how: LoadOptions,
         parts: tuple[SinkPart, ...],
         filled: Filled,
-        extras: TakenExtras,
+        extras: ReadyState,
         notes: list[str],
     ) -> None:
         self.engine, self.held, self.how, self.parts = engine, held, how, parts
@@ -325,7 +325,7 @@ class EngineSink:
             for number, scalars in self.filled.scalars.items():
                 self.engine.set_scalars(number, scalars)
             self.notes += self._set_groups()
-        self.notes += self.extras.restore()
+        self.notes += self.extras.apply()
 
     def publish(self, told: Sequence[None]) -> None:
         """The engine may step, and be saved."""
@@ -631,11 +631,11 @@ def _parts(
     return tuple(parts)
 
 
-def _extras(engine: Engine, source: Checkpoint, how: LoadOptions) -> TakenExtras:
+def _extras(engine: Engine, source: Checkpoint, how: LoadOptions) -> ReadyState:
     """What the engine takes besides element-wise states, and the sums of what was read for it."""
     scheduler = how.scheduler and not how.module_only
     origins = _origins(engine.manifest, source.manifest)
-    extras = engine.take_extras(source, scheduler, origins, how)
+    extras = engine.prepare_state(source, scheduler, origins, how)
     if how.checksums:
         source.check_read()
     return extras

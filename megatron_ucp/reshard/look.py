@@ -28,8 +28,9 @@ from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.files import is_universal
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
-from megatron_ucp.formats.manifest_beside import ManifestBeside, check_size
+from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.distcp import SUFFIX
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import (
@@ -94,18 +95,22 @@ def look(
     Raises a UcpError.
     """
     folder = checkpoint_folder(path, tag)
-    if rules is not None or is_universal(folder) or not os.path.lexists(folder / FILE_NAME):
+    if (
+        rules is not None
+        or is_universal(LocalFolder(folder))
+        or not os.path.lexists(folder / FILE_NAME)
+    ):
         with open_checkpoint(folder, rules=rules) as checkpoint:
             files = tuple(
                 FileEntry(name, os.stat(folder / name).st_size) for name in checkpoint.file_names
             )
             return replace(checkpoint.manifest, files=files)
-    recorded = ManifestBeside(
-        folder, [name for name in os.listdir(folder) if name.endswith("_states.pt")]
-    )
+    opened = LocalFolder(folder)
+    states = [name for name in opened.names() if name.endswith("_states.pt")]
+    recorded = ManifestBeside(opened, states)
     recorded.close()
     for entry in recorded.files.values():
-        check_size(f"{folder}/{entry.name}", entry)
+        opened.check_size(entry)
     if recorded.manifest is None:
         raise DamagedFileError("the manifest went away while it was read", file=folder / FILE_NAME)
     return recorded.manifest

@@ -24,13 +24,11 @@ from megatron_ucp.reshard.transfer import Lost, Proved, Rounding, TransferRun
 
 # ---- memories
 #
-# The memories of all ranks as a source: what one rank takes, others send.
-#
-# A rank plans only what it takes itself, and tells the others what they will be asked for: how
-# many ranks there are changes nothing for one of them. What it takes it has itself, where it can
-# be: then nobody waits for anybody. All else moves in rounds. In each of them every rank takes
-# one window, or several small ones, so that all of them work at once; each rank packs what it has
-# of them into one message, so that nobody holds more than some windows of what is not its own.
+# A rank plans only what it takes itself, and tells the others what they will be asked for: how many
+# ranks there are changes nothing for one of them. What it takes it has itself, where it can be:
+# then nobody waits for anybody. All else moves in rounds. In each of them every rank takes one
+# window, or several small ones, so that all of them work at once; each rank packs what it has of
+# them into one message, so that nobody holds more than some windows of what is not its own.
 
 
 MESSAGE_BYTES = 8 * 2**20  # of a window: fewer, larger messages than of files

@@ -12,7 +12,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, UsageError
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.formats.in_memory import RunInMemory, TakenRun
+from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import (
@@ -34,41 +34,29 @@ from megatron_ucp.reshard.target import (
 )
 from megatron_ucp.reshard.transfer import Lost, Proved, SinkPart, TransferRun
 
-# ---- held layout
+# ---- layouts
 #
 # How a run lies in the memory of the ranks that stay, while the program builds its new engine.
 
 
-@dataclass(frozen=True)
-class HeldLayout:
-    """`run` is what was taken, whose elements will lie as `manifest` says; `takers` are the parts
-    that each rank of the world keeps."""
-
-    run: TakenRun
-    manifest: Manifest
-    takers: Sequence[Sequence[BufferPart]]
+Takers = Sequence[Sequence[BufferPart]]  # the parts that each rank of the world keeps
 
 
-def as_it_lies(run: TakenRun, ranks: Sequence[Sequence[BufferPart]]) -> HeldLayout:
-    """Every rank keeps what it has."""
-    return HeldLayout(run, run.manifest, ranks)
-
-
-def on_mesh(run: TakenRun, mesh: Mesh, world: int) -> HeldLayout:
-    """As DeepSpeed lays it out on a mesh: its rank r is rank r of the world now. Raises a UcpError
-    where nobody knows how that mesh holds the run."""
-    wanted = _wanted(run, Target(mesh).with_zero_of(run.manifest.mesh))
+def on_mesh(run: RunInMemory, mesh: Mesh, world: int) -> tuple[RunInMemory, Takers]:
+    """A run as DeepSpeed lays it out on a mesh, whose rank r is rank r of the world now. Raises a
+    UcpError where nobody knows how that mesh holds the run."""
+    wanted = _wanted(run, Target(mesh).with_zero_of(run.original.mesh))
     manifest = target_manifest(wanted)
     stay = wanted.target.mesh.world
     takers = [manifest.parts_of(rank) if rank < stay else [] for rank in range(world)]
-    return HeldLayout(_regrouped(run, manifest), manifest, takers)
+    return _laid_out(run, manifest), takers
 
 
-def spread(run: TakenRun, ranks: int, world: int) -> HeldLayout:
+def spread(run: RunInMemory, ranks: int, world: int) -> tuple[RunInMemory, Takers]:
     """Whole tensors, as many bytes on each of the first ranks as on the others. For any engine and
     mesh to come. Raises a UcpError."""
     manifest = universal_manifest(_wanted(run, Target(Mesh())))
-    said = {**run.manifest.run, SAVED_ON: str(run.manifest.mesh)}
+    said = {**run.original.run, SAVED_ON: str(run.original.mesh)}
     manifest = replace(manifest, run=said)
     parts = [(number, (), 0) for number in range(len(manifest.buffers))]
     sizes = [_bytes_of(manifest, part) for part in parts]
@@ -77,7 +65,7 @@ def spread(run: TakenRun, ranks: int, world: int) -> HeldLayout:
     takers: list[list[BufferPart]] = [[] for _ in range(world)]
     for part, owner in zip(parts, owners, strict=True):
         takers[owner].append(part)
-    return HeldLayout(_regrouped(run, manifest), manifest, takers)
+    return _laid_out(run, manifest), takers
 
 
 def _bytes_of(manifest: Manifest, part: BufferPart) -> int:
@@ -148,19 +136,20 @@ class _Work:
         return rank
 
 
-def _wanted(run: TakenRun, target: Target) -> Conversion:
-    return SourceSettings(RunInMemory(run, run.manifest), False).wanted(target, None)
+def _wanted(run: RunInMemory, target: Target) -> Conversion:
+    return SourceSettings(run, False).wanted(target, None)
 
 
-def _regrouped(run: TakenRun, manifest: Manifest) -> TakenRun:
-    """With what a scheduler keeps for each group in the order of the manifest's groups."""
+def _laid_out(run: RunInMemory, manifest: Manifest) -> RunInMemory:
+    """A run whose elements will lie as a manifest says; with what its scheduler keeps for each
+    group in the order of that manifest's groups."""
     firsts: dict[int, str] = {}
     for _, member, group in manifest.stepped():
         firsts.setdefault(group, member.param)
-    held = run.manifest
+    held = run.original
     origins = [held.group_number(firsts[number]) for number in range(len(manifest.groups))]
-    scheduler = scheduler_for(run.extras.scheduler, origins, len(held.groups))
-    return replace(run, extras=replace(run.extras, scheduler=scheduler))
+    scheduler = scheduler_for(run.state.scheduler, origins, len(held.groups))
+    return replace(run, manifest=manifest, state=replace(run.state, scheduler=scheduler))
 
 
 def ranks_that_stay(mesh: Mesh | None, ranks: int | None, world: int) -> int:
@@ -193,7 +182,7 @@ def ranks_that_stay(mesh: Mesh | None, ranks: int | None, world: int) -> int:
 _ALIGNED_BYTES = 64  # where slots begin in flat memory
 
 
-class HeldMemory:
+class HostMemory:
     """This rank's `parts` of what a manifest says, in host memory."""
 
     def __init__(self, manifest: Manifest, parts: Sequence[BufferPart]) -> None:
@@ -252,7 +241,7 @@ class MemorySink:
 
     verb, thorough = "hold", False
 
-    def __init__(self, held: HeldMemory, recorded: Table) -> None:
+    def __init__(self, held: HostMemory, recorded: Table) -> None:
         self.held, self._recorded, self._file = held, recorded, ""
         self.parts = (_all_of(held),)
 
@@ -295,7 +284,7 @@ class MemorySink:
             )
 
 
-def _all_of(held: HeldMemory) -> SinkPart:
+def _all_of(held: HostMemory) -> SinkPart:
     """Every state of every part, as it is."""
     manifest = held.manifest
     wants = [

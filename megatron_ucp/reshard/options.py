@@ -3,10 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ucp.errors import UsageError, did_you_mean
 
@@ -272,7 +272,11 @@ def check_switch(name: str, value: object) -> None:
         )
 
 
-# ------------------------------------------------ options of saves and steps in memory
+# ---- the options of `attach`
+#
+# One row for each: what takes it, how its value is checked, and its type in the section of a
+# DeepSpeed config. What functions take, what they refuse and what the pages list follows from the
+# rows.
 
 
 @dataclass(frozen=True)
@@ -335,30 +339,117 @@ class SwitchOption:
         check_switch(name, value)
 
 
+class FunctionOption:
+    """Something that can be called; None where it is left out. `takes` says with what."""
+
+    def __init__(self, takes: str) -> None:
+        self.takes = takes
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        if value is not None and not callable(value):
+            raise UsageError(
+                f"{name} is a function of {self.takes}",
+                parameter=name,
+                expected="a function",
+                found=repr(value)[:200],
+                fix=f"give a function, or leave {name} out",
+            )
+
+
+class AllowOption:
+    """Words of a load."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        check_words(value, OF_LOADS)
+
+
+class PathOption:
+    """The path of a folder; None where it is left out."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        if value is not None:
+            plain_path(value)
+
+
+class AnyOption:
+    """What the module that uses it checks."""
+
+    def check(self, name: str, value: object) -> None:
+        """Takes everything."""
+
+
+class ValueCheck(Protocol):
+    """Checks the value of an option."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError, which names the option."""
+        ...
+
+
+# What takes an option: the description of the model, every load, every save, saves in the
+# background, in-memory checkpoints.
+MODEL, LOADS, SAVES, IN_BACKGROUND, IN_MEMORY = "model", "loads", "saves", "background", "memory"
+STOCK, DIRECT, BACKGROUND = WAYS = ("stock", "direct", "background")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: what takes it (`of`), how a value is checked, and its type in the section of a
+    DeepSpeed config (None: it can't be said there)."""
+
+    of: tuple[str, ...]
+    rule: ValueCheck
+    kind: type | tuple[type, ...] | None = None
+
+
 _YEAR_S = 366 * 24 * 3600  # the operating system waits no longer at once
-OPTIONS_OF_SAVES: dict[str, NumberOption | WordOption | SwitchOption] = {
-    "durable": SwitchOption(),
-    "rng": SwitchOption(),
-    "keep_latest": NumberOption("tags", 1, is_optional=True),
-    "busy": WordOption(("wait", "skip")),
-    "deadline": NumberOption(
-        "seconds", 0, _YEAR_S, is_whole=False, is_above=True, is_optional=True
-    ),
-    "on_error": WordOption(("raise", "warn")),
-    "snapshot_bytes": NumberOption("bytes", 0, is_optional=True),
-    "keep_snapshot": SwitchOption(),
-    "keep": WordOption(("memory",)),
-    "every": NumberOption("steps", 1),
-    "copies": NumberOption("machines", 0),
+_DEADLINE = NumberOption("seconds", 0, _YEAR_S, is_whole=False, is_above=True, is_optional=True)
+OPTIONS = {
+    "hyper": Option((LOADS,), WordOption(("checkpoint", "config")), str),
+    "checksums": Option((LOADS,), SwitchOption(), bool),
+    "allow": Option((LOADS,), AllowOption(), list),
+    "family": Option((LOADS, MODEL), AnyOption(), str),
+    "rules": Option((MODEL,), AnyOption(), str),
+    "rng": Option((LOADS, SAVES), SwitchOption(), bool),
+    "loader": Option((LOADS, SAVES), AnyOption()),
+    "per_rank": Option((LOADS,), FunctionOption("a name and the values of all ranks")),
+    "durable": Option((SAVES,), SwitchOption(), bool),
+    "keep_latest": Option((SAVES,), NumberOption("tags", 1, is_optional=True), int),
+    "save": Option((SAVES,), WordOption(WAYS), str),
+    "busy": Option((IN_BACKGROUND,), WordOption(("wait", "skip")), str),
+    "deadline": Option((IN_BACKGROUND,), _DEADLINE, (int, float)),
+    "on_error": Option((IN_BACKGROUND,), WordOption(("raise", "warn")), str),
+    "snapshot_bytes": Option((IN_BACKGROUND,), NumberOption("bytes", 0, is_optional=True), int),
+    "keep_snapshot": Option((IN_BACKGROUND,), SwitchOption(), bool),
+    "keep": Option((IN_MEMORY,), WordOption(("memory",)), str),
+    "every": Option((IN_MEMORY,), NumberOption("steps", 1), int),
+    "copies": Option((IN_MEMORY,), NumberOption("machines", 0), int),
+    "folder": Option((IN_MEMORY,), PathOption(), str),
+    "client_state": Option((IN_MEMORY,), FunctionOption("no arguments")),
 }
 
 
-def check_saves(options: object) -> None:
-    """Checks every field of a dataclass that is one of the `OPTIONS_OF_SAVES`. Raises
-    UsageError."""
-    for name, row in OPTIONS_OF_SAVES.items():
-        if hasattr(options, name):
-            row.check(name, getattr(options, name))
+def options_for(user: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some options that loads take, or saves, or what else."""
+    return {name: value for name, value in options.items() if user in OPTIONS[name].of}
+
+
+def check_given(options: Mapping[str, Any]) -> None:
+    """Raises UsageError for a value that can't be, before anybody trains for hours with it."""
+    for name, value in options.items():
+        OPTIONS[name].rule.check(name, value)
+
+
+def check_fields(options: object) -> None:
+    """As `check_given`, of the fields of a dataclass that are options."""
+    found = vars(options)
+    check_given({name: found[name] for name in found if name in OPTIONS})
+
+
+# ---- arguments of the tools
 
 
 def one_target(mesh: Any, target: Any, **more: Any) -> "Target | None":
@@ -444,67 +535,16 @@ def read_json(path: str) -> Any:
         ) from None
 
 
-# ---- load options
-#
-# What a load is asked for.
-
-
-def check_options(
-    hyper: str = "checkpoint",
-    checksums: bool = True,
-    allow: Collection[str] = (),
-    rng: bool = True,
-    per_rank: Callable[[str, list[Any]], Any] | None = None,
-) -> None:
-    """Raises UsageError for an option of `load` that can't be, before anybody trains for hours with
-    it."""
-    check_switch("checksums", checksums)
-    check_switch("rng", rng)
-    if hyper not in ("checkpoint", "config"):
-        raise UsageError(
-            "hyper says where hyper-parameters come from",
-            expected="checkpoint or config",
-            found=hyper,
-            fix='give hyper="checkpoint" or hyper="config"',
-        )
-    if per_rank is not None and not callable(per_rank):
-        raise UsageError(
-            "per_rank is a function of a name and the values of all ranks",
-            expected="function(name, values)",
-            found=repr(per_rank)[:200],
-            fix="give a function, or leave per_rank out",
-        )
-    check_words(allow, OF_LOADS)
-
-
 # ---- ds section
 #
 # The section of a DeepSpeed config that attaches engines.
 
 
 SECTION = "universal_checkpoint"
-_KEYS = {
+SECTION_KEYS: Mapping[str, type | tuple[type, ...]] = {
     "enabled": bool,
-    "hyper": str,
-    "checksums": bool,
-    "allow": list,
-    "family": str,
-    "rules": str,
-    "rng": bool,
-    "durable": bool,
-    "keep_latest": int,
-    "save": str,
-    "busy": str,
-    "deadline": (int, float),
-    "on_error": str,
-    "snapshot_bytes": int,
-    "keep_snapshot": bool,
-    "keep": str,
-    "every": int,
-    "copies": int,
-    "folder": str,
+    **{name: row.kind for name, row in OPTIONS.items() if row.kind is not None},
 }
-_OF_LOADS = ("hyper", "checksums", "allow", "rng")
 
 
 def options_of(config: Any, enabled: bool = False) -> dict[str, Any] | None:
@@ -525,17 +565,17 @@ def options_of(config: Any, enabled: bool = False) -> dict[str, Any] | None:
     unknown = sorted(
         key
         for key, value in section.items()
-        if key not in _KEYS or not isinstance(value, _KEYS[key])
+        if key not in SECTION_KEYS or not isinstance(value, SECTION_KEYS[key])
     )
     if unknown:
         raise UsageError(
             f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
-            expected=", ".join(f"{k}: {_ds_word(t)}" for k, t in _KEYS.items()),
+            expected=", ".join(f"{k}: {_ds_word(t)}" for k, t in SECTION_KEYS.items()),
             found=", ".join(f"{k}: {section[k]!r}" for k in unknown),
             fix="correct the key or its value (docs/reference/python.md, Settings)",
         )
     options = {key: value for key, value in section.items() if key != "enabled"}
-    check_options(**{key: value for key, value in options.items() if key in _OF_LOADS})
+    check_given(options_for(LOADS, options))
     stock = config.get("checkpoint")
     enabled |= isinstance(stock, Mapping) and bool(stock.get("load_universal"))
     return options if section.get("enabled", enabled) else None

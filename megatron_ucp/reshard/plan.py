@@ -109,7 +109,7 @@ def plan(
         manifest = target_manifest(wanted)
 
         def file_of(slot: Slot) -> str:
-            return Path(source.where(slot).file.path).relative_to(source.folder).as_posix()
+            return source.folder.name_of(source.where(slot).file.path)
 
         notes = (*source.notes, *origin.notes, *staged)
         return of_manifests(source.manifest, manifest, file_of, progress, notes)

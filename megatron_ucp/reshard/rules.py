@@ -162,7 +162,7 @@ def _survey(path: str | Path, tag: str | None, progress: Progress | None) -> Ite
     place = find_tag(path, tag)
     has_manifest = (place.folder / FILE_NAME).is_file()
     with open_checkpoint(place.folder, rules=None if has_manifest else NOTHING_KNOWN) as checkpoint:
-        checkpoint.led_here = place.notes
+        checkpoint.path_notes = place.notes
         manifest, held = checkpoint.manifest, list[_Held]()
         pipes = {name: pipe for pipe, name in manifest.names.items()}
         for spec in manifest.params:
@@ -221,7 +221,7 @@ class _Check:
         self._seen, self._rules = seen, rules
         self._manifest_file = str(seen.checkpoint.folder / FILE_NAME)
         self.findings: list[Finding] = []
-        self.notes: list[str] = [*seen.checkpoint.led_here]
+        self.notes: list[str] = [*seen.checkpoint.path_notes]
 
     def run(self) -> Checked:
         for held in self._seen.held:

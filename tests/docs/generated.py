@@ -183,7 +183,7 @@ def allow(word: str) -> str:
 
 
 def section(word: str) -> str:
-    return ", ".join(f"`{key}`" for key in option_tables._KEYS) + "."
+    return ", ".join(f"`{key}`" for key in option_tables.SECTION_KEYS) + "."
 
 
 def error_classes(word: str) -> str:

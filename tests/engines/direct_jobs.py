@@ -12,10 +12,12 @@ from unittest import mock
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import pt_files, save_frame
+from megatron_ucp.engines import pt_files
+from megatron_ucp.engines import save as saves
 from megatron_ucp.engines.background import background_of
 from megatron_ucp.engines.deepspeed import save as saving
-from megatron_ucp.engines.save import WAYS
+from megatron_ucp.reshard.folder import RangeWriter
+from megatron_ucp.reshard.options import WAYS
 from tests.engines.canonical import canonical, differences
 from tests.engines.model import Setup, make_engine, train
 from tests.engines.save_jobs import listing
@@ -66,9 +68,9 @@ def torn(setup: Setup, folder: str, way: str) -> dict[str, Any]:
         train(engine, 1, first=50)
         return stock(*args)
 
-    stock = saving.write_beside
+    stock = saving._whole
     for write in (stepping, stock):
-        with mock.patch.object(saving, "write_beside", write):
+        with mock.patch.object(saving, "_whole", write):
             try:
                 engine.save_checkpoint(folder)
                 ucp.wait(engine)
@@ -135,9 +137,9 @@ def failing_in_background(setup: Setup, folder: str, how: str) -> dict[str, Any]
     engine.save_checkpoint(folder)
     ucp.wait(engine)
     train(engine, 1, first=1)
-    write = pt_files._written
+    write = RangeWriter.write
     if dist.get_rank() == 1:
-        pt_files._written = _hanging if how == "hangs" else _refused
+        RangeWriter.write = _hanging if how == "hangs" else _refused
     out: dict[str, Any] = {}
     try:
         engine.save_checkpoint(folder)
@@ -146,7 +148,7 @@ def failing_in_background(setup: Setup, folder: str, how: str) -> dict[str, Any]
         out["error"] = out["message"] = ""
     except ucp.UcpError as error:
         out["error"], out["message"] = type(error).__name__, str(error)
-    pt_files._written = write
+    RangeWriter.write = write
     dist.barrier()
     out["left"], out["latest"] = listing(folder), (Path(folder) / "latest").read_text()
     dist.barrier()
@@ -161,11 +163,11 @@ def failing_in_background(setup: Setup, folder: str, how: str) -> dict[str, Any]
     return out
 
 
-def _refused(one: Any) -> Any:
+def _refused(_: RangeWriter, one: Any) -> Any:
     raise OSError(28, "No space left on device", str(one.path))
 
 
-def _hanging(one: Any) -> Any:
+def _hanging(_: RangeWriter, one: Any) -> Any:
     time.sleep(4.0)
     raise OSError(5, "Input/output error", str(one.path))
 
@@ -179,7 +181,7 @@ def die_in_background(setup: Setup, folder: str) -> str:
     ucp.wait(engine)
     train(engine, 1, first=1)
     if dist.get_rank() == 1:
-        pt_files._written = lambda _: os._exit(7)
+        RangeWriter.write = lambda *_: os._exit(7)  # type: ignore[method-assign]
     engine.save_checkpoint(folder)
     try:
         ucp.wait(engine)
@@ -194,12 +196,12 @@ def busy(setup: Setup, folder: str) -> dict[str, Any]:
     for word in ("wait", "skip"):
         engine = make_engine(setup, attach=False)
         ucp.attach(engine, save="background", busy=word)
-        write = pt_files._written
-        pt_files._written = _slowly(write)
+        write = RangeWriter.write
+        RangeWriter.write = _slowly(write)
         for step in range(2):
             train(engine, 1, first=step)
             engine.save_checkpoint(f"{folder}/{word}")
-        pt_files._written = write
+        RangeWriter.write = write
         ucp.wait(engine)
         dist.barrier()
         out[word] = listing(f"{folder}/{word}")
@@ -209,9 +211,9 @@ def busy(setup: Setup, folder: str) -> dict[str, Any]:
 
 
 def _slowly(write: Callable[..., Any]) -> Callable[..., Any]:
-    def slow(one: Any) -> Any:
+    def slow(*given: Any) -> Any:
         time.sleep(0.1)
-        return write(one)
+        return write(*given)
 
     return slow
 
@@ -292,18 +294,18 @@ def back_in_the_next_save(setup: Setup, folder: str) -> list[str]:
     engine = make_engine(setup, attach=False)
     ucp.attach(engine, save="background", on_error="warn", deadline=2.0, keep_snapshot=False)
     train(engine, 1)
-    write = pt_files._written
+    write = RangeWriter.write
     if dist.get_rank() == 1:
-        pt_files._written = _back_late(write)
+        RangeWriter.write = _back_late(write)
     engine.save_checkpoint(folder, tag="given_up")
     ucp.wait(engine)
-    pt_files._written = _slowly(write)
+    RangeWriter.write = _slowly(write)
     train(engine, 1, first=1)
     want = canonical(engine)
     dist.barrier()
     engine.save_checkpoint(folder, tag="next")
     ucp.wait(engine)
-    pt_files._written = write
+    RangeWriter.write = write
     engine.destroy()
     time.sleep(1.0)
     dist.barrier()
@@ -318,9 +320,9 @@ def _back_late(write: Callable[..., Any]) -> Callable[..., Any]:
     """Its first call takes longer than the deadline, and then goes on."""
     late = [3.6]
 
-    def written(one: Any) -> Any:
+    def written(*given: Any) -> Any:
         time.sleep(late.pop() if late else 0.0)
-        return write(one)
+        return write(*given)
 
     return written
 
@@ -353,12 +355,12 @@ def moved_away(setup: Setup, folder: str, way: str) -> tuple[list[str], list[str
     if not dist.get_rank():
         Path("away", "here").mkdir(parents=True)  # where the path leads later
     dist.barrier()
-    settled = save_frame._written
-    save_frame._written = _slowly(settled)
+    settled = saves._write_beside
+    saves._write_beside = _slowly(settled)
     engine.save_checkpoint("here")
     os.chdir("away")
     ucp.wait(engine)
-    save_frame._written = settled
+    saves._write_beside = settled
     engine.destroy()
     dist.barrier()
     return in_folder(Path(folder, "here")), in_folder(Path(folder, "away"))
@@ -370,7 +372,7 @@ def in_folder(folder: Path) -> list[str]:
 
 
 def refused_in_the_call(setup: Setup, folder: str, on_error: str) -> dict[str, Any]:
-    """A good save, one whose random states find no room before the call returns, a good one."""
+    """A good save, one whose ranges find no room before the call returns, a good one."""
     engine = make_engine(setup, attach=False)
     ucp.attach(engine, save="background", on_error=on_error)
     train(engine, 1)
@@ -378,17 +380,17 @@ def refused_in_the_call(setup: Setup, folder: str, on_error: str) -> dict[str, A
     train(engine, 1, first=1)
     ucp.wait(engine)
     out: dict[str, Any] = {"said": "", "returned": None}
-    write = save_frame.write_beside
+    take = pt_files.RankFiles._take
 
-    def full(aside: Path, *_: Any) -> Any:
-        raise OSError(28, "No space left on device", str(aside))
+    def full(files: pt_files.RankFiles, _: Any) -> Any:
+        raise OSError(28, "No space left on device", str(files.aside))
 
-    saving.write_beside = full if dist.get_rank() == 1 else write
+    pt_files.RankFiles._take = full if dist.get_rank() == 1 else take  # type: ignore
     try:
         out["returned"] = engine.save_checkpoint(folder)
     except ucp.UcpError as error:
         out["said"] = f"{type(error).__name__}: {error}"
-    saving.write_beside = write
+    pt_files.RankFiles._take = take  # type: ignore[method-assign]
     out["report"] = ucp.report(engine).save.error
     train(engine, 1, first=2)
     engine.save_checkpoint(folder)

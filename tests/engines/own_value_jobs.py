@@ -132,6 +132,16 @@ def load_with_mean(zero: int, folder: str, tag: str) -> dict[str, Any]:
     return load(zero, folder, tag, per_rank=mean)
 
 
+def attach_with_mean(zero: int, folder: str, tag: str) -> dict[str, Any]:
+    """As `load_with_mean`, by the engine's own method, of an engine that was attached so."""
+    engine = make(zero, attach=False)
+    ucp.attach(engine, per_rank=mean)
+    _, client = engine.load_checkpoint(folder, tag=tag)
+    out = {**held(engine, client), "notes": list(ucp.report(engine).load.notes)}
+    engine.destroy()
+    return out
+
+
 def convert(folder: str, tag: str, to: str, zero: int, dp: int = 2, **options: Any) -> str:
     """The error of a conversion, "" without one."""
     target = ucp.Target(mesh=ucp.Mesh(dp=dp, zero=zero))

@@ -310,7 +310,7 @@ def stuck_latest(setup: Setup, folder: str) -> dict[str, Any]:
 
 def fails_alone(setup: Setup, folder: str, where: str, raw: bool) -> dict[str, Any]:
     """Describing the engine fails on rank 1 only, in a save or in a load."""
-    from megatron_ucp.engines.deepspeed.shard import OwnStage
+    from megatron_ucp.engines.deepspeed.shard import LocalShard
 
     engine = make_engine(setup)
     train(engine, 1)
@@ -319,7 +319,7 @@ def fails_alone(setup: Setup, folder: str, where: str, raw: bool) -> dict[str, A
     before, listed = canonical(engine), sorted(os.listdir(folder))
     dist.barrier()  # the first rank begins its folder before it waits for anybody
     error = ValueError("planted") if raw else LayoutError("planted")
-    fault = mock.patch.object(OwnStage, "part", side_effect=error)
+    fault = mock.patch.object(LocalShard, "part", side_effect=error)
     out: dict[str, Any] = {"error": ""}
     with fault if dist.get_rank() == 1 else mock.MagicMock():
         try:

@@ -17,7 +17,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import Background, background_of
 from megatron_ucp.engines.megatron import save as saving
-from megatron_ucp.engines.megatron.save import CurrentStates
+from megatron_ucp.engines.megatron.live import CurrentStates
 from megatron_ucp.reshard import agree, memories, transfer
 from megatron_ucp.reshard import folder as ranks_folder
 from tests.engines.save_jobs import listing
@@ -123,7 +123,8 @@ def _live_window(self: memories.Memories, taken: Any, *_: Any) -> Any:
 
 def _keep_live(self: Any, place: Any, low: int, memory: Any) -> None:
     at = place.piece.place + low * memory.element_size()
-    self._waiting.append(ranks_folder.PieceRun(place, at, memory.view(torch.uint8)))
+    path, flat = self.aside / place.file.name, memory.view(torch.uint8)
+    self.writer.later(ranks_folder.FileRange(path, place.piece.place, at, flat))
 
 
 def torn(setup: Mcore, folder: str, way: str, after: int, checked: bool) -> dict[str, Any]:
@@ -262,10 +263,10 @@ def failing(setup: Mcore, folder: str, how: str) -> dict[str, Any]:
     ucp.save(engine.handle, folder)
     ucp.wait(engine.handle)
     train(engine, 1, first=1)
-    write = ranks_folder.RanksFolderSink._write
+    write = ranks_folder.RangeWriter.write
     if dist.get_rank() == 1:
         broken = _hanging if how == "hangs" else _refused
-        ranks_folder.RanksFolderSink._write = broken  # type: ignore[method-assign]
+        ranks_folder.RangeWriter.write = broken  # type: ignore[method-assign]
     out: dict[str, Any] = {"error": "", "message": ""}
     try:
         ucp.save(engine.handle, folder)
@@ -273,7 +274,7 @@ def failing(setup: Mcore, folder: str, how: str) -> dict[str, Any]:
         ucp.wait(engine.handle)
     except ucp.UcpError as error:
         out["error"], out["message"] = type(error).__name__, str(error)
-    ranks_folder.RanksFolderSink._write = write  # type: ignore[method-assign]
+    ranks_folder.RangeWriter.write = write  # type: ignore[method-assign]
     dist.barrier()
     out["left"] = listing(folder)
     out["latest"] = (Path(folder) / "latest_checkpointed_iteration.txt").read_text()
@@ -290,12 +291,12 @@ def failing(setup: Mcore, folder: str, how: str) -> dict[str, Any]:
 
 
 def _refused(self: Any, one: Any) -> None:
-    raise OSError(28, "No space left on device", str(self.aside / one.place.file.name))
+    raise OSError(28, "No space left on device", str(one.path))
 
 
 def _hanging(self: Any, one: Any) -> None:
     time.sleep(4.0)
-    raise OSError(5, "Input/output error", str(self.aside / one.place.file.name))
+    raise OSError(5, "Input/output error", str(one.path))
 
 
 def die(setup: Mcore, folder: str) -> None:
@@ -306,7 +307,7 @@ def die(setup: Mcore, folder: str) -> None:
     ucp.wait(engine.handle)
     train(engine, 1, first=1)
     if dist.get_rank() == 1:
-        ranks_folder.RanksFolderSink._write = lambda *_: os._exit(7)  # type: ignore
+        ranks_folder.RangeWriter.write = lambda *_: os._exit(7)  # type: ignore
     ucp.save(engine.handle, folder)
     try:
         ucp.wait(engine.handle)

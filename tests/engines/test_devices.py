@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ucp.engines.save import SnapshotMemory
+from megatron_ucp.engines.background import SnapshotMemory
 from megatron_ucp.reshard.execute import NEVER, UsedUp
 from tests.ranks import ROOT
 from tests.scripts import start

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.background import BackgroundOptions, beside_training
+from megatron_ucp.engines.background import BackgroundOptions, SnapshotMemory, background_options
 from megatron_ucp.engines.memory import MemoryOptions
-from megatron_ucp.engines.save import WAYS, SaveOptions, SnapshotMemory
+from megatron_ucp.engines.save import SaveOptions
 from megatron_ucp.errors import UsageError
+from megatron_ucp.reshard.options import WAYS
 from tests.engines import (
     autoep_jobs,
     autotp_jobs,
@@ -329,7 +330,8 @@ def test_what_fails_inside_the_call_warns_too(
 
 
 def test_options_of_the_background_are_refused_for_other_saves() -> None:
-    assert beside_training(True, {"deadline": 3.0}) == BackgroundOptions(deadline=3.0)
-    assert beside_training(False, {}) is None
+    asked = {"save": "background", "deadline": 3.0}
+    assert background_options(asked) == BackgroundOptions(deadline=3.0)
+    assert background_options({"save": "direct"}) is None
     with pytest.raises(UsageError, match=r'deadline(.|\n)*save="background" beside them'):
-        beside_training(False, {"deadline": 3.0})
+        background_options({"deadline": 3.0})

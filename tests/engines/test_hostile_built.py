@@ -15,6 +15,7 @@ from megatron_ucp.core.values import DeviceName, DtypeName, InertObject, coded, 
 from megatron_ucp.engines.values import Values
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats import per_rank
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.per_rank import OwnValues, listed, recorded_of, text_of
 
@@ -79,16 +80,16 @@ def test_values_of_a_rank_that_can_not_be(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         text = json.dumps({**good, "lr_scheduler": wrong}).encode()
         with pytest.raises(DamagedFileError, match="of a rank can't be read"):
-            recorded_of(Path("x"), 0, lambda _, text=text: text)
+            recorded_of(text, "x")
     monkeypatch.setattr(per_rank, "MAX_VALUES", 3)
     with pytest.raises(DamagedFileError, match="are read"):
-        recorded_of(Path("x"), 0, lambda _: json.dumps(good).encode())
+        recorded_of(json.dumps(good).encode(), "x")
 
 
 def test_a_ranks_file_may_be_larger_than_a_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = ManifestBeside(tmp_path, ())
+    beside = ManifestBeside(LocalFolder(tmp_path), ())
     assert not (tmp_path / FILE_NAME).exists()
     name = per_rank.file_name(0)
     entry: Any = SimpleNamespace(size_bytes=0, sha256="")

@@ -49,6 +49,7 @@ def test_another_mesh_is_refused_or_has_a_rule(ranks: RankPool, tmp_path: Path) 
     assert own(first) == own(want[0])
     assert any("norm.running_mean" in note and "rank 0" in note for note in first["notes"])
     (made,) = ranks.run(1, own_value_jobs.load_with_mean, 3, str(tmp_path), "tag")
+    assert ranks.run(1, own_value_jobs.attach_with_mean, 3, str(tmp_path), "tag") == [made]
     means = [
         (a + b) / 2
         for a, b in zip(*(rank["buffers"]["norm.running_mean"] for rank in want), strict=True)

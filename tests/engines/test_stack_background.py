@@ -221,7 +221,7 @@ def test_memory_is_kept_and_used_again_or_given_back(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"save": "stock"}, "direct, background"),
+        ({"save": "stock"}, "direct or background"),
         ({"save": "background", "busy": "later"}, "busy is none of its words"),
         ({"deadlin": 3}, "deadlin"),
         ({"save": "direct", "deadline": 3}, "deadline"),

@@ -30,9 +30,9 @@ def against_formulas(setup: Mcore, wide: bool | None = None) -> tuple[int, list[
 
     engine = make(setup)
     live = describe(engine.handle)
-    found = iter(live.own.buffers)
+    found = iter(live.shard.buffers)
     buckets, wrong = 0, []
-    for inner in live.own.inner:
+    for inner in live.shard.inner:
         for number, buffer in enumerate(inner.buffers):
             chunk = engine.stack.chunks[inner.gbuf_idx_to_model_idx_map[number]]
             want = formula(chunk, buffer, setup.pad if wide is None else wide)

@@ -11,7 +11,8 @@ from megatron_ucp.core import manifest_json
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.manifest_beside import ManifestBeside, open_regular
+from megatron_ucp.formats.folder import LocalFile, LocalFolder
+from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.pt.unpickle import MAX_DEPTH, loads
 from tests.formats.craft import number, pickle_of, storage, tensor, text, tuple_of
 from tests.formats.hostile_pickles import doubled, doubled_lists
@@ -92,12 +93,14 @@ def test_values_of_a_manifest_are_counted_before_they_exist(
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE_NAME)
     with pytest.raises(DamagedFileError, match="no regular file"):
-        ManifestBeside(tmp_path, [])
+        ManifestBeside(LocalFolder(tmp_path), [])
     before = len(os.listdir("/proc/self/fd"))
     for path in (tmp_path, tmp_path / FILE_NAME, Path("/dev/zero"), Path("/dev/tty")):
         with pytest.raises(DamagedFileError):
-            open_regular(path)
+            LocalFile(path)
     assert len(os.listdir("/proc/self/fd")) == before
     (tmp_path / "x").write_text("text")
-    with open_regular(tmp_path / "x") as file:
-        assert file.read() == b"text"
+    with LocalFile(tmp_path / "x") as file:
+        assert file.whole(4) == b"text"
+        with pytest.raises(DamagedFileError, match="larger than any"):
+            file.whole(3)

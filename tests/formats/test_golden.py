@@ -20,6 +20,7 @@ from megatron_ucp.errors import DamagedFileError, UcpError
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizers import reader_for
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard.check import read_state
 
@@ -54,7 +55,9 @@ def expected(case: str) -> tuple[dict[tuple[str, str], torch.Tensor], dict[str, 
 
 def opened(case: str, folder: Path, order: list[list[str]] | None = None) -> NativeCheckpoint:
     known = order or expected(case)[1]["order"]
-    return NativeCheckpoint(folder, told=CallerModel(known if case.startswith("zero0") else None))
+    return NativeCheckpoint(
+        LocalFolder(folder), told=CallerModel(known if case.startswith("zero0") else None)
+    )
 
 
 def differences(checkpoint: NativeCheckpoint, case: str) -> list[tuple[str, str]]:

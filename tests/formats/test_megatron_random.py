@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.resume_state import Restored
+from megatron_ucp.engines.run_state import Restored
 from megatron_ucp.errors import DamagedFileError, UcpError, UnsafePickleError
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import verify

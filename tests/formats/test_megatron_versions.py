@@ -19,7 +19,8 @@ from megatron_ucp.errors import (
     UcpError,
     UnsupportedError,
 )
-from megatron_ucp.formats.checkpoint import Record
+from megatron_ucp.formats.byte_files import Record
+from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.megatron.distcp import DistcpFile, Index, read_index
 from megatron_ucp.formats.megatron.torch_dist import COMMON_KEY
 from megatron_ucp.formats.registry import open_checkpoint
@@ -135,7 +136,7 @@ def records(tag: Path, index: Index) -> Iterator[tuple[str, Record]]:
     firsts = {tensor.chunks[0].place for tensor in index.tensors.values()}
     places = firsts | {*index.objects.values()}
     for name in index.file_names:
-        file = DistcpFile(tag / name, index)
+        file = DistcpFile(LocalFile(tag / name), name, index)
         own = [place for place in places if place.file == name]
         for record, _ in file.all_records():
             if any(0 <= record.offset_bytes - one.offset_bytes < one.size_bytes for one in own):
@@ -146,7 +147,7 @@ def records(tag: Path, index: Index) -> Iterator[tuple[str, Record]]:
 def test_a_flipped_byte_of_any_record_is_found(case: str, tmp_path: Path) -> None:
     """In files of 0.16.1, and in those of 0.19 that have the common tree in them."""
     tag = copied(case, tmp_path / "saved")
-    index = read_index(tag)
+    index = read_index(LocalFolder(tag))
     every = [(name, record) for name, record in records(tag, index) if record.size_bytes]
     common = [one for one in every if one[1].name.startswith(COMMON_KEY)]
     flipped = 0

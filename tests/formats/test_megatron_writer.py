@@ -15,6 +15,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.formats.checkpoint import Extras
+from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.distcp import DistcpFile, read_index, tiling_fault
 from megatron_ucp.formats.megatron.writer import (
@@ -126,14 +127,15 @@ def test_what_several_writers_wrote(
         stored = found[chunks[0].key]
         have = stored[chunks[0].at.index] if chunks[0].at.index else stored
         assert torch.equal(have, want), (name, state)
-    index = read_index(tmp_path / "x")
+    index = read_index(LocalFolder(tmp_path / "x"))
     for name in index.file_names:
-        file = DistcpFile(tmp_path / "x" / name, index)
+        file = DistcpFile(LocalFile(tmp_path / "x" / name), name, index)
         assert file.has_checksums
         for record, _ in file.all_records():
             file.check(record)
     (key,) = [key for key in index.objects if key.startswith("rng_state")]
-    assert DistcpFile(tmp_path / "x" / index.objects[key].file, index).value(key) == {"a": 1}
+    name = index.objects[key].file
+    assert DistcpFile(LocalFile(tmp_path / "x" / name), name, index).value(key) == {"a": 1}
 
 
 def test_layers_that_differ_get_keys_of_their_own(tmp_path: Path) -> None:
@@ -150,8 +152,8 @@ def test_a_chunk_whose_bytes_changed_is_found(tmp_path: Path) -> None:
     with open(tmp_path / "x" / chunk.file, "r+b") as file:
         file.seek(chunk.data_offset)
         file.write(b"\x7f")
-    index = read_index(tmp_path / "x")
-    opened = DistcpFile(tmp_path / "x" / chunk.file, index)
+    index = read_index(LocalFolder(tmp_path / "x"))
+    opened = DistcpFile(LocalFile(tmp_path / "x" / chunk.file), chunk.file, index)
     tensor = index.tensors[chunk.key]
     record = opened.record_of_chunk(tensor, tensor.chunks[0])
     with pytest.raises(Exception, match="wrong checksum"):

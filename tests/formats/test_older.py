@@ -13,6 +13,7 @@ from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard.check import read_state
 from tests.engines.model import Net, Setup, param_groups
@@ -44,7 +45,7 @@ def order() -> list[list[str]]:
 
 def opened(folder: Path) -> NativeCheckpoint:
     plain = not [*folder.glob("*optim_states.pt")]
-    return NativeCheckpoint(folder, told=CallerModel(order() if plain else None))
+    return NativeCheckpoint(LocalFolder(folder), told=CallerModel(order() if plain else None))
 
 
 def differences(checkpoint: NativeCheckpoint) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_ucp.formats.deepspeed.files import TagFolder
 from megatron_ucp.formats.deepspeed.per_rank import differs_in, held_by
+from megatron_ucp.formats.folder import LocalFolder
 
 LARGE = 2**20 + 8
 NAMES = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1)]
@@ -24,6 +25,9 @@ class Source(TagFolder):
     @property
     def files(self) -> TagFolder:
         return self
+
+    def where(self, slot: object) -> Any:
+        raise NotImplementedError
 
     def model_of(self, mp: int, part: int = 0) -> str:
         return NAMES[part]
@@ -50,7 +54,7 @@ def tree_of(rank: int) -> dict[str, Any]:
 def source(tmp_path: Path) -> Any:
     for rank, name in enumerate(NAMES):
         torch.save(tree_of(rank), tmp_path / name)
-    with Source(tmp_path) as found:
+    with Source(LocalFolder(tmp_path)) as found:
         yield found
 
 

@@ -18,6 +18,7 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.checkpoint import CallerModel
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import (
     HuggingFaceCheckpoint,
     HuggingFaceFormat,
@@ -188,7 +189,7 @@ def test_all_faults_of_a_family_in_one_error(tmp_path: Path) -> None:
     shares = family.hugging_face.tensors(twins.LLAMA)
     specs = {n: d.spec(n, "float32") for n, d in family.table(twins.LLAMA).items()}
     with pytest.raises(ModelMismatchError) as raised:
-        HuggingFaceFormat().open(tmp_path, CallerModel(specs=specs, shares=shares))
+        HuggingFaceFormat().open(LocalFolder(tmp_path), CallerModel(specs=specs, shares=shares))
     said = str(raised.value.found)
     for fault in (
         "model.norm.weight: missing",
@@ -203,9 +204,9 @@ def test_all_faults_of_a_family_in_one_error(tmp_path: Path) -> None:
 
 def test_a_trainers_folder_is_deepspeeds(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    assert HuggingFaceFormat().recognises(tmp_path)
+    assert HuggingFaceFormat().recognises(LocalFolder(tmp_path))
     (tmp_path / "latest").write_text("global_step3")
-    assert not HuggingFaceFormat().recognises(tmp_path)
+    assert not HuggingFaceFormat().recognises(LocalFolder(tmp_path))
 
 
 def test_files_are_divided_as_by_the_library() -> None:
@@ -230,8 +231,8 @@ def test_sizes_of_files() -> None:
 
 def test_a_closed_checkpoint_closes_its_files(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    with HuggingFaceCheckpoint(tmp_path) as found:
+    with HuggingFaceCheckpoint(LocalFolder(tmp_path)) as found:
         file = found.file("model.safetensors")
-        assert file.fd >= 0
+        assert file.stored.fd >= 0
     with pytest.raises(UsageError):
-        file.fd  # noqa: B018
+        file.stored.fd  # noqa: B018

@@ -19,6 +19,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.tags import LATEST, nothing_there, tag_folder
 
@@ -293,7 +294,7 @@ def test_a_tag_is_left_alone_where_the_pointer_names_another_runs(tmp_path: Path
 
 def test_one_that_is_being_read_stays(tmp_path: Path) -> None:
     many(tmp_path)
-    reader = ManifestBeside(tmp_path / "step1", [STATE])
+    reader = ManifestBeside(LocalFolder(tmp_path / "step1"), [STATE])
     assert "kept step1: it is being read" in output_folder.prune(tmp_path, 1)
     assert left(tmp_path) == ["step1", "step5"]
     reader.close()
@@ -305,5 +306,5 @@ def test_one_that_is_being_removed_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "step1" / FILE_NAME, "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(NotFoundError, match="being removed"):
-            ManifestBeside(tmp_path / "step1", [STATE])
-    ManifestBeside(tmp_path / "step1", [STATE]).close()
+            ManifestBeside(LocalFolder(tmp_path / "step1"), [STATE])
+    ManifestBeside(LocalFolder(tmp_path / "step1"), [STATE]).close()

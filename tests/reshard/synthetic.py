@@ -22,7 +22,7 @@ from megatron_ucp.core.plan import Slot, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.families import families
 from megatron_ucp.families.mixtral import MixtralSizes
-from megatron_ucp.formats.checkpoint import Where
+from megatron_ucp.formats.byte_files import Where
 from megatron_ucp.formats.deepspeed import buffers as formulas
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import execute

@@ -9,7 +9,7 @@ import torch
 from megatron_ucp.core.box import Box
 from megatron_ucp.core.plan import Cast, Copy, Plan, Side, Slot
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats.checkpoint import Where
+from megatron_ucp.formats.byte_files import Where
 from megatron_ucp.formats.pt import file as pt_file
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import execute

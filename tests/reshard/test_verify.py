@@ -14,6 +14,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.plan import Slot, padding
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.pt.file import PtFile
 from tests.core.strategies import SHARE
 from tests.engines import pipeline_jobs, tensor_jobs
@@ -129,7 +130,7 @@ def test_nan_in_the_padding_is_none(sources: Sources, tmp_path: Path) -> None:
         / "filled"
     )
     path = next(folder.glob("*rank_3*optim*"))
-    with NativeCheckpoint(folder) as checkpoint:
+    with NativeCheckpoint(LocalFolder(folder)) as checkpoint:
         buffer = checkpoint.manifest.buffers[0]
         unused = [fill.start for fill in padding(buffer, Slot(0, (("tp", 0),), 3, "fp32"))]
         used = next(buffer.fragments(3)).offset

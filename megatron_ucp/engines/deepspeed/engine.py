@@ -12,11 +12,9 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import (
-    BESIDE,
     Background,
-    beside_training,
+    background_options,
     keep_background,
-    skipped,
     wait_together,
 )
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
@@ -29,45 +27,57 @@ from megatron_ucp.engines.deepspeed.model import (
 from megatron_ucp.engines.deepspeed.modules import quantized_note
 from megatron_ucp.engines.deepspeed.optimizer import remember_stepped
 from megatron_ucp.engines.deepspeed.refuse import carried_as, refuse_engine, refuse_writer
-from megatron_ucp.engines.deepspeed.save import SaveRequest, empty_extra_state, info_of, save, taken
+from megatron_ucp.engines.deepspeed.save import EngineSave, empty_extra_state, info_of
 from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
-from megatron_ucp.engines.deepspeed.state import saved_by_engine
+from megatron_ucp.engines.deepspeed.state import (
+    check_states,
+    read_extras,
+    read_state,
+    saved_by_caller,
+    saved_by_engine,
+)
 from megatron_ucp.engines.handle import Handle, check_versions
-from megatron_ucp.engines.hold import HoldOptions, LentRun
+from megatron_ucp.engines.hold import HoldOptions, MemoryRun, lent
 from megatron_ucp.engines.live import require_usable
-from megatron_ucp.engines.load import asked_of, fill, go_on, origin_of, to_fill
+from megatron_ucp.engines.load import (
+    as_compared,
+    fill,
+    go_on,
+    load_options,
+    options_of_load,
+    origin_of,
+    to_fill,
+)
 from megatron_ucp.engines.memory import (
-    IN_MEMORY,
     MemorySteps,
-    in_memory_as,
     keep_steps,
+    memory_options,
     steps_of,
 )
 from megatron_ucp.engines.record import HANDLE, record_of
-from megatron_ucp.engines.resume_state import ResumableLoader
-from megatron_ucp.engines.save import BACKGROUND, STOCK, SaveOptions, SaveReport, ended
+from megatron_ucp.engines.run_state import ResumableLoader
+from megatron_ucp.engines.save import SaveOptions, SaveReport, save_engine
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
 from megatron_ucp.families.family import Family, Model
 from megatron_ucp.formats.deepspeed.files import PATTERNS
 from megatron_ucp.formats.output_folder import manifest_of
-from megatron_ucp.formats.tags import nothing_there
+from megatron_ucp.formats.tags import LATEST, nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import LoadOptions
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
 from megatron_ucp.reshard.options import (
+    LOADS,
+    OPTIONS,
     SECTION,
     absolute_path,
-    check_options,
+    check_given,
+    options_for,
     options_of,
     plain_path,
     require_known,
 )
 
-_OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank", "save")
-_OF_SAVES = ("durable", "keep_latest", "rng")
-_KNOWN = ("family", "loader", "rules", *_OPTIONS, *BESIDE, *IN_MEMORY)
 _STOCK_LOAD = "_load_checkpoint"  # what DeepSpeed's load_checkpoint reads a tag's model with
 _REPLACED = (
     *("save_checkpoint", "load_checkpoint", _STOCK_LOAD, "destroy"),
@@ -137,9 +147,20 @@ def attach(
     """
     require_engine(engine)
     check_versions()
-    named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank, save)
-    given = dict(zip(_OPTIONS, named, strict=True))
-    given |= {"family": family, "loader": loader, "rules": rules, **beside}
+    given = {
+        "durable": durable,
+        "keep_latest": keep_latest,
+        "rng": rng,
+        "hyper": hyper,
+        "checksums": checksums,
+        "allow": allow,
+        "per_rank": per_rank,
+        "save": save,
+        "family": family,
+        "loader": loader,
+        "rules": rules,
+        **beside,
+    }
     attach_with(engine, {key: value for key, value in given.items() if value is not None})
     return engine
 
@@ -158,7 +179,8 @@ def attach_with(engine: Any, options: Mapping[str, Any], by_install: bool = Fals
     """As `attach`, of options by name; `by_install`: the program may ask for more. Collective.
     Raises a UcpError on every rank."""
     agree.require_same(agree.gather(_comparable(options)))
-    require_known(options, _KNOWN)
+    require_known(options, [*OPTIONS])
+    check_given(options)
     before: _Attachment | None = record_of(engine).attachment
     if before is None:
         _attach_first(engine, dict(options), by_install)
@@ -216,21 +238,15 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
     attachment = _Attachment(
         dict(options), by_install, {name: engine.__dict__.get(name) for name in _REPLACED}
     )
-    family, rules, loader = (options.pop(key, None) for key in ("family", "rules", "loader"))
-    how = _saving(options, loader)
-    of_background = {key: options.pop(key) for key in BESIDE if key in options}
-    beside = beside_training(how.way == BACKGROUND, of_background)
-    in_memory = in_memory_as({key: options.pop(key) for key in IN_MEMORY if key in options})
-    of_saves = {*_OF_SAVES, "save"} - {"rng"}
-    loading = {key: options[key] for key in options if key not in of_saves}
-    check_options(**loading)
-    model = _model_of(engine, family, rules, how)
+    how = SaveOptions.of(options)
+    beside, in_memory = background_options(options), memory_options(options)
+    model = _model_of(engine, options.get("family"), options.get("rules"), how)
     _say_layouts(engine, model)
-    handle = _DeepSpeedHandle(engine, model, how, {**loading, "family": family, "loader": loader})
+    handle = _DeepSpeedHandle(engine, model, how, options_for(LOADS, options))
     steps = None
     if in_memory is not None:
         with agree.together():
-            steps = MemorySteps(handle, in_memory, how.rng, loader)
+            steps = MemorySteps(handle, in_memory, how.rng, how.loader)
     if beside is not None:
         keep_background(engine, Background(beside))
         guard_removals()
@@ -347,9 +363,23 @@ class _DeepSpeedHandle(Handle):
     def to_fill(self, family: Any) -> LiveEngine:
         return to_fill(self.program, family)
 
-    def lent(self, how: HoldOptions) -> LentRun:
-        how = replace(how, loader=how.loader or self.how.loader)
-        return taken(self.program, self.model, how, self.how.values_left)
+    def lent(self, how: HoldOptions) -> MemoryRun:
+        how, engine = replace(how, loader=how.loader or self.how.loader), self.program
+        with agree.together():
+            require_usable(engine)
+            check_states(engine)
+            refuse_strange(saved_by_caller(how.client_state, engine, None))
+            refuse_strange(saved_by_engine(engine), left=self.how.values_left)
+        live = self.present()
+        state = read_state(live.shard, how.client_state, how.place_now)
+        extras = read_extras(live.shard, how.client_state)
+        unknown = sorted(
+            {name for names in agree.collect(live.shard.not_carried) for name in names}
+        )
+        if unknown:
+            note = f"states of the optimizer that are not known stay behind: {', '.join(unknown)}"
+            state = replace(state, notes=(*state.notes, note))
+        return lent(live, state, extras, how)
 
     @agree.door("the save")
     def save(
@@ -362,15 +392,20 @@ class _DeepSpeedHandle(Handle):
     ) -> SaveReport:
         engine = self.program
         self.require_usable()
-        if (other := skipped(engine, engine.global_steps)) is not None:
-            return other
-        tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        given = (absolute_path(save_dir), tag, client_state or {}, save_latest)
-        asked = SaveRequest(
-            engine, self.model, self.how, self.stock_save, *given, exclude_frozen_parameters
+        steps = engine.global_steps
+        request = EngineSave(
+            engine,
+            absolute_path(save_dir),
+            f"global_step{steps}" if tag is None else str(tag),
+            steps,
+            self.how,
+            LATEST if save_latest else None,
+            self.model,
+            self.stock_save,
+            client_state or {},
+            exclude_frozen_parameters,
         )
-        report = save(asked)
-        return report if report.is_under_way or report.error else ended(engine, report)
+        return save_engine(request)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """In the place of the engine's own: whether there is a save, or will be."""
@@ -391,24 +426,24 @@ class _DeepSpeedHandle(Handle):
         """In the place of the engine's own."""
         allow = {*self.options.get("allow", ())}
         allow |= set[str]() if load_module_strict else {"missing", "extra"}
-        options = {key: value for key, value in self.options.items() if key != "family"}
-        how = LoadOptions(
-            load_optimizer_states and not load_module_only,
-            load_lr_scheduler_states,
-            load_module_only,
-            **{**options, "allow": frozenset(allow)},
+        given = options_of_load(
+            self.program,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            allow=allow,
         )
         stock = bool(native) or custom_load_fn is not None
         wait_together(self.program)
         with agree.together() as block:
             plain_path(load_dir)
             nothing = not stock and tag is None and nothing_there(load_dir)
-            asked = asked_of(load_dir, tag, how, self.options["family"])
             block.value = {
-                "load_dir": asked.pop("path"),
+                "load_dir": agree.plain_option(Path(load_dir)),
+                "tag": agree.plain_option(tag),
                 "load_module_strict": load_module_strict,
                 "native": stock,
-                **asked,
+                **as_compared(given),
                 "a checkpoint in load_dir": not nothing,
             }
         agree.require_same(block.values)
@@ -417,7 +452,7 @@ class _DeepSpeedHandle(Handle):
             return self.stock_load(load_dir, tag, load_module_strict, *own, custom_load_fn)
         if not nothing or steps_of(self.program) is not None:
             with suppress(NotFoundError) if nothing else nullcontext():
-                done = fill(self.program, load_dir, tag, self.options["family"], how)
+                done = fill(self.program, load_dir, tag, load_options(given))
                 return done.path, done.client_state
         return _from_the_beginning(load_dir)
 
@@ -452,16 +487,6 @@ def _from_the_beginning(load_dir: Any) -> tuple[None, None]:
     """What DeepSpeed returns where there is nothing to load."""
     say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
     return None, None
-
-
-def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> SaveOptions:
-    own = {key: options[key] for key in _OF_SAVES if key in options}
-    left, way = _leaves_values(options.get("allow")), options.get("save", STOCK)
-    return SaveOptions(**own, loader=loader, values_left=left, way=way)
-
-
-def _leaves_values(allow: Any) -> bool:
-    return isinstance(allow, Collection) and not isinstance(allow, str) and "values" in allow
 
 
 def initialize(

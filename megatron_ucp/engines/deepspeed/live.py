@@ -15,10 +15,10 @@ from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.deepspeed.modules import check_side_data
 from megatron_ucp.engines.deepspeed.optimizer import LiveBuffer, drop_gradients, stepper_of
-from megatron_ucp.engines.deepspeed.shard import LiveValue, OwnStage, Part, one_order
-from megatron_ucp.engines.deepspeed.state import DeepSpeedExtras, saved_by_engine
+from megatron_ucp.engines.deepspeed.shard import LiveValue, LocalShard, Part, one_order
+from megatron_ucp.engines.deepspeed.state import EngineState, saved_by_engine
 from megatron_ucp.engines.live import (
-    LivePlaces,
+    LiveShards,
     check_model,
     class_name,
     computes_otherwise,
@@ -48,25 +48,23 @@ from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.hugging_face.released import reader
 
 # ---- live
-#
-# A live DeepSpeed engine, described for all its ranks and filled on this one.
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
     """The engine of all stages; its manifest has the optimizer's states that are `present`, or the
     masters alone. Collective; nothing in the engine is changed. Raises a UcpError on every rank."""
     with agree.together() as stages:
-        own = OwnStage(engine, model)
-        part = own.part(present)
+        shard = LocalShard(engine, model)
+        part = shard.part(present)
         # one rank of each place speaks; where there is one place nobody needs to
-        stages.value = part if own.at and own.speaks else None
+        stages.value = part if shard.at and shard.speaks else None
     with agree.together():
         told = [part for part in stages.values if part is not None]
-        return LiveEngine(own, sorted(told, key=lambda part: part.holds.at) or [part])
+        return LiveEngine(shard, sorted(told, key=lambda part: part.holds.at) or [part])
 
 
-class LiveEngine(LivePlaces):
-    """The engine as `parts` of all its stages, of which this rank holds `own`.
+class LiveEngine(LiveShards):
+    """The engine as `parts` of all its stages, of which this rank holds `shard`.
 
     Buffers are in the manifest's order: the optimizer's first, then one per frozen parameter and
     module buffer.
@@ -74,22 +72,22 @@ class LiveEngine(LivePlaces):
 
     has_one_step = False
 
-    def __init__(self, own: OwnStage, parts: Sequence[Part]) -> None:
+    def __init__(self, shard: LocalShard, parts: Sequence[Part]) -> None:
         fix = (
             "make the process groups so that each stage has all of its ranks, as "
             "deepspeed.initialize does"
         )
-        super().__init__(own, own.engine, [part.holds for part in parts], own.places, fix)
-        self.engine, self.own, self.wrapper = own.engine, own, own.wrapper
+        super().__init__(shard, shard.engine, [part.holds for part in parts], shard.places, fix)
+        self.engine, self.shard, self.wrapper = shard.engine, shard, shard.wrapper
         self._live: dict[int, LiveBuffer]
         self._values: dict[int, LiveValue]
-        self._live, self._values = self.numbered(own.buffers, [*own.values.values()])
+        self._live, self._values = self.numbered(shard.buffers, [*shard.values.values()])
         self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
-        self.manifest = _manifest(own, self.joined, parts)
-        self.has_optimizer = own.wrapper.base is not None
+        self.manifest = _manifest(shard, self.joined, parts)
+        self.has_optimizer = shard.wrapper.base is not None
 
     def told(self) -> CallerModel:
-        model, order = self.own.model, self.order if self.has_optimizer else None
+        model, order = self.shard.model, self.order if self.has_optimizer else None
         classes = frozenset(
             name for kept in saved_by_engine(self.engine) for name in named_in(kept.value)
         )
@@ -97,7 +95,7 @@ class LiveEngine(LivePlaces):
         if model is None:
             module = self.engine.module
             names = reader(lambda: config_of(module), self.manifest, class_name(module))
-            told = CallerModel(like=self.manifest, tensors=names, renamed=self.own.renamed)
+            told = CallerModel(like=self.manifest, tensors=names, renamed=self.shard.renamed)
         else:
             told = told_by(model, self.manifest)
         return replace(told, order=order, shapes=shapes, classes=classes)
@@ -115,7 +113,7 @@ class LiveEngine(LivePlaces):
     def parts(self) -> list[tuple[int, Coords, int]]:
         held = {**self._live, **self._values}.items()
         buffers = self.manifest.buffers
-        return [(number, self.own.cut(buffers[number]), live.part) for number, live in held]
+        return [(number, self.shard.cut(buffers[number]), live.part) for number, live in held]
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         if slot.state == VALUE:
@@ -148,19 +146,19 @@ class LiveEngine(LivePlaces):
         """Raises ModelMismatchError for a model of a family that computes something else, which no
         shape shows; UnsupportedError for an optimizer that keeps its steps in its groups."""
         if optimizer:
-            refuse_step_in_group(self.own.optimizer_name())
-        if self.own.model is not None:
-            check_model(source, self.own.model, self.engine.module)
+            refuse_step_in_group(self.shard.optimizer_name())
+        if self.shard.model is not None:
+            check_model(source, self.shard.model, self.engine.module)
         check_side_data(source, self.engine.module)
 
-    def take_extras(
+    def prepare_state(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
-    ) -> DeepSpeedExtras:
-        own, place = groups[self.own_groups], (self.own.data_rank, self.own.number)
+    ) -> EngineState:
+        own, place = groups[self.own_groups], (self.shard.data_rank, self.shard.number)
         mesh = self.manifest.mesh
-        extras = DeepSpeedExtras.read(source, self.wrapper, scheduler, own, how, mesh, place)
+        extras = EngineState.prepare(source, self.wrapper, scheduler, own, how, mesh, place)
         notes = other_steps(source.manifest, self.manifest) if how.optimizer else []
-        notes += computes_otherwise(source, self.own.model, self.engine.module)
+        notes += computes_otherwise(source, self.shard.model, self.engine.module)
         return replace(extras, notes=(*extras.notes, *notes))
 
     # ------------------------------------------------ writing
@@ -203,7 +201,7 @@ class LiveEngine(LivePlaces):
     def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
         live, base = self._live[buffer], self.wrapper.base
         group = base.param_groups[live.group] if live.group is not None else {}
-        keeps = self.own.keeps(group)
+        keeps = self.shard.keeps(group)
         held = base.state[live.master]
         for key, value in (members[0] if members else {}).items():
             held[key] = scalar_state(value, keeps, group, live.master)
@@ -211,16 +209,16 @@ class LiveEngine(LivePlaces):
             del base.state[live.master]  # as before the first step
 
 
-def _manifest(own: OwnStage, joined: AllRanks, parts: Sequence[Part]) -> Manifest:
-    names = own.pipe.canonical if own.pipe else {}
+def _manifest(shard: LocalShard, joined: AllRanks, parts: Sequence[Part]) -> Manifest:
+    names = shard.pipe.canonical if shard.pipe else {}
     found = Manifest(
-        own.wrapper.keeper,
-        own.mesh,
+        shard.wrapper.keeper,
+        shard.mesh,
         joined.params,
         joined.buffers,
         joined.groups,
         tuple(dict.fromkeys(tie for part in parts for tie in part.ties)),
-        family=own.model.family.name if own.model else "",
+        family=shard.model.family.name if shard.model else "",
         names=dict(names),
     )
     check_replicas(found, PipeNames(names).tied)
@@ -253,4 +251,4 @@ def _is_copy(live: LiveEngine, number: int) -> bool:
     manifest = live.manifest
     buffer = manifest.buffers[number]
     dense = all(manifest.by_name[one.param].expert is None for one in buffer.members)
-    return dense and buffer.partitions == 1 and live.own.data_rank > 0
+    return dense and buffer.partitions == 1 and live.shard.data_rank > 0

@@ -9,7 +9,7 @@ from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.engines.deepspeed.modules import is_autotp, refuse_unplaced
-from megatron_ucp.engines.deepspeed.shard import OwnStage, is_pipeline, parallel_of
+from megatron_ucp.engines.deepspeed.shard import LocalShard, is_pipeline, parallel_of
 from megatron_ucp.engines.megatron.model import (
     NoSizes,
     derived_table,
@@ -72,7 +72,7 @@ def as_it_says(engine: Any, model: Model | None) -> Model | None:
         return model
     with agree.together():
         refuse_unplaced(engine)
-        own = OwnStage(engine, None)
+        own = LocalShard(engine, None)
     names = {name: own.names[param][0] for param, name in engine.param_names.items()}
     place = own.mesh.place(own.along((*DENSE_CUT, *EXPERT_CUT)))
     said = partial(derived_table, engine.module, names, place, whole=model is None)
@@ -123,7 +123,7 @@ def model_by_rules(engine: Any, rules: Any, family: Any) -> Model:
 
 def _said(engine: Any, rules: RuleSet) -> _Said:
     """Of what this rank holds."""
-    own = OwnStage(engine, None)
+    own = LocalShard(engine, None)
     params = {name: param for param, named in own.names.items() for name in named}
     names = renamed(params, rules) if is_pipeline(engine) else {}
     table: dict[str, Declared] = {}

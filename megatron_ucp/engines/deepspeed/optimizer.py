@@ -41,12 +41,8 @@ def broadcast_each(partitions: Sequence[torch.Tensor], group: Any) -> None:
 
 # ---- wrappers
 #
-# DeepSpeed 0.19.8's optimizer wrappers: which flat buffers they hold, and how their training
-# copies are refreshed.
-#
-# One class per wrapper; the attributes that they read are those that the wrapper itself steps
-# with (reference: `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`,
-# `fp16/`).
+# One class per wrapper; the attributes that they read are those that the wrapper itself steps with
+# (reference: `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`, `fp16/`).
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Part:
     ties: tuple[Tie, ...]
 
 
-class OwnStage:
+class LocalShard:
     """A rank's stage: names, buffers, values. Nothing in the engine is changed."""
 
     def __init__(self, engine: Any, model: Model | None) -> None:

@@ -1,18 +1,37 @@
 """What resumes in a DeepSpeed engine besides tensors: scheduler, counters, loss scale, client
 state, extra states of modules, random states, data position."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_ucp.core.manifest import RECORDED, RENAMED, RUN
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.deepspeed.optimizer import Wrapper, wrapper_of
-from megatron_ucp.engines.deepspeed.shard import parallel_of
-from megatron_ucp.engines.resume_state import CommonExtras
-from megatron_ucp.engines.values import WHAT_TRAVELS, SavedValue, Values, saved_values, strange
+from megatron_ucp.engines.deepspeed.optimizer import (
+    Wrapper,
+    in_the_middle,
+    micro_batches,
+    wrapper_of,
+)
+from megatron_ucp.engines.deepspeed.shard import LocalShard, parallel_of
+from megatron_ucp.engines.live import recorded_settings
+from megatron_ucp.engines.record import run_of
+from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DataPlace, RunState
+from megatron_ucp.engines.values import (
+    WHAT_TRAVELS,
+    LiveValues,
+    SavedValue,
+    Values,
+    inert,
+    members_by_value,
+    named_in,
+    names_of,
+    saved_values,
+    strange,
+)
 from megatron_ucp.errors import (
     ModelMismatchError,
     StateMismatchError,
@@ -20,10 +39,13 @@ from megatron_ucp.errors import (
     UsageError,
     some_of,
 )
-from megatron_ucp.formats.checkpoint import Checkpoint
-from megatron_ucp.formats.deepspeed.files import OWN_KEYS, PATTERNS
+from megatron_ucp.families.settings import recorded
+from megatron_ucp.formats.checkpoint import Checkpoint, Extras
+from megatron_ucp.formats.deepspeed.files import CLASSES, COUNTERS, MEMBERS, OWN_KEYS, PATTERNS
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.schedules import counted_groups
+from megatron_ucp.formats.param_groups import GROUP_MARKS
+from megatron_ucp.formats.schedules import counted_groups, of_all_stages
+from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import LoadOptions
 from megatron_ucp.reshard.match import scheduler_for
 
@@ -272,9 +294,6 @@ def _goes_on(found: int, taken: int) -> str:
 
 
 # ---- restore
-#
-# What resumes in a DeepSpeed engine besides tensors: scheduler, counters, loss scale, client
-# state, random states, data position.
 
 
 # of a loss scale, what some files don't say and a step reads
@@ -283,14 +302,14 @@ MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step,
 
 
 @dataclass(frozen=True)
-class DeepSpeedExtras:
+class EngineState:
     """Values ready to be set in an engine, tensors included; the loss scale where its `wrapper` is
     given. `schedules`: whether the scheduler is asked for. `others` are states of DeepSpeed's own
     helpers, `modules` what modules keep besides tensors; `module_only`: nothing else is set."""
 
     engine: Any
     wrapper: Wrapper | None
-    common: CommonExtras
+    common: CommonState
     schedules: bool
     scheduler: Any
     others: Mapping[str, Any]
@@ -304,7 +323,7 @@ class DeepSpeedExtras:
         return self.common.client_state
 
     @classmethod
-    def read(
+    def prepare(
         cls,
         source: Checkpoint,
         wrapper: Wrapper,
@@ -313,7 +332,7 @@ class DeepSpeedExtras:
         how: LoadOptions,
         mesh: Mesh,
         place: tuple[int, int],
-    ) -> "DeepSpeedExtras":
+    ) -> "EngineState":
         """`groups` are the checkpoint's for each group of the engine's stage; `place` is this
         rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
         counts other groups than the engine has, or the data position does not fit the loader."""
@@ -321,7 +340,7 @@ class DeepSpeedExtras:
         engine, ranks = wrapper.engine, source.manifest.mesh
         found, notes = _schedule(source, engine, groups, how, values) if scheduler else (None, [])
         notes += _of_the_position(source, engine, how)
-        common = CommonExtras.taken(source, values, how, mesh, place)
+        common = CommonState.prepare(source, values, how, mesh, place)
         others = source.extras.others.items()
         return cls(
             engine,
@@ -336,7 +355,7 @@ class DeepSpeedExtras:
             (*notes, *values.notes),
         )
 
-    def restore(self) -> list[str]:
+    def apply(self) -> list[str]:
         """As DeepSpeed's `_load_checkpoint` does; returns notes."""
         engine, notes = self.engine, list[str]()
         set_states(engine.module, self.modules)
@@ -352,7 +371,7 @@ class DeepSpeedExtras:
         engine.global_samples = counters.get("global_samples", samples)
         engine.skipped_steps = counters.get("skipped_steps", engine.skipped_steps)
         engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size = self.ranks
-        return notes + self.common.go_on()
+        return notes + self.common.apply()
 
     def _restore_scheduler(self, engine: Any, notes: list[str]) -> None:
         if not self.schedules:
@@ -403,7 +422,7 @@ def _of_the_position(source: Checkpoint, engine: Any, how: LoadOptions) -> list[
     manifest, counters = source.manifest, source.extras.counters
     counts_samples = how.loader is not None and source.extras.data_position is not None
     return notes + notes_of_batch(
-        Path(source.folder), manifest.run, counters, engine, manifest.mesh.tp, counts_samples
+        Path(str(source.folder)), manifest.run, counters, engine, manifest.mesh.tp, counts_samples
     )
 
 
@@ -442,6 +461,128 @@ def set_scaler(engine: Any, wrapper: Any, saved: LossScale, notes: list[str]) ->
             setattr(scaler, name, value)
         elif value is not None:
             notes.append(f"loss scaler: {key}={value} has no counterpart in this engine")
+
+
+# ---- what a save writes, and a hold keeps
+
+
+def read_state(
+    shard: LocalShard,
+    client_state: Any,
+    place_now: Callable[[], DataPlace],
+    folder: Path = Path(),
+) -> RunState:
+    """The state of the run that is no element of a tensor. Errors name files in `folder`.
+    Collective. Raises SaveError."""
+    notes = list[str]()
+    waiting = micro_batches(shard.engine) if in_the_middle(shard.engine, shard.wrapper) else None
+    with agree.together():
+        facts = _facts(shard)
+        own = _own_values(shard, client_state)
+        if waiting is not None:
+            facts[MIDDLE] = waiting
+            notes.append(
+                "the save came in the middle of an accumulation: the gradients of "
+                f"{waiting or 'some'} micro-batches since the last step are not in it"
+            )
+    return RunState.of_ranks(facts, own, place_now, folder, notes)
+
+
+def _facts(shard: LocalShard) -> dict[str, Any]:
+    """What a manifest says of the engine, the same on all ranks; what says nothing is left out."""
+    import deepspeed
+
+    engine, model, module = shard.engine, shard.model, shard.engine.module
+    kept = [one.value for one in saved_by_engine(engine)]
+    optional = {
+        RECORDED: recorded_settings(module) if model is None else recorded(model.sizes, module),
+        RENAMED: shard.renamed,
+        CLASSES: sorted({*named_in(kept), *names_of(kept)}),
+        MEMBERS: list(dict.fromkeys(members_by_value(kept))),
+        CLASS: class_of(engine.lr_scheduler),
+    }
+    return {
+        STEPS: engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        BATCH: batch_of(engine),
+        SEED: torch.initial_seed(),
+        "ds_version": deepspeed.__version__,
+        RUN: run_of(engine).id,
+        **{key: value for key, value in optional.items() if value},
+    }
+
+
+def _own_values(shard: LocalShard, client_state: Any) -> LiveValues:
+    engine = shard.engine
+    buffers = {n: v.tensor for n, v in shard.values.items() if v.kind == "buffer"}
+    scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    compared = bool(client_state) or shard.wrapper.zero == 3
+    groups = [
+        (f"param_groups[{number}][{key!r}] of stage {shard.number}", value)
+        for number, group in enumerate(shard.param_groups)
+        for key, value in group.items()
+        if key not in GROUP_MARKS
+    ]
+    held = {**buffers, **states_of(engine.module)}
+    return LiveValues(held, client_state, scheduler, compared, dict(groups), shard.number)
+
+
+def read_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
+    """Counters, schedule, loss scale, client state and more, as the files of a save have them.
+    Collective. Raises a UcpError on every rank."""
+    stages = agree.collect(lambda: _schedule_of_rank(shard))
+    with agree.together():
+        extras = _bare_extras(shard, client_state)
+    return replace(extras, scheduler=of_all_stages(stages[0][1], _by_stage(stages)))
+
+
+def _schedule_of_rank(shard: LocalShard) -> tuple[int, Any, int]:
+    """The stage of this rank, the scheduler's state, and how many groups the stage has."""
+    scheduler = shard.engine.lr_scheduler
+    state = None if scheduler is None else inert(scheduler.state_dict())
+    return shard.number, state, len(shard.param_groups)
+
+
+def _by_stage(ranks: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
+    """The state and the number of groups of each stage, in their order."""
+    first: dict[int, tuple[Any, int]] = {}
+    for stage, state, groups in ranks:
+        first.setdefault(stage, (state, groups))
+    return [first[stage] for stage in sorted(first)]
+
+
+def _bare_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
+    """All but the scheduler, as the files of a save have it."""
+    engine = shard.engine
+    kept = {name: inert(value) for name, value in states_of(engine.module).items()}
+    return Extras(
+        {key: int(getattr(engine, key)) for key in COUNTERS},
+        None,
+        _scaler(shard.wrapper),
+        inert(dict(engine.config)),
+        {inert(key): inert(value) for key, value in client_state.items()},
+        _helpers(engine),
+        modules=kept,
+    )
+
+
+def _helpers(engine: Any) -> dict[str, Any]:
+    """States of DeepSpeed's layer dropping and curriculum learning, where they are used."""
+    found: dict[str, Any] = {}
+    if engine.random_ltd_enabled():
+        found["random_ltd"] = inert(engine.random_ltd_scheduler.state_dict())
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+        found["data_sampler"] = inert(engine.training_dataloader.data_sampler.state_dict())
+    return found
+
+
+def _scaler(wrapper: Wrapper) -> LossScale:
+    """The loss scale; of an engine that has none, none."""
+    if not wrapper.engine.fp16_enabled():
+        return LossScale()
+    scaler, names = wrapper.scaler()
+    fields = {name: getattr(scaler, names.get(name, name), None) for name in vars(LossScale())}
+    return LossScale.of_deepspeed({name: one for name, one in fields.items() if one is not None})
 
 
 # ---- plain values that a save keeps

@@ -3,38 +3,53 @@ end."""
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.background import (
-    BESIDE,
     Background,
-    BackgroundOptions,
-    beside_training,
+    background_options,
     keep_background,
 )
 from megatron_ucp.engines.handle import Handle, check_versions
-from megatron_ucp.engines.hold import HoldOptions, LentRun
+from megatron_ucp.engines.hold import HoldOptions, MemoryRun, lent
 from megatron_ucp.engines.live import require_usable
-from megatron_ucp.engines.megatron.live import LiveMegatron, describe
+from megatron_ucp.engines.load import as_compared
+from megatron_ucp.engines.megatron.live import (
+    CurrentStates,
+    LiveMegatron,
+    describe,
+    present_states,
+    present_to_save,
+)
 from megatron_ucp.engines.megatron.model import bare_model, model_of, table_of
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.megatron.refuse import refuse_stack
-from megatron_ucp.engines.megatron.save import CurrentStates, present_states, taken
 from megatron_ucp.engines.megatron.save import save as save_stack
 from megatron_ucp.engines.megatron.shard import MegatronStack, mesh_of
+from megatron_ucp.engines.megatron.state import read_extras, read_state
 from megatron_ucp.engines.memory import (
-    IN_MEMORY,
-    MemoryOptions,
     MemorySteps,
-    in_memory_as,
     keep_steps,
+    memory_options,
 )
-from megatron_ucp.engines.save import BACKGROUND, DIRECT, SaveReport, refuse_way
+from megatron_ucp.engines.save import SaveReport
 from megatron_ucp.engines.trainers import guard_removals
+from megatron_ucp.engines.values import inert
+from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.family import Family
+from megatron_ucp.formats.megatron.run_state import OPERATIONS
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.options import require_known
+from megatron_ucp.reshard.options import (
+    BACKGROUND,
+    DIRECT,
+    IN_BACKGROUND,
+    IN_MEMORY,
+    OPTIONS,
+    WordOption,
+    require_known,
+)
 
 # ---- steps
 #
@@ -96,7 +111,8 @@ class StackSteps:
 # The way in: a stack that ucp.load fills and ucp.save writes.
 
 
-_WAYS = (DIRECT, BACKGROUND)  # there is no code of a program's own that "stock" could mean
+# There is no code of a program's own that "stock" could mean.
+_SAVE = WordOption((DIRECT, BACKGROUND))
 
 
 @agree.door("attach_megatron")
@@ -141,7 +157,13 @@ def attach_megatron(
     """
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_versions()
-    how, in_memory = _saved_how(save, beside)
+    options = {"save": save or DIRECT, **beside}
+    agree.require_same(agree.gather(as_compared(options)))
+    with agree.together():
+        known = [name for name, row in OPTIONS.items() if {IN_BACKGROUND, IN_MEMORY} & {*row.of}]
+        require_known(options, ["save", *known])
+        _SAVE.check("save", options["save"])
+        how, in_memory = background_options(options), memory_options(options)
     with agree.together():
         refuse_stack(chunks, optimizer)
         inner_optimizers(optimizer)  # all of a known kind
@@ -163,23 +185,6 @@ def attach_megatron(
     return stack
 
 
-def _saved_how(
-    way: str | None, options: dict[str, Any]
-) -> tuple[BackgroundOptions | None, MemoryOptions | None]:
-    """How saves go on beside training, and what is kept in memory; None for what is not.
-    Collective. Raises UsageError."""
-    with agree.together() as told:
-        told.value = {key: agree.plain_option(one) for key, one in {"save": way, **options}.items()}
-    agree.require_same(told.values)
-    with agree.together():
-        if way not in (None, *_WAYS):
-            refuse_way(way, _WAYS)
-        require_known(options, ("save", *BESIDE, *IN_MEMORY))
-        of_memory = {key: options.pop(key) for key in IN_MEMORY if key in options}
-        how, in_memory = beside_training(way == BACKGROUND, options), in_memory_as(of_memory)
-    return how, in_memory
-
-
 class _StackHandle(Handle):
     """A stack of megatron-core's."""
 
@@ -196,8 +201,16 @@ class _StackHandle(Handle):
     def to_fill(self, family: Any) -> LiveMegatron:
         return self.describe()
 
-    def lent(self, how: HoldOptions) -> LentRun:
-        return taken(self.program, how)
+    def lent(self, how: HoldOptions) -> MemoryRun:
+        stack = self.program
+        present = present_to_save(stack, UnsupportedError)
+        state = read_state(stack, present.live.shard, how.place_now)
+        with agree.together():
+            client = {OPERATIONS: stack.floating_point_operations, **how.client_state}
+            found = {inert(key): inert(value) for key, value in client.items()}
+            extras = read_extras(stack, present.live.shard, found)
+            extras = replace(extras, scheduler=inert(extras.scheduler))
+        return lent(present, state, extras, how)
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
         return save_stack(self.program, save_dir, **options)

@@ -1,31 +1,33 @@
 """megatron-core's stack, described for all its ranks and filled on this one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.flat import Scalars, States
 from megatron_ucp.core.join_ranks import Stage, check_replicas
-from megatron_ucp.core.manifest import Manifest, ParamGroup
+from megatron_ucp.core.manifest import BufferPart, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.deepspeed.optimizer import broadcast_each, on_cpu
 from megatron_ucp.engines.live import (
-    LivePlaces,
+    LiveShards,
     built_groups,
     check_model,
     computes_otherwise,
     flat_view,
+    require_unstepped,
+    require_usable,
     told_by,
 )
 from megatron_ucp.engines.megatron.model import EMBEDDING, POSITIONS, bare_model
 from megatron_ucp.engines.megatron.optimizer import STRUCTURE, LiveBucket, OwnValue, Stepped
-from megatron_ucp.engines.megatron.shard import MARKS, MegatronStack, OwnPlace
-from megatron_ucp.engines.megatron.state import MegatronExtras
-from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.engines.megatron.shard import MARKS, LocalShard, MegatronStack
+from megatron_ucp.engines.megatron.state import StackState, require_saved_values
+from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.megatron.buffers import order_of
 from megatron_ucp.formats.megatron.groups import IDENTIFIERS, SCHEDULED
@@ -37,36 +39,36 @@ def describe(stack: MegatronStack) -> "LiveMegatron":
     """The engine of all ranks. Collective; nothing in the stack is changed. Raises a UcpError on
     every rank."""
     with agree.together() as told:
-        own = OwnPlace(stack.chunks, stack.optimizer, stack.mesh, stack.model)
-        told.value = own.own_groups()
-    own.group_of = {name: group for found in told.values for name, group in found.items()}
+        shard = LocalShard(stack.chunks, stack.optimizer, stack.mesh, stack.model)
+        told.value = shard.own_groups()
+    shard.group_of = {name: group for found in told.values for name, group in found.items()}
     with agree.together() as places:
-        stage = own.stage()
-        places.value = stage if own.speaks else None
+        stage = shard.stage()
+        places.value = stage if shard.speaks else None
     with agree.together():
         stages = [stage for stage in places.values if stage is not None]
-        return LiveMegatron(stack, own, sorted(stages, key=lambda one: one.at))
+        return LiveMegatron(stack, shard, sorted(stages, key=lambda one: one.at))
 
 
-class LiveMegatron(LivePlaces):
-    """The engine as `stages` of all its places, of which this rank holds `own`."""
+class LiveMegatron(LiveShards):
+    """The engine as `stages` of all its places, of which this rank holds `shard`."""
 
     has_optimizer = True
     has_one_step = True
 
-    def __init__(self, stack: MegatronStack, own: OwnPlace, stages: Sequence[Stage]) -> None:
+    def __init__(self, stack: MegatronStack, shard: LocalShard, stages: Sequence[Stage]) -> None:
         fix = (
             "make megatron-core's process groups with parallel_state.initialize_model_parallel "
             "alone"
         )
-        super().__init__(own, stack.optimizer, stages, own.mesh.holding(), fix)
-        self.stack, self.own, joined = stack, own, self.joined
+        super().__init__(shard, stack.optimizer, stages, shard.mesh.holding(), fix)
+        self.stack, self.shard, joined = stack, shard, self.joined
         self._live: dict[int, LiveBucket]
         self._values: dict[int, OwnValue]
-        self._live, self._values = self.numbered(own.buffers, own.values)
+        self._live, self._values = self.numbered(shard.buffers, shard.values)
         family = stack.model.family.name
         held = (joined.params, joined.buffers, joined.groups)
-        self.manifest = Manifest(Keeper.MEGATRON, own.mesh, *held, family=family)
+        self.manifest = Manifest(Keeper.MEGATRON, shard.mesh, *held, family=family)
         self._registered = order_of(
             [spec.name for spec in stage.params if spec.kind != "buffer"] for stage in stages
         )
@@ -84,7 +86,7 @@ class LiveMegatron(LivePlaces):
         return [*self._live]
 
     def parts(self) -> list[tuple[int, Coords, int]]:
-        return self.manifest.parts_of(self.own.rank)
+        return self.manifest.parts_of(self.shard.rank)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         if slot.state == VALUE:
@@ -129,14 +131,14 @@ class LiveMegatron(LivePlaces):
                 fix="load with load_optimizer_states=False",
             )
 
-    def take_extras(
+    def prepare_state(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
-    ) -> MegatronExtras:
+    ) -> StackState:
         own = groups[self.own_groups]
         marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
-        extras = MegatronExtras.read(source, self.stack, self.own, scheduler, marks, how)
+        extras = StackState.prepare(source, self.stack, self.shard, scheduler, marks, how)
         notes = computes_otherwise(source, self.stack.model, bare_model(self.stack.chunks[0]))
-        taken_as = self.own.taken_as if how.optimizer else ()
+        taken_as = self.shard.taken_as if how.optimizer else ()
         return replace(extras, notes=(*extras.notes, *notes, *taken_as))
 
     # ------------------------------------------------ writing
@@ -168,14 +170,14 @@ class LiveMegatron(LivePlaces):
 
     def _bucket_groups(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """Each chunk with its groups of buckets, where ranks share the masters."""
-        for chunk in self.own.chunks if self.own.mesh.zero else ():
+        for chunk in self.shard.chunks if self.shard.mesh.zero else ():
             yield chunk, (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
 
     def finish_gathers(self) -> None:
         """Every rank gets the weights that others stepped, where gathers overlap what follows: some
         may be on their way, and some not begun. Of a group of buckets with a gather under way
         megatron-core's call waits for that one."""
-        if any(chunk.ddp_config.overlap_param_gather for chunk in self.own.chunks):
+        if any(chunk.ddp_config.overlap_param_gather for chunk in self.shard.chunks):
             for chunk, _ in self._bucket_groups():
                 chunk.start_param_sync(force_sync=True)
 
@@ -198,14 +200,14 @@ class LiveMegatron(LivePlaces):
             self._live[number].allocate(kept, "float32")
 
     def drop_gradients(self) -> list[str]:
-        for chunk in self.own.chunks:
+        for chunk in self.shard.chunks:
             chunk.zero_grad_buffer()
         self.stack.optimizer.zero_grad()
         return []
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for inner in self.own.inner:
+        for inner in self.shard.inner:
             if hasattr(inner, "_copy_main_params_to_model_params"):
                 inner._copy_main_params_to_model_params()
         self._share_weights()
@@ -218,7 +220,7 @@ class LiveMegatron(LivePlaces):
         self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
     ) -> tuple[list[Mapping[str, Any]], list[str]]:
         live: list[Mapping[str, Any]] = [{} for _ in groups]
-        live[self.own_groups] = self.own.param_groups
+        live[self.own_groups] = self.shard.param_groups
         return built_groups(live, groups, file, allow)
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
@@ -249,3 +251,77 @@ def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:
     """Which of megatron-core's groups it is, whatever the stage."""
     own = group.marks[MARKS]
     return tuple((key, own.get(key)) for key in (*IDENTIFIERS, *SCHEDULED))
+
+
+# ---- with the states that its optimizers have now
+
+
+@dataclass(frozen=True)
+class CurrentStates:
+    """What the ranks hold of masters and moments, and of values: the engine, as the `manifest` says
+    with all `states` that its optimizers have now beside the masters (none before the first
+    step). Their count of steps is in `scalars`."""
+
+    manifest: Manifest
+    live: LiveMegatron
+    states: States
+    scalars: Scalars
+
+    def parts(self) -> list[BufferPart]:
+        return self.live.parts()
+
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        return self.live.read(slot, first, last)
+
+    def give_up(self) -> None:
+        self.live.give_up()
+
+    def require_unstepped(self) -> None:
+        """Raises SaveError where an optimizer has stepped since: what was read meanwhile may be of
+        two steps. Sums of what was read can't show that: they fit it."""
+        for _, scalars in self.live.shard.present():
+            require_unstepped(dict(self.scalars), dict(scalars))
+
+
+def present_states(live: LiveMegatron) -> CurrentStates:
+    """Collective; nothing is changed. Raises UsageError on every rank where states differ."""
+    with agree.together() as told:
+        told.value = live.shard.present()
+    with agree.together():
+        states, scalars = _one_of([one for own in told.values for one in own])
+    buffers = tuple(
+        replace(
+            buffer,
+            states=(*buffer.states, *states),
+            members=tuple(replace(member, scalars=scalars) for member in buffer.members),
+        )
+        if buffer.stepped
+        else buffer
+        for buffer in live.manifest.buffers
+    )
+    return CurrentStates(replace(live.manifest, buffers=buffers), live, states, scalars)
+
+
+def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
+    """What all pieces of all ranks have. Raises UsageError where it is not the same."""
+    first = found[0] if found else ((), {})
+    for one in found:
+        if one != first:
+            raise UsageError(
+                "the optimizer's states are not alike",
+                expected="the same states and step of all parameters, on every rank",
+                found=f"{first} and {one}",
+                fix="step all parameters before",
+            )
+    return first
+
+
+def present_to_save(stack: MegatronStack, error: type[UcpError]) -> CurrentStates:
+    """The engine with the states that its optimizers have now, all weights gathered. Collective.
+    Raises an `error` of that class for a value that no load could give back."""
+    with agree.together():
+        require_saved_values(stack, error)
+        require_usable(stack.optimizer)
+    live = describe(stack)
+    live.finish_gathers()
+    return present_states(live)

@@ -75,9 +75,6 @@ def refuse_unknown(optimizer: Any) -> None:
 
 
 # ---- inner
-#
-# The optimizers of megatron-core's stack, and what each has on this rank: pieces of masters with
-# their states, as the live objects say.
 
 
 # Keys of a parameter group that are none of its optimizer's.

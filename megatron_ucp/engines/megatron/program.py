@@ -9,20 +9,14 @@ from megatron_ucp import say
 from megatron_ucp.engines.background import wait
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.megatron.engine import attach_megatron
-from megatron_ucp.engines.megatron.save import (
-    TORCH,
-    TORCH_DIST,
-    StackSaveRequest,
-    require_written,
-    save_as,
-)
+from megatron_ucp.engines.megatron.save import TORCH, TORCH_DIST, StackSave, require_written
 from megatron_ucp.engines.megatron.shard import MegatronStack
-from megatron_ucp.engines.save import BACKGROUND, DIRECT, SaveOptions
+from megatron_ucp.engines.save import SaveOptions, save_engine
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.tags import iteration_name, nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.options import absolute_path
+from megatron_ucp.reshard.options import BACKGROUND, DIRECT, absolute_path
 
 _STACK = "_ucp_stack"  # of an optimizer
 # what Megatron-LM takes from a checkpoint's flags beside the consumed samples
@@ -120,7 +114,7 @@ def save_checkpoint(
     stack.floating_point_operations = num_floating_point_operations_so_far
     how = SaveOptions(keep_latest=keep_latest, rng=not args.no_save_rng)
     interval = None if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
-    save_as(StackSaveRequest(stack, absolute_path(folder), args, how, interval))
+    save_engine(StackSave.of(stack, absolute_path(folder), args, how, interval))
 
 
 def _arguments() -> Any:

@@ -7,9 +7,8 @@ goes on; the folder gets its name when all of them are on disk."""
 
 import copy
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -20,63 +19,37 @@ import torch
 
 from megatron_ucp import say
 from megatron_ucp.core.box import Box, Ints, flat_boxes
-from megatron_ucp.core.flat import FlatBuffer, Scalars, States, alone
+from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.layout import Chunks, Piece
-from megatron_ucp.core.manifest import (
-    MOVED_LATEST,
-    RECORDED,
-    RUN,
-    TAG,
-    BufferPart,
-    FileEntry,
-    Manifest,
-    ParamSpec,
-)
+from megatron_ucp.core.manifest import BufferPart, FileEntry, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot, Want
-from megatron_ucp.engines import resume_state
-from megatron_ucp.engines.background import (
-    Background,
-    SaveTurn,
-    background_of,
-    begun_or_warned,
-    skipped,
-)
-from megatron_ucp.engines.hold import HoldOptions, LentRun, RankValues, lent
-from megatron_ucp.engines.live import flat_view, require_usable
-from megatron_ucp.engines.megatron.live import LiveMegatron, describe
+from megatron_ucp.engines.live import flat_view
+from megatron_ucp.engines.megatron.live import CurrentStates, LiveMegatron, present_to_save
 from megatron_ucp.engines.megatron.model import bare_model, keys_of_chunks
-from megatron_ucp.engines.megatron.optimizer import inner_optimizers, kind_of
+from megatron_ucp.engines.megatron.optimizer import kind_of
 from megatron_ucp.engines.megatron.shard import MegatronStack
+from megatron_ucp.engines.megatron.state import read_extras, read_state
 from megatron_ucp.engines.record import record_of, run_of
-from megatron_ucp.engines.resume_state import ResumableLoader
+from megatron_ucp.engines.run_state import DataPlace, ResumableLoader
 from megatron_ucp.engines.save import (
+    SAVE_FAILED,
+    PendingSave,
     SaveOptions,
     SaveReport,
-    SaveSink,
-    as_rank_error,
-    completed,
-    ended,
-    position_of,
-    prune,
-    publish,
-    require_left,
+    SaveRequest,
+    Written,
     require_one_save,
-    require_unstepped,
-    under_way,
-    where_to,
+    save_engine,
 )
-from megatron_ucp.engines.values import LiveValues, SavedValue, inert, refuse_strange, saved_values
 from megatron_ucp.errors import PlanError, SaveError, UcpError, UnsupportedError, UsageError
-from megatron_ucp.families.settings import recorded
-from megatron_ucp.formats import per_rank
-from megatron_ucp.formats.checkpoint import Extras
+from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.file_layout import FileLayout
-from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import Kind
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.torch_dist import BACKEND as TORCH_DIST
+from megatron_ucp.formats.megatron.torch_dist import METADATA_FILE
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
     CommonFile,
@@ -84,12 +57,12 @@ from megatron_ucp.formats.megatron.writer import (
     PlannedChunk,
     TorchDistPlan,
     Wish,
-    entries_of,
+    entry_in,
     finish_files,
     plan_torch_dist,
 )
 from megatron_ucp.formats.output_folder import Syncs, retire
-from megatron_ucp.formats.per_rank import PER_RANK, PerRank
+from megatron_ucp.formats.pt.archive import Output
 from megatron_ucp.formats.tags import (
     MEGATRON_LATEST,
     iteration_name,
@@ -97,18 +70,19 @@ from megatron_ucp.formats.tags import (
     newest_named,
 )
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import (
-    Sums,
-    diverged,
-    recorded_as,
-    sums_of,
-    sums_of_rank,
-    table_of,
-)
-from megatron_ucp.reshard.folder import FolderOutput
+from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.fingerprint import Sums, sums_of, sums_of_rank
+from megatron_ucp.reshard.folder import FileRange, FolderOutput, RanksFolderSink, Snapshot
 from megatron_ucp.reshard.memories import Memories
 from megatron_ucp.reshard.options import absolute_path
-from megatron_ucp.reshard.transfer import Moved, Proved, SinkPart, TransferRun, moved
+from megatron_ucp.reshard.transfer import (
+    Moved,
+    Proved,
+    SinkPart,
+    TransferRun,
+    moved,
+    refuse_lost,
+)
 
 # ---- flags
 #
@@ -147,32 +121,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(item) for pair in value.items() for item in pair)
     return isinstance(value, _PLAIN) and not isinstance(value, Enum)
-
-
-# ---- retained
-#
-# Which older saves go, as Megatron-LM's `--save-retain-interval` asks.
-
-
-def newest(folder: Path) -> int | None:
-    """The iteration that a folder names as its newest one."""
-    with suppress(UcpError, OSError):  # the save that follows says what is wrong with it
-        named = newest_named(folder)
-        return iteration_of_name(named.tag) if named is not None else None
-    return None
-
-
-def retired(
-    folder: Path, before: int | None, iteration: int, run: str, interval: int | None, sync: Syncs
-) -> list[str]:
-    """Removes the save of iteration `before`, once that of `iteration`, of which `sync` is, is
-    done: those that the interval divides stay. What can't be removed is said, and no error."""
-    if not interval or not before or before == iteration or before % interval == 0:
-        return []
-    try:
-        return [retire(folder / iteration_name(before), run, sync.right)]
-    except (OSError, UcpError) as error:
-        return [f"{iteration_name(before)} could not be removed: {error}"]
 
 
 # ---- runs
@@ -236,71 +184,6 @@ def _contiguous(pieces: tuple[Piece, ...], low: int, high: int) -> Iterator[Piec
                 yield part
 
 
-# ---- current states
-#
-# The states that the optimizers of megatron-core's stack have now.
-
-
-@dataclass(frozen=True)
-class CurrentStates:
-    """What the ranks hold of masters and moments, and of values: the engine, as the `manifest` says
-    with all `states` that its optimizers have now beside the masters (none before the first
-    step). Their count of steps is in `scalars`."""
-
-    manifest: Manifest
-    live: LiveMegatron
-    states: States
-    scalars: Scalars
-
-    def parts(self) -> list[BufferPart]:
-        return self.live.parts()
-
-    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
-        return self.live.read(slot, first, last)
-
-    def give_up(self) -> None:
-        self.live.give_up()
-
-    def require_unstepped(self) -> None:
-        """Raises SaveError where an optimizer has stepped since: what was read meanwhile may be of
-        two steps. Sums of what was read can't show that: they fit it."""
-        for _, scalars in self.live.own.present():
-            require_unstepped(dict(self.scalars), dict(scalars))
-
-
-def present_states(live: LiveMegatron) -> CurrentStates:
-    """Collective; nothing is changed. Raises UsageError on every rank where states differ."""
-    with agree.together() as told:
-        told.value = live.own.present()
-    with agree.together():
-        states, scalars = _one_of([one for own in told.values for one in own])
-    buffers = tuple(
-        replace(
-            buffer,
-            states=(*buffer.states, *states),
-            members=tuple(replace(member, scalars=scalars) for member in buffer.members),
-        )
-        if buffer.stepped
-        else buffer
-        for buffer in live.manifest.buffers
-    )
-    return CurrentStates(replace(live.manifest, buffers=buffers), live, states, scalars)
-
-
-def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
-    """What all pieces of all ranks have. Raises UsageError where it is not the same."""
-    first = found[0] if found else ((), {})
-    for one in found:
-        if one != first:
-            raise UsageError(
-                "the optimizer's states are not alike",
-                expected="the same states and step of all parameters, on every rank",
-                found=f"{first} and {one}",
-                fix="step all parameters before",
-            )
-    return first
-
-
 # ---- output
 #
 # A save of megatron-core's stack on paper: which chunk of which state lies where, and which rank
@@ -334,7 +217,7 @@ class SavedWeights:
     def use(self, present: CurrentStates) -> None:
         """From now on these weights, of the same structure."""
         self._live = present.live
-        self._tensors = {name: tensor for tensor, name in present.live.own.names.items()}
+        self._tensors = {name: tensor for tensor, name in present.live.shard.names.items()}
 
     def parts(self) -> list[BufferPart]:
         places = {(number, cut) for number, cut, _ in self._live.parts()}
@@ -459,10 +342,9 @@ class FingerprintWriter:
     is made."""
 
     def __init__(self, present: CurrentStates, output: StackOutput) -> None:
-        self._manifest, self._output = present.manifest, output
+        self._output = output
         self._copies = _copies(present, output)
         self._windows: dict[tuple[int, Slot, int], Sums] = {}
-        self._ranks: Sequence[Sums] = ()
 
     def wrote(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
         """Elements of a part of the output."""
@@ -480,18 +362,12 @@ class FingerprintWriter:
         }
 
     def of_rank(self) -> Sums:
+        """All that this rank wrote."""
         out = dict(self._copies)
         for window in self._windows.values():
             for key, sum_ in window.items():
                 out[key] = out.get(key, 0) ^ sum_
         return out
-
-    def of_all(self, ranks: Sequence[Sums]) -> None:
-        self._ranks = ranks
-
-    def table(self) -> tuple[dict[str, dict[str, str]], list[str]]:
-        """As `table_of`, once all ranks have written."""
-        return table_of(self._manifest, self._ranks)
 
 
 def _copies(present: CurrentStates, output: StackOutput) -> Sums:
@@ -549,7 +425,7 @@ class PlannedSave:
         self._source = UnsteppedMemories(file, present, self._weights)
         self._parts: Sequence[Proved] = ()
 
-    def moved(self, present: CurrentStates, sink: SaveSink, run: TransferRun) -> Moved:
+    def moved(self, present: CurrentStates, sink: RanksFolderSink, run: TransferRun) -> Moved:
         """Takes the values that there are now. Collective. Raises a UcpError on every rank."""
         self._weights.use(present)
         self._source.present = present
@@ -579,97 +455,194 @@ def planned(
     return record_of(stack).plan
 
 
-# ---- the run, apart from elements
-#
-# What megatron-core's stack is, found on all ranks: the states that it has now, and all besides.
-
-
-def described(stack: MegatronStack, error: type[UcpError]) -> CurrentStates:
-    """The engine with the states that its optimizers have now. Collective. Raises an `error` of
-    that class for a value that no load could give back."""
-    with agree.together():
-        refuse_strange(_kept(stack), error)
-        require_usable(stack.optimizer)
-    live = describe(stack)
-    live.finish_gathers()
-    found = present_states(live)
-    run = {
-        resume_state.STEPS: stack.iteration,
-        resume_state.SEED: torch.initial_seed(),
-        "skipped_steps": stack.skipped_iterations,
-        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
-        RUN: run_of(stack).id,
-    }
-    return replace(found, manifest=replace(found.manifest, run=run))
-
-
-def _kept(stack: MegatronStack) -> Iterator[SavedValue]:
-    """Plain values that are taken along."""
-    for inner in inner_optimizers(stack.optimizer):
-        groups = inner.optimizer.param_groups
-        yield from saved_values("scheduler", stack.scheduler, groups, live=False)
-
-
-def values_of(live: LiveMegatron) -> LiveValues:
-    """What this rank has for itself: a stack has no client state, and one schedule."""
-    buffers = {value.name: value.tensor for value in live.own.values if value.kind == "buffer"}
-    return LiveValues(buffers, {}, None, False, {})
-
-
-def extras_of(live: LiveMegatron, client_state: Mapping[str, Any]) -> Extras:
-    """Schedule, counters and loss scale, as they are; and a client state."""
-    stack = live.stack
-    counters = {
-        "global_steps": stack.iteration,
-        "global_samples": stack.consumed_samples,
-        "skipped_steps": stack.skipped_iterations,
-    }
-    schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
-    return Extras(counters, schedule, _scaler(live), None, client_state)
-
-
-def _scaler(live: LiveMegatron) -> LossScale:
-    """The loss scale, where it changes."""
-    scaler = next((getattr(one, "grad_scaler", None) for one in live.own.inner), None)
-    if scaler is None or not hasattr(scaler, "_growth_tracker"):
-        return LossScale()
-    return LossScale.of_megatron(
-        float(scaler.scale),
-        scaler._growth_tracker,
-        live.stack.iteration,
-        scaler.growth_interval,
-        (scaler.hysteresis, scaler._hysteresis_tracker),
-    )
-
-
-# ---- save request
-#
-# A save of megatron-core's stack as it was asked for, in whatever format.
+# ---- save
 
 
 TORCH = "torch"  # as Megatron-LM calls its older files: they are read, and written by itself
 
 
+class StackSink(RanksFolderSink):
+    """The files of a save, which all ranks write. An older tag of that name is replaced. `sums` are
+    told of every byte as it is written."""
+
+    what_failed = SAVE_FAILED
+
+    def __init__(
+        self,
+        path: Path,
+        output: FolderOutput,
+        sync: Syncs,
+        sums: FingerprintWriter,
+        snapshot: Snapshot | None,
+    ) -> None:
+        super().__init__(path, output, sync, snapshot)
+        self._tag, self._sums = path.name, sums
+        self._pieces = {
+            (self.aside / file.name, piece.place): piece
+            for file in output.files
+            for piece in file.pieces
+        }
+
+    def wrote(self, one: FileRange) -> None:
+        piece = self._pieces[one.path, one.record or 0]
+        memory = one.memory.view(TORCH_DTYPES[piece.dtype])
+        low = (one.at - piece.place) // memory.element_size()
+        self._sums.wrote(piece.part, piece.slot, low, memory)
+
+    @contextmanager
+    def _life(self) -> Iterator[None]:
+        with output_folder.begin(self.folder.parent, self._tag, self.sync.right):
+            yield
+
+
 @dataclass(frozen=True)
-class StackSaveRequest:
-    """What is saved, and how. `retain_interval`: the save before this one goes, unless its
-    iteration is a multiple (None: it stays)."""
+class StackFiles:
+    """The files of one save on this rank: what was `moved` out of the stack, and the sums of it.
+    `others` are the names of the files that hold nothing of a tensor, which rank 0 writes."""
 
-    stack: MegatronStack
-    folder: Path
-    arguments: Any
-    how: SaveOptions
-    retain_interval: int | None = None
+    moved: Moved
+    sink: StackSink
+    sums: FingerprintWriter
+    others: Sequence[str]
 
-    @cached_property
-    def tag(self) -> str:
-        """The name of the folder that it gets, of the iteration when it is first asked for."""
-        return iteration_name(self.stack.iteration)
+    def write(self) -> Written:
+        """Raises InexactError for values that the files can't hold, SaveError."""
+        refuse_lost(self.moved.lost, self.moved.file, self.sink.verb)
+        self.sink.finish()
+        size_bytes = sum((self.sink.aside / name).stat().st_size for name in self._own)
+        return Written(size_bytes, self.sums.of_rank())
+
+    def close(self, ranks: Sequence[Written]) -> list[FileEntry]:
+        """Every file is whole already. Raises OSError."""
+        return [entry_in(self.sink.aside / name) for name in self._own]
 
     @property
-    def background(self) -> Background | None:
-        """What goes on with the save while the stack trains; None where that waits."""
-        return background_of(self.stack)
+    def _own(self) -> list[str]:
+        """The names of the files that this rank writes."""
+        own = [file.name for file in self.sink.own_files]
+        return own if self.sink.rank else [*own, *self.others]
+
+
+@dataclass(frozen=True)
+class StackSave(SaveRequest):
+    """A save of a stack with Megatron-LM's flags (`arguments`). `retain_interval`: the save before
+    this one goes, unless its iteration is a multiple (None: it stays)."""
+
+    arguments: Any = None
+    retain_interval: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        stack: MegatronStack,
+        folder: Path,
+        arguments: Any,
+        options: SaveOptions,
+        retain_interval: int | None = None,
+    ) -> "StackSave":
+        """Under the name of the stack's iteration."""
+        steps = stack.iteration
+        where = folder, iteration_name(steps), steps
+        return cls(stack, *where, options, MEGATRON_LATEST, arguments, retain_interval)
+
+    def take(self, sync: Syncs, left: ExitStack) -> PendingSave:
+        """Takes everything. Collective. Raises as `save`."""
+        stack, background = self.engine, self.background
+        present = _present(stack)
+        with agree.together() as block:
+            structure = structure_of(stack, present)
+            block.value = self.asked(), knows(stack, structure)
+        require_one_save([asked for asked, _ in block.values])
+        known = all(is_known for _, is_known in block.values)
+        plan = planned(stack, structure, present, str(self.path), known)
+        place_now = partial(DataPlace.now, self.options.loader, self.options.rng)
+        state = read_state(stack, present.live.shard, place_now, self.path)
+        if background is not None:
+            background.ready()
+        manifest = replace(present.manifest, run=state.facts)
+        with agree.together():
+            sums = FingerprintWriter(present, plan.output)
+            common = self._common(present.live, manifest)
+            # a live scheduler, and a program's own flags, may be in it
+            values = copy.deepcopy(common.output())
+            close = partial(_finish, sync, plan.output.plan, values)
+            output = FolderOutput(plan.output.parts, plan.output.files, close, verb="save")
+            snapshot = None if background is None else background.snapshot
+            sink = StackSink(self.path, output, sync, sums, snapshot)
+            older = self._older() if sink.rank == 0 else None
+        with say.progress("save") as advance:
+            taken = plan.moved(present, sink, TransferRun(progress=advance))
+        left.enter_context(taken.held)
+        return PendingSave(
+            manifest,
+            manifest,
+            replace(state, notes=(*state.notes, *common.notes)),
+            StackFiles(taken, sink, sums, (values.name, METADATA_FILE)),
+            retire=partial(self._retire, older, sync),
+        )
+
+    def _common(self, live: LiveMegatron, manifest: Manifest) -> CommonFile:
+        """What stands in `common.pt`."""
+        stack = self.engine
+        client = {
+            ARGUMENTS_KEY: {**flags_of_model(stack), **plain_flags(self.arguments)},
+            OPERATIONS: stack.floating_point_operations,
+        }
+        extras, mesh = read_extras(stack, live.shard, client), stack.mesh
+        kind, apart = kind_of(stack.optimizer), mesh.experts_apart
+        return CommonFile(manifest, extras, mesh, str(self.path), kind, apart)
+
+    def _older(self) -> int | None:
+        """The iteration that goes once this save counts, as `--save-retain-interval` asks."""
+        interval = self.retain_interval
+        if not interval:
+            return None
+        with suppress(UcpError, OSError):  # the save itself says what is wrong with its folder
+            named = newest_named(self.folder)
+            before = None if named is None else iteration_of_name(named.tag)
+            if before and before != self.steps and before % interval:
+                return before
+        return None
+
+    def _retire(self, iteration: int | None, sync: Syncs) -> list[str]:
+        """Removes the save of an iteration. What can't be removed is said, and no error."""
+        if iteration is None:
+            return []
+        name = iteration_name(iteration)
+        try:
+            return [retire(self.folder / name, run_of(self.engine).id, sync.right)]
+        except (OSError, UcpError) as error:
+            return [f"{name} could not be removed: {error}"]
+
+
+def _finish(sync: Syncs, plan: TorchDistPlan, common: Output, aside: Path) -> None:
+    """Writes what holds nothing of a tensor."""
+    with sync.right.changing(f"writes the index of {aside}"):
+        finish_files(aside, plan, common)
+
+
+def _present(stack: MegatronStack) -> CurrentStates:
+    """The stack with the states that its optimizers have now. Collective. Raises UsageError where
+    they have none, UnsupportedError for some that are not in fp32."""
+    present = present_to_save(stack, SaveError)
+    with agree.together():
+        if not present.states:
+            raise UsageError(
+                "there is nothing that Megatron-LM could load as the state of an optimizer",
+                expected="its states",
+                found="none, before the first step",
+                fix="save after the first step",
+            )
+        odd = [f"{state} in {dtype}" for state, dtype in present.states if dtype != "float32"]
+        if odd:
+            raise UnsupportedError(
+                "the optimizer keeps a state in another dtype than megatron-core's files have",
+                expected="float32",
+                found=", ".join(odd),
+                fix="keep the optimizer's states in fp32: leave --exp-avg-dtype and "
+                "--exp-avg-sq-dtype out",
+            )
+    return present
 
 
 def require_written(ckpt_format: object) -> None:
@@ -682,65 +655,6 @@ def require_written(ckpt_format: object) -> None:
             fix="leave it out (Python: ckpt_format=): Megatron-LM and every engine here load "
             "torch_dist on any mesh; or call Megatron-LM's own save_checkpoint",
         )
-
-
-def described_to_save(stack: MegatronStack) -> CurrentStates:
-    """The engine with the states that its optimizers have now. Collective."""
-    found = described(stack, SaveError)
-    with agree.together():
-        _require_loadable(found.states)
-    return found
-
-
-def _require_loadable(states: States) -> None:
-    """Raises UsageError where the optimizer has no states, UnsupportedError for some that are not
-    in fp32."""
-    if not states:
-        raise UsageError(
-            "there is nothing that Megatron-LM could load as the state of an optimizer",
-            expected="its states",
-            found="none, before the first step",
-            fix="save after the first step",
-        )
-    if odd := [f"{state} in {dtype}" for state, dtype in states if dtype != "float32"]:
-        raise UnsupportedError(
-            "the optimizer keeps a state in another dtype than megatron-core's files have",
-            expected="float32",
-            found=", ".join(odd),
-            fix="keep the optimizer's states in fp32: leave --exp-avg-dtype and "
-            "--exp-avg-sq-dtype out",
-        )
-
-
-# ---- the run that a resize moves from
-#
-# megatron-core's stack as a run that a resize moves from.
-
-
-def taken(stack: MegatronStack, how: HoldOptions) -> LentRun:
-    """Takes a stack as it is; nothing in it is changed. Collective. Raises a UcpError on every
-    rank."""
-    present = described(stack, UnsupportedError)
-    live = present.live
-    with agree.together() as told:
-        own = values_of(live)
-        client = {OPERATIONS: stack.floating_point_operations, **how.client_state}
-        found = extras_of(live, {inert(key): inert(value) for key, value in client.items()})
-        extras = replace(found, scheduler=inert(found.scheduler))
-        told.value = own.digest()
-    apart = own.differing(told.values)
-    values = RankValues(own, apart, tuple(live.own.taken_as))
-    return lent(present, present.manifest.run, extras, values, how)
-
-
-# ---- save
-#
-# `save` of megatron-core's stack: a distributed checkpoint that stock Megatron-LM and every
-# engine here load on any mesh.
-#
-# All ranks make the same plan of the files from the manifest, and each takes the elements that it
-# has: nothing is gathered. Files are written aside, at once, or from a snapshot while training
-# goes on; the folder gets its name when all of them are on disk.
 
 
 @agree.door("the save")
@@ -785,208 +699,14 @@ def save(
         >>> saved = ucp.save(stack, "megatron")
     """
     with agree.together():
-        _refuse_other(stack)
+        if not isinstance(stack, MegatronStack):
+            raise UsageError(
+                "ucp.save is for megatron-core's own stack",
+                expected="what ucp.attach_megatron returned",
+                found=type(stack).__name__,
+                fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
+            )
         require_written(ckpt_format)
-        folder = absolute_path(save_dir)
-        how = SaveOptions(durable, keep_latest, rng, loader)
-        asked = StackSaveRequest(stack, folder, arguments, how)
-    return save_as(asked)
-
-
-def save_as(asked: StackSaveRequest) -> SaveReport:
-    """As `save`."""
-    stack, background = asked.stack, asked.background
-    if (other := skipped(stack, stack.iteration)) is not None:
-        return other
-    begin = partial(_begun, asked)
-    where = asked.folder / asked.tag
-    report = begun_or_warned(stack, where, stack.iteration, begin)
-    return report if background is not None else ended(stack, report)
-
-
-def _begun(asked: StackSaveRequest) -> SaveReport:
-    """Saves, or begins to."""
-    stack, background = asked.stack, asked.background
-    tag, values = _taken(asked)
-    if background is None:
-        return _settled(tag, values, None)
-    begun = under_way(tag.path, str(stack.mesh), tag.steps, tag.seconds)
-    rest = partial(_in_background, tag, values, begun.blocked_seconds)
-    background.start(begun.path, rest, tag.sync.right)
-    return begun
-
-
-def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float, turn: SaveTurn) -> None:
-    """The rest of a save, in a thread of its own."""
-    tag.turn = turn
-    with as_rank_error(tag.asked.folder, tag.name):
-        ended(tag.asked.stack, _settled(tag, values, blocked_seconds))
-
-
-def _taken(asked: StackSaveRequest) -> "tuple[_Tag, Moved]":
-    """Takes everything: from here on the stack may train. Collective. Raises as `save`."""
-    tag = _Tag(asked)
-    present = described_to_save(asked.stack)
-    with agree.together() as block:
-        require_left(tag.sync)
-        structure = structure_of(asked.stack, present)
-        block.value = (
-            (where_to(asked.folder, tag.name), asked.how.asked()),
-            knows(asked.stack, structure),
-        )
-    require_one_save([said for said, _ in block.values])
-    known = all(is_known for _, is_known in block.values)
-    plan = planned(asked.stack, structure, present, str(tag.path), known)
-    job = _Job(asked.stack, present, plan.output)
-    tag.take(job, job.own.differing(agree.collect(job.own.digest)))
-    background, later = asked.background, ()
-    if background is not None:
-        background.ready()
-        later = (background.snapshot,)
-    with agree.together():
-        output = tag.output(job)
-        sink = SaveSink(tag.path, output, tag.sync, tag.sums, *later)
-    with say.progress("save") as advance:
-        return tag, plan.moved(present, sink, TransferRun(progress=advance))
-
-
-def _settled(tag: "_Tag", values: Moved, blocked_seconds: float | None) -> SaveReport:
-    """Writes what was taken; then the files get their names. Collective, in the background among
-    its ranks."""
-    together = agree.together if tag.turn is None else partial(agree.together, tag.turn)
-    values.finish(together)
-    with together() as block:
-        block.value = tag.notes, tag.bytes_by_rank
-    notes, bytes_by_rank = block.values[0]
-    seconds = tag.seconds
-    return SaveReport(
-        str(tag.path),
-        str(tag.manifest.mesh),
-        tag.steps,
-        sum(bytes_by_rank),
-        seconds,
-        tag.sync.seconds,
-        durable=tag.asked.how.durable,
-        notes=tuple(notes),
-        blocked_seconds=seconds if blocked_seconds is None else blocked_seconds,
-        bytes_by_rank=bytes_by_rank,
-    )
-
-
-class _Tag:
-    """A save on its way to its name: everything of it that is no element of a tensor, as it was
-    when the save was asked for. `bytes_by_rank` are what each rank wrote, on rank 0 and once the
-    files have their names."""
-
-    def __init__(self, asked: StackSaveRequest) -> None:
-        self.asked, self.steps = asked, asked.stack.iteration
-        self.name = asked.tag
-        self.path = asked.folder / self.name
-        self.sync = asked.how.syncs(asked.folder, self.name)
-        self.notes: list[str] = []
-        self.bytes_by_rank: tuple[int, ...] = ()
-        self.turn: SaveTurn | None = None  # in the background
-        self._started = time.perf_counter()
-        # in the background the program's process groups may be gone
-        self._rank, self._world = agree.world()
-
-    @property
-    def seconds(self) -> float:
-        """Since the save began."""
-        return time.perf_counter() - self._started
-
-    def take(self, job: "_Job", apart: PerRank) -> None:
-        """What changes with a step. `apart` is what differs from rank to rank. Collective."""
-        how, rank = self.asked.how, self._rank
-        self.manifest = job.manifest
-        with agree.together():
-            self.sums = FingerprintWriter(job.states, job.output)
-            common = job.common(self.asked.arguments, str(self.path))
-            # a live scheduler, and a program's own flags, may be in it
-            self._common = copy.deepcopy(common.output())
-            said = {TAG: self.name, MOVED_LATEST: True}
-            said |= {PER_RANK: apart.as_value()} if apart else {}
-            self._said = copy.deepcopy(said | position_of(how.loader))
-            self._beside: dict[str, bytes] = {}
-            if how.rng:
-                self._beside[resume_state.file_name(rank)] = resume_state.file_bytes()
-            if apart:
-                own = per_rank.file_name(rank)
-                self._beside[own] = job.own.text(self.path / own, apart).encode()
-        self.notes += [*job.notes, *common.notes]
-
-    def output(self, job: "_Job") -> FolderOutput:
-        """The folder on paper."""
-        plan, files = job.output.plan, job.output.files
-        self._owners = {file.name: file.owner or 0 for file in files}
-        finish = partial(finish_files, plan=plan, common=self._common)
-
-        def close(aside: Path) -> None:
-            with self.sync.right.changing(f"writes the index of {aside}"):
-                finish(aside)
-
-        return FolderOutput(job.output.parts, files, close, self._publish, "save", self._each)
-
-    def _each(self, aside: Path, rank: int) -> list[Path]:
-        """Writes what a rank has for itself."""
-        for name, data in self._beside.items():
-            (aside / name).write_bytes(data)
-        return [aside / name for name in self._beside]
-
-    def _publish(self, aside: Path) -> None:
-        """The manifest, the name, the pointers; then older tags go."""
-        asked = self.asked
-        folder, interval = asked.folder, asked.retain_interval
-        before = newest(folder) if interval else None
-        entries = entries_of(aside)
-        table, apart = self.sums.table()
-        whole = completed(self.manifest, entries, self._said | recorded_as(table, apart), folder)
-        self.notes += diverged(apart)
-        self.notes += publish(aside, folder, whole, MEGATRON_LATEST, self.sync)
-        self.notes += prune(folder, asked.how.keep_latest, asked.stack, self.sync)
-        run = self.manifest.run[RUN]
-        self.notes += retired(folder, before, self.steps, run, interval, self.sync)
-        self.bytes_by_rank = self._sizes(entries)
-
-    def _sizes(self, entries: list[FileEntry]) -> tuple[int, ...]:
-        """What each rank wrote: the files that all ranks have one of, and those of the plan; the
-        first one all else."""
-        owners = dict(self._owners)
-        for rank in range(self._world):
-            owners |= {resume_state.file_name(rank): rank, per_rank.file_name(rank): rank}
-        sizes = [0] * self._world
-        for entry in entries:
-            sizes[owners.get(entry.name, 0)] += entry.size_bytes
-        return tuple(sizes)
-
-
-def _refuse_other(stack: Any) -> None:
-    if not isinstance(stack, MegatronStack):
-        raise UsageError(
-            "ucp.save is for megatron-core's own stack",
-            expected="what ucp.attach_megatron returned",
-            found=type(stack).__name__,
-            fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
-        )
-
-
-class _Job:
-    """One save on its way: what is written, the same on every rank, and what this rank has."""
-
-    def __init__(self, stack: MegatronStack, states: CurrentStates, output: StackOutput) -> None:
-        self.stack, self.states, self.output = stack, states, output
-        self.live, self.manifest = states.live, states.manifest
-        self.own = values_of(self.live)
-        self.notes = list(self.live.own.taken_as)
-        self.kind = kind_of(stack.optimizer)
-
-    def common(self, arguments: Any, file: str) -> CommonFile:
-        """What stands in `common.pt`."""
-        stack = self.stack
-        client = {
-            ARGUMENTS_KEY: {**flags_of_model(stack), **plain_flags(arguments)},
-            OPERATIONS: stack.floating_point_operations,
-        }
-        extras = extras_of(self.live, client)
-        mesh, apart = stack.mesh, stack.mesh.experts_apart
-        return CommonFile(self.manifest, extras, mesh, file, self.kind, apart)
+        options = SaveOptions(durable, keep_latest, rng, loader)
+        request = StackSave.of(stack, absolute_path(save_dir), arguments, options)
+    return save_engine(request)

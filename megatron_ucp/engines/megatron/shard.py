@@ -64,9 +64,6 @@ class MegatronStack:
 
 
 # ---- place
-#
-# What this rank holds of megatron-core's stack, as a manifest says it. Positions are those of the
-# live buffers.
 
 
 MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-parameters
@@ -139,7 +136,7 @@ def _refuse_own_groups(chunks: Sequence[Any], known: Mapping[str, Any]) -> None:
             )
 
 
-class OwnPlace:
+class LocalShard:
     """A rank's part of the stack: names, buffers, values. Nothing in the stack is changed.
     `group_of` says the group of each parameter; it is set once all ranks told theirs (see
     `own_groups`).

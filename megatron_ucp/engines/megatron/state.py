@@ -1,36 +1,44 @@
 """What resumes in megatron-core's stack besides tensors: schedule, counters, loss scale, random
 states, data position."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ucp.engines.resume_state import CommonExtras
-from megatron_ucp.engines.values import Values
-from megatron_ucp.errors import StateMismatchError
-from megatron_ucp.formats.checkpoint import Checkpoint
+import torch
+
+from megatron_ucp.core.manifest import RECORDED, RUN
+from megatron_ucp.engines.megatron.model import bare_model
+from megatron_ucp.engines.megatron.optimizer import inner_optimizers
+from megatron_ucp.engines.record import run_of
+from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DataPlace, RunState
+from megatron_ucp.engines.values import LiveValues, Values, refuse_strange, saved_values
+from megatron_ucp.errors import StateMismatchError, UcpError
+from megatron_ucp.families.settings import recorded
+from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.groups import SCHEDULED
 from megatron_ucp.formats.megatron.run_state import OPERATIONS
 from megatron_ucp.reshard.engine import LoadOptions
 
 if TYPE_CHECKING:
-    from megatron_ucp.engines.megatron.shard import MegatronStack, OwnPlace
+    from megatron_ucp.engines.megatron.shard import LocalShard, MegatronStack
 
 
 NUM_STEPS = "num_steps"  # of a schedule that counts samples
 
 
 @dataclass(frozen=True)
-class MegatronExtras:
+class StackState:
     """Values ready to be set in a stack. `schedule` are settings of the scheduler that change,
     `samples` those that it has seen (None: it is left as it is), `groups` what megatron-core kept
     of each group. Of `how` it follows what else is set."""
 
     stack: "MegatronStack"
-    own: "OwnPlace"
+    shard: "LocalShard"
     how: LoadOptions
-    common: CommonExtras
+    common: CommonState
     schedule: Mapping[str, Any]
     samples: int | None
     groups: Sequence[Mapping[str, Any]]
@@ -41,15 +49,15 @@ class MegatronExtras:
         return self.common.client_state
 
     @classmethod
-    def read(
+    def prepare(
         cls,
         source: Checkpoint,
         stack: "MegatronStack",
-        own: "OwnPlace",
+        shard: "LocalShard",
         scheduler: bool,
         groups: Sequence[Mapping[str, Any]],
         how: LoadOptions,
-    ) -> "MegatronExtras":
+    ) -> "StackState":
         """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
         is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
         than the checkpoint's, or the data position does not fit the loader."""
@@ -64,13 +72,13 @@ class MegatronExtras:
             samples = _samples(found, saved.counters, notes)
         elif scheduler and saved.scheduler is not None:
             notes.append("the scheduler was not restored: the engine has none")
-        place = stack.mesh.partition_of(own.rank), stack.mesh.coord(own.rank).pp
-        common = CommonExtras.taken(source, values, how, stack.mesh, place)
+        place = stack.mesh.partition_of(shard.rank), stack.mesh.coord(shard.rank).pp
+        common = CommonState.prepare(source, values, how, stack.mesh, place)
         kept = groups if scheduler and not _keeps_own(stack.scheduler) else []
         notes += values.notes
-        return cls(stack, own, how, common, schedule, samples, kept, tuple(notes))
+        return cls(stack, shard, how, common, schedule, samples, kept, tuple(notes))
 
-    def restore(self) -> list[str]:
+    def apply(self) -> list[str]:
         """Sets everything; the loss scale where the states of the optimizer were loaded. Returns
         notes."""
         notes: list[str] = []
@@ -78,10 +86,10 @@ class MegatronExtras:
             return notes
         stack, counters = self.stack, self.common.counters
         if self.how.optimizer:
-            for inner in self.own.inner:
+            for inner in self.shard.inner:
                 _set_scaler(getattr(inner, "grad_scaler", None), self.common.scaler, notes)
             for number, saved in enumerate(self.groups):
-                _set_rates(number, self.own.param_groups[number], saved, notes)
+                _set_rates(number, self.shard.param_groups[number], saved, notes)
         if self.samples is not None:
             _set_schedule(stack.scheduler, self.schedule, self.samples, self.how.optimizer, notes)
         stack.iteration = counters.get("global_steps", stack.iteration)
@@ -90,7 +98,65 @@ class MegatronExtras:
         operations = self.client_state.get(OPERATIONS)
         if isinstance(operations, int | float):
             stack.floating_point_operations = operations
-        return [*dict.fromkeys(notes), *self.common.go_on()]
+        return [*dict.fromkeys(notes), *self.common.apply()]
+
+
+# ------------------------------------------------ what a save writes, and a hold keeps
+
+
+def require_saved_values(stack: "MegatronStack", error: type[UcpError]) -> None:
+    """Raises an `error` of that class for a value that no load could give back."""
+    for inner in inner_optimizers(stack.optimizer):
+        groups = inner.optimizer.param_groups
+        refuse_strange(saved_values("scheduler", stack.scheduler, groups, live=False), error)
+
+
+def read_state(
+    stack: "MegatronStack",
+    shard: "LocalShard",
+    place_now: Callable[[], DataPlace],
+    folder: Path = Path(),
+) -> RunState:
+    """The state of the run that is no element of a tensor. Errors name files in `folder`.
+    Collective. Raises SaveError."""
+    facts = {
+        STEPS: stack.iteration,
+        SEED: torch.initial_seed(),
+        "skipped_steps": stack.skipped_iterations,
+        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
+        RUN: run_of(stack).id,
+    }
+    # a stack has no client state, and one schedule
+    buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
+    own = LiveValues(buffers, {}, None, False, {})
+    return RunState.of_ranks(facts, own, place_now, folder, shard.taken_as)
+
+
+def read_extras(
+    stack: "MegatronStack", shard: "LocalShard", client_state: Mapping[str, Any]
+) -> Extras:
+    """Schedule, counters and loss scale, as they are; and a client state."""
+    counters = {
+        "global_steps": stack.iteration,
+        "global_samples": stack.consumed_samples,
+        "skipped_steps": stack.skipped_iterations,
+    }
+    schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
+    return Extras(counters, schedule, _scaler(stack, shard), None, client_state)
+
+
+def _scaler(stack: "MegatronStack", shard: "LocalShard") -> LossScale:
+    """The loss scale, where it changes."""
+    scaler = next((getattr(one, "grad_scaler", None) for one in shard.inner), None)
+    if scaler is None or not hasattr(scaler, "_growth_tracker"):
+        return LossScale()
+    return LossScale.of_megatron(
+        float(scaler.scale),
+        scaler._growth_tracker,
+        stack.iteration,
+        scaler.growth_interval,
+        (scaler.hysteresis, scaler._hysteresis_tracker),
+    )
 
 
 # ------------------------------------------------ schedule

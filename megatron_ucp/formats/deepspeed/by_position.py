@@ -16,7 +16,7 @@ from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.names import MASTER, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import StateMismatchError
-from megatron_ucp.formats.checkpoint import ByteFile, Record
+from megatron_ucp.formats.byte_files import ByteFile, Record
 from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.optimizers import (
     PlainFile,

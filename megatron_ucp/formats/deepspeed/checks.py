@@ -15,7 +15,7 @@ from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import same
 from megatron_ucp.errors import ForeignFileError
-from megatron_ucp.formats.checkpoint import ByteFile, Record, Where
+from megatron_ucp.formats.byte_files import ByteFile, Record, Where
 from megatron_ucp.formats.deepspeed.by_position import by_position, check_positions
 from megatron_ucp.formats.deepspeed.files import TagFolder
 from megatron_ucp.formats.deepspeed.manifest import difference, read_contents, require_equal, shares

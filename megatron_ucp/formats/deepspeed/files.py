@@ -1,16 +1,15 @@
 """The files of one DeepSpeed tag: their names, their keys, and each of them opened once."""
 
 import re
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
-from megatron_ucp.formats.checkpoint import OpenedFolder
+from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.unpickle import VouchedClasses
@@ -121,7 +120,7 @@ def layer_name(layer: int, tp: int) -> str:
 
 
 def missing_files(
-    kind: str, count: int, first: Path, expected: str, found: str, more: str = ""
+    kind: str, count: int, first: str, expected: str, found: str, more: str = ""
 ) -> NotFoundError:
     """The error for `count` files of a kind that are not there, of which `first` is the first one;
     `more` is what else can be done than to restore them."""
@@ -136,7 +135,7 @@ def missing_files(
     )
 
 
-def missing_layers(folder: Path, count: int, layer: int, tp: int) -> NotFoundError:
+def missing_layers(folder: Folder, count: int, layer: int, tp: int) -> NotFoundError:
     """The error for layer files of a pipeline, of which the first one is of a position and a
     tensor-parallel rank."""
     return missing_files(
@@ -156,7 +155,7 @@ class TagFiles:
     (mixture of the stage, expert, model-parallel rank), `expert_optimizer` by (expert-parallel
     rank, model-parallel rank)."""
 
-    folder: Path
+    folder: Folder
     model: Mapping[tuple[int | None, int], str]
     optimizer: Mapping[tuple[int, int], str]
     prefixes: tuple[str, ...] = field(default=())
@@ -197,12 +196,12 @@ def without_sequence_ranks(names: TagFiles) -> TagFiles:
     return replace(names, model=model, optimizer=optimizer)
 
 
-def is_universal(folder: Path) -> bool:
+def is_universal(folder: Folder) -> bool:
     """Whether a tag folder is one of DeepSpeed's universal format."""
-    return (folder / "zero").is_dir()
+    return folder.is_folder("zero")
 
 
-def _add(held: dict[Any, str], place: tuple[Any, ...], folder: Path, name: str) -> None:
+def _add(held: dict[Any, str], place: tuple[Any, ...], folder: Folder, name: str) -> None:
     """Raises ForeignFileError where another file is for the same place: numbers may be written with
     zeros before them."""
     if held.setdefault(place, name) != name:
@@ -215,7 +214,7 @@ def _add(held: dict[Any, str], place: tuple[Any, ...], folder: Path, name: str) 
         )
 
 
-def _no_model(folder: Path) -> NotFoundError:
+def _no_model(folder: Folder) -> NotFoundError:
     return NotFoundError(
         "the tag folder holds no model states",
         file=folder,
@@ -226,7 +225,7 @@ def _no_model(folder: Path) -> NotFoundError:
     )
 
 
-def _check_known(folder: Path, name: str) -> None:
+def _check_known(folder: Folder, name: str) -> None:
     for pattern, what in REFUSED_FILES.items():
         if re.fullmatch(pattern, name):
             raise UnsupportedError(
@@ -236,12 +235,12 @@ def _check_known(folder: Path, name: str) -> None:
             )
 
 
-def scan(folder: Path) -> TagFiles:
+def scan(folder: Folder) -> TagFiles:
     """The state files of a tag folder. Raises UnsupportedError for files that this version can't
     read by name, ForeignFileError for two of one place."""
     kinds = MODEL, MODEL_PARTITION, EXPERT, EXPERT_OPTIMIZER, LAYER, OPTIMIZER
     held: dict[re.Pattern[str], dict[Any, str]] = {pattern: {} for pattern in kinds}
-    for name in sorted(p.name for p in folder.iterdir()):
+    for name in folder.names():
         _check_known(folder, name)
         for pattern, files in held.items():
             if found := pattern.fullmatch(name):
@@ -278,12 +277,12 @@ MEMBERS = "members"  # of a manifest's run: of enums that pickles name by value
 _OF_PROGRAMS = frozenset({"lr_scheduler", *HELPERS})
 
 
-class TagFolder(OpenedFolder):
+class TagFolder(Checkpoint):
     """The files of DeepSpeed's folders; `evidence` is what the manifest beside them lists."""
 
     def __init__(
         self,
-        folder: Path,
+        folder: Folder,
         classes: frozenset[str] | None = frozenset(),
         without_optimizer: bool = False,
     ) -> None:
@@ -305,11 +304,10 @@ class TagFolder(OpenedFolder):
         """An open file of the tag folder. Raises ForeignFileError where it is not the file that the
         manifest names."""
         if name not in self._open:
-            _allow_descriptors(len(self._open))
             is_value = _is_value if name in self.names.model.values() else _is_no_value
             vouched = VouchedClasses(is_value, self._classes, self._members)
-            file = self._closing.enter_context(PtFile(self.folder / name, vouched=vouched))
-            self._open[name] = file
+            opened = PtFile(self.folder.open(name), vouched=vouched)
+            file = self._open[name] = self._closing.enter_context(opened)
             self.evidence.compare(name, file.size_bytes, file.directory_sha256)
         return self._open[name]
 
@@ -369,11 +367,3 @@ def _is_value(key: str) -> bool:
 def _is_no_value(key: str) -> bool:
     """Other files have such values in parameter groups alone."""
     return False
-
-
-def _allow_descriptors(held: int) -> None:
-    """Lets this process hold as many files as it may: a folder of thousands is read with all of
-    them open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard and 2 * held + 128 > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
@@ -92,7 +91,7 @@ def group_order(manifest: Manifest, at: Coords = ()) -> list[list[str]] | None:
     return [[m.param for b in here for m in b.members if m.group == n] for n in numbers]
 
 
-def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
+def compare(recorded: Manifest, derived: Manifest, file: str) -> None:
     """Raises ForeignFileError where the manifest describes another save than the files hold."""
     stepped = len([buffer for buffer in derived.buffers if buffer.stepped])
     said, found = _aspects(recorded, stepped), _aspects(derived, stepped)
@@ -104,7 +103,7 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
 
 
 def require_equal(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], problem: str, file: str | Path
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], problem: str, file: str
 ) -> None:
     """Raises ForeignFileError for the first of some values that differs; `problem` is a sentence
     that its name ends."""

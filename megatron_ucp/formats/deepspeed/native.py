@@ -6,9 +6,7 @@ with it.
 """
 
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.experts import PartitionRanks
@@ -18,7 +16,8 @@ from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, Where
+from megatron_ucp.formats.byte_files import Where
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras
 from megatron_ucp.formats.deepspeed.by_position import MATCHED, by_position
 from megatron_ucp.formats.deepspeed.checks import TrainedWeights, check_file, trained_weights
 from megatron_ucp.formats.deepspeed.expected_files import (
@@ -57,8 +56,8 @@ from megatron_ucp.formats.deepspeed.weights import (
     WholeModel,
     said_of_side_data,
 )
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.per_rank import PER_RANK, OwnValues, PerRank
-from megatron_ucp.formats.tags import tag_folder
 
 _WEIGHTS_ALONE = "the weights alone were looked at, as allowed: master weights begin as these"
 
@@ -75,15 +74,13 @@ class NativeCheckpoint(TagFolder):
 
     def __init__(
         self,
-        path: str | Path,
-        tag: str | None = None,
+        folder: Folder,
         told: CallerModel | None = None,
         positions_too: bool = False,
     ) -> None:
         told = told or CallerModel()
-        super().__init__(tag_folder(path, tag), told.classes, told.weights)
-        with ExitStack() as undo:
-            undo.callback(self.close)
+        super().__init__(folder, told.classes, told.weights)
+        with self.closed_on_failure():
             if told.weights:
                 told = self._told_of_weights(told)
             if is_universal(self.folder):
@@ -97,7 +94,6 @@ class NativeCheckpoint(TagFolder):
             self.known = after(held, SlotPlaces, manifest=_with_evidence(held, manifest_of(held)))
             self.manifest: Manifest = self.known.manifest
             self.known.declared.check_patterns()
-            undo.pop_all()
 
     def _told_of_weights(self, told: CallerModel) -> CallerModel:
         """What is known of the weights alone: of what a manifest says layouts and names, as the
@@ -135,7 +131,7 @@ class NativeCheckpoint(TagFolder):
         declared = self.known.declared.notes
         alone = [_WEIGHTS_ALONE] if self.known.told.weights else []
         side = said_of_side_data(self.known.weights.side_data())
-        told = (*self.led_here, *alone, *declared, *positions)
+        told = (*self.path_notes, *alone, *declared, *positions)
         return [*told, *said_of(self.manifest), *side]
 
     def read_extras(self) -> Extras:
@@ -295,8 +291,8 @@ def is_pipeline(names: TagFiles, meta: Mapping[str, Any]) -> bool:
 class NativeFormat:
     """DeepSpeed's own files: what no other format recognises."""
 
-    def recognises(self, folder: Path) -> bool:
+    def recognises(self, folder: Folder) -> bool:
         return True
 
-    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
-        return NativeCheckpoint(folder, None, told, told.order is None)
+    def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
+        return NativeCheckpoint(folder, told, told.order is None)

@@ -15,7 +15,8 @@ from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import CallerModel, Where
+from megatron_ucp.formats.byte_files import Where
+from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.experts import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.files import (
     TagFiles,

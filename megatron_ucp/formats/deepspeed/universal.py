@@ -5,10 +5,8 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
@@ -36,7 +34,8 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, Where
+from megatron_ucp.formats.byte_files import Where
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.extras import from_meta
 from megatron_ucp.formats.deepspeed.files import TagFolder, is_universal, missing_files, model_name
@@ -62,6 +61,7 @@ from megatron_ucp.formats.deepspeed.writer import (
     scalar_tensor,
     scaler_of,
 )
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import ELEMENT, counts_steps, untold_states, with_rules
 from megatron_ucp.formats.param_groups import param_groups
@@ -216,30 +216,18 @@ _GLOBAL = f"{ATOMS}/{GLOBAL}"
 
 
 class UniversalCheckpoint(TagFolder):
-    """One opened universal folder. `specs` or `rules`
-    declare layouts, which stock's folders do not hold; `names` or `rules` those of a pipeline's
-    parameters; `classes` may stand as names in plain values; `weights`: the optimizer's states are
-    not wanted, and may be lost.
+    """One opened universal folder. `told.specs` or `told.rules` declare layouts, which stock's
+    folders do not hold.
 
     Raises a UcpError for anything that its directories and pickles can show. Tensor bytes are not
     read.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        specs: Mapping[str, ParamSpec] | None = None,
-        names: Mapping[str, str] | None = None,
-        rules: RuleSet | None = None,
-        classes: frozenset[str] | None = frozenset(),
-        weights: bool = False,
-    ) -> None:
-        super().__init__(folder, classes)
-        self._weights = weights
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            self._read(specs, names, rules)
-            undo.pop_all()
+    def __init__(self, folder: Folder, told: CallerModel) -> None:
+        super().__init__(folder, told.classes)
+        self._weights = told.weights  # the optimizer's states are not wanted, and may be lost
+        with self.closed_on_failure():
+            self._read(told.specs, told.names, told.rules)
 
     def _read(
         self,
@@ -254,7 +242,7 @@ class UniversalCheckpoint(TagFolder):
         self.declared = LayoutSource(Mesh(), self.main_file, known, rules)
         canonical = names if recorded is None else recorded.names
         self._pipe = PipeNames(canonical) if canonical else None
-        if not (self.folder / ATOMS / GLOBAL).is_file():
+        if not self.folder.is_file(_GLOBAL):
             raise self._lost(GLOBAL)
         self._global = self.tree(_GLOBAL)
         self._stacked = autoep_of(self.meta, self.main_file).experts  # whole layers here
@@ -311,7 +299,7 @@ class UniversalCheckpoint(TagFolder):
             error = missing_files(
                 "state file",
                 len(lost),
-                self._path(name) / f"{state}.pt",
+                self.folder / self._file(name, state),
                 "the states that the group's optimizer keeps of each parameter",
                 f"no {state} of {name}",
                 "; or convert again",
@@ -329,7 +317,7 @@ class UniversalCheckpoint(TagFolder):
             raise missing_files(
                 "value",
                 len(lost),
-                self.folder / ATOMS / lost[0] / f"{MASTER}.pt",
+                self.folder / f"{ATOMS}/{lost[0]}/{MASTER}.pt",
                 "a file of each frozen parameter and buffer that the model file lists",
                 some_of(lost),
                 "; or convert again with megatron-ucp; or keep the engine's values: "
@@ -357,9 +345,10 @@ class UniversalCheckpoint(TagFolder):
     def _find_atoms(self) -> dict[str, str]:
         """The folder of each parameter, by its canonical name."""
         out: dict[str, str] = {}
-        for path in sorted((self.folder / ATOMS).iterdir()):
-            for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
-                out.setdefault(name, path.name)
+        for atom in self.folder.names(ATOMS):
+            is_param = self.folder.is_folder(f"{ATOMS}/{atom}")
+            for name in self._own_names(self._name(atom)) if is_param else ():
+                out.setdefault(name, atom)
         return out
 
     def _own_names(self, name: str) -> list[str]:
@@ -393,12 +382,12 @@ class UniversalCheckpoint(TagFolder):
     @property
     def notes(self) -> list[str]:
         """What a reader should know of how parameters are cut."""
-        return [*self.led_here, *self.declared.notes]
+        return [*self.path_notes, *self.declared.notes]
 
     def _lost(self, name: str) -> NotFoundError:
         return NotFoundError(
             "a file of the universal folder is missing",
-            file=self.folder / ATOMS / name,
+            file=self.folder / f"{ATOMS}/{name}",
             expected=name,
             found="no such file",
             fix=_RESTORE,
@@ -410,12 +399,12 @@ class UniversalCheckpoint(TagFolder):
         if plain or not re.match(rf"[0-9]+\.|{TIED}\.", folder):
             return folder
         if self._pipe is not None:
-            return self._pipe.find(folder, str(self.folder / ATOMS / folder))
+            return self._pipe.find(folder, self.folder / f"{ATOMS}/{folder}")
         if self.declared.rules is not None and self.declared.rules.pipeline:
             return self.declared.rules.canonical(folder)
         raise UnsupportedError(
             "a universal folder of a pipeline needs a family or rules",
-            file=self.folder / ATOMS / folder,
+            file=self.folder / f"{ATOMS}/{folder}",
             fix="give --rules (Python: rules=) a file with [[pipeline]] entries",
             id="layout-unknown",
         )
@@ -563,12 +552,11 @@ class UniversalCheckpoint(TagFolder):
 
     def _states(self, name: str) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
         """Element-wise states of a parameter with the masters first, and its step."""
-        folder = self._path(name)
-        found = {path.stem for path in folder.iterdir() if path.suffix == ".pt"}
+        found = {file.removesuffix(".pt") for file in self._files_of(self._folder(name))}
         if MASTER not in found:
             raise NotFoundError(
                 "a parameter of the universal folder has lost its master weights",
-                file=folder / f"{MASTER}.pt",
+                file=self.folder / self._file(name, MASTER),
                 parameter=name,
                 found=", ".join(sorted(found)) or "nothing",
                 fix=_RESTORE,
@@ -577,7 +565,7 @@ class UniversalCheckpoint(TagFolder):
         if odd:
             raise UnsupportedError(
                 "the universal folder holds a state that is not known",
-                file=folder / f"{odd[0]}.pt",
+                file=self.folder / self._file(name, odd[0]),
                 parameter=name,
                 expected=" ".join(sorted(ELEMENT)),
                 found=odd[0],
@@ -587,7 +575,7 @@ class UniversalCheckpoint(TagFolder):
         if len(states) > 1 and STEP not in found and self._steps_apart:
             raise NotFoundError(
                 "a parameter of the universal folder has lost its step",
-                file=folder / f"{STEP}.pt",
+                file=self.folder / self._file(name, STEP),
                 parameter=name,
                 found=", ".join(sorted(found)),
                 fix=_RESTORE,
@@ -599,8 +587,7 @@ class UniversalCheckpoint(TagFolder):
     def _steps_apart(self) -> bool:
         """Whether parameters have their own steps, as in all but stock's folders of ZeRO-3."""
         return any(
-            (self.folder / ATOMS / folder / f"{STEP}.pt").is_file()
-            for folder in self._atoms.values()
+            self.folder.is_file(f"{ATOMS}/{atom}/{STEP}.pt") for atom in self._atoms.values()
         )
 
     def _step(self, name: str) -> Mapping[str, float]:
@@ -636,8 +623,12 @@ class UniversalCheckpoint(TagFolder):
             )
         return self._atoms[name]
 
-    def _path(self, name: str) -> Path:
-        return self.folder / ATOMS / self._folder(name)
+    def _path(self, name: str) -> str:
+        return self.folder / f"{ATOMS}/{self._folder(name)}"
+
+    def _files_of(self, atom: str) -> list[str]:
+        """The names of the files in a parameter's folder."""
+        return [name for name in self.folder.names(f"{ATOMS}/{atom}") if name.endswith(".pt")]
 
     def _file(self, name: str, state: str) -> str:
         return f"{ATOMS}/{self._folder(name)}/{state}.pt"
@@ -728,9 +719,9 @@ class UniversalCheckpoint(TagFolder):
     def file_names(self) -> list[str]:
         """Every file with state in it, relative to the folder."""
         atoms = [
-            f"{ATOMS}/{folder}/{path.name}"
-            for folder in sorted(self._atoms.values())
-            for path in sorted((self.folder / ATOMS / folder).glob("*.pt"))
+            f"{ATOMS}/{atom}/{name}"
+            for atom in sorted(self._atoms.values())
+            for name in self._files_of(atom)
         ]
         return [*self.names.names, _GLOBAL, *atoms]
 
@@ -751,10 +742,8 @@ def _kept(buffer: FlatBuffer) -> tuple[str, tuple[Any, ...]]:
 class UniversalFormat:
     """DeepSpeed's universal folders."""
 
-    def recognises(self, folder: Path) -> bool:
+    def recognises(self, folder: Folder) -> bool:
         return is_universal(folder)
 
-    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
-        return UniversalCheckpoint(
-            folder, told.specs, told.names, told.rules, told.classes, told.weights
-        )
+    def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
+        return UniversalCheckpoint(folder, told)

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +23,9 @@ from megatron_ucp.errors import (
     UsageError,
     some_of,
 )
-from megatron_ucp.formats.byte_files import same_bytes
-from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, OpenedFolder, Record, Where
+from megatron_ucp.formats.byte_files import Record, Where, same_bytes
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
+from megatron_ucp.formats.folder import Folder, LocalFolder
 from megatron_ucp.formats.hugging_face.fp8_blocks import (
     FP8,
     PRODUCT,
@@ -37,12 +36,11 @@ from megatron_ucp.formats.hugging_face.fp8_blocks import (
 )
 from megatron_ucp.formats.hugging_face.safetensors_file import Entry, SafetensorsFile, header_of
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
-from megatron_ucp.formats.manifest_beside import open_regular
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.formats.tags import (
     AS_SAFETENSORS,
     POINTERS,
-    has_state_files,
+    holds_states,
     weights_as_pickles,
 )
 
@@ -56,13 +54,12 @@ _STEM = WEIGHTS_FILE.removesuffix(".safetensors")
 _SHARD = re.compile(rf"{_STEM}-\d{{5}}-of-(?P<count>\d{{5}})\.safetensors")
 _VARIANT = re.compile(rf"{_STEM}\.[^.]+\.safetensors")
 _SHARD_OF_VARIANT = re.compile(rf"{_STEM}\.[^.]+-\d+-of-\d+\.safetensors")
-MAX_JSON_BYTES = 256 * 2**20
 _HEAD = "lm_head.weight"  # of every model of transformers that gives logits
 # masks of GPT-2, and frequencies of rotary positions
 _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 
 
-class HuggingFaceCheckpoint(OpenedFolder):
+class HuggingFaceCheckpoint(Checkpoint):
     """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
     family; without them every tensor is a parameter of its own name, or one expert's slice of one
     of the stacks of experts in the model that it is for (`like`), in which several names may be of
@@ -75,7 +72,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
 
     def __init__(
         self,
-        folder: Path,
+        folder: Folder,
         shares: Mapping[str, TensorPart] | None = None,
         specs: Mapping[str, ParamSpec] | None = None,
         like: Manifest | None = None,
@@ -83,8 +80,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
     ) -> None:
         super().__init__(folder)
         self.main_file = self.full_path(CONFIG_FILE)
-        with ExitStack() as undo:
-            undo.callback(self.close)
+        with self.closed_on_failure():
             self._block = self._block_of()
             self._slices: dict[str, Slice] = {}
             self._files = self._tensor_files()
@@ -102,7 +98,6 @@ class HuggingFaceCheckpoint(OpenedFolder):
             if found is None:
                 found, specs = self._own_names(like, tensors)
             self.manifest = self._manifest(found, specs or {}, named=shares is not None)
-            undo.pop_all()
 
     # ------------------------------------------------ structure
 
@@ -110,11 +105,11 @@ class HuggingFaceCheckpoint(OpenedFolder):
         """Tensor -> the file that holds it, in the order of the files' bytes. Raises
         ForeignFileError where the index and the files disagree."""
         for name in (WEIGHTS_FILE, ADAPTER_FILE):
-            if (self.folder / name).is_file():
+            if self.folder.is_file(name):
                 return dict.fromkeys(self.file(name).tensors, name)
-        if (shards := all_shards(self.folder)) and not (self.folder / INDEX_FILE).exists():
+        if (shards := all_shards(self.folder)) and INDEX_FILE not in self.folder:
             return self._of_shards(shards)
-        if not (self.folder / INDEX_FILE).exists():
+        if INDEX_FILE not in self.folder:
             refuse_unnamed(self.folder)
             raise NotFoundError(
                 "the folder holds no weights as safetensors",
@@ -189,8 +184,8 @@ class HuggingFaceCheckpoint(OpenedFolder):
     def _block_of(self) -> Ints | None:
         """Rows and columns of a block of a weight in fp8; None without such. Raises
         UnsupportedError."""
-        is_there = (self.folder / CONFIG_FILE).is_file()
-        return block_of(self.config, self.main_file) if is_there else None
+        has_config = self.folder.is_file(CONFIG_FILE)
+        return block_of(self.config, self.main_file) if has_config else None
 
     def _without_scales(self) -> dict[str, str]:
         """Takes the scales of weights in fp8 from the tensors; returns, for each such weight, the
@@ -210,7 +205,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
         }
 
     def _index(self) -> dict[str, str]:
-        tree = read_json(self.folder / INDEX_FILE)
+        tree = self.folder.json(INDEX_FILE)
         listed: Any = tree.get("weight_map")
         good = isinstance(listed, dict) and all(
             isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
@@ -274,7 +269,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
         for whole in (one.tensor for one in self._slices.values()):
             files.pop(whole, None)
             if whole in self._scales:
-                raise scaled_slices(whole, str(self.folder / self._files[whole]))
+                raise scaled_slices(whole, self.folder / self._files[whole])
         return files
 
     def _own_names(
@@ -383,7 +378,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """config.json. Raises NotFoundError, DamagedFileError."""
-        return read_json(self.folder / CONFIG_FILE)
+        return json_in(self.folder, CONFIG_FILE)
 
     @property
     def notes(self) -> list[str]:
@@ -400,11 +395,11 @@ class HuggingFaceCheckpoint(OpenedFolder):
         if read <= {WEIGHTS_FILE, ADAPTER_FILE}:
             (first,) = read or {WEIGHTS_FILE}
             others = [INDEX_FILE, *all_shards(self.folder), WEIGHTS_FILE, ADAPTER_FILE]
-            there = [name for name in others if name != first and (self.folder / name).is_file()]
+            there = [name for name in others if name != first and self.folder.is_file(name)]
             return [f"{first} is read, as transformers does; not {some_of(there, 3)} beside it"][
                 : len(there)
             ]
-        if not (self.folder / INDEX_FILE).is_file():
+        if not self.folder.is_file(INDEX_FILE):
             return [f"there is no {INDEX_FILE}: all of the {len(read)} shards were read"]
         return []
 
@@ -432,7 +427,7 @@ class HuggingFaceCheckpoint(OpenedFolder):
     def file(self, name: str) -> SafetensorsFile:
         """A file of the folder, open."""
         if name not in self._open:
-            self._open[name] = self._closing.enter_context(SafetensorsFile(self.folder / name))
+            self._open[name] = self._closing.enter_context(SafetensorsFile(self.folder.open(name)))
         return self._open[name]
 
     def records(self, name: str) -> list[tuple[Record, str]]:
@@ -468,71 +463,63 @@ def _stored_shape(share: TensorPart, spec: ParamSpec) -> tuple[int, ...] | str:
         return error.problem
 
 
-def _other_kind(folder: Path) -> str:
+def _other_kind(folder: Folder) -> str:
     """What else a folder is than one of Hugging Face; empty where nothing shows it."""
-    with suppress(OSError):
-        if has_state_files(folder):
-            return "a tag of DeepSpeed or Megatron"
-        if any((folder / name).is_file() for name in POINTERS):
-            return "a folder of DeepSpeed or Megatron, with tags"
+    if holds_states(folder):
+        return "a tag of DeepSpeed or Megatron"
+    if any(folder.is_file(name) for name in POINTERS):
+        return "a folder of DeepSpeed or Megatron, with tags"
     return ""
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """An object in a JSON file. Raises NotFoundError, DamagedFileError."""
-    if not os.path.lexists(path):
-        kind = _other_kind(path.parent)
+    """An object in a JSON file of a local folder. Raises as `json_in`."""
+    return json_in(LocalFolder(path.parent), path.name)
+
+
+def json_in(folder: Folder, name: str) -> Mapping[str, Any]:
+    """An object in a JSON file. Raises NotFoundError, which says what the folder is instead of one
+    of Hugging Face, DamagedFileError."""
+    if name not in folder:
+        kind = _other_kind(folder)
         raise NotFoundError(
             "the file does not exist",
-            file=path,
-            expected=f"a folder of Hugging Face, which has {path.name}",
+            file=folder / name,
+            expected=f"a folder of Hugging Face, which has {name}",
             found=kind or "a folder without it",
             fix="of such a folder `megatron-ucp export-hf` makes one of Hugging Face, and "
             "`megatron-ucp convert` one for another mesh"
             if kind
             else "restore it",
         )
-    with open_regular(path) as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    try:
-        if len(data) > MAX_JSON_BYTES:
-            raise ValueError("the file is larger than any of its kind")
-        tree: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError(
-            "the file is no JSON", file=path, found=f"{type(error).__name__}: {str(error)[:200]}"
-        ) from None
-    if not isinstance(tree, dict):
-        raise DamagedFileError(
-            "the file holds no JSON object", file=path, found=type(tree).__name__
-        )
-    return tree
+    return folder.json(name)
 
 
-def all_shards(folder: Path) -> list[str]:
+def all_shards(folder: Folder) -> list[str]:
     """The shards of a model by their names, which say how many there are; nothing where one of them
     is missing."""
     found: dict[str, list[str]] = {}
-    for path in folder.glob(f"{_STEM}-*-of-*.safetensors"):
-        if shard := _SHARD.fullmatch(path.name):
-            found.setdefault(shard["count"], []).append(path.name)
+    for name in folder.names():
+        if shard := _SHARD.fullmatch(name):
+            found.setdefault(shard["count"], []).append(name)
     if len(found) != 1:
         return []
     ((count, names),) = found.items()
     return sorted(names) if len(names) == int(count) else []
 
 
-def refuse_unnamed(folder: Path) -> None:
+def refuse_unnamed(folder: Folder) -> None:
     """Raises NotFoundError for a folder that has safetensors, or folders of models below it, and no
     weights under the names that are looked for."""
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    snapshots = sorted(folder.glob("snapshots/*/config.json"))
+    files = [name for name in folder.names() if name.endswith(".safetensors")]
+    below = [f"snapshots/{name}" for name in folder.names("snapshots")]
+    snapshots = [name for name in below if folder.is_file(f"{name}/{CONFIG_FILE}")]
     if not files and not snapshots:
         return
     fix = "give the folder that save_pretrained wrote, or was downloaded, whole"
     if snapshots and not files:
         what, found = "this is the root of a model in the Hub's cache", "folders of its revisions"
-        fix = f"give the folder of one: {snapshots[-1].parent}"
+        fix = f"give the folder of one: {folder / snapshots[-1]}"
     elif any(_SHARD.fullmatch(name) for name in files):
         what = f"shards of a model lie here, and not all of them, and no {INDEX_FILE}"
         found = some_of(files)
@@ -556,17 +543,17 @@ def refuse_unnamed(folder: Path) -> None:
 class HuggingFaceFormat:
     """Folders that `save_pretrained` writes, and our own exports."""
 
-    def recognises(self, folder: Path) -> bool:
+    def recognises(self, folder: Folder) -> bool:
         """A trainer's folder of a checkpoint with optimizer may have the weights beside it: it
         is DeepSpeed's."""
-        if any((folder / name).exists() for name in ("latest", "latest_universal")):
+        if any(name in folder for name in ("latest", "latest_universal")):
             return False
         names = WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE
-        if any((folder / name).is_file() for name in names):
+        if any(folder.is_file(name) for name in names):
             return True
-        return bool(all_shards(folder)) and not has_state_files(folder)
+        return bool(all_shards(folder)) and not holds_states(folder)
 
-    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
+    def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
         specs = told.specs if told.shares else None
         return HuggingFaceCheckpoint(folder, told.shares, specs, told.like, told.tensors)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
-from megatron_ucp.formats.checkpoint import Record, Where
+from megatron_ucp.formats.byte_files import ByteFile, Record, Where
 
 FP8, PRODUCT = "float8_e4m3fn", "float32"
 SCALES = "_scale_inv"  # behind the name of a weight
@@ -57,11 +57,9 @@ def scaled_slices(name: str, file: str) -> UnsupportedError:
     )
 
 
-class Fp8File:
+class Fp8File(ByteFile):
     """A file as if one weight in fp8 were stored as the fp32 products. `held` is where the weight
     lies, of `width` columns, and `scales` where its scales do; `block` is rows and columns."""
-
-    has_checksums = False
 
     def __init__(self, held: Where, scales: Where, width: int, block: Ints) -> None:
         self.path = held.file.path
@@ -73,18 +71,8 @@ class Fp8File:
         product = Record(record.name, record.offset_bytes, elems * _SIZE, 0)
         return Where(self, product, 0, elems, PRODUCT)
 
-    def check(self, record: Record) -> None:
-        """The format has no checksums."""
-
-    def read_rows_into(
-        self, record: Record, starts: range, size_bytes: int, target: memoryview, places: range
-    ) -> None:
-        """See `ByteFile`."""
-        for start, place in zip(starts, places, strict=True):
-            self.read_into(record, start, target[place : place + size_bytes])
-
     def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
-        """See `ByteFile`. One multiplication for each element, in fp32."""
+        """One multiplication for each element, in fp32."""
         if start_byte % _SIZE or len(target) % _SIZE:
             raise UsageError(
                 "a part of an element is read",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.formats.byte_files import OpenFile, damaged
-from megatron_ucp.formats.checkpoint import Record, Where
+from megatron_ucp.formats.byte_files import OpenFile, Record, Where, damaged
+from megatron_ucp.formats.folder import StoredFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 
 DTYPES = {
@@ -66,8 +66,8 @@ class SafetensorsFile(OpenFile):
     """An open safetensors file, of which the header was read. Raises NotFoundError, and
     DamagedFileError for a header that is none, or that does not fit the file."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
+    def __init__(self, file: StoredFile | str | os.PathLike[str]) -> None:
+        super().__init__(file)
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self.data_bytes, self.tensors = self._header()
@@ -83,20 +83,17 @@ class SafetensorsFile(OpenFile):
         entry = self.tensors[name]
         return Where(self, self.record(name), 0, math.prod(entry.shape), entry.dtype)
 
-    def check(self, record: Record) -> None:
-        """There is nothing to compare with."""
-
     def _header(self) -> tuple[int, Mapping[str, Entry]]:
         """Where the data begins, and every tensor in the order of its bytes."""
         if self.size_bytes < _SIZE.size:
             damaged(self.path, "the file is truncated", "a header", f"{self.size_bytes} bytes")
-        (size,) = _SIZE.unpack(self._bytes_at(0, _SIZE.size))
+        (size,) = _SIZE.unpack(self.stored.bytes_at(0, _SIZE.size))
         first = _SIZE.size + size
         if size > _MAX_HEADER_BYTES or first > self.size_bytes:
             limit = min(_MAX_HEADER_BYTES, self.size_bytes - _SIZE.size)
             what = "the file says a header that does not lie in it"
             damaged(self.path, what, f"at most {limit} bytes", f"{size} bytes")
-        found = parse_header(self._bytes_at(_SIZE.size, size), self.path)
+        found = parse_header(self.stored.bytes_at(_SIZE.size, size), self.path)
         at = 0
         for name, entry in found.items():
             if entry.offset_bytes != at:

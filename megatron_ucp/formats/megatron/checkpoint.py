@@ -2,10 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ucp.core.box import Ints
@@ -23,10 +21,11 @@ from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import (
     NO_RANDOM_STATES,
     CallerModel,
+    Checkpoint,
     Extras,
     Generators,
-    OpenedFolder,
 )
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments
@@ -44,21 +43,18 @@ from megatron_ucp.formats.megatron.run_state import (
 Read = TypeVar("Read")
 
 
-class MegatronFolder(OpenedFolder):
+class MegatronFolder(Checkpoint):
     """An opened tag folder; a context manager that closes its files. Subclasses set `manifest`."""
 
-    def __init__(self, folder: Path, told: CallerModel) -> None:
+    def __init__(self, folder: Folder, told: CallerModel) -> None:
         super().__init__(folder)
         self.told = told
         self.groups: Sequence[SavedGroup] = []
 
     def _guarded(self, read: Callable[[], Read]) -> Read:
         """What `read` gives; closes the files where it fails."""
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            found = read()
-            undo.pop_all()
-        return found
+        with self.closed_on_failure():
+            return read()
 
     # ------------------------------------------------ what subclasses give
 
@@ -109,7 +105,7 @@ class MegatronFolder(OpenedFolder):
         return found
 
     @cached_property
-    def _extras(self) -> Extras:
+    def extras(self) -> Extras:
         found, kept = self._guarded(self.read_extras), self.recorded
         return found if kept is None else replace(found, data_position=kept.run.get("data"))
 
@@ -117,9 +113,9 @@ class MegatronFolder(OpenedFolder):
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""
         if self.manifest.keeper == Keeper.WEIGHTS:
-            return [*self.led_here, "weights alone: no states of an optimizer"]
+            return [*self.path_notes, "weights alone: no states of an optimizer"]
         lower = (one.name for one in self.manifest.params if one.dtype != "float32")
-        return [*self.led_here, *([CLIPPED] if any(map(self.is_clipped, lower)) else [])]
+        return [*self.path_notes, *([CLIPPED] if any(map(self.is_clipped, lower)) else [])]
 
     def is_clipped(self, name: str) -> bool:
         """Whether a weight may differ from its rounded master in the last place: `--qk-clip` scales

@@ -3,12 +3,10 @@ the files (`.distcp`), which are rows of `.pt` archives."""
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
@@ -21,9 +19,8 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.byte_files import OpenFile, damaged
-from megatron_ucp.formats.checkpoint import Record
-from megatron_ucp.formats.manifest_beside import open_regular
+from megatron_ucp.formats.byte_files import OpenFile, Record, damaged
+from megatron_ucp.formats.folder import Folder, StoredFile
 from megatron_ucp.formats.megatron.arguments import OF_METADATA, OF_VALUES
 from megatron_ucp.formats.pt.file import PtArchive
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, storages_of
@@ -111,18 +108,15 @@ class Index:
         yield from self.objects.values()
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Folder) -> Index:
     """The index of a folder, compared with itself and with the files that lie there.
 
     Raises NotFoundError that names every file which is missing; DamagedFileError for an index that
     can't be, for chunks that overlap or leave gaps, and for a file that is shorter than the index
     says; UnsafePickleError, UnsupportedError.
     """
-    path = folder / INDEX_FILE
-    with open_regular(path) as file:
-        data = file.read(MAX_PICKLE_BYTES + 1)
-    tree = loads(data, file=str(path), allow=OF_METADATA)
-    index = _Reader(path).index(tree)
+    path, data = folder / INDEX_FILE, folder.small(INDEX_FILE, MAX_PICKLE_BYTES)
+    index = _Reader(path).index(loads(data, file=path, allow=OF_METADATA))
     _check_files(folder, index)
     return index
 
@@ -130,7 +124,7 @@ def read_index(folder: Path) -> Index:
 class _Reader:
     """Reads the unpickled index of one file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
 
     def index(self, tree: Any) -> Index:
@@ -202,7 +196,7 @@ class _Reader:
                 fix="load it with the program that wrote it, and save it again without "
                 "compression or encryption",
             )
-        good = isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..")
+        good = isinstance(name, str) and "/" not in name and name not in ("", "..")
         if not good or "\0" in name or name.startswith("."):
             self._fail("the index names a file outside of its folder", None, repr(name)[:80])
         if type(offset) is not int or type(size) is not int or offset < 0 or size < 1:
@@ -258,10 +252,10 @@ def _border_numbers(dim: int, size: int, chunks: Sequence[Chunk]) -> dict[int, i
     return {at: number for number, at in enumerate(sorted(borders))}
 
 
-def _check_files(folder: Path, index: Index) -> None:
+def _check_files(folder: Folder, index: Index) -> None:
     """Raises NotFoundError for files that are missing, DamagedFileError for one that is too short,
     and where two entries share bytes."""
-    missing = [name for name in index.file_names if not os.path.isfile(folder / name)]
+    missing = [name for name in index.file_names if not folder.is_file(name)]
     if missing:
         raise NotFoundError(
             "files that the index lists are missing",
@@ -280,7 +274,7 @@ def _check_files(folder: Path, index: Index) -> None:
                     found=f"at byte {place.offset_bytes}",
                 )
             at = place.offset_bytes + place.size_bytes
-        size = os.stat(folder / name).st_size
+        size = folder.size_bytes(name)
         if size < at:
             raise DamagedFileError(
                 "a file is shorter than the index says",
@@ -303,9 +297,8 @@ class DistcpFile(OpenFile):
     """One open file, and what the index says of it. An archive's directory and pickle are read
     when it is asked for."""
 
-    def __init__(self, path: str | os.PathLike[str], index: Index) -> None:
-        super().__init__(path)
-        name = os.path.basename(self.path)
+    def __init__(self, file: StoredFile, name: str, index: Index) -> None:
+        super().__init__(file)
         self.chunks = index.chunks_by_file.get(name, ())
         self.objects = index.objects_by_file.get(name, {})
         self._archives: dict[int, PtArchive] = {}

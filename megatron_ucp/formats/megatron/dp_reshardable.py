@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer
@@ -21,8 +20,9 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.byte_files import AssembledTensor
-from megatron_ucp.formats.checkpoint import ByteFile, CallerModel, Record, Where, tensor_at
+from megatron_ucp.formats.byte_files import AssembledTensor, ByteFile, Record, Where
+from megatron_ucp.formats.checkpoint import CallerModel, tensor_at
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.buffers import (
     BUFFER_STATES,
@@ -62,7 +62,9 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
     """One opened folder of that form. Raises as TorchDistCheckpoint; StateMismatchError where the
     buckets are not those of the run that the arguments describe."""
 
-    def __init__(self, folder: Path, told: CallerModel, index: Index, states: NamedStates) -> None:
+    def __init__(
+        self, folder: Folder, told: CallerModel, index: Index, states: NamedStates
+    ) -> None:
         self._buckets: list[tuple[PlacedBuffer, int]] = []  # of each flat buffer, with its number
         super().__init__(folder, told, index, states)
 
@@ -273,7 +275,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
             file = self.file(chunk.place.file)
             parts.append((file, file.record_of_chunk(tensor, chunk)))
-        self._open[name] = AssembledTensor(str(self.folder / name), parts)
+        self._open[name] = AssembledTensor(self.folder / name, parts)
         return self._open[name]
 
     def records(self, name: str) -> list[tuple[Record, str]]:

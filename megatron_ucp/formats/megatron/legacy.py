@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
@@ -35,7 +34,9 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Where
+from megatron_ucp.formats.byte_files import Where
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.buffers import (
@@ -88,9 +89,9 @@ class LegacyCheckpoint(RankFolders):
     """One opened tag folder. Raises a UcpError for anything that directories and pickles show;
     tensor bytes are not read."""
 
-    def __init__(self, folder: Path, told: CallerModel) -> None:
+    def __init__(self, folder: Folder, told: CallerModel) -> None:
         super().__init__(folder, told)
-        first = min(path.name for path in folder.iterdir() if OF_RANK.fullmatch(path.name))
+        first = min(name for name in folder.names() if OF_RANK.fullmatch(name))
         self._main = f"{first}/{MODEL_FILE}"
         self.main_file = self.full_path(self._main)
         self._guarded(self._read)
@@ -412,8 +413,8 @@ def _rank_of(one: PlacedBuffer, cut: Coords) -> RankFolder:
 class LegacyFormat:
     """Folders of `--ckpt-format torch`."""
 
-    def recognises(self, folder: Path) -> bool:
-        return any(OF_RANK.fullmatch(path.name) and path.is_dir() for path in folder.iterdir())
+    def recognises(self, folder: Folder) -> bool:
+        return any(OF_RANK.fullmatch(n) and folder.is_folder(n) for n in folder.names())
 
-    def open(self, folder: Path, told: CallerModel) -> Checkpoint:
+    def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
         return LegacyCheckpoint(folder, told)

@@ -5,7 +5,6 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
@@ -87,7 +86,7 @@ class RankFolders(MegatronFolder):
 
     def file(self, name: str) -> PtFile:
         if name not in self._open:
-            opened = self._closing.enter_context(PtFile(self.folder / name, allow=OF_VALUES))
+            opened = self._closing.enter_context(PtFile(self.folder.open(name), allow=OF_VALUES))
             self.evidence.compare(name, opened.size_bytes, opened.directory_sha256)
             self._open[name] = opened
         return self._open[name]
@@ -106,12 +105,12 @@ class RankFolders(MegatronFolder):
         self._require_listable()
         ranks = itertools.product(range(mesh.pp), range(mesh.ep), range(mesh.tp))
         out = {rank: rank.name(mesh) for rank in (RankFolder(tp, pp, ep) for pp, ep, tp in ranks)}
-        missing = [name for name in self._names(out) if not (self.folder / name).is_file()]
+        missing = [name for name in self._names(out) if not self.folder.is_file(name)]
         if missing:
             raise self._missing(
                 self.folder / missing[0], f"those of {mesh}", f"{len(missing)} missing"
             )
-        found = {path.name for path in self.folder.iterdir() if OF_RANK.fullmatch(path.name)}
+        found = {name for name in self.folder.names() if OF_RANK.fullmatch(name)}
         if odd := sorted(found - {*out.values()}):
             raise ForeignFileError(
                 "there are folders of ranks that the run did not have",
@@ -123,12 +122,12 @@ class RankFolders(MegatronFolder):
 
     def _require_listable(self) -> None:
         """Raises NotFoundError where far more ranks are missing than a list of them could name."""
-        mesh, here = self.saved_on, sum(1 for _ in self.folder.iterdir())
+        mesh, here = self.saved_on, len(self.folder.names())
         wanted = mesh.pp * mesh.ep * mesh.tp
         if wanted > here + _MOST_MISSING:
-            raise self._missing(self.folder, f"{wanted} folders, those of {mesh}", f"{here}")
+            raise self._missing(str(self.folder), f"{wanted} folders, those of {mesh}", f"{here}")
 
-    def _missing(self, file: Path, expected: str, found: str) -> NotFoundError:
+    def _missing(self, file: str, expected: str, found: str) -> NotFoundError:
         return NotFoundError(
             "files of model-parallel ranks are missing",
             file=file,
@@ -152,7 +151,7 @@ class RankFolders(MegatronFolder):
             if found != self.main_tree.get("iteration"):
                 raise ForeignFileError(
                     "a file is of another iteration than the others",
-                    file=self.folder / folder / MODEL_FILE,
+                    file=self.folder / f"{folder}/{MODEL_FILE}",
                     expected=self.main_tree.get("iteration"),
                     found=found,
                 )

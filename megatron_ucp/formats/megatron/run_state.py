@@ -10,7 +10,8 @@ from typing import Any
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Extras, Generators, Where
+from megatron_ucp.formats.byte_files import Where
+from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Extras, Generators
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import rate, size
 from megatron_ucp.formats.megatron.groups import SavedGroup

@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, alone
@@ -16,8 +15,9 @@ from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.checkpoint import CallerModel, Record, Where
-from megatron_ucp.formats.hugging_face.checkpoint import read_json
+from megatron_ucp.formats.byte_files import Record, Where
+from megatron_ucp.formats.checkpoint import CallerModel
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES, OF_VALUES
 from megatron_ucp.formats.megatron.checkpoint import MegatronFolder, not_proved
@@ -55,10 +55,12 @@ class TorchDistCheckpoint(MegatronFolder):
     Tensor bytes are not read.
     """
 
-    def __init__(self, folder: Path, told: CallerModel, index: Index, states: NamedStates) -> None:
+    def __init__(
+        self, folder: Folder, told: CallerModel, index: Index, states: NamedStates
+    ) -> None:
         super().__init__(folder, told)
         self.index, self.states = index, states
-        is_file = (folder / COMMON_FILE).is_file() or COMMON_KEY not in index.objects
+        is_file = folder.is_file(COMMON_FILE) or COMMON_KEY not in index.objects
         self._common_file = COMMON_FILE if is_file else None
         self.main_file = self.full_path(self._common_file or index.objects[COMMON_KEY].file)
         self._chunks: list[dict[str, StoredBlock]] = []  # of each buffer of a chunk, by state
@@ -275,9 +277,12 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def file(self, name: str) -> Any:
         if name not in self._open:
-            path = self.folder / name
-            file = PtFile(path, allow=OF_VALUES) if name == COMMON_FILE else None
-            self._open[name] = self._closing.enter_context(file or DistcpFile(path, self.index))
+            stored = self.folder.open(name)
+            if name == COMMON_FILE:
+                file = PtFile(stored, allow=OF_VALUES)
+            else:
+                file = DistcpFile(stored, name, self.index)
+            self._open[name] = self._closing.enter_context(file)
         return self._open[name]
 
     def records(self, name: str) -> list[tuple[Record, str]]:
@@ -358,14 +363,14 @@ def _shard(place: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     return f"{_RANDOM}shard_{'.'.join(map(str, place))}_{'.'.join(map(str, sizes))}"
 
 
-def check_backend(folder: Path) -> None:
+def check_backend(folder: Folder) -> None:
     """Raises UnsupportedError for what another program, or another format of Megatron, wrote."""
-    path = folder / METADATA_FILE
-    said = read_json(path).get("sharded_backend") if path.is_file() else None
+    metadata = folder.json(METADATA_FILE) if folder.is_file(METADATA_FILE) else {}
+    said = metadata.get("sharded_backend")
     if said != BACKEND:
         raise UnsupportedError(
             "this is no distributed checkpoint that Megatron-core writes by default",
-            file=path,
+            file=folder / METADATA_FILE,
             expected=f"sharded_backend {BACKEND}",
             found=said or f"no {METADATA_FILE}: torch_dcp or fsdp_dtensor",
             fix=f"save it again with --ckpt-format {BACKEND}",

@@ -565,13 +565,15 @@ def finish_files(folder: Path, plan: TorchDistPlan, common: Output) -> None:
 
 def entries_of(folder: Path) -> list[FileEntry]:
     """A manifest's lines about the files, but the index, whose name is none that a manifest may
-    list. Of the large ones the size alone: the index says their places, and each chunk has its
-    CRC-32. Raises OSError."""
-    return [
-        FileEntry(path.name, path.stat().st_size) if path.suffix == SUFFIX else entry_of(path)
-        for path in sorted(folder.iterdir())
-        if path.name != INDEX_FILE
-    ]
+    list. Raises OSError."""
+    return [entry_in(path) for path in sorted(folder.iterdir()) if path.name != INDEX_FILE]
+
+
+def entry_in(path: Path) -> FileEntry:
+    """A manifest's line about a file. Of a large one the size alone: the index says its places, and
+    each chunk has its CRC-32. Raises OSError."""
+    is_large = path.suffix == SUFFIX
+    return FileEntry(path.name, path.stat().st_size) if is_large else entry_of(path)
 
 
 def _bytes(output: Output, key: str) -> bytes:

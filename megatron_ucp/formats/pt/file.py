@@ -12,11 +12,10 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Self
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.byte_files import OpenFile, damaged
-from megatron_ucp.formats.checkpoint import Record
+from megatron_ucp.formats.byte_files import OpenFile, Record, damaged
+from megatron_ucp.formats.folder import StoredFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
 from megatron_ucp.formats.pt.unpickle import (
     MAX_PICKLE_BYTES,
@@ -48,27 +47,25 @@ class PtFile(OpenFile):
     records that do not overlap.
     """
 
-    vouched: VouchedClasses | None = None
-
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        file: StoredFile | str | os.PathLike[str],
         *,
         allow: AllowedClasses = NOTHING_MORE,
         vouched: VouchedClasses | None = None,
     ) -> None:
-        """`allow` and `vouched` are further classes that the pickle may name; see
-        `unpickle.loads`."""
-        super().__init__(path)
+        """`file` is as for `OpenFile`; `allow` and `vouched` are further classes that the pickle
+        may name, as for `unpickle.loads`."""
+        super().__init__(file)
+        self._allow = allow
         self.vouched = vouched
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self._read_directory(allow)
+            self._read_directory()
             on_failure.pop_all()
 
-    def _read_directory(self, allow: AllowedClasses) -> None:
-        self._allow = allow
-        start, directory = find_directory(self.size_bytes, self._bytes_at, self.path)
+    def _read_directory(self) -> None:
+        start, directory = find_directory(self.size_bytes, self.stored.bytes_at, self.path)
         self.directory_sha256 = hashlib.sha256(directory).hexdigest()
         """Evidence that this is a certain file: it covers all names, places, sizes and CRC-32s."""
         self._entries = parse_directory(directory, start, self.path)
@@ -80,11 +77,6 @@ class PtFile(OpenFile):
         self.has_checksums = any(entry.crc32 for entry in self._entries.values())
         """False when torch was told not to compute any (`set_crc32_options(False)`): all are 0
         then."""
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str], *, allow: AllowedClasses = NOTHING_MORE) -> Self:
-        """Same as the constructor."""
-        return cls(path, allow=allow)
 
     def __repr__(self) -> str:
         return f"PtFile({self.path!r}, {len(self._entries)} records)"
@@ -171,7 +163,7 @@ class PtFile(OpenFile):
     def _whole(self, name: str) -> bytes:
         """A small record, its checksum compared."""
         record = self.records[f"{self.root}/{name}"]
-        data = self._bytes_at(record.offset_bytes, record.size_bytes)
+        data = self.stored.bytes_at(record.offset_bytes, record.size_bytes)
         self._compare_crc(record, zlib.crc32(data))
         return data
 
@@ -186,7 +178,7 @@ class PtFile(OpenFile):
         """The record, its payload found through its local header, which must be the one that the
         directory means."""
         entry, raw = self._entries[name], name.encode()
-        header = self._bytes_at(entry.header_bytes, LOCAL.size + len(raw))
+        header = self.stored.bytes_at(entry.header_bytes, LOCAL.size + len(raw))
         mark, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(header)
         offset_bytes = entry.header_bytes + LOCAL.size + name_bytes + extra_bytes
         if (
@@ -206,6 +198,27 @@ class PtFile(OpenFile):
         return Record(name, offset_bytes, entry.size_bytes, entry.crc32)
 
 
+class _Part(StoredFile):
+    """`size_bytes` of a file from byte `start` on, as a file of its own. All that an archive with
+    one tensor has besides its elements lies at its two ends, which are read at once."""
+
+    def __init__(self, whole: StoredFile, start: int, size_bytes: int) -> None:
+        self.path, self.size_bytes = whole.path, size_bytes
+        self._whole, self._start = whole, start
+        ends = {0, max(0, size_bytes - _END_BYTES)}
+        self._ends = [(at, whole.bytes_at(start + at, min(_END_BYTES, size_bytes))) for at in ends]
+
+    def close(self) -> None:
+        """The file around it stays open."""
+
+    def read(self, start_byte: int, target: memoryview) -> None:
+        for at, block in self._ends:
+            if at <= start_byte and start_byte + len(target) <= at + len(block):
+                target[:] = block[start_byte - at : start_byte - at + len(target)]
+                return
+        self._whole.read(self._start + start_byte, target)
+
+
 class PtArchive(PtFile):
     """A `.pt` archive that lies inside of a larger open file: `size_bytes` from byte `start` on.
     Places of its records count from there. It is open as long as that file is."""
@@ -213,31 +226,8 @@ class PtArchive(PtFile):
     def __init__(
         self, file: OpenFile, start: int, size_bytes: int, allow: AllowedClasses = NOTHING_MORE
     ) -> None:
-        self.path, self.size_bytes = file.path, size_bytes
-        self._inside, self._start = file, start
-        end = max(0, size_bytes - _END_BYTES)
-        self._ends = [
-            (at, super(PtArchive, self)._bytes_at(at, min(_END_BYTES, size_bytes)))
-            for at in {0, end}
-        ]
-        self._read_directory(allow)
-
-    @property
-    def fd(self) -> int:
-        return self._inside.fd
-
-    def close(self) -> None:
-        """The file around it stays open."""
-
-    def _read_at(self, offset_bytes: int, view: memoryview) -> None:
-        super()._read_at(self._start + offset_bytes, view)
-
-    def _bytes_at(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """Of an archive with one tensor all else lies at its ends."""
-        for at, block in self._ends:
-            if at <= offset_bytes and offset_bytes + size_bytes <= at + len(block):
-                return block[offset_bytes - at : offset_bytes - at + size_bytes]
-        return super()._bytes_at(offset_bytes, size_bytes)
+        self._start = start
+        super().__init__(_Part(file.stored, start, size_bytes), allow=allow)
 
     def in_file(self, record: Record, name: str) -> Record:
         """A record by its place in the file around the archive, where it has another name."""

@@ -655,7 +655,7 @@ class _Prepared:
 
 def _prepared(source: Checkpoint, asked: _Asked) -> _Prepared:
     """Finds the config, and decides under which names and in which files tensors are written."""
-    found = config_for(source.manifest, asked.config, source.folder)
+    found = config_for(source.manifest, asked.config, Path(str(source.folder)))
     given = None if found is None else found.tree
     notes, family = _notes(source, given is None), asked.family
     if found is not None and asked.config is None:

@@ -19,6 +19,7 @@ from megatron_ucp.families.settings import Architecture
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.deepspeed.writer import RunSettings
+from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.reshard.convert import NATIVE, Converted, Writing, refuse_unused
@@ -89,7 +90,7 @@ def import_hf(
     writing = Writing(folder, NATIVE, latest, allow, progress, started)
     twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
     model = _model(twin.family, _padded(sizes, padded_vocab), asked.mesh.tp, str(src))
-    with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
+    with HuggingFaceCheckpoint(LocalFolder(src), twin.shares, twin.specs) as source:
         check_source(source, folder, allow)
         wanted, staged = _wanted(model, architecture, asked, source, config)
         settings = _settings(wanted.target, config)

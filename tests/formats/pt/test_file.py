@@ -18,8 +18,7 @@ from isal import isal_zlib
 
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats.checkpoint import Record
-from megatron_ucp.formats.pt import file as pt_file
+from megatron_ucp.formats.byte_files import Record
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
 from megatron_ucp.formats.pt.unpickle import with_tensors
@@ -71,7 +70,7 @@ def check_all(path: Path, source: object) -> int:
         elif not isinstance(mine, InertObject):
             assert mine == theirs
 
-    with PtFile.open(path) as file:
+    with PtFile(path) as file:
         walk(with_tensors(file.tree, lambda ref: rebuild(file, ref)), expected, source)
     return compared
 
@@ -257,9 +256,9 @@ def test_opening_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         read.append((offset, count))
         return count
 
-    monkeypatch.setattr(pt_file.os, "preadv", counting)
+    monkeypatch.setattr(os, "preadv", counting)
     for other in ("read", "pread", "readv"):
-        monkeypatch.setattr(pt_file.os, other, None)
+        monkeypatch.setattr(os, other, None)
     with PtFile(path) as file:
         directory_bytes = sum(count for _, count in read)
         assert len(read) == 3 and directory_bytes < 2000
@@ -319,10 +318,10 @@ def test_short_counts_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ref = file.tree
         assert isinstance(ref, TensorRef)
         monkeypatch.setattr(
-            pt_file.os, "preadv", lambda fd, views, offset: real(fd, [views[0][:7]], offset)
+            os, "preadv", lambda fd, views, offset: real(fd, [views[0][:7]], offset)
         )
         assert torch.equal(rebuild(file, ref), torch.arange(1000))
-        monkeypatch.setattr(pt_file.os, "preadv", lambda fd, views, offset: 0)
+        monkeypatch.setattr(os, "preadv", lambda fd, views, offset: 0)
         with pytest.raises(DamagedFileError, match="truncated"):
             rebuild(file, ref)
 
@@ -330,7 +329,7 @@ def test_short_counts_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_closing(tmp_path: Path) -> None:
     torch.save(torch.ones(1), tmp_path / "x.pt")
     with PtFile(tmp_path / "x.pt") as file:
-        fd = file.fd
+        fd = file.stored.fd
         assert os.fstat(fd).st_size == file.size_bytes == (tmp_path / "x.pt").stat().st_size
     file.close()
     with pytest.raises(OSError):

@@ -1,11 +1,16 @@
-"""What resumes in every engine besides tensors: random generators, the position in the data."""
+"""The state of a run that is no element of a tensor: counters, schedule, random generators, the
+position in the data. A save writes it, a hold keeps it, a load sets it.
+
+Example: of step 80 the elements of all weights and moments lie in large files; that it is step 80,
+the learning rate's schedule, what dropout draws next and which sample comes next is run state.
+"""
 
 import copy
 import hashlib
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,8 +19,9 @@ import numpy as np
 import torch
 
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.values import Values
+from megatron_ucp.engines.values import LiveValues, Values
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
+from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.per_rank import RANDOM_STATES
@@ -44,13 +50,6 @@ CONVERTED = (
 
 def file_name(rank: int) -> str:
     return f"{RANDOM_STATES}{rank:05d}.safetensors"
-
-
-def write(folder: Path, rank: int) -> Path:
-    """Writes this rank's generators; returns the file."""
-    path = folder / file_name(rank)
-    path.write_bytes(file_bytes())  # not save_file: its files are for the user alone
-    return path
 
 
 def file_bytes() -> bytes:
@@ -451,13 +450,67 @@ class _Rest:
         return len(self._owner.sampler)
 
 
-# ---- common extras
-#
-# What resumes in every engine besides tensors, in the same way.
+# ---- what a save writes, and a hold keeps
 
 
 @dataclass(frozen=True)
-class CommonExtras:
+class DataPlace:
+    """What a program moves that draws data: random states, as the bytes of a file (None: they are
+    not kept), and what a manifest says of the position of a loader."""
+
+    random: bytes | None
+    position: Mapping[str, Any]
+
+    @classmethod
+    def now(cls, loader: ResumableLoader | None, rng: bool) -> "DataPlace":
+        """As it is."""
+        position = {} if loader is None else {"data": loader.state_dict()}
+        return cls(file_bytes() if rng else None, position)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What one rank has of a run besides elements. `facts` are lines of the manifest's `run`, the
+    same on all ranks; `files` what this rank alone has, as small files by their names; `notes` say
+    what no load on another mesh gets. Nothing of it changes when the engine trains on."""
+
+    facts: Mapping[str, Any]
+    files: Mapping[str, bytes]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of_ranks(
+        cls,
+        facts: Mapping[str, Any],
+        own: LiveValues,
+        place_now: Callable[[], DataPlace],
+        folder: Path,
+        notes: Sequence[str] = (),
+    ) -> "RunState":
+        """Compares the values that this rank has for itself with those of the others: what differs
+        is kept for each. Errors name the file in `folder`. Collective. Raises SaveError."""
+        differing = own.differing(agree.collect(own.digest))
+        rank, files = agree.world()[0], dict[str, bytes]()
+        with agree.together():
+            place = place_now()
+            found = {**facts, **place.position}
+            if place.random is not None:
+                files[file_name(rank)] = place.random
+            if differing:
+                name = per_rank.file_name(rank)
+                files[name] = own.text(folder / name, differing).encode()
+                found[per_rank.PER_RANK] = differing.as_value()
+                notes = [*notes, f"differs from rank to rank, and is kept for each: {differing}"]
+            return cls(copy.deepcopy(found), files, tuple(notes))
+
+
+# ---- what a load sets
+#
+# What resumes in every engine in the same way.
+
+
+@dataclass(frozen=True)
+class CommonState:
     """Values of a checkpoint, ready to be set."""
 
     counters: Mapping[str, int]
@@ -468,14 +521,14 @@ class CommonExtras:
     loader: KeepsPosition | None
 
     @classmethod
-    def taken(
+    def prepare(
         cls,
         source: Checkpoint,
         values: Values,
         how: LoadOptions,
         mesh: Mesh,
         place: tuple[int, int],
-    ) -> "CommonExtras":
+    ) -> "CommonState":
         """`place` is this rank's data-parallel rank and pipeline stage. Raises StateMismatchError
         where the data position does not fit the loader."""
         saved = source.extras
@@ -490,7 +543,7 @@ class CommonExtras:
         built = values.built(dict(client), "client_state")
         return cls(saved.counters, saved.scaler, built, randoms, position, how.loader)
 
-    def go_on(self) -> list[str]:
+    def apply(self) -> list[str]:
         """Sets random states and the data position; returns notes."""
         self.randoms.apply()
         notes = [self.randoms.note] if self.randoms.note else []

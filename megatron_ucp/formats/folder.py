@@ -1,0 +1,330 @@
+"""A folder whose files are read, on the local disk or wherever else files lie.
+
+Readers of every format are given a `Folder`, and touch no file system themselves: another kind of
+storage is another subclass of `Folder` and of `StoredFile`.
+"""
+
+import fcntl
+import json
+import os
+import resource
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from megatron_ucp.core.manifest import FileEntry
+from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
+
+MAX_JSON_BYTES = 256 * 2**20
+
+
+class StoredFile(ABC):
+    """A file that is open to be read at any byte; a context manager. `path` names it in messages.
+
+    Example: `file.read(8, memoryview(bytearray(4)))` takes the bytes 8 to 11.
+    """
+
+    path: str
+    size_bytes: int
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def read(self, start_byte: int, target: memoryview) -> None:
+        """Fills `target` with the bytes from `start_byte` on. Raises DamagedFileError where the
+        file ends before."""
+
+    def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
+        """For each of `starts` fills `size_bytes` of `target` from the same one of `places` on."""
+        for start, place in zip(starts, places, strict=True):
+            self.read(start, target[place : place + size_bytes])
+
+    def bytes_at(self, start_byte: int, size_bytes: int) -> bytes:
+        """Bytes of the file. Raises as `read`."""
+        data = bytearray(size_bytes)
+        self.read(start_byte, memoryview(data))
+        return bytes(data)
+
+    def whole(self, max_bytes: int) -> bytes:
+        """All bytes. Raises DamagedFileError where they are more than `max_bytes`."""
+        if self.size_bytes > max_bytes:
+            raise DamagedFileError(
+                "the file is larger than any of its kind",
+                file=self.path,
+                expected=f"at most {max_bytes} bytes",
+                found=f"{self.size_bytes} bytes",
+            )
+        return self.bytes_at(0, self.size_bytes)
+
+    def keeps_folder(self) -> bool:
+        """Asks that nobody removes the folder while this file is open. False where somebody is
+        removing it already."""
+        return True
+
+
+class Folder(ABC):
+    """A folder whose files are read. What lies in it has a name relative to it, also in a folder
+    below ("zero/weight/fp32.pt"); `folder / name` is the full path, as messages say it."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    @abstractmethod
+    def __truediv__(self, name: str) -> str:
+        """The full path of a name."""
+
+    @abstractmethod
+    def name_of(self, path: str) -> str:
+        """The name that has a full path."""
+
+    @abstractmethod
+    def names(self, below: str = "") -> list[str]:
+        """Sorted names of files and folders, without what lies below these: of the folder itself,
+        or of the one `below`, where they are relative to that one."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool:
+        """Whether anything has this name: a file, a folder, a link that leads nowhere."""
+
+    @abstractmethod
+    def is_file(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def is_folder(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def size_bytes(self, name: str) -> int: ...
+
+    @abstractmethod
+    def open(self, name: str) -> StoredFile:
+        """Opens a regular file. Raises NotFoundError, DamagedFileError."""
+
+    def small(self, name: str, max_bytes: int) -> bytes:
+        """A small file whole. Raises as `open`, and DamagedFileError for a larger one."""
+        with self.open(name) as file:
+            return file.whole(max_bytes)
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        """An object in a JSON file. Raises as `small`, and DamagedFileError for anything else."""
+        data = self.small(name, MAX_JSON_BYTES)
+        try:
+            tree: Any = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DamagedFileError(
+                "the file is no JSON",
+                file=self / name,
+                found=f"{type(error).__name__}: {str(error)[:200]}",
+            ) from None
+        if not isinstance(tree, dict):
+            raise DamagedFileError(
+                "the file holds no JSON object", file=self / name, found=type(tree).__name__
+            )
+        return tree
+
+    def check_size(self, entry: FileEntry) -> None:
+        """Raises DamagedFileError for a file of another size than a manifest lists."""
+        size = self.size_bytes(entry.name)
+        if size != entry.size_bytes:
+            raise DamagedFileError(
+                "a file has another size than the manifest says",
+                file=self / entry.name,
+                expected=f"{entry.size_bytes} bytes",
+                found=f"{size} bytes",
+            )
+
+
+# ---- the local disk
+
+
+class LocalFile(StoredFile):
+    """A regular file of the local disk. Raises NotFoundError where there is none that may be read,
+    DamagedFileError for a pipe, a device, a folder, or one that can't be read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._fd = _open(self.path)
+        try:
+            self.size_bytes = _regular_size(self.path, self._fd)
+        except DamagedFileError:
+            self.close()
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, open until `close`. Raises UsageError afterwards."""
+        if self._fd < 0:
+            raise UsageError("the file has been closed", file=self.path, fix="open it again")
+        return self._fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def read(self, start_byte: int, target: memoryview) -> None:
+        done = 0
+        while done < len(target):  # one call moves at most 2 GiB
+            try:
+                count = os.preadv(self.fd, [target[done:]], start_byte + done)
+            except OSError as error:
+                _damaged(self.path, "the file can't be read", None, error.strerror)
+            if count == 0:
+                expected = f"{len(target)} bytes from byte {start_byte}"
+                _damaged(self.path, "the file is truncated", expected, f"{done} bytes")
+            done += count
+
+    def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
+        """Many short rows cost little more than their system calls."""
+        fd, preadv = self.fd, os.preadv
+        for start, place in zip(starts, places, strict=True):
+            row = target[place : place + size_bytes]
+            try:
+                count = preadv(fd, (row,), start)
+            except OSError:
+                count = 0
+            if count != size_bytes:  # says what is wrong, or reads the rest
+                self.read(start + count, row[count:])
+
+    def keeps_folder(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+        return True
+
+
+class LocalFolder(Folder):
+    """A folder of the local disk, which holds what it held when it was first asked."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = str(Path(path))
+        self._before_names = {".": "", "/": "/"}.get(self._path, f"{self._path}/")
+        self._entries: dict[str, dict[str, os.DirEntry[str]]] = {}
+        self._opened = 0
+
+    def __str__(self) -> str:
+        return self._path
+
+    def __truediv__(self, name: str) -> str:
+        return f"{self._before_names}{name}"
+
+    def name_of(self, path: str) -> str:
+        return path.removeprefix(self._before_names)
+
+    def names(self, below: str = "") -> list[str]:
+        return sorted(self._entries_of(below))
+
+    def __contains__(self, name: str) -> bool:
+        return self._entry(name) is not None
+
+    def is_file(self, name: str) -> bool:
+        entry = self._entry(name)
+        with suppress(OSError):  # a link to itself
+            return entry is not None and entry.is_file()
+        return False
+
+    def is_folder(self, name: str) -> bool:
+        entry = self._entry(name)
+        with suppress(OSError):
+            return entry is not None and entry.is_dir()
+        return False
+
+    def size_bytes(self, name: str) -> int:
+        return os.stat(self / name).st_size
+
+    def open(self, name: str) -> LocalFile:
+        self._opened += 1
+        _allow_descriptors(self._opened)
+        return LocalFile(self / name)
+
+    def _entry(self, name: str) -> os.DirEntry[str] | None:
+        below, _, last = name.rpartition("/")
+        return self._entries_of(below).get(last)
+
+    def _entries_of(self, below: str) -> dict[str, os.DirEntry[str]]:
+        """What lies in the folder, or in one below it; nothing where there is none."""
+        if below not in self._entries:
+            entries: dict[str, os.DirEntry[str]] = {}
+            with (
+                suppress(FileNotFoundError, NotADirectoryError, ValueError),
+                os.scandir(self / below if below else self._path) as found,
+            ):
+                entries = {entry.name: entry for entry in found}
+            self._entries[below] = entries
+        return self._entries[below]
+
+
+def _damaged(path: str, problem: str, expected: object, found: object) -> NoReturn:
+    raise DamagedFileError(problem, file=path, expected=expected, found=found)
+
+
+def _open(path: str) -> int:
+    try:  # not blocking, or a named pipe would wait for its writer
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(
+            "the file does not exist", file=path, fix="restore it, or load another tag"
+        ) from error
+    except ValueError as error:
+        raise UsageError(
+            "the path is malformed",
+            found=repr(path),
+            fix="give a path without control characters, and not longer than the system takes",
+        ) from error
+    except PermissionError as error:  # no damage: who may read it finds it whole
+        raise NotFoundError(
+            "the file may not be read",
+            file=path,
+            found=f"{error.strerror}: {_rights(path)}",
+            fix="give its reader the right to read it, or read it as its owner",
+            id="",
+        ) from error
+    except OSError as error:
+        raise DamagedFileError(
+            "the file can't be opened", file=path, found=error.strerror
+        ) from error
+
+
+def _rights(path: str) -> str:
+    """Owner and mode of a file, as `ls -l` shows them."""
+    with suppress(OSError):
+        status = os.stat(path)
+        return f"{stat.filemode(status.st_mode)} of user {status.st_uid}, and this is {os.getuid()}"
+    return "its folder may not be entered"
+
+
+def _regular_size(path: str, fd: int) -> int:
+    try:
+        status = os.fstat(fd)
+    except OSError as error:
+        _damaged(path, "the file can't be read", None, error.strerror)
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device"
+        _damaged(path, "this is no regular file", None, kind)
+    return status.st_size
+
+
+def _allow_descriptors(count: int) -> None:
+    """Lets this process have as many files open as it may: a folder of thousands is read with all
+    of them open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard and 2 * count + 128 > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

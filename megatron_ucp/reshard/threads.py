@@ -1,0 +1,49 @@
+"""Work that other threads do meanwhile, if need be when nobody else works."""
+
+import ctypes
+import os
+import platform
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from megatron_ucp.reshard.agree import KeptBack
+
+
+class Alongside(threading.Thread):
+    """Work that another thread does meanwhile; `is_lowest`: when nobody else works. It needs no
+    pool of `concurrent.futures`: these take no work from the moment when the main thread ends."""
+
+    def __init__(self, work: Callable[[], Any], is_lowest: bool = False) -> None:
+        super().__init__(name="ucp-alongside", daemon=True)
+        self._work, self._is_lowest, self._kept = work, is_lowest, KeptBack()
+        self._value: Any = None
+        self.start()
+
+    def run(self) -> None:
+        """In the thread."""
+        if self._is_lowest:
+            at_lowest_priority()
+        with self._kept:
+            self._value = self._work()
+
+    def result(self) -> Any:
+        """What the work returned, once it has. Raises what it raised."""
+        self.join()
+        self._kept.raise_kept()
+        return self._value
+
+
+def at_lowest_priority() -> None:
+    """This thread works when nobody else does: of processors, and of disks."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    _idle_disk()
+
+
+def _idle_disk() -> None:
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())  # ioprio_set(2)
+    if number is not None:
+        lowest = 2 << 13 | 7  # best effort, level 7: an idle class may never be served
+        ctypes.CDLL(None).syscall(number, 1, threading.get_native_id(), lowest)
