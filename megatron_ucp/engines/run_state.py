@@ -525,7 +525,7 @@ class CommonState:
         cls,
         source: Checkpoint,
         values: Values,
-        how: LoadOptions,
+        options: LoadOptions,
         mesh: Mesh,
         place: tuple[int, int],
     ) -> "CommonState":
@@ -533,15 +533,15 @@ class CommonState:
         where the data position does not fit the loader."""
         saved = source.extras
         client = saved.client_state
-        if how.own is not None:
-            client = how.own.over(client, how.apart)
-        position = None if how.module_only else saved.data_position
-        if how.loader is not None and position is not None:
-            how.loader.check(position, str(source.folder))
+        if options.own is not None:
+            client = options.own.over(client, options.apart)
+        position = None if options.module_only else saved.data_position
+        if options.loader is not None and position is not None:
+            options.loader.check(position, str(source.folder))
         rank = agree.world()[0]
-        randoms = Restored.plan(source, mesh, rank, place) if how.rng else Restored(None)
+        randoms = Restored.plan(source, mesh, rank, place) if options.rng else Restored(None)
         built = values.built(dict(client), "client_state")
-        return cls(saved.counters, saved.scaler, built, randoms, position, how.loader)
+        return cls(saved.counters, saved.scaler, built, randoms, position, options.loader)
 
     def apply(self) -> list[str]:
         """Sets random states and the data position; returns notes."""
