@@ -339,8 +339,8 @@ def _instead_of(stock: Callable[..., Any], own: Callable[..., Any]) -> Callable[
 
 
 class _DeepSpeedHandle(Handle):
-    """An engine of DeepSpeed, which is saved as `save_options` say; `stock_save` and `stock_load` are its
-    own methods."""
+    """An engine of DeepSpeed, which is saved as `save_options` say; `stock_save` and `stock_load`
+    are its own methods."""
 
     def __init__(
         self,
