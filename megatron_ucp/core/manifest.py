@@ -2,7 +2,7 @@
 no authority."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -12,7 +12,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import ContradictionError, FlatBuffer, Member, Scalars
 from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Replicate
 from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
-from megatron_ucp.core.names import Keeper
+from megatron_ucp.core.names import ITEMSIZE, Keeper
 from megatron_ucp.errors import LayoutError, UsageError
 
 FILE_NAME = "ucp_manifest.json"
@@ -30,6 +30,22 @@ SAVED_ON = "saved_on"  # of a manifest's run: its mesh, where the files don't de
 KINDS = ("trainable", "frozen", "buffer")
 BufferPart = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
 Order = Sequence[Sequence[str]]  # of each group's trainable parameters, as its optimizer has them
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One stored run of elements: a state of one partition of a buffer, at a place along the axes
+    that cut it."""
+
+    buffer: int
+    cut: Coords
+    part: int
+    state: str
+
+    @property
+    def place(self) -> BufferPart:
+        """The partition that it is a state of."""
+        return self.buffer, self.cut, self.part
 
 
 @dataclass(frozen=True)
@@ -308,6 +324,17 @@ class Manifest:
         """The shape of a rank's share of a parameter that is cut evenly."""
         spec = self.by_name[param]
         return spec.layout.local_shape(param, spec.shape, self.mesh.shares())
+
+    def slots(self, parts: Iterable[BufferPart]) -> Iterator[Slot]:
+        """Every state of some partitions: of partition 0 of buffer 3 at ("tp", 1) those called
+        "fp32", "exp_avg" and "exp_avg_sq", of a frozen parameter "value" alone."""
+        for part in parts:
+            yield from (Slot(*part, state) for state, _ in self.buffers[part[0]].states)
+
+    def bytes_of(self, slot: Slot) -> int:
+        """Bytes of a slot, padding included."""
+        buffer = self.buffers[slot.buffer]
+        return buffer.of(slot.state).elems(slot.part) * ITEMSIZE[buffer.dtype_of(slot.state)]
 
     def parts_of(self, rank: int) -> list[BufferPart]:
         """What a rank holds: number of the buffer, the rank's place along the axes that cut it, the

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Partial, Piece
-from megatron_ucp.core.manifest import BufferPart, Manifest, differs_in_padding
+from megatron_ucp.core.manifest import BufferPart, Manifest, Slot, differs_in_padding
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.errors import InexactError, PlanError
@@ -23,22 +23,6 @@ LOSSLESS = frozenset(
         ("float32", "float64"),
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One stored run of elements: a state of one partition of a buffer, at a place along the axes
-    that cut it."""
-
-    buffer: int
-    cut: Coords
-    part: int
-    state: str
-
-    @property
-    def place(self) -> BufferPart:
-        """The partition that it is a state of."""
-        return self.buffer, self.cut, self.part
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,6 +311,20 @@ def manifest() -> Manifest:
     )
 
 
+def test_the_slots_of_a_rank_and_their_bytes():
+    one = manifest()
+    slots = list(one.slots(one.parts_of(0)))
+    assert [(slot.buffer, slot.state) for slot in slots] == [
+        (number, state)
+        for number, _, _ in one.parts_of(0)
+        for state, _ in one.buffers[number].states
+    ]
+    for slot in slots:
+        buffer = one.buffers[slot.buffer]
+        size = {"float32": 4, "bfloat16": 2}[buffer.dtype_of(slot.state)]
+        assert one.bytes_of(slot) == buffer.partition_elems * size > 0
+
+
 def test_a_manifest_that_contradicts_itself():
     good = manifest()
     assert from_json(to_json(good), "f") == good

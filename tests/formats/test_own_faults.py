@@ -27,8 +27,8 @@ GOLDEN = Path(__file__).parent / "golden"
 ERRORS = (KeyError("planted"), ValueError("planted"), AttributeError("planted"))
 HELPERS = {
     "zero1": [
-        (manifest, "flattened"),
-        (manifest, "check_momentum"),
+        (run, "reader_for"),
+        (run, "check_momentum"),
         (manifest, "number_and_count"),
         (manifest, "buffer_names"),
         (run, "etp_of"),

@@ -22,10 +22,6 @@ class Source(TagFolder):
     weights: Any = SimpleNamespace(name_of=lambda name, file: name)
     expert_counts: Any = MappingProxyType[str, int]({})
 
-    @property
-    def files(self) -> TagFolder:
-        return self
-
     def where(self, slot: object) -> Any:
         raise NotImplementedError
 

@@ -74,7 +74,7 @@ def test_stages_of_a_pipeline_are_joined_at_every_depth() -> None:
         first_of_stages=list(trees),
         places=[on_stage(0), on_stage(1)],
         stages=groups,
-        files=SimpleNamespace(tree=trees.__getitem__),
+        tree=trees.__getitem__,
     )
     found = _joined_scheduler(source)
     assert _rates(found) == [[0.1, 0.2, 0.3]] * 3 and found["_last_lr"] == [0.1, 0.2, 0.3]

@@ -6,14 +6,14 @@ import pytest
 
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.values import InertObject
-from megatron_ucp.formats.optimizers import with_rules
+from megatron_ucp.formats.deepspeed.config import DeepSpeedConfig
 
 FUSED = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def _rule(settings: Any, kind: Any, optimizer: str = "", **params: Any) -> str:
     config = {"optimizer": {"type": kind, "params": params}}
-    (group,) = with_rules([ParamGroup(settings, optimizer)], config)
+    (group,) = DeepSpeedConfig(config).with_rules([ParamGroup(settings, optimizer)])
     return group.steps_as
 
 
@@ -46,4 +46,4 @@ def test_only_where_the_groups_leave_it_open() -> None:
 @pytest.mark.parametrize("config", [None, {}, {"optimizer": None}, {"optimizer": {"params": 3}}])
 def test_a_config_that_names_none(config: Any) -> None:
     groups = (ParamGroup(FUSED),)
-    assert with_rules(groups, config) == groups
+    assert DeepSpeedConfig(config).with_rules(groups) == groups

@@ -21,8 +21,8 @@ from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.optimizers import (
     PlainFile,
 )
-from megatron_ucp.formats.deepspeed.run import SlotPlaces
-from megatron_ucp.formats.proof import Run, same_run
+from megatron_ucp.formats.deepspeed.run import NativeRun
+from megatron_ucp.formats.proof import are_masters
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 MATCHED = (
@@ -36,12 +36,12 @@ _FIX = (
 )
 
 
-def by_position(step: SlotPlaces) -> bool:
+def by_position(run: NativeRun) -> bool:
     """Whether nothing but their position says whose the optimizer's states are."""
-    return step.recorded is None and step.contents.keeper == Keeper.ZERO_0
+    return run.recorded is None and run.contents.keeper == Keeper.ZERO_0
 
 
-def check_positions(step: SlotPlaces, mp: int, allow: Collection[str], optimizer: bool) -> None:
+def check_positions(run: NativeRun, mp: int, allow: Collection[str], optimizer: bool) -> None:
     """Compares the order of the caller's groups with what the file of a model-parallel rank shows.
 
     Masters are casts of the weights, which have names: all of them are compared. What they can't
@@ -50,7 +50,7 @@ def check_positions(step: SlotPlaces, mp: int, allow: Collection[str], optimizer
     "positions" takes it anyway, with "stale" it lets masters differ from the weights. Without the
     `optimizer` masters alone count. Raises StateMismatchError.
     """
-    found = _Positions(step, *divmod(mp, step.mesh.tp))
+    found = _Positions(run, *divmod(mp, run.mesh.tp))
     shown = found.has_masters and "stale" not in allow
     if shown:
         found.compare_masters()
@@ -62,7 +62,7 @@ def check_positions(step: SlotPlaces, mp: int, allow: Collection[str], optimizer
 class _Positions:
     """The parameters of one stage and tensor-parallel rank that an optimizer steps."""
 
-    step: SlotPlaces
+    run: NativeRun
     stage: int
     tp: int
 
@@ -72,13 +72,13 @@ class _Positions:
         own = (), at_tp(self.tp)  # a rank's own buffers, where shares are of different sizes
         return [
             (number, buffer)
-            for number, buffer in enumerate(self.step.manifest.buffers)
+            for number, buffer in enumerate(self.run.manifest.buffers)
             if buffer.stepped and buffer.stage == self.stage and buffer.share in own
         ]
 
     @cached_property
     def module(self) -> Mapping[str, Any]:
-        return self.step.weights.module(self.tp)
+        return self.run.weights.module(self.tp)
 
     @cached_property
     def _shapes(self) -> Counter[Ints]:
@@ -86,7 +86,7 @@ class _Positions:
 
     @property
     def has_masters(self) -> bool:
-        return not isinstance(self.step.format_of(self.stage), PlainFile)
+        return not isinstance(self.run.stage(self.stage).format, PlainFile)
 
     @property
     def has_states(self) -> bool:
@@ -95,8 +95,8 @@ class _Positions:
 
     @property
     def file(self) -> str:
-        mp = self.stage * self.step.mesh.tp + self.tp
-        return self.step.files.full_path(self.step.model_of(mp))
+        mp = self.stage * self.run.mesh.tp + self.tp
+        return self.run.full_path(self.run.model_of(mp))
 
     def compare_masters(self) -> None:
         """Raises StateMismatchError for masters that are not those of the weights under their
@@ -104,7 +104,7 @@ class _Positions:
         for number, buffer in self.stepped:
             for member in buffer.members:
                 # of a tied parameter the first stage's copy is in a layer file, and no other
-                first = self.step.manifest.is_read(member.param, number)
+                first = self.run.manifest.is_read(member.param, number)
                 if first and self._differs(number, member):
                     raise StateMismatchError(
                         "masters in the optimizer's states are not those of the weights that the "
@@ -121,11 +121,11 @@ class _Positions:
         weight = self.module[member.param]
         if not isinstance(weight, TensorRef) or not weight.is_contiguous:
             return False
-        axes = self.step.manifest.buffers[number].axes
-        cut = tuple((axis, self.tp % self.step.mesh.size(axis)) for axis in axes)
-        masters = self.step.where(Slot(number, cut, 0, MASTER))
-        beside = self.step.files.place(self.step.weights.file_of(member.param, self.tp), weight)
-        return not same_run(Run(masters, member.start), Run(beside, 0), member.size)
+        axes = self.run.manifest.buffers[number].axes
+        cut = tuple((axis, self.tp % self.run.mesh.size(axis)) for axis in axes)
+        masters = self.run.where(Slot(number, cut, 0, MASTER))
+        beside = self.run.place(self.run.weights.file_of(member.param, self.tp), weight)
+        return not are_masters(masters.run(member.start, member.size), beside)
 
     def check_order(self, shown: bool) -> None:
         """Raises StateMismatchError where the order of the groups could be another one than that of
@@ -149,7 +149,7 @@ class _Positions:
         twins: dict[Hashable, str] = {}
         for name, look in looks.items():
             twins.setdefault(look, name)
-        known = self.step.manifest.by_name
+        known = self.run.manifest.by_name
         for name in self.module:
             frozen = name in known and known[name].kind == "frozen"
             look = self._look(name, shown) if frozen else None
@@ -174,7 +174,7 @@ class _Positions:
             return None
         if not shown or not ref.is_contiguous or self._shapes[ref.shape] == 1:
             return ref.shape
-        file = self.step.files.file(self.step.weights.file_of(name, self.tp))
+        file = self.run.file(self.run.weights.file_of(name, self.tp))
         dtype, found = ref.storage.dtype, hashlib.sha256()
         for part in _windows(file, file.record(ref.storage), dtype, ref.offset_elems, ref.numel):
             found.update(part)

@@ -1,4 +1,4 @@
-"""Whether the files of a tag belong together: one run, one step, one mesh; masters and weights."""
+"""Whether the files of a tag belong together: one run, one run, one mesh; masters and weights."""
 
 import math
 import sys
@@ -18,9 +18,9 @@ from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.byte_files import ByteFile, Record, Where
 from megatron_ucp.formats.deepspeed.by_position import by_position, check_positions
 from megatron_ucp.formats.deepspeed.files import TagFolder
-from megatron_ucp.formats.deepspeed.manifest import difference, read_contents, require_equal, shares
+from megatron_ucp.formats.deepspeed.manifest import difference, require_equal, shares
 from megatron_ucp.formats.deepspeed.optimizers import Contents, sharing
-from megatron_ucp.formats.deepspeed.run import SlotPlaces
+from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
 from megatron_ucp.formats.param_groups import number
 from megatron_ucp.formats.proof import is_rounded
@@ -28,7 +28,7 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 # ---- file checks
 #
-# Whether the files of a tag folder belong together: one run, one step, one mesh.
+# Whether the files of a tag folder belong together: one run, one run, one mesh.
 
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
@@ -38,7 +38,7 @@ _Sample = tuple[Slot, Fragment, str, TensorRef, str]
 
 
 def check_file(
-    step: SlotPlaces,
+    run: NativeRun,
     name: str,
     allow: Collection[str] = (),
     optimizer: bool = True,
@@ -46,55 +46,55 @@ def check_file(
     """Compares one file with the structure; see `Checkpoint.check`. Raises ForeignFileError for a
     file of another run, step or mesh, StateMismatchError where nothing says whose states are in
     it."""
-    if name in step.names.optimizer.values():
-        part, mp = next(key for key, n in step.names.optimizer.items() if n == name)
-        rank = step.rank_of_file(part, mp)
-        _check_optimizer_file(step, name, step.optimizer_tree(part, mp), rank)
-        if "stale" not in allow and step.contents.keeper in COMPARED:
-            check_weights(step, rank)
-    elif name in step.names.expert_optimizer.values():
-        _check_expert_optimizer(step, name)
-    elif name in step.names.model.values():
-        mp = _check_model_file(step, name)
-        if by_position(step):
-            check_positions(step, mp, allow, optimizer)
+    if name in run.names.optimizer.values():
+        part, mp = next(key for key, n in run.names.optimizer.items() if n == name)
+        rank = run.rank_of_file(part, mp)
+        _check_optimizer_file(run, name, run.optimizer_tree(part, mp), rank)
+        if "stale" not in allow and run.contents.keeper in COMPARED:
+            check_weights(run, rank)
+    elif name in run.names.expert_optimizer.values():
+        _check_expert_optimizer(run, name)
+    elif name in run.names.model.values():
+        mp = _check_model_file(run, name)
+        if by_position(run):
+            check_positions(run, mp, allow, optimizer)
     else:
-        step.files.file(name)
-        if name in {*step.names.layers.values(), *step.names.experts.values()}:
-            step.weights.check(name)
+        run.file(name)
+        if name in {*run.names.layers.values(), *run.names.experts.values()}:
+            run.weights.check(name)
 
 
-def _check_expert_optimizer(step: SlotPlaces, name: str) -> None:
+def _check_expert_optimizer(run: NativeRun, name: str) -> None:
     """One of stage 0 against the first one of its expert-parallel rank."""
-    mesh, tree = step.mesh, step.files.tree(name).get("optimizer")
-    if step.contents.keeper == Keeper.NOBODY:  # nobody said whose the states in it are
+    mesh, tree = run.mesh, run.tree(name).get("optimizer")
+    if run.contents.keeper == Keeper.NOBODY:  # nobody said whose the states in it are
         return
-    (ep, mp), *_ = (at for at, n in step.names.expert_optimizer.items() if n == name)
+    (ep, mp), *_ = (at for at, n in run.names.expert_optimizer.items() if n == name)
     places = ((mp // mesh.tp, ep, etp) for etp in range(mesh.etp))
     place = next((place for place in places if file_rank(mesh, *place) == mp), None)
     if place is None or ep >= mesh.ep:
         raise ForeignFileError(
             "there is an optimizer file of more expert-parallel ranks than the run had",
-            file=step.files.full_path(name),
+            file=run.full_path(name),
             expected=f"{mesh.ep} expert-parallel ranks",
             found=f"rank {ep}, model-parallel rank {mp}",
         )
     rank = mesh.rank_of(expert_place(*place), 0)
-    at = step.place_of_rank(rank)
+    at = run.place_of_rank(rank)
     order = [
-        [m.param for b in step.stages[at].buffers for m in b.members if m.group == group]
-        for group in range(len(step.stages[at].groups))
+        [m.param for b in run.stages[at].buffers for m in b.members if m.group == group]
+        for group in range(len(run.stages[at].groups))
     ]
-    _check_optimizer_file(step, name, tree, rank, order)
+    _check_optimizer_file(run, name, tree, rank, order)
 
 
 def _check_optimizer_file(
-    step: SlotPlaces, name: str, tree: Any, rank: int, order: Order | None = None
+    run: NativeRun, name: str, tree: Any, rank: int, order: Order | None = None
 ) -> None:
-    file, place = step.files.full_path(name), step.place_of_rank(rank)
-    first = step.stages[place]
-    found = read_contents(step, step.readers[place], (tree, file), order, rank)
-    _check_sharing(step, tree, found, rank, file)
+    file, place = run.full_path(name), run.place_of_rank(rank)
+    first = run.stages[place]
+    found = run.read_contents(first.format, tree, file, order, rank)
+    _check_sharing(run, tree, found, rank, file)
     for what in ("keeper", "groups", "scalars", "buffers", "scaler"):
         ours, theirs = getattr(first, what), getattr(found, what)
         if what == "scaler":
@@ -109,11 +109,11 @@ def _check_optimizer_file(
             )
 
 
-def _check_sharing(step: SlotPlaces, tree: Any, found: Contents, rank: int, file: str) -> None:
+def _check_sharing(run: NativeRun, tree: Any, found: Contents, rank: int, file: str) -> None:
     """Where a file of ZeRO-3 says which ranks share each sub-group: they must be those of the
     mesh, as nothing else shows whose experts lie in it."""
     for one, buffer in zip(sharing(tree, file) or (), found.buffers, strict=False):
-        said, want = one.get("partition_ranks"), list(step.mesh.sharers(rank, buffer.spread))
+        said, want = one.get("partition_ranks"), list(run.mesh.sharers(rank, buffer.spread))
         if said != want:
             raise ForeignFileError(
                 "a sub-group was shared by other ranks than the mesh says",
@@ -124,17 +124,17 @@ def _check_sharing(step: SlotPlaces, tree: Any, found: Contents, rank: int, file
             )
 
 
-def _check_model_file(step: SlotPlaces, name: str) -> int:
+def _check_model_file(run: NativeRun, name: str) -> int:
     """Against the first one of the run, and what is flattened against the first one that holds as
     much; returns its model-parallel rank."""
-    tree = step.files.tree(name)
-    mp = next(mp for (_, mp), n in step.names.model.items() if n == name)
+    tree = run.tree(name)
+    mp = next(mp for (_, mp), n in run.names.model.items() if n == name)
     # shares of different sizes were compared with their layout
-    alike = mp if step.uneven else mp - mp % step.mesh.tp
-    one, file = step.model_of(alike), step.files.full_path(name)
-    first, at = step.files.tree(one), step.files.full_path(one)
+    alike = mp if run.uneven else mp - mp % run.mesh.tp
+    one, file = run.model_of(alike), run.full_path(name)
+    first, at = run.tree(one), run.full_path(one)
     keys = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
-    ours: dict[str, Any] = {key: number(step.meta.get(key)) for key in keys}
+    ours: dict[str, Any] = {key: number(run.meta.get(key)) for key in keys}
     theirs: dict[str, Any] = {key: number(tree.get(key)) for key in keys}
     ours["param_shapes"] = shapes_by_group(first, at)
     theirs["param_shapes"] = shapes_by_group(tree, file)
@@ -143,7 +143,7 @@ def _check_model_file(step: SlotPlaces, name: str) -> int:
 
 
 def check_weights(
-    step: SlotPlaces,
+    run: NativeRun,
     rank: int,
     most: int = SAMPLES,
     runs: int = 1,
@@ -152,9 +152,9 @@ def check_weights(
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
     run. Of at most that many parameters, evenly chosen, as many runs are compared as `spread`
     gives."""
-    for sample in _sampled(step, rank, most):
+    for sample in _sampled(run, rank, most):
         fragment = sample[1]
-        _check_runs(step, sample, *spread(fragment.high - fragment.low, runs, run_elems))
+        _check_runs(run, sample, *spread(fragment.high - fragment.low, runs, run_elems))
 
 
 def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:
@@ -170,25 +170,25 @@ def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:
     return range(0, elems - run_elems + 1, step), run_elems
 
 
-def _check_runs(step: SlotPlaces, sample: _Sample, starts: range, run_elems: int) -> None:
+def _check_runs(run: NativeRun, sample: _Sample, starts: range, run_elems: int) -> None:
     """Raises ForeignFileError where a master, rounded, is not the weight."""
     import torch  # inspecting a checkpoint must not need it
 
     slot, fragment, name, weight, beside = sample
-    where = step.where(slot)
-    size = step.manifest.buffers[slot.buffer].members[fragment.member].size
+    where = run.where(slot)
+    size = run.manifest.buffers[slot.buffer].members[fragment.member].size
     if weight.numel != size:
         raise ForeignFileError(
             "a weight has another size than its master",
-            file=step.files.full_path(beside),
+            file=run.full_path(beside),
             parameter=name,
             expected=f"{size} elements",
             found=f"shape {weight.shape}",
             fix="put the files of one save into the folder",
         )
-    ours, theirs = _runs(step, sample, where, starts, run_elems)
+    ours, theirs = _runs(run, sample, where, starts, run_elems)
     if not is_rounded(ours, theirs):
-        model = step.files.file(beside)
+        model = run.file(beside)
         for file, record in ((where.file, where.record), (model, model.record(weight.storage))):
             file.check(record)  # damage is the cause of a difference, where there is some
         bits = [one.view(torch.uint8) for one in (ours.to(theirs.dtype), theirs)]
@@ -205,12 +205,12 @@ def _check_runs(step: SlotPlaces, sample: _Sample, starts: range, run_elems: int
 
 
 def _runs(
-    step: SlotPlaces, sample: _Sample, where: Where, starts: range, run_elems: int
+    run: NativeRun, sample: _Sample, where: Where, starts: range, run_elems: int
 ) -> tuple[Any, Any]:
     """Masters and weights of runs of a fragment."""
     _, fragment, _, weight, beside = sample
     first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
-    model, at = step.files.file(beside), weight.offset_elems + fragment.low
+    model, at = run.file(beside), weight.offset_elems + fragment.low
     record, dtype = model.record(weight.storage), weight.storage.dtype
     return (
         _elements(where.file, where.record, where.dtype, first, starts, run_elems),
@@ -218,9 +218,9 @@ def _runs(
     )
 
 
-def _sampled(step: SlotPlaces, rank: int, most: int) -> Iterator[_Sample]:
+def _sampled(run: NativeRun, rank: int, most: int) -> Iterator[_Sample]:
     """Some fragments of a rank's partitions whose weights are in a file beside them."""
-    manifest = step.manifest
+    manifest = run.manifest
     for index, cut, part in manifest.parts_of(rank):
         buffer = manifest.buffers[index]
         if not buffer.stepped:
@@ -228,7 +228,7 @@ def _sampled(step: SlotPlaces, rank: int, most: int) -> Iterator[_Sample]:
         fragments = list(buffer.fragments(part))
         for fragment in fragments[:: max(1, len(fragments) // most)]:
             name = buffer.members[fragment.member].param
-            weight, beside = step.weight(name, cut)
+            weight, beside = run.weight(name, cut)
             # Of a tied parameter only the first stage's copy is in a layer file, and the others
             # need not be equal: what a stage has of a tied module without using it stays as it was
             # initialised.
@@ -287,26 +287,26 @@ class TrainedWeights:
         self.files.check_read()
 
 
-def trained_weights(step: SlotPlaces) -> TrainedWeights | None:
+def trained_weights(run: NativeRun) -> TrainedWeights | None:
     """The weights in the files of a checkpoint; None where they have not all of them, where there
     are no masters beside them, and where several are averaged: the mean of masters is rounded once.
     Raises ForeignFileError for one that is not its master, rounded."""
-    if step.contents.keeper not in COMPARED or _averaged(step.manifest):
+    if run.contents.keeper not in COMPARED or _averaged(run.manifest):
         return None
-    manifest = _manifest(step)
+    manifest = _manifest(run)
     held: dict[tuple[int, Coords], tuple[TensorRef, str]] = {}
     for index, buffer in enumerate(manifest.buffers):
         want = buffer.length, dict(buffer.states)[VALUE]
         for cut in manifest.cuts_of(buffer):
-            ref, name = step.weight(buffer.members[0].param, cut)
+            ref, name = run.weight(buffer.members[0].param, cut)
             if not isinstance(ref, TensorRef) or not ref.is_contiguous:
                 return None
             if (ref.numel, ref.storage.dtype) != want:
                 return None
             held[index, cut] = ref, name
-    for part, mp in step.names.optimizer:
-        check_weights(step, step.rank_of_file(part, mp), sys.maxsize, RUNS, RUN_ELEMS)
-    return TrainedWeights(manifest, step.files, held)
+    for part, mp in run.names.optimizer:
+        check_weights(run, run.rank_of_file(part, mp), sys.maxsize, RUNS, RUN_ELEMS)
+    return TrainedWeights(manifest, run, held)
 
 
 def _averaged(manifest: Manifest) -> bool:
@@ -317,15 +317,15 @@ def _averaged(manifest: Manifest) -> bool:
     )
 
 
-def _manifest(step: SlotPlaces) -> Manifest:
+def _manifest(run: NativeRun) -> Manifest:
     """Every parameter in a buffer of its own, in the dtype of training."""
-    whole = step.manifest
+    whole = run.manifest
     buffers = [buffer for buffer in whole.buffers if not buffer.stepped]
     for spec in whole.params:
         if spec.name not in whole.holders or not whole.first_holder(spec.name)[0].stepped:
             continue
-        local = spec.layout.local_shape(spec.name, spec.shape, step.mesh.shares())
-        axes, states = step.spread.axes(spec.name), ((VALUE, spec.dtype),)
+        local = spec.layout.local_shape(spec.name, spec.shape, run.mesh.shares())
+        axes, states = run.partition_ranks.axes(spec.name), ((VALUE, spec.dtype),)
         own = alone(spec.name, math.prod(local), states, axes=axes)
-        buffers += shares(step, spec, own)
+        buffers += shares(run, spec, own)
     return Manifest(Keeper.WEIGHTS, whole.mesh, whole.params, tuple(buffers), ties=whole.ties)

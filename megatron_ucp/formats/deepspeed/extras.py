@@ -11,27 +11,27 @@ from megatron_ucp.core.mesh import stage_of
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.files import COUNTERS, HELPERS, OWN_KEYS, TagFolder
-from megatron_ucp.formats.deepspeed.run import SlotPlaces
+from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.deepspeed.weights import is_nothing
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.refs import TensorRef
 from megatron_ucp.formats.schedules import of_all_stages, regrouped
 
 
-def extras_of(source: SlotPlaces) -> Extras:
+def extras_of(run: NativeRun) -> Extras:
     """Of native files."""
-    tree = source.optimizer_of(0)[0]
+    tree = run.optimizer_of(0)[0]
     optimizer = tree if isinstance(tree, dict) else {}
-    scheduler = _joined_scheduler(source)
+    scheduler = _joined_scheduler(run)
     found = from_meta(
-        source.files,
-        source.meta,
+        run,
+        run.meta,
         optimizer,
         scheduler,
-        source.contents.scaler,
-        source.weights.extra_states(),
+        run.contents.scaler,
+        run.weights.extra_states(),
     )
-    return replace(found, side_data=source.weights.side_data())
+    return replace(found, side_data=run.weights.side_data())
 
 
 def _whole(value: Any) -> Any:
@@ -100,50 +100,48 @@ def _int_steps(optimizer: Mapping[str, Any]) -> bool:
     return any(isinstance(entry, dict) and type(entry.get("step")) is int for entry in values)
 
 
-def _joined_scheduler(source: SlotPlaces) -> Any:
+def _joined_scheduler(run: NativeRun) -> Any:
     """The scheduler's state with what it keeps per group for the groups of all stages, one stage
     after the other, also in schedulers that it holds: each stage of a pipeline wrote its own."""
-    found = source.meta.get("lr_scheduler")
-    if source.mesh.pp == 1 or not isinstance(found, dict):
+    found = run.meta.get("lr_scheduler")
+    if run.mesh.pp == 1 or not isinstance(found, dict):
         return found
-    files = source.first_of_stages
+    files = run.first_of_stages
     groups: dict[int, int] = {}  # how many each stage has; its places with experts have the same
-    for at, contents in zip(source.places, source.stages, strict=True):
+    for at, contents in zip(run.places, run.stages, strict=True):
         groups.setdefault(stage_of(at), len(contents.groups))
-    saved = [_with_numbers(source, file) for file in files]
+    saved = [_with_numbers(run, file) for file in files]
     return of_all_stages(found, [*zip(saved, groups.values(), strict=True)])
 
 
-def _with_numbers(source: SlotPlaces, file: str) -> Any:
+def _with_numbers(run: NativeRun, file: str) -> Any:
     """The scheduler's state in a file, with rates that are tensors as numbers: only the first
     stage's file is read later."""
 
     def of(lists: list[Any]) -> Any:
         return [
-            source.files.scalar(source.files.full_path(file), value)
-            if isinstance(value, TensorRef)
-            else value
+            run.scalar(run.full_path(file), value) if isinstance(value, TensorRef) else value
             for value in lists[0]
         ]
 
-    return regrouped([source.files.tree(file).get("lr_scheduler") or {}], of)
+    return regrouped([run.tree(file).get("lr_scheduler") or {}], of)
 
 
 # ------------------------------------------------ a pipeline's layers
 
 
-def layers_of(source: SlotPlaces) -> Layers:
+def layers_of(run: NativeRun) -> Layers:
     """A pipeline's layers as its files show them. What later stages hold of a tied module without a
     file of its own stands at a position behind the last one."""
-    names = source.manifest.names
+    names = run.manifest.names
     own, tied = _by_position(names)
-    filed = {layer for layer, _ in source.names.layers}
+    filed = {layer for layer, _ in run.names.layers}
     count = 1 + max({*own, *filed}, default=-1)
     at = [own.get(position, {}) for position in range(count)]
     for position in sorted(filed - own.keys()):
-        keys = set(source.files.tree(source.names.layers[position, 0]))
+        keys = set(run.tree(run.names.layers[position, 0]))
         at[position] = next((module for module in tied.values() if module.keys() <= keys), {})
-    shared = _shared(source.manifest)
+    shared = _shared(run.manifest)
     placed = Counter(pipe for layer in at for pipe in layer.values())
     if any(placed[pipe] < 2 for pipe in shared):
         tensors = [tensor for module in tied.values() for tensor in module.items()]

@@ -173,6 +173,17 @@ class TagFiles:
         return sorted(name for kind in kinds for name in kind.values())
 
     @property
+    def first_model(self) -> str:
+        """The model file that says what kind of run wrote the others: that of the first rank, or
+        where it is missing of the first one that is left."""
+        return self.model[min(self.model, key=lambda at: (at[0] is not None, at[1], at[0] or 0))]
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether each partition has a model file, as at ZeRO-3, where none holds weights."""
+        return all(part is not None for part, _ in self.model)
+
+    @property
     def without_optimizer(self) -> "TagFiles":
         """The files that hold weights, at other stages than ZeRO-3."""
         return replace(self, optimizer={}, prefixes=(), expert_optimizer={})

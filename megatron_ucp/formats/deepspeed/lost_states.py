@@ -6,12 +6,13 @@ Sources, of DeepSpeed 0.19.8: `runtime/superoffload/`, `runtime/zenflow/`, `back
 `zero_optimizer_state` of the engine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
+from megatron_ucp.formats.deepspeed.config import DeepSpeedConfig
 
 NOT_SAVED = "not_saved"  # of a manifest's run: sentences, each of which names its cause
 _SUPER = (
@@ -41,8 +42,8 @@ _EIGHT_BITS = ("int8", "uint8")
 def not_saved(config: Any, manifest: Manifest, has_optimizer: bool) -> list[str]:
     """What the files of a run lack, one sentence for each cause. `has_optimizer`: whether any of
     them holds one, with names or without."""
-    settings = _section(config, "zero_optimization")
-    offload = _section(settings, "offload_optimizer")
+    known = DeepSpeedConfig(config)
+    settings, offload = known.zero, known.section("zero_optimization", "offload_optimizer")
     out: list[str] = []
     if _lacks_moments(manifest):
         ratio = offload.get("ratio")
@@ -80,7 +81,7 @@ def refuse_lost_moments(manifest: Manifest, file: str) -> None:
 def refuse_mics(config: Any, file: str) -> None:
     """Raises UnsupportedError for files of MiCS, which 0.19.8 has no more: ZeRO-3 divided over a
     part of the ranks."""
-    size = _section(config, "zero_optimization").get("mics_shard_size")
+    size = DeepSpeedConfig(config).zero.get("mics_shard_size")
     if isinstance(size, int) and size > 0:
         raise UnsupportedError(
             "the checkpoint was written with MiCS, which this version does not read",
@@ -125,9 +126,9 @@ def _lacks_moments(manifest: Manifest) -> bool:
 def saved_no_bf16_optimizer(config: Any, version: Any) -> bool:
     """Whether a run's DeepSpeed saved nothing of the optimizer that it stepped in bf16: without
     ZeRO, or at ZeRO-1 with sums in fp32."""
-    bf16 = any(_section(config, key).get("enabled") is True for key in ("bf16", "bfloat16"))
-    stage = _section(config, "zero_optimization").get("stage")
-    fp32_sums = _section(config, "data_types").get("grad_accum_dtype") == "fp32"
+    known = DeepSpeedConfig(config)
+    bf16 = any(known.section(key).get("enabled") is True for key in ("bf16", "bfloat16"))
+    stage, fp32_sums = known.zero.get("stage"), known.grad_accum_dtype == "fp32"
     without = not stage or (stage == 1 and fp32_sums)
     return bf16 and without and str(version).startswith(_BF16_VERSIONS)
 
@@ -136,8 +137,3 @@ def _quantized(manifest: Manifest) -> list[str]:
     """Frozen parameters in 8 bits."""
     specs = (spec for spec in manifest.params if spec.kind == "frozen")
     return [spec.name for spec in specs if spec.dtype in _EIGHT_BITS]
-
-
-def _section(config: Any, key: str) -> Mapping[str, Any]:
-    value: Any = cast("dict[str, Any]", config).get(key) if isinstance(config, dict) else None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import LocalExperts, for_experts, number_and_count, of_every_expert
+from megatron_ucp.core.experts import number_and_count, of_every_expert
 from megatron_ucp.core.flat import FlatBuffer, Member, alone
-from megatron_ucp.core.join_ranks import Stage, join
-from megatron_ucp.core.manifest import Manifest, Order, ParamSpec, Tie
-from megatron_ucp.core.mesh import Coords, expert_rank_of
+from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
+from megatron_ucp.core.mesh import expert_rank_of
 from megatron_ucp.core.names import VALUE, Keeper
 from megatron_ucp.core.values import ClassName, alike, shown
 from megatron_ucp.errors import (
@@ -21,19 +20,14 @@ from megatron_ucp.errors import (
     UnsupportedError,
     some_of,
 )
-from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import same_bytes
+from megatron_ucp.formats.deepspeed.config import DeepSpeedConfig
 from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED, not_saved
 from megatron_ucp.formats.deepspeed.optimizers import (
-    Contents,
-    OptimizerFile,
-    OptimizerTree,
     PlainFile,
-    check_momentum,
-    reader_for,
 )
-from megatron_ucp.formats.deepspeed.run import NamedWeights, Optimizers, after, flattened, shape_of
+from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.deepspeed.weights import (
     buffer_names,
     frozen_shapes,
@@ -41,8 +35,6 @@ from megatron_ucp.formats.deepspeed.weights import (
     shapes_by_group,
     training_dtype,
 )
-from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.optimizers import with_rules
 from megatron_ucp.formats.param_groups import number
 from megatron_ucp.formats.pt.refs import TensorRef
 
@@ -77,18 +69,6 @@ def _first_entry(ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> dict[str
         return {side: f"{key}: {text}"[:200] for side, text in inner.items()}
     sides = {"expected": ours, "found": theirs}
     return {side: f"{'' if key in held else 'no '}{key}"[:200] for side, held in sides.items()}
-
-
-def group_order(manifest: Manifest, at: Coords = ()) -> list[list[str]] | None:
-    """Names of each parameter group at a place (see `Mesh.holding`), in the optimizer's order; None
-    where the files say it themselves."""
-    if manifest.keeper != Keeper.ZERO_0:
-        return None
-    here = [b for b in manifest.buffers if b.stepped and b.is_held_at(at)]
-    numbers = sorted({m.group for b in here for m in b.members if m.group is not None})
-    if manifest.mesh.pp == 1:
-        numbers = list(range(len(manifest.groups)))
-    return [[m.param for b in here for m in b.members if m.group == n] for n in numbers]
 
 
 def compare(recorded: Manifest, derived: Manifest, file: str) -> None:
@@ -177,19 +157,19 @@ class FrozenValue:
 
 
 def values_of(
-    step: Optimizers, module: Mapping[str, Any], known: Collection[str]
+    run: NativeRun, module: Mapping[str, Any], known: Collection[str]
 ) -> Iterator[FrozenValue]:
     """Every value of a `module` of the first rank that is not among the `known` names.
 
     Raises DamagedFileError for one that is missing, UnsupportedError for an entry that is neither a
     parameter nor a buffer.
     """
-    frozen = _frozen_shapes(step)
-    buffers = _buffer_names(step)
-    divided = step.contents.keeper == Keeper.ZERO_3
+    frozen = _frozen_shapes(run)
+    buffers = _buffer_names(run)
+    divided = run.contents.keeper == Keeper.ZERO_3
     # Older ZeRO-3 files don't name the buffers, which are all that has bytes there, nor keep frozen
     # parameters.
-    old = divided and "buffer_names" not in step.meta
+    old = divided and "buffer_names" not in run.meta
     named = [name for name in module if not is_extra_state(name) or name in buffers]
     for name in dict.fromkeys([*named, *frozen]):
         ref = module.get(name)
@@ -198,13 +178,13 @@ def values_of(
             continue
         if divided and not old and name not in {*frozen, *buffers}:
             if held:
-                raise unexplained(name, buffers - set(module), step.main_file)
+                raise unexplained(name, buffers - set(module), run.main_file)
             continue  # what stands for a parameter whose own name is in another place
         is_frozen = name not in buffers and not (old and held)
-        parts = step.spread.dense if is_frozen and divided else None
-        value = ref if parts is None else step.fragment(name, 0)
+        parts = run.partition_ranks.dense if is_frozen and divided else None
+        value = ref if parts is None else run.fragment(name, 0)
         shape = frozen.get(name, ref.shape if isinstance(ref, TensorRef) else ())
-        yield _value(name, shape, "frozen" if is_frozen else "buffer", value, parts, step.main_file)
+        yield _value(name, shape, "frozen" if is_frozen else "buffer", value, parts, run.main_file)
 
 
 def _value(
@@ -218,21 +198,21 @@ def _value(
     )
 
 
-def _frozen_shapes(step: Optimizers) -> dict[str, Ints]:
+def _frozen_shapes(run: NativeRun) -> dict[str, Ints]:
     """Those of frozen parameters, as the first model file says; the files of experts have theirs,
     of all ranks."""
-    stacked, shapes = step.experts.autoep.experts, frozen_shapes(step.meta, step.main_file)
+    stacked, shapes = run.experts.autoep.experts, frozen_shapes(run.meta, run.main_file)
     return {name: shape for name, shape in shapes.items() if name not in stacked}
 
 
-def _buffer_names(step: Optimizers) -> set[str]:
+def _buffer_names(run: NativeRun) -> set[str]:
     """The module buffers of all stages, by canonical name."""
     found = {
-        step.weights.name_of(name, file)
-        for file in step.first_of_stages
-        for name in buffer_names(step.files.tree(file), step.files.full_path(file))
+        run.weights.name_of(name, file)
+        for file in run.first_of_stages
+        for name in buffer_names(run.tree(file), run.full_path(file))
     }
-    return of_every_expert(found, step.expert_counts)
+    return of_every_expert(found, run.expert_counts)
 
 
 def unexplained(name: str, lacking: Collection[str], file: str) -> UnsupportedError:
@@ -255,41 +235,41 @@ def unexplained(name: str, lacking: Collection[str], file: str) -> UnsupportedEr
 # The manifest that follows from a tag's files alone.
 
 
-def manifest_of(step: Optimizers) -> Manifest:
+def manifest_of(run: NativeRun) -> Manifest:
     """The manifest that follows from the files alone, with what it says of states that were
     not saved."""
-    found = _held(step)
-    _refuse_renamed(step, found)
-    names, meta = step.names, step.meta
+    found = _held(run)
+    _refuse_renamed(run, found)
+    names, meta = run.names, run.meta
     has_optimizer = bool(names.optimizer or names.expert_optimizer or meta.get("optimizer"))
     lost = not_saved(meta.get("ds_config"), found, has_optimizer)
     return replace(found, run={**found.run, NOT_SAVED: lost}) if lost else found
 
 
-def _held(step: Optimizers) -> Manifest:
-    found = step.contents
-    module = step.weights.module()
+def _held(run: NativeRun) -> Manifest:
+    found = run.contents
+    module = run.weights.module()
     members = [member.param for buffer in found.buffers for member in buffer.members]
     flat = dict.fromkeys(members)
-    shapes = _flat_shapes(step)
-    dtype = training_dtype(step.meta, module, shapes)
-    ties = _ties(step, flat)
-    params = _params(step, flat, shapes, dtype)
-    if step.uneven:
-        _check_shares(step, params)
+    shapes = _flat_shapes(run)
+    dtype = training_dtype(run.meta, module, shapes)
+    ties = _ties(run, flat)
+    params = _params(run, flat, shapes, dtype)
+    if run.uneven:
+        _check_shares(run, params)
     # a save without frozen weights leaves further names of tied ones in the model file
-    told = step.recorded.ties if step.recorded else ()
+    told = run.recorded.ties if run.recorded else ()
     aliases = {alias for tie in (*ties, *told) for alias in tie.aliases}
-    values = _values(step, module, {*flat, *aliases})
+    values = _values(run, module, {*flat, *aliases})
     return Manifest(
         found.keeper,
-        replace(step.mesh, zero=_zero_stage(step)),
+        replace(run.mesh, zero=_zero_stage(run)),
         (*params, *(spec for spec, _ in values)),
-        (*found.buffers, *(share for spec, one in values for share in shares(step, spec, one))),
-        with_rules(found.groups, step.meta.get("ds_config")),
+        (*found.buffers, *(share for spec, one in values for share in shares(run, spec, one))),
+        DeepSpeedConfig(run.meta.get("ds_config")).with_rules(found.groups),
         ties,
-        names=step.pipe_names if step.pipeline else {},
-        run=run_of(step.meta),
+        names=run.pipe_names if run.pipeline else {},
+        run=run_of(run.meta),
     )
 
 
@@ -298,16 +278,16 @@ def run_of(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {key: number(meta.get(key)) for key in ("global_steps", "skipped_steps", "ds_version")}
 
 
-def _ties(step: Optimizers, flat: Collection[str]) -> tuple[Tie, ...]:
-    ties = step.weights.ties(flat)
-    return (*ties, *_told_ties(step, flat, {alias for tie in ties for alias in tie.aliases}))
+def _ties(run: NativeRun, flat: Collection[str]) -> tuple[Tie, ...]:
+    ties = run.weights.ties(flat)
+    return (*ties, *_told_ties(run, flat, {alias for tie in ties for alias in tie.aliases}))
 
 
-def _told_ties(step: Optimizers, flat: Collection[str], known: Collection[str]) -> Iterator[Tie]:
+def _told_ties(run: NativeRun, flat: Collection[str], known: Collection[str]) -> Iterator[Tie]:
     """What the caller's model ties, where the files hold every name, which is not `known` as a tie:
     stock writes a mixture's model file at stage 0 so. Raises ModelMismatchError for names with
     other bytes than the first one."""
-    like, module = step.told.like if step.recorded is None else None, step.weights.module()
+    like, module = run.told.like if run.recorded is None else None, run.weights.module()
     for tie in like.ties if like is not None else ():
         names = (tie.canonical, *tie.aliases)
         held = [name for name in names if isinstance(module.get(name), TensorRef)]
@@ -316,10 +296,10 @@ def _told_ties(step: Optimizers, flat: Collection[str], known: Collection[str]) 
         if first is None or not copies:
             continue
         for name in copies:
-            if not all(_is_copy(step, first, name, tp) for tp in range(step.mesh.tp)):
+            if not all(_is_copy(run, first, name, tp) for tp in range(run.mesh.tp)):
                 raise ModelMismatchError(
                     "two parameters are one in the model, and two in the checkpoint",
-                    file=step.main_file,
+                    file=run.main_file,
                     parameter=name,
                     expected=f"the bytes of {first}, to which the model ties it",
                     found="others",
@@ -328,82 +308,82 @@ def _told_ties(step: Optimizers, flat: Collection[str], known: Collection[str]) 
         yield Tie(first, copies)
 
 
-def _is_copy(step: Optimizers, first: str, name: str, tp: int) -> bool:
+def _is_copy(run: NativeRun, first: str, name: str, tp: int) -> bool:
     """Whether two entries of the weights of a tensor-parallel rank are the same."""
-    refs = [step.weights.module(tp)[one] for one in (first, name)]
+    refs = [run.weights.module(tp)[one] for one in (first, name)]
     if refs[0].shape != refs[1].shape or not all(ref.is_contiguous for ref in refs):
         return False
-    files = (step.weights.file_of(one, tp) for one in (first, name))
-    return same_bytes(*map(step.files.place, files, refs))
+    files = (run.weights.file_of(one, tp) for one in (first, name))
+    return same_bytes(*map(run.place, files, refs))
 
 
 def _params(
-    step: Optimizers, flat: Iterable[str], shapes: Mapping[str, Ints], dtype: str
+    run: NativeRun, flat: Iterable[str], shapes: Mapping[str, Ints], dtype: str
 ) -> list[ParamSpec]:
     """What the optimizer steps; `shapes` are those of the first rank, as far as files say."""
     # in a plain optimizer's file the weights are the masters, of whatever dtype the model is
-    module = step.weights.module()
-    plain = any(isinstance(reader, PlainFile) for reader in step.readers)
+    module = run.weights.module()
+    plain = any(isinstance(stage.format, PlainFile) for stage in run.stages)
     return [
         _spec(
-            step,
+            run,
             name,
-            shapes[name] if name in shapes else shape_of(step, module, name),
-            step.weight_dtype(name) if plain else dtype,
+            shapes[name] if name in shapes else run.shape_of(module, name),
+            run.weight_dtype(name) if plain else dtype,
             "trainable",
         )
         for name in flat
     ]
 
 
-def _flat_shapes(step: Optimizers) -> dict[str, Ints]:
+def _flat_shapes(run: NativeRun) -> dict[str, Ints]:
     """Rank-local shapes of what is flattened, as the model files say: of other expert-parallel
     ranks than the first only where no expert file has their experts' shapes."""
     out: dict[str, Ints] = {}
-    everywhere = not step.names.experts
-    for at in step.places:
+    everywhere = not run.names.experts
+    for at in run.places:
         if expert_rank_of(at) and not everywhere:
             continue
-        rank = step.mesh.rank_of(at, 0)
-        file = step.model_of(step.file_place(rank)[1])
-        name_of = step.names_at(rank, file)
-        for named in shapes_by_group(step.files.tree(file), step.files.full_path(file)) or []:
-            inside = step.experts.autoep.in_slices(named, step.files.full_path(file))
+        rank = run.mesh.rank_of(at, 0)
+        file = run.model_of(run.file_place(rank)[1])
+        name_of = run.names_at(rank, file)
+        for named in shapes_by_group(run.tree(file), run.full_path(file)) or []:
+            inside = run.experts.autoep.in_slices(named, run.full_path(file))
             for name, shape in inside.items():
                 out.setdefault(name_of(name), shape)  # the first rank's
     return out
 
 
-def _check_shares(step: Optimizers, params: Sequence[ParamSpec]) -> None:
+def _check_shares(run: NativeRun, params: Sequence[ParamSpec]) -> None:
     """Raises ModelMismatchError where another tensor-parallel rank than the first one has
     another share than the layout says."""
-    for tp in range(1, step.mesh.tp):
-        file = step.model_of(tp)
-        held = dict(step.weights.module(tp))
-        for named in shapes_by_group(step.files.tree(file), step.files.full_path(file)) or []:
+    for tp in range(1, run.mesh.tp):
+        file = run.model_of(tp)
+        held = dict(run.weights.module(tp))
+        for named in shapes_by_group(run.tree(file), run.full_path(file)) or []:
             held |= named
         for spec in params:
-            want = spec.layout.local_shape(spec.name, spec.shape, step.mesh.place(at_tp(tp)))
+            want = spec.layout.local_shape(spec.name, spec.shape, run.mesh.place(at_tp(tp)))
             found = getattr(held.get(spec.name), "shape", held.get(spec.name))
             if found != want and 0 not in want:
-                _is_another(step, spec, found, want, file)
+                _is_another(run, spec, found, want, file)
 
 
-def _is_another(step: Optimizers, spec: ParamSpec, found: Any, want: Ints, file: str) -> NoReturn:
+def _is_another(run: NativeRun, spec: ParamSpec, found: Any, want: Ints, file: str) -> NoReturn:
     raise ModelMismatchError(
         "the checkpoint's share of a parameter is not what its layout says",
         parameter=spec.name,
-        file=step.files.full_path(file),
+        file=run.full_path(file),
         found=found,
-        expected=f"{want} of {spec.shape} at tp={step.mesh.tp}",
+        expected=f"{want} of {spec.shape} at tp={run.mesh.tp}",
     )
 
 
-def shares(step: Optimizers, spec: ParamSpec, buffer: FlatBuffer) -> Iterator[FlatBuffer]:
+def shares(run: NativeRun, spec: ParamSpec, buffer: FlatBuffer) -> Iterator[FlatBuffer]:
     """The buffer of a value: of one that ranks have different shares of, those of all ranks."""
-    cuts = step.mesh.everywhere(buffer.axes) if step.uneven else []
+    cuts = run.mesh.everywhere(buffer.axes) if run.uneven else []
     local = [
-        spec.layout.local_shape(spec.name, spec.shape, dict(step.mesh.place(at))) for at in cuts
+        spec.layout.local_shape(spec.name, spec.shape, dict(run.mesh.place(at))) for at in cuts
     ]
     if len({*local}) < 2:
         yield buffer
@@ -417,39 +397,39 @@ def shares(step: Optimizers, spec: ParamSpec, buffer: FlatBuffer) -> Iterator[Fl
 
 
 def _values(
-    step: Optimizers, module: Mapping[str, Any], known: set[str]
+    run: NativeRun, module: Mapping[str, Any], known: set[str]
 ) -> list[tuple[ParamSpec, FlatBuffer]]:
     """Frozen parameters and module buffers, one flat buffer for each."""
     return [
         (
-            replace(_spec(step, one.name, one.shape, one.dtype, one.kind), order=one.order),
-            one.buffer(step.spread.axes(one.name)),
+            replace(_spec(run, one.name, one.shape, one.dtype, one.kind), order=one.order),
+            one.buffer(run.partition_ranks.axes(one.name)),
         )
-        for one in values_of(step, module, known)
+        for one in values_of(run, module, known)
     ]
 
 
-def _refuse_renamed(step: Optimizers, found: Manifest) -> None:
+def _refuse_renamed(run: NativeRun, found: Manifest) -> None:
     """Raises UnsupportedError where the weights lack parameters of the optimizer, and what
     looks like a frozen one may be one of them under another name. At ZeRO-3 the weights of
     both are elsewhere."""
-    module = step.weights.module()
+    module = run.weights.module()
     lacking = [s for s in found.params if s.kind == "trainable" and s.name not in module]
-    said = frozen_shapes(step.meta, step.main_file)
+    said = frozen_shapes(run.meta, run.main_file)
     frozen = [s for s in found.params if s.kind == "frozen" and s.name not in said]
     if lacking and frozen and found.keeper != Keeper.ZERO_3:
         alike = [s.name for s in frozen if s.shape in {one.shape for one in lacking}]
         name = next(iter(alike), frozen[0].name)
-        raise unexplained(name, [s.name for s in lacking], step.main_file)
+        raise unexplained(name, [s.name for s in lacking], run.main_file)
 
 
-def _spec(step: Optimizers, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
+def _spec(run: NativeRun, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
     """The parameter with the declared layout, whose share of one rank must have the shape in
     the file."""
-    declared = step.declared.find(name, local, kind)
-    expert = number_and_count(name, step.expert_counts)
+    declared = run.layouts.find(name, local, kind)
+    expert = number_and_count(name, run.expert_counts)
     # where nothing cuts it another shape is an error of the comparison with the target
-    cut = step.mesh.cut_of_dense if expert is None else step.mesh.cut_of_experts
+    cut = run.mesh.cut_of_dense if expert is None else run.mesh.cut_of_experts
     other = cut == 1 and (declared is None or declared.shape != local)
     if other or (declared is None and kind == "buffer"):
         return ParamSpec(name, local, dtype, kind, expert=expert)
@@ -457,134 +437,20 @@ def _spec(step: Optimizers, name: str, local: Ints, dtype: str, kind: str) -> Pa
         raise RuleError(
             "a tensor-parallel parameter of the checkpoint is not declared",
             parameter=name,
-            file=step.main_file,
+            file=run.main_file,
             expected="a parameter of the family",
             found="none",
             fix="build the model as the run that wrote the checkpoint did",
         )
-    shares = step.mesh.shares()
+    shares = run.mesh.shares()
     share = declared.layout.local_shape(name, declared.shape, shares)
     if share != local:
-        _is_another(step, declared, local, share, step.model_name)
+        _is_another(run, declared, local, share, run.model_name)
     return replace(declared, dtype=dtype, kind=kind, expert=expert)
 
 
-def _zero_stage(step: Optimizers) -> int:
-    keeper = step.contents.keeper
+def _zero_stage(run: NativeRun) -> int:
+    keeper = run.contents.keeper
     if keeper == Keeper.ZERO_1_OR_2:
-        return 2 if step.optimizer_tree(0).get("zero_stage") == 2 else 1
+        return 2 if run.optimizer_tree(0).get("zero_stage") == 2 else 1
     return {Keeper.ZERO_3: 3, Keeper.BF16: 1}.get(keeper, 0)
-
-
-# ---- optimizers of all places
-#
-# The optimizers of all places of a run: read from the files of each place's first rank, and
-# joined as one.
-
-
-def held_of(step: NamedWeights, positions_too: bool) -> Optimizers:
-    """With the optimizer of every place (see `Mesh.holding`). Without `positions_too` one that lies
-    in files by position alone is read in the order that the caller told. Raises a UcpError."""
-    order = _own_order(step, step.told.order)
-    if order is not None:
-        _require_one_stage(step)
-    readers: list[OptimizerFile] = []
-    stages: list[Contents] = []
-    for at in step.places:
-        rank = step.mesh.rank_of(at, 0)
-        if step.recorded is not None:
-            wanted = group_order(step.recorded, at)
-        else:
-            wanted = _renumbered(step, order, rank)
-        reader, found = _first_of_place(step, rank, wanted, positions_too)
-        readers.append(reader)
-        stages.append(found)
-        if stages[0].keeper != found.keeper:
-            raise ForeignFileError(
-                "the stages of the pipeline have different kinds of optimizers",
-                file=step.files.full_path(step.optimizer_of_rank(rank)[1]),
-                expected=stages[0].keeper,
-                found=found.keeper,
-            )
-    return after(step, Optimizers, readers=readers, stages=stages, contents=_joined(step, stages))
-
-
-def _require_one_stage(step: NamedWeights) -> None:
-    """Raises UnsupportedError for a pipeline of stage 0 without a manifest: its optimizer files say
-    how many parameters each stage steps, and not which."""
-    if step.recorded is not None or step.names.optimizer or step.mesh.pp == 1 or step.told.weights:
-        return
-    tree, file = step.optimizer_of(0)
-    if tree is not None:
-        raise UnsupportedError(
-            "the optimizer's states of a pipeline without ZeRO lie by position, and nothing says "
-            "which stage keeps which",
-            file=file,
-            expected="a manifest beside the files, or ZeRO stage 1",
-            found=f"{step.mesh.pp} stages",
-            fix="resume once on the same mesh with DeepSpeed's own load, then save with "
-            "megatron_ucp.attach, which writes the manifest; or take the weights alone: --allow "
-            'weights (Python: allow={"weights"}, load_optimizer_states=False)',
-        )
-
-
-def _first_of_place(
-    step: NamedWeights, rank: int, wanted: Order | None, positions_too: bool
-) -> tuple[OptimizerFile, Contents]:
-    """What a place's first rank holds, in the order `wanted` where its file names nothing."""
-    tree, name = step.optimizer_of_rank(rank)
-    unnamed = not step.names.optimizer and wanted is None and positions_too
-    if tree is None or unnamed or step.told.weights:
-        return PlainFile(step.weight_dtype), Contents(Keeper.NOBODY, (), (), LossScale(), ())
-    file = step.files.full_path(name)
-    reader = reader_for(tree, file, step.weight_dtype, step.meta.get("ds_config"))
-    return reader, read_contents(step, reader, (tree, file), wanted, rank)
-
-
-def read_contents(
-    step: NamedWeights, reader: OptimizerFile, held: tuple[Any, str], order: Order | None, rank: int
-) -> Contents:
-    """What the optimizer of a rank holds, with canonical names: its state dict, and its file."""
-    tree, file = held
-    found = OptimizerTree(
-        expect.kind(tree, dict, "the optimizer", file),
-        file,
-        lambda ref: step.files.tensor(file, ref),
-    )
-    contents = reader.contents(found, flattened(step, found, order, rank), step.spread)
-    check_momentum(contents.groups, contents.buffers, file)
-    return contents
-
-
-def _own_order(step: NamedWeights, order: Order | None) -> Order | None:
-    """The order that an engine told, for a rank of this run, which may have other numbers of
-    experts."""
-    if order is None or step.recorded is not None or not step.names.experts:
-        return order
-    own = LocalExperts.among(step.expert_counts, step.mesh.ep, 0)
-    return for_experts(order, own.counts, str(step.files.folder))
-
-
-def _renumbered(step: NamedWeights, order: Order | None, rank: int) -> Order | None:
-    """The order at the first expert-parallel rank, for a rank with other experts."""
-    ep, _ = step.mesh.expert_place(rank)
-    if order is None or not ep:
-        return order
-    local = LocalExperts.among(step.expert_counts, step.mesh.ep, ep)
-    return [[local.whole_name(name) for name in names] for names in order]
-
-
-def _joined(step: NamedWeights, stages: list[Contents]) -> Contents:
-    places = zip(step.places, stages, strict=True)
-    joined = join([Stage((), found.buffers, found.groups, at=at) for at, found in places])
-    indices = {
-        number: index
-        for numbers, found in zip(joined.numbers, stages, strict=True)
-        for number, index in zip(numbers, found.indices, strict=True)
-    }
-    return replace(
-        stages[0],
-        buffers=joined.buffers,
-        groups=joined.groups,
-        indices=tuple(indices[number] for number in sorted(indices)),
-    )

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import PartitionRanks, expert_name, is_stacked, stored_tensors
-from megatron_ucp.core.flat import FlatBuffer, Member, States
+from megatron_ucp.core.flat import FlatBuffer, States
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.names import MASTER, Keeper
 from megatron_ucp.errors import (
@@ -21,7 +21,8 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.deepspeed import buffers as formulas
+from megatron_ucp.formats.deepspeed.buffers import GroupOnRank, elems_of
+from megatron_ucp.formats.deepspeed.config import DeepSpeedConfig
 from megatron_ucp.formats.deepspeed.weights import Tree
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import check_known, is_element
@@ -52,16 +53,6 @@ def uncut_states(group: Mapping[str, Any], keeper: Keeper, offloaded: bool) -> t
     the momentum at ZeRO-1 and 2, unless the optimizer is offloaded to the CPU."""
     kept = keeper == Keeper.ZERO_1_OR_2 and steps_matrices(group) and not offloaded
     return (MOMENTUM,) if kept else ()
-
-
-def is_offloaded(config: Any) -> bool:
-    """Whether a DeepSpeed config puts the optimizer into the CPU's memory."""
-    settings: Any = config.get("zero_optimization") if isinstance(config, dict) else None
-    if not isinstance(settings, dict):
-        return False
-    section: Any = settings.get("offload_optimizer")
-    device = section.get("device") if isinstance(section, dict) else None
-    return device == "cpu" or settings.get("cpu_offload") is True
 
 
 def in_its_order(
@@ -201,11 +192,12 @@ _SHARING = "ds_zero_partition_groups"
 
 @dataclass(frozen=True)
 class Contents:
-    """The optimizer part of a checkpoint as one file shows it; must be equal in all files of one
-    save.
+    """The optimizer part of a checkpoint as one file shows it, which is of a `format`; must be
+    equal in all files of one save.
 
     `indices` are the numbers under which the file keeps each buffer's states."""
 
+    format: "OptimizerFile"
     keeper: Keeper
     buffers: tuple[FlatBuffer, ...]
     groups: tuple[ParamGroup, ...]
@@ -229,30 +221,13 @@ class OptimizerTree:
 
 @dataclass(frozen=True)
 class IndexStates:
-    """What a file keeps under one index: the states of parameters, masters first where it has any,
-    the numbers that it keeps of them, and the group that lists them."""
+    """What a file keeps under one index: the states of parameters with rank-local shapes, masters
+    first where it has any, and the group that lists them."""
 
     named: Mapping[str, Ints]
     index: int
-    group: int | None
+    group: GroupOnRank
     refs: Mapping[str, TensorRef]
-    scalars: Mapping[str, float]
-
-    @property
-    def states(self) -> States:
-        return tuple((state, ref.storage.dtype) for state, ref in self.refs.items())
-
-    @property
-    def first(self) -> str:
-        """Of the parameters the first one, which says for all who shares them."""
-        return next(iter(self.named), "")
-
-    def members(self, starts: Sequence[int]) -> tuple[Member, ...]:
-        """The parameters, each one from where it begins in the buffer."""
-        return tuple(
-            Member(name, start, math.prod(shape), self.group, self.scalars)
-            for (name, shape), start in zip(self.named.items(), starts, strict=True)
-        )
 
 
 ListedTensor = tuple[Mapping[str, Ints], int, int | None]  # parameters, their index, their group
@@ -279,13 +254,45 @@ class OptimizerFile:
             element, kept = _split(entry_of(states, index, found.file), found)
             if self.masters_key:
                 element = {MASTER: self._master(masters, index, found.file), **element}
-            one = IndexStates(named, index, group, element, kept)
-            made = self.buffers(one, found, groups, spread)
-            buffers += made
-            indices += [index] * len(made)
-        scaler = self.scaler(found.tree)
-        told = param_groups(groups, found.tensor)
-        return Contents(self.keeper_of(found.tree), tuple(buffers), told, scaler, tuple(indices))
+            one = self._states(named, index, group, element, kept, groups, spread)
+            flat_buffers = self.buffers(one, found)
+            buffers += flat_buffers
+            indices += [index] * len(flat_buffers)
+        return Contents(
+            self,
+            self.keeper_of(found.tree),
+            tuple(buffers),
+            param_groups(groups, found.tensor),
+            self.scaler(found.tree),
+            tuple(indices),
+        )
+
+    def _states(
+        self,
+        named: Mapping[str, Ints],
+        index: int,
+        number: int | None,
+        refs: Mapping[str, TensorRef],
+        scalars: Mapping[str, float],
+        groups: Sequence[Tree],
+        spread: PartitionRanks,
+    ) -> IndexStates:
+        first = next(iter(named), "")  # which says for all who shares them
+        group = GroupOnRank(
+            number,
+            "",
+            [(name, math.prod(shape)) for name, shape in named.items()],
+            self.states_of(refs, first),
+            lambda _: scalars,
+            spread.partitions(first),
+            spread.axes(first),
+            {} if number is None else groups[number],
+        )
+        return IndexStates(named, index, group, refs)
+
+    def states_of(self, refs: Mapping[str, TensorRef], name: str) -> States:
+        """Name and dtype of the states of a parameter, masters first."""
+        return tuple((state, ref.storage.dtype) for state, ref in refs.items())
 
     def _master(self, masters: Sequence[TensorRef], index: int, file: str) -> TensorRef:
         return expect.kind(
@@ -337,9 +344,7 @@ class OptimizerFile:
         """What the file keeps states of: a buffer for each entry of `shapes`."""
         return ((named, index, _group_of(index, groups)) for index, named in enumerate(shapes))
 
-    def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
-    ) -> list[FlatBuffer]:
+    def buffers(self, one: IndexStates, found: OptimizerTree) -> list[FlatBuffer]:
         """The buffers of what the file keeps under one index."""
         raise NotImplementedError
 
@@ -475,25 +480,16 @@ class Zero12File(OptimizerFile):
         _check_groups(masters, shapes, "groups", found.file)
         _check_count(found.tree, _first_partitions(shapes, spread), found.file)
 
-    def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
-    ) -> list[FlatBuffer]:
+    def buffers(self, one: IndexStates, found: OptimizerTree) -> list[FlatBuffer]:
         """A group's buffer, filled up and cut into equal chunks."""
         starts, used = _starts(one, found)
-        partitions, axes = spread.partitions(one.first), spread.axes(one.first)
-        length = formulas.whole_length(used, partitions)
-        group = {} if one.group is None else groups[one.group]
-        uncut = uncut_states(group, self.keeper_of(found.tree), self._offloaded)
-        members = one.members(starts)
-        return [
-            FlatBuffer(members, length, partitions, "whole", one.states, axes=axes, uncut=uncut)
-        ]
+        uncut = uncut_states(one.group.settings, self.keeper_of(found.tree), self._offloaded)
+        return [one.group.cut_as_one(one.group.tensors, starts, used, uncut)]
 
 
 def _starts(one: IndexStates, found: OptimizerTree) -> tuple[list[int], int]:
-    """Where members begin, with gaps behind the tensors that keep them, and the end of the last
-    one."""
-    tensors = stored_tensors(one.named)
+    """Where tensors begin, with the gaps behind them, and the end of the last one."""
+    tensors = one.group.tensors
     said = expect.key_or(found.tree, "param_alignment_paddings", [], found.file)
     gaps = (0,) * len(tensors)
     if said:
@@ -501,10 +497,8 @@ def _starts(one: IndexStates, found: OptimizerTree) -> tuple[list[int], int]:
     _check_groups(gaps, tensors, "tensors", found.file)
     starts, at = list[int](), 0
     for tensor, gap in zip(tensors, gaps, strict=True):
-        for name in tensor:
-            starts.append(at)
-            at += math.prod(one.named[name])
-        at += gap
+        starts.append(at)
+        at += elems_of(tensor) + gap
     return starts, at
 
 
@@ -534,18 +528,9 @@ class Zero3File(OptimizerFile):
                 fix="put the files of one save, and no others, into the folder",
             )
 
-    def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
-    ) -> list[FlatBuffer]:
+    def buffers(self, one: IndexStates, found: OptimizerTree) -> list[FlatBuffer]:
         """A sub-group's buffer, in which every stored tensor is cut for itself."""
-        partitions, axes = spread.partitions(one.first), spread.axes(one.first)
-        tensors = stored_tensors(one.named)
-        elems = [sum(math.prod(one.named[name]) for name in tensor) for tensor in tensors]
-        starts, used = flat.aligned_starts([-(-size // partitions) for size in elems])
-        places = {name: at for names, at in zip(tensors, starts, strict=True) for name in names}
-        held = {member.param: member for member in one.members([places[n] for n in one.named])}
-        members = [m for names in tensors for m in flat.slices([held[name] for name in names])]
-        return [FlatBuffer(tuple(members), used, partitions, "each", one.states, axes=axes)]
+        return [one.group.each_cut(one.group.tensors)]
 
 
 def sharing(tree: Tree, file: str) -> Sequence[Tree] | None:
@@ -587,25 +572,9 @@ class Unpartitioned(_Stage0File):
             for names, index in zip(tensors[number], indices[number], strict=True):
                 yield {name: named[name] for name in names}, index, number
 
-    def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
-    ) -> list[FlatBuffer]:
+    def buffers(self, one: IndexStates, found: OptimizerTree) -> list[FlatBuffer]:
         _check_shapes(one, found.file)
-        return [
-            flat.alone(
-                member.param,
-                member.size,
-                self.states_of(one, member.param),
-                one.group,
-                one.scalars,
-                axes=spread.axes(member.param),
-            )
-            for member in one.members([0] * len(one.named))
-        ]
-
-    def states_of(self, one: IndexStates, name: str) -> flat.States:
-        """The states of one parameter, masters first."""
-        return one.states
+        return [one.group.alone(name, elems) for name, elems in one.group.sizes]
 
 
 class UnfusedFile(Unpartitioned):
@@ -631,8 +600,8 @@ class PlainFile(Unpartitioned):
     def masters(self, tree: Tree, file: str) -> Sequence[TensorRef]:
         return ()
 
-    def states_of(self, one: IndexStates, name: str) -> flat.States:
-        return ((MASTER, self._weight_dtype(name)), *one.states)
+    def states_of(self, refs: Mapping[str, TensorRef], name: str) -> States:
+        return ((MASTER, self._weight_dtype(name)), *super().states_of(refs, name))
 
 
 class FusedFlatFile(_Stage0File):
@@ -658,26 +627,23 @@ class FusedFlatFile(_Stage0File):
                     id="groups-differ",
                 )
 
-    def buffers(
-        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: PartitionRanks
-    ) -> list[FlatBuffer]:
-        starts, used = flat.aligned_starts([math.prod(shape) for shape in one.named.values()])
-        axes = spread.axes(one.first)
-        return [FlatBuffer(one.members(starts), used, 1, "whole", one.states, axes=axes)]
+    def buffers(self, one: IndexStates, found: OptimizerTree) -> list[FlatBuffer]:
+        return [one.group.not_cut(one.group.tensors)]
 
 
 def _check_shapes(one: IndexStates, file: str) -> None:
     """Raises ForeignFileError where states at the position of a parameter, or of a stack of them,
     are not of its shape."""
-    shape = tuple(one.named[one.first])
-    if is_stacked(one.first):
+    first = next(iter(one.named))
+    shape = tuple(one.named[first])
+    if is_stacked(first):
         shape = (len(one.named), *shape)
     for ref in one.refs.values():
         if tuple(ref.shape) != shape:
             raise ForeignFileError(
                 "the optimizer's parameters come in another order than the model's groups",
                 file=file,
-                parameter=one.first,
+                parameter=first,
                 expected=shape,
                 found=ref.shape,
                 fix="build the optimizer's groups as the run that saved it did, or save with a "
@@ -751,7 +717,7 @@ def reader_for(
     keys = expect.kind(tree, dict, "the optimizer", file).keys()
     rows = (
         Zero3File(),
-        Zero12File(is_offloaded(config)),
+        Zero12File(DeepSpeedConfig(config).is_offloaded),
         FusedFlatFile(),
         UnfusedFile(),
     )

@@ -8,52 +8,50 @@ from typing import Any
 from megatron_ucp.core.experts import number_and_count
 from megatron_ucp.core.values import TENSOR, InertObject, same
 from megatron_ucp.formats.deepspeed.files import OWN_KEYS
-from megatron_ucp.formats.deepspeed.run import NamedWeights
+from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank
 from megatron_ucp.formats.pt.refs import TensorRef
 from megatron_ucp.formats.pt.unpickle import with_tensors
 
 
-def differs_in(source: NamedWeights, name: str) -> PerRank:
+def differs_in(run: NativeRun, name: str) -> PerRank:
     """What of a model file differs from the one of its place's first rank; nothing of other
     files."""
-    place = next((at for at, file in source.names.model.items() if file == name), None)
-    if place is None or name == (first := source.model_of(place[1])):
+    place = next((at for at, file in run.names.model.items() if file == name), None)
+    if place is None or name == (first := run.model_of(place[1])):
         return PerRank()
-    ours, theirs = (_client(source, file) for file in (first, name))
-    pair = _Pair(source, first, name)
+    ours, theirs = (_client(run, file) for file in (first, name))
+    pair = _Pair(run, first, name)
     keys = {
         key
         for key in {**ours, **theirs}
         if key not in ours or key not in theirs or not pair.same(ours[key], theirs[key])
     }
-    schedules = [source.files.tree(file).get(SCHEDULER) for file in (first, name)]
+    schedules = [run.tree(file).get(SCHEDULER) for file in (first, name)]
     return PerRank(
         frozenset(_buffers_that_differ(pair)), frozenset(keys), not pair.same(*schedules)
     )
 
 
-def held_by(source: NamedWeights, rank: int) -> OwnValues:
+def held_by(run: NativeRun, rank: int) -> OwnValues:
     """All that a rank's model file has of what may differ, read when it is asked for."""
-    part, mp = source.file_place(rank)
-    file = source.model_of(mp, part)
-    module = source.files.tree(file).get("module") or {}
-    buffers = {
-        source.weights.name_of(name, file): module[name] for name in _held_names(source, file)
-    }
-    scheduler = _read(source, file, source.files.tree(file).get(SCHEDULER))
-    client = _client(source, file)
-    return OwnValues(_Read(source, file, buffers), _Read(source, file, client), scheduler)
+    part, mp = run.file_place(rank)
+    file = run.model_of(mp, part)
+    module = run.tree(file).get("module") or {}
+    buffers = {run.weights.name_of(name, file): module[name] for name in _held_names(run, file)}
+    scheduler = _read(run, file, run.tree(file).get(SCHEDULER))
+    client = _client(run, file)
+    return OwnValues(_Read(run, file, buffers), _Read(run, file, client), scheduler)
 
 
 class _Read(Mapping[Any, Any]):
     """Values of a file whose tensors are read for each one that is asked for."""
 
-    def __init__(self, source: NamedWeights, file: str, values: Mapping[Any, Any]) -> None:
-        self._source, self._file, self._values = source, file, values
+    def __init__(self, run: NativeRun, file: str, values: Mapping[Any, Any]) -> None:
+        self._run, self._file, self._values = run, file, values
 
     def __getitem__(self, key: Any) -> Any:
-        return _read(self._source, self._file, self._values[key])
+        return _read(self._run, self._file, self._values[key])
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._values)
@@ -65,19 +63,19 @@ class _Read(Mapping[Any, Any]):
         return key in self._values
 
 
-def _client(source: NamedWeights, file: str) -> dict[Any, Any]:
+def _client(run: NativeRun, file: str) -> dict[Any, Any]:
     """The client state of a file, its tensors by place."""
-    return {key: value for key, value in source.files.tree(file).items() if key not in OWN_KEYS}
+    return {key: value for key, value in run.tree(file).items() if key not in OWN_KEYS}
 
 
-def _read(source: NamedWeights, file: str, value: Any) -> Any:
-    path = source.files.full_path(file)
-    return with_tensors(value, lambda found: _tensor(source, path, found))
+def _read(run: NativeRun, file: str, value: Any) -> Any:
+    path = run.full_path(file)
+    return with_tensors(value, lambda found: _tensor(run, path, found))
 
 
-def _tensor(source: NamedWeights, path: str, found: Any) -> Any:
+def _tensor(run: NativeRun, path: str, found: Any) -> Any:
     """With no limit but the size of the file."""
-    return source.files.tensor(path, found, found.numel) if isinstance(found, TensorRef) else found
+    return run.tensor(path, found, found.numel) if isinstance(found, TensorRef) else found
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class _Pair:
     """Two files of which values are compared: large tensors by the CRC-32 of their records, or of
     others by a digest."""
 
-    source: NamedWeights
+    run: NativeRun
     first: str
     name: str
 
@@ -104,7 +102,7 @@ class _Pair:
     def _summed(self, file: str, found: Any) -> Any:
         if not isinstance(found, TensorRef):
             return found
-        record = self.source.files.file(file).record(found.storage)
+        record = self.run.file(file).record(found.storage)
         if not record.crc32 or found.span_bytes <= _READ_BYTES:
             return self._digested(file, found)
         placed = (found.shape, found.stride, found.offset_elems, found.storage.dtype)
@@ -113,14 +111,14 @@ class _Pair:
     def _digested(self, file: str, found: Any) -> Any:
         if not isinstance(found, TensorRef):
             return found
-        value = _tensor(self.source, self.source.files.full_path(file), found)
+        value = _tensor(self.run, self.run.full_path(file), found)
         digest = hashlib.sha256(value.state.pop("data")).hexdigest()
         return InertObject(TENSOR, (digest,), value.state)
 
 
-def _held_names(source: NamedWeights, file: str) -> list[str]:
+def _held_names(run: NativeRun, file: str) -> list[str]:
     """Buffers, and extra states of modules, in a model file."""
-    tree = source.files.tree(file)
+    tree = run.tree(file)
     module = tree.get("module") or {}
     states = (name for name in module if str(name).endswith(EXTRA_STATE))
     return [name for name in (*(tree.get("buffer_names") or []), *states) if name in module]
@@ -128,12 +126,12 @@ def _held_names(source: NamedWeights, file: str) -> list[str]:
 
 def _buffers_that_differ(pair: _Pair) -> list[str]:
     """What a model file has otherwise than the first one, of buffers and extra states."""
-    source, name = pair.source, pair.name
-    ours, theirs = (source.files.tree(file).get("module") or {} for file in (pair.first, name))
+    run, name = pair.run, pair.name
+    ours, theirs = (run.tree(file).get("module") or {} for file in (pair.first, name))
     out: list[str] = []
-    for held in _held_names(source, name):
-        canonical = source.weights.name_of(held, name)
-        of_an_expert = number_and_count(canonical, source.expert_counts) is not None
+    for held in _held_names(run, name):
+        canonical = run.weights.name_of(held, name)
+        of_an_expert = number_and_count(canonical, run.expert_counts) is not None
         if of_an_expert or held not in ours:
             continue  # ranks have other experts
         if not pair.same(ours[held], theirs[held]):

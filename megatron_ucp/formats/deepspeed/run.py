@@ -1,91 +1,158 @@
-"""What DeepSpeed's own files say of the run that wrote them, step by step: opened, its ranks,
-the names of weights, the optimizers, the order in a flat buffer, and where each slot lies."""
+"""The run that wrote DeepSpeed's own files, as the files show it: its ranks, the names of its
+weights, its optimizers, and in which order these flatten parameters."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import LocalExperts, PartitionRanks, counts_of, etp_of, file_rank
-from megatron_ucp.core.flat import FlatBuffer
-from megatron_ucp.core.manifest import FILE_NAME, Manifest, Order
-from megatron_ucp.core.mesh import EXPERTS, Coords, Mesh, stage_of
-from megatron_ucp.core.names import MASTER, VALUE
-from megatron_ucp.core.plan import Slot
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.core.experts import (
+    LocalExperts,
+    PartitionRanks,
+    counts_of,
+    etp_of,
+    file_rank,
+    for_experts,
+)
+from megatron_ucp.core.join_ranks import Stage, join
+from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest, Order
+from megatron_ucp.core.mesh import Coords, Mesh, stage_of
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ForeignFileError,
+    NotFoundError,
+    UnsupportedError,
+)
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.byte_files import Where
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.experts import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.files import (
-    TagFiles,
+    PATTERNS,
     TagFolder,
+    expert_file_name,
     expert_optimizer_name,
     missing_files,
     model_name,
     tp_of,
+    without_sequence_ranks,
 )
-from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource
+from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, pipe_names
+from megatron_ucp.formats.deepspeed.lost_states import refuse_mics, saved_no_bf16_optimizer
 from megatron_ucp.formats.deepspeed.optimizers import (
     Contents,
     OptimizerFile,
     OptimizerTree,
     PlainFile,
-    Unpartitioned,
     as_listed,
-    own_slice,
+    check_momentum,
+    reader_for,
 )
-from megatron_ucp.formats.deepspeed.weights import Weights, shapes_by_group
+from megatron_ucp.formats.deepspeed.tp_patterns import is_uneven, order_of
+from megatron_ucp.formats.deepspeed.weights import (
+    LayerFiles,
+    PipeNames,
+    StageModels,
+    Weights,
+    WholeModel,
+    shapes_by_group,
+)
+from megatron_ucp.formats.folder import Folder
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.param_groups import number
 from megatron_ucp.formats.pt.refs import TensorRef
 from megatron_ucp.formats.wrapped_model import other_prefix
 
-# ---- native steps
-#
-# What is known of DeepSpeed's own files, step by step: opened, the ranks that wrote them, the
-# names of their weights, the optimizers that they hold; last, where each slot lies
-# (`SlotPlaces`).
+FlattenedShapes = list[dict[str, Ints]]  # names and rank-local shapes of each group's parameters
+_SLICES = "param_slice_mappings"
+_OTHER_ORDER = "use_data_before_expert_parallelism"
 
 
-Next = TypeVar("Next")
+class NativeRun(TagFolder):
+    """A tag folder with DeepSpeed's own files, and what follows from them: each property from
+    those that it asks for, when it is asked for. Any of them may raise a UcpError.
 
+    `told` is what the caller knows and files may not say: the order of the parameters in files of
+    stage 0 without a manifest, whole shapes, layouts, names of a pipeline. With
+    `skip_unnamed_optimizer` such a file is read without its optimizer where nobody knows the order.
+    """
 
-@dataclass(frozen=True)
-class OpenedFiles:
-    """The files of a folder; `meta` is what the first model file says, which tells what kind of run
-    wrote the others. `told` is what the caller knows."""
+    def __init__(
+        self, folder: Folder, told: CallerModel, skip_unnamed_optimizer: bool = False
+    ) -> None:
+        super().__init__(folder, told.classes, told.weights)
+        self._skips_unnamed = skip_unnamed_optimizer
+        with self.closed_on_failure():
+            self.told = self._told_of_weights(told) if told.weights else told
+            self.model_name = self.names.first_model
+            self.main_file = self.full_path(self.model_name)
+            if self.meta.get("mp_world_size") == 1:
+                self.names = without_sequence_ranks(self.names)
+            refuse_mics(self.meta.get("ds_config"), self.main_file)
 
-    files: TagFolder
-    told: CallerModel
-    names: TagFiles
-    model_name: str
-    meta: Mapping[str, Any]
-    pipeline: bool
+    def _told_of_weights(self, told: CallerModel) -> CallerModel:
+        """What is known of the weights alone: of what a manifest says layouts and names, as the
+        rest of it is about an optimizer that nobody looks at. Raises UnsupportedError at ZeRO-3."""
+        if self.names.is_partitioned:
+            raise UnsupportedError(
+                "at ZeRO-3 the weights lie in the optimizer's files, so that they can't be loaded "
+                "without these",
+                file=self.folder,
+                expected="ZeRO-0 to ZeRO-2",
+                found="a model file of each partition",
+                fix='restore the files and leave "weights" out, or load another tag',
+            )
+        recorded, self.evidence.manifest = self.evidence.manifest, None
+        if recorded is None:
+            return told
+        renamed: Any = recorded.run.get(RENAMED) or {}
+        return replace(told, specs=recorded.by_name, names=recorded.names, renamed=renamed)
 
-    @property
-    def main_file(self) -> str:
-        return self.files.main_file
+    # ------------------------------------------------ files
 
-    @property
-    def recorded(self) -> Manifest | None:
-        return self.files.recorded
+    @cached_property
+    def meta(self) -> Mapping[str, Any]:
+        """What the first model file says, which tells what kind of run wrote the others."""
+        return self.tree(self.model_name)
+
+    @cached_property
+    def pipeline(self) -> bool:
+        """Whether the files are of a pipeline's stages: there are files of its layers, or the model
+        file says so (one with experts has no layer files)."""
+        degrees = self.meta.get("checkpoint_parallel_dimensions")
+        stages: Any = degrees.get("pp_degree") if isinstance(degrees, dict) else 1
+        staged = type(stages) is int and stages > 1
+        return bool(self.names.layers) or self.meta.get("module", {}) is None or staged
+
+    @cached_property
+    def has_optimizer_files(self) -> bool:
+        """Whether the run's optimizer lies in files of its own, one for each partition of each
+        model-parallel rank. Of a load of the weights alone nobody asks for them."""
+        if self.told.weights:
+            return False
+        config, version = self.meta.get("ds_config"), self.meta.get("ds_version")
+        flattens = self.meta.get("param_shapes") is not None
+        lost = saved_no_bf16_optimizer(config, version)
+        return bool(self.names.optimizer) or self.names.is_partitioned or (flattens and not lost)
 
     def model_of(self, mp: int, part: int = 0) -> str:
         """Name of the model file of a model-parallel rank (at ZeRO-3 of one partition)."""
-        found = self.names.model.get((None, mp)) or self.names.model.get((part, mp))
-        if found is None:
+        name = self.names.model.get((None, mp)) or self.names.model.get((part, mp))
+        if name is None:
             file, expected = model_name(mp, part), f"partition {part}, model-parallel rank {mp}"
-            raise missing_files("model file", 1, self.files.folder / file, expected, "no file")
-        return found
+            raise missing_files("model file", 1, self.folder / file, expected, "no file")
+        return name
 
     def optimizer_tree(self, part: int, mp: int = 0) -> Any:
         """The optimizer state dict of one partition's file."""
         name = self.names.optimizer[part, mp]
-        tree = self.files.tree(name).get("optimizer_state_dict")
+        tree = self.tree(name).get("optimizer_state_dict")
         if not isinstance(tree, dict):
             raise DamagedFileError(
                 "an optimizer file holds no optimizer",
-                file=self.files.full_path(name),
+                file=self.full_path(name),
                 expected="optimizer_state_dict",
                 found=type(tree).__name__,
             )
@@ -94,22 +161,121 @@ class OpenedFiles:
     def fragment(self, name: str, part: int, tp: int = 0) -> Any:
         """One partition of a frozen parameter, as ZeRO-3 keeps it."""
         file = self.model_of(tp, part)
-        held = self.files.tree(file)
-        return expect.key_or(held, "frozen_param_fragments", {}, self.files.full_path(file)).get(
-            name
+        fragments = expect.key_or(
+            self.tree(file), "frozen_param_fragments", {}, self.full_path(file)
         )
+        return fragments.get(name)
 
+    # ------------------------------------------------ ranks
 
-@dataclass(frozen=True)
-class RunRanks(OpenedFiles):
-    """The ranks of the run: `uneven` says whether each tensor-parallel one has buffers of its own,
-    `places` are those that have parameters of their own."""
+    @cached_property
+    def dp(self) -> int:
+        """Partitions of the dense buffers."""
+        return self._count("dp_world_size")
 
-    experts: ExpertFiles
-    mesh: Mesh
-    spread: PartitionRanks
-    uneven: bool
-    places: Sequence[Coords]
+    @cached_property
+    def model_ranks(self) -> int:
+        """Model-parallel ranks: stages times tensor-parallel ranks."""
+        return self._count("mp_world_size")
+
+    def _count(self, key: str) -> int:
+        """A number of ranks in the model file; 1 where it says nothing."""
+        value = self.meta.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= 2**24):
+            raise DamagedFileError(
+                f"the model file says no number of ranks in {key}",
+                file=self.main_file,
+                expected="a whole number from 1",
+                found=repr(number(value))[:80],
+            )
+        return value or 1
+
+    @cached_property
+    def experts(self) -> ExpertFiles:
+        return ExpertFiles(self)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The ranks, without their ZeRO stage."""
+        stages, tp = self._degrees()
+        ep, etp = self._expert_degrees(tp)
+        return Mesh(tp=tp, pp=stages, dp=self.dp, ep=ep, etp=etp)
+
+    def _degrees(self) -> tuple[int, int]:
+        """Pipeline stages and tensor-parallel ranks."""
+        if not self.pipeline:
+            return 1, self.model_ranks
+        degrees = self.meta.get("checkpoint_parallel_dimensions")
+        tp: Any = degrees.get("tp_degree") if isinstance(degrees, dict) else None
+        if tp is None:  # older files: there is a layer file for every tensor-parallel rank
+            tp = 1 + max((rank for _, rank in self.names.layers), default=0)
+        if type(tp) is not int or tp < 1 or self.model_ranks % tp:
+            raise DamagedFileError(
+                "the model file does not say how its ranks divide into stages and tensor-parallel "
+                "ranks",
+                file=self.main_file,
+                expected=f"a divisor of {self.model_ranks}",
+                found=repr(number(tp))[:80],
+            )
+        return self.model_ranks // tp, tp
+
+    def _expert_degrees(self, tp: int) -> tuple[int, int]:
+        """Expert-parallel and expert-tensor-parallel ranks."""
+        if self.recorded is not None:
+            return self.recorded.mesh.ep, self.recorded.mesh.etp
+        config: Any = self.meta.get("ds_config")
+        if isinstance(config, dict) and config.get(_OTHER_ORDER) and self.meta.get("num_experts"):
+            raise UnsupportedError(
+                "the ranks of this run were divided in another order among the experts",
+                file=self.main_file,
+                expected=f"no {_OTHER_ORDER}",
+                found=_OTHER_ORDER,
+                fix="load it with DeepSpeed at the same sizes",
+            )
+        # AutoEP's lie in the optimizer files alone at ZeRO-3
+        in_shards = bool(self.experts.autoep) and any(
+            part is not None for part, _ in self.names.model
+        )
+        if self.names.experts or in_shards:
+            return self.experts.ranks(self.meta, self.main_file), self._cuts_of_experts(tp)
+        if self.meta.get("num_experts"):
+            counts: Any = self.meta["num_experts"]
+            known = [n for n in (counts if isinstance(counts, list) else []) if type(n) is int]
+            raise missing_files(
+                "expert file",
+                max(2, sum(known)),
+                self.folder / expert_file_name(0, 0, 0),
+                f"a file of each of {known or number(counts)} experts: without them "
+                "local numbers say nothing",
+                "no such file",
+            )
+        return 1, tp
+
+    def _cuts_of_experts(self, tp: int) -> int:
+        """Ranks that cut an expert: each one has a file of it. DeepSpeed's own layers have one
+        share or one copy on each tensor-parallel rank."""
+        files = Counter((layer, number, mp // tp) for layer, number, mp in self.names.experts)
+        most = max(files.values(), default=tp)
+        return next(size for size in range(most, tp + 1) if tp % size == 0)
+
+    @cached_property
+    def partition_ranks(self) -> PartitionRanks:
+        """Over how many ranks ZeRO divides a buffer."""
+        return PartitionRanks.on(self.mesh, self.dp if self.has_optimizer_files else 1)
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether each tensor-parallel rank has buffers of its own, as AutoTP gives some ranks
+        larger shares."""
+        if self.recorded is not None:
+            return any(buffer.share for buffer in self.recorded.buffers)
+        info: Any = self.meta.get(PATTERNS)
+        return self.mesh.tp > 1 and not self.pipeline and is_uneven(info, self.main_file)
+
+    @cached_property
+    def places(self) -> list[Coords]:
+        """The places that have parameters of their own."""
+        return self.mesh.holding(self.uneven)
 
     @property
     def first_of_stages(self) -> list[str]:
@@ -132,7 +298,7 @@ class RunRanks(OpenedFiles):
     def optimizer_of(self, mp: int) -> tuple[Any, str]:
         """The optimizer's state dict of the first rank of a model-parallel one, and its file."""
         tree, name = self.optimizer_of_rank(self.rank_of_file(0, mp))
-        return tree, self.files.full_path(name)
+        return tree, self.full_path(name)
 
     def optimizer_of_rank(self, rank: int, of_experts: bool = True) -> tuple[Any, str]:
         """The optimizer's state dict of a rank, and its file; at stage 0 of one like it."""
@@ -140,31 +306,105 @@ class RunRanks(OpenedFiles):
         if self.names.optimizer:
             return self.optimizer_tree(part, mp), self.names.optimizer[part, mp]
         name = self.model_of(mp)
-        tree = self.files.tree(name).get("optimizer")
+        tree = self.tree(name).get("optimizer")
         if not self.names.expert_optimizer or (tree is not None and not of_experts):
             return tree, name
         name = self._expert_optimizer(rank)
-        return self.files.tree(name).get("optimizer"), name
+        return self.tree(name).get("optimizer"), name
 
     def _expert_optimizer(self, rank: int) -> str:
         """The file of stage 0 with the states of a rank's experts. Raises NotFoundError."""
         ep, etp = self.mesh.expert_place(rank)
         place = ep, file_rank(self.mesh, self.mesh.coord(rank).pp, ep, etp)
         if place not in self.names.expert_optimizer:
-            file = self.files.folder / expert_optimizer_name(*place)
+            file = self.folder / expert_optimizer_name(*place)
             expected = f"expert-parallel rank {place[0]}, model-parallel rank {place[1]}"
             raise missing_files("expert optimizer file", 1, file, expected, "no such file")
         return self.names.expert_optimizer[place]
 
+    # ------------------------------------------------ weights
 
-@dataclass(frozen=True)
-class NamedWeights(RunRanks):
-    """The weights by canonical name; `pipe_names` are those in a pipeline, with the canonical
-    ones, `declared` says how parameters are cut."""
+    @cached_property
+    def pipe_names(self) -> Mapping[str, str]:
+        """Names in a pipeline, with the canonical ones."""
+        rules = self.told.rules
+        if self.recorded is not None:
+            return self.recorded.names
+        if not self.pipeline:
+            return {}  # who knows them need not know what kind of run it was
+        if not self.told.names and rules is not None and rules.pipeline:
+            return pipe_names(self, self.first_of_stages, rules)
+        return self.told.names or {}
 
-    pipe_names: Mapping[str, str]
-    weights: Weights
-    declared: LayoutSource
+    @cached_property
+    def weights(self) -> Weights:
+        """The weights by canonical name."""
+        dense = self._dense_weights()
+        if self.names.experts:
+            return WithExperts(dense, self.experts, self.mesh, dense.name_of)
+        return dense
+
+    def _dense_weights(self) -> Weights:
+        """Without the experts that lie in files of their own."""
+        mesh, names = self.mesh, self.pipe_names
+        if not self.pipeline:
+            files = {rank: self.model_of(rank) for rank in range(mesh.tp)}
+            return WholeModel(self, files, self._renamed())
+        if not names:
+            raise UnsupportedError(
+                "a pipeline checkpoint without a manifest needs a family or rules",
+                file=self.main_file,
+                found=f"{mesh.pp} stages",
+                fix="give --rules (Python: rules=) a file with [[pipeline]] entries "
+                "(docs/reference/rules.md); or load it into an engine that was attached with a "
+                "family",
+                id="layout-unknown",
+            )
+        if self.names.layers or self.meta.get("module") is None:
+            return LayerFiles(self, PipeNames(names), mesh.tp)
+        places = [(stage, rank) for stage in range(mesh.pp) for rank in range(mesh.tp)]
+        models = {(s, t): self.model_of(s * mesh.tp + t) for s, t in places}
+        return StageModels(self, PipeNames(names), models)
+
+    def _renamed(self) -> Mapping[str, str]:
+        """Names of entries of the weights -> those of the model, as the run said, or the caller."""
+        recorded = self.recorded
+        renamed: Any = self.told.renamed if recorded is None else recorded.run.get(RENAMED)
+        if not isinstance(renamed, dict):
+            return {}
+        expect.texts([*renamed, *renamed.values()], RENAMED, self.folder / FILE_NAME)
+        return renamed
+
+    @cached_property
+    def layouts(self) -> LayoutSource:
+        """What says how parameters are cut. Raises UnsupportedError where nothing does and
+        several ranks have shares of one."""
+        patterns: Any = self.meta.get(PATTERNS)
+        found = LayoutSource(
+            self.mesh,
+            self.main_file,
+            self.told.specs if self.recorded is None else self.recorded.by_name,
+            self.told.rules,
+            patterns if isinstance(patterns, dict) else None,
+            {name: pipe for pipe, name in self.pipe_names.items()},
+            order_of(self.meta.get("args")),
+        )
+        if self.mesh.tp > 1 and found.silent:
+            raise UnsupportedError(
+                "a tensor-parallel checkpoint without a manifest needs a family or rules",
+                file=self.main_file,
+                found=f"mp_world_size {self.mesh.tp}",
+                fix="give --rules FILE (Python: rules=; docs/reference/rules.md), for which "
+                "`megatron-ucp inspect --all` lists names and shapes; or load it into an engine "
+                "that was attached with a family",
+                id="layout-unknown",
+            )
+        return found
+
+    def require_described(self) -> None:
+        """Raises UnsupportedError where nothing says the names of a pipeline's parameters, or how
+        parameters are cut."""
+        _ = self.weights, self.layouts
 
     @cached_property
     def expert_counts(self) -> dict[str, int]:
@@ -174,8 +414,7 @@ class NamedWeights(RunRanks):
     def names_at(self, rank: int, file: str) -> Callable[[str], str]:
         """The canonical name of what the module of a rank calls a parameter."""
         ep, _ = self.mesh.expert_place(rank)
-        apart = self.mesh.ep > 1
-        local = self.experts.local(self.mesh, ep) if apart else LocalExperts({})
+        local = self.experts.local(self.mesh, ep) if self.mesh.ep > 1 else LocalExperts({})
         return lambda name: self.weights.name_of(local.whole_name(name), file)
 
     def weight_dtype(self, name: str) -> str:
@@ -190,214 +429,232 @@ class NamedWeights(RunRanks):
         tp = tp_of(cut)
         return weights.module(tp).get(name), weights.file_of(name, tp)
 
-
-@dataclass(frozen=True)
-class Optimizers(NamedWeights):
-    """The optimizers: how the files of each place keep theirs, what the first ones hold, and all of
-    them as one."""
-
-    readers: Sequence[OptimizerFile]
-    stages: Sequence[Contents]
-    contents: Contents
-
-    def format_of(self, stage: int) -> OptimizerFile:
-        """How the files of a stage keep its optimizer."""
-        return self.readers[[stage_of(at) for at in self.places].index(stage)]
-
-
-def after(step: OpenedFiles, kind: type[Next], **more: Any) -> Next:
-    """The next step: what the one before it knew, and more."""
-    return kind(**{one.name: getattr(step, one.name) for one in fields(step)}, **more)
-
-
-# ---- flat order
-#
-# Which parameters an optimizer file keeps, in the order in which they are flattened.
-
-
-FlattenedShapes = list[dict[str, Ints]]  # names and rank-local shapes of each group's parameters
-_SLICES = "param_slice_mappings"
-
-
-def flattened(
-    step: NamedWeights, found: OptimizerTree, order: Order | None, rank: int
-) -> FlattenedShapes:
-    """What each group flattens in the file of a rank. `order` has the names that files of stage 0
-    don't say. Raises DamagedFileError, NotFoundError."""
-    _, mp = step.file_place(rank)
-    model = step.model_of(mp)
-    file = step.files.full_path(model)
-    listed = shapes_by_group(step.files.tree(model), file)
-    if step.names.optimizer and listed is not None:
-        name_of = step.names_at(rank, model)
-        inside = (step.experts.autoep.in_slices(named, file) for named in listed)
-        flat = [{name_of(name): shape for name, shape in named.items()} for named in inside]
-        return _with_trained_experts(step, flat, rank)
-    if step.names.optimizer and _SLICES in found.tree:
-        # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in order
-        order = _by_slices(step, rank, model)
-    elif step.names.optimizer:
-        raise DamagedFileError(
-            "the model file does not say how parameters are flattened",
-            file=file,
-            expected="param_shapes",
-            found="none",
-        )
-    if order is None:
-        raise NotFoundError(
-            "a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
-            file=found.file,
-            expected=FILE_NAME,
-            found="no manifest",
-            fix="load it into an engine, which knows the order of its own groups",
-        )
-    return _in_order(step, found, order, mp)
-
-
-def shape_of(step: NamedWeights, module: Mapping[str, Any], name: str) -> Ints:
-    """The rank-local shape of a parameter that the caller, or the manifest, names. Raises
-    ForeignFileError where the weights lack it, ModelMismatchError where a prefix does that."""
-    ref = module.get(name)
-    if not isinstance(ref, TensorRef):
-        wanted = [param for names in step.told.order or () for param in names]
-        raise other_prefix(module, wanted, step.main_file) or ForeignFileError(
-            "the model of the engine has a parameter that the checkpoint lacks",
-            parameter=name,
-            file=step.main_file,
-            found=f"{len(module)} other tensors",
-            fix="build the model with the configuration that the checkpoint was trained with",
-        )
-    return ref.shape
-
-
-def _in_order(step: NamedWeights, found: OptimizerTree, order: Order, mp: int) -> FlattenedShapes:
-    """What a file without shapes keeps, in an order that the caller told, or that the manifest or
-    the optimizer files say."""
-    module = step.weights.module(mp % step.mesh.tp)
-    shapes = [{name: shape_of(step, module, name) for name in names} for names in order]
-    if step.uneven:  # a rank without a share of a parameter does not step it
-        shapes = [{n: shape for n, shape in named.items() if 0 not in shape} for named in shapes]
-    if step.recorded is not None or step.names.optimizer:
-        return shapes
-    base = found.tree
-    if "optimizer_state_dict" in base:
-        base = expect.key(base, "optimizer_state_dict", dict, found.file)
-    groups = expect.each(base.get("param_groups"), dict, "param_groups", found.file)
-    return as_listed(shapes, groups, step.told.shapes or {}, found.file)
-
-
-def _with_trained_experts(step: NamedWeights, flat: FlattenedShapes, rank: int) -> FlattenedShapes:
-    """What a rank flattens, with its own experts. `flat` is what the first expert-parallel rank
-    does, renumbered: others may train other ones of theirs, which a manifest alone says."""
-    recorded, at = step.recorded, step.places[step.place_of_rank(rank)]
-    if recorded is None or not step.names.experts or not step.mesh.expert_place(rank)[0]:
-        return flat
-    here = [b for b in recorded.buffers if b.stepped and b.is_held_at(at)]
-    said = [[member.param for member in buffer.members] for buffer in here]
-    if [*map(set, said)] == [*map(set, flat)]:  # then the files' own order is the evidence
-        return flat
-    module = step.weights.module(step.mesh.coord(rank).tp)
-    return [{name: shape_of(step, module, name) for name in names} for names in said]
-
-
-def _by_slices(step: NamedWeights, rank: int, model: str) -> list[list[str]]:
-    """The parameters of each group: what the optimizer files of all partitions of a rank's buffers
-    name, in order; of experts only the rank's own."""
-    mesh, name_of = step.mesh, step.names_at(rank, model)
-    own = mesh.expert_place(rank)
-    held = [
-        (_slices(step, *step.file_place(other)), mesh.expert_place(other) == own)
-        for other in mesh.partition_group(rank)
-    ]
-    counts = {len(groups) for groups, _ in held}
-    if len(counts) != 1:
-        raise ForeignFileError(
-            "optimizer files hold different numbers of groups",
-            file=step.files.full_path(model),
-            expected="as many in each",
-            found=", ".join(map(str, sorted(counts))),
-        )
-
-    def named(group: int) -> Iterator[str]:
-        for groups, alike in held:
-            yield from (n for n in groups[group] if alike or not step.spread.is_apart(n))
-
-    return [list(dict.fromkeys(map(name_of, named(group)))) for group in range(counts.pop())]
-
-
-def _slices(step: NamedWeights, partition: int, mp: int) -> list[list[str]]:
-    """What a partition owns of each group. Raises DamagedFileError."""
-    file = step.files.full_path(step.names.optimizer[partition, mp])
-    groups = expect.each(step.optimizer_tree(partition, mp).get(_SLICES), dict, _SLICES, file)
-    return [expect.texts(list(group), _SLICES, file) for group in groups]
-
-
-# ---- slot places
-#
-# Where each slot of a manifest lies in DeepSpeed's own files.
-
-
-@dataclass(frozen=True)
-class SlotPlaces(Optimizers):
-    """All that is known of the files: their `manifest`, and the place of each of its slots."""
-
-    manifest: Manifest
-    _used: dict[tuple[int, int, bool], int] = field(default_factory=dict[Any, Any], init=False)
-
-    def where(self, slot: Slot) -> Where:
-        """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees
-        with the structure."""
-        buffer = self.manifest.buffers[slot.buffer]
-        ref, name = self._ref(slot, buffer)
-        param = buffer.members[0].param if buffer.members else None
-        order = self.manifest.by_name[param].order if param else None
+    def shape_of(self, module: Mapping[str, Any], name: str) -> Ints:
+        """The rank-local shape of a parameter that the caller, or the manifest, names. Raises
+        ForeignFileError where the weights lack it, ModelMismatchError where a prefix does that."""
+        ref = module.get(name)
         if not isinstance(ref, TensorRef):
-            raise ForeignFileError(
-                f"a file lacks the state {slot.state} that the first file has",
-                file=self.files.full_path(name),
-                parameter=param,
-                expected=f"{buffer.partition_elems} elements",
-                found=type(ref).__name__,
+            wanted = [param for names in self.told.order or () for param in names]
+            raise other_prefix(module, wanted, self.main_file) or ForeignFileError(
+                "the model of the engine has a parameter that the checkpoint lacks",
+                parameter=name,
+                file=self.main_file,
+                found=f"{len(module)} other tensors",
+                fix="build the model with the configuration that the checkpoint was trained with",
             )
-        used = self._used_elems(slot)
-        dtype, most = dict(buffer.states)[slot.state], buffer.of(slot.state).elems(slot.part)
-        fits = used <= ref.numel <= most
-        if not ref.lies_in(order) or ref.storage.dtype != dtype or not fits:
-            raise ForeignFileError(
-                f"the state {slot.state} has another size or type than the run's structure says",
-                file=self.files.full_path(name),
-                parameter=param,
-                expected=f"{used} to {most} contiguous elements of {dtype}",
-                found=f"{ref.shape} of {ref.storage.dtype}",
-            )
-        return self.files.place(name, ref)
+        return ref.shape
 
-    def _used_elems(self, slot: Slot) -> int:
-        """Elements of a slot up to the end of its last parameter. Kept: every place of a checkpoint
-        asks for it."""
-        buffer = self.manifest.buffers[slot.buffer]
-        key = slot.buffer, slot.part, slot.state in buffer.uncut
-        if key not in self._used:
-            fragments = buffer.of(slot.state).fragments(slot.part)
-            self._used[key] = max((f.offset + f.high - f.low for f in fragments), default=0)
-        return self._used[key]
+    # ------------------------------------------------ optimizers
 
-    def _ref(self, slot: Slot, buffer: FlatBuffer) -> tuple[Any, str]:
-        """The tensor of a slot as its file has it, and the name of the file."""
-        param = buffer.members[0].param if buffer.members else ""
-        if slot.state == VALUE and buffer.rule == "each":
-            tp = tp_of(slot.cut)
-            return self.fragment(param, slot.part, tp), self.model_of(tp, slot.part)
-        rank = self.mesh.rank_of((*buffer.at, *slot.cut), slot.part)
-        reader = self.readers[self.place_of_rank(rank)]
-        plain = isinstance(reader, PlainFile) and not self.names.optimizer
-        if slot.state == VALUE or (slot.state == MASTER and plain):
-            return self.weight(param, slot.cut)
-        tree, file = self.optimizer_of_rank(rank, not EXPERTS.isdisjoint(buffer.axes))
-        index, path = self.contents.indices[slot.buffer], self.files.full_path(file)
-        ref = reader.element(
-            expect.kind(tree, dict, "the optimizer", path), index, slot.state, path
+    @cached_property
+    def stages(self) -> Sequence[Contents]:
+        """The optimizer of the first rank of each of the `places`."""
+        order = self._order_of_run()
+        if order is not None:
+            self._require_one_stage()
+        out: list[Contents] = []
+        for at in self.places:
+            rank = self.mesh.rank_of(at, 0)
+            if self.recorded is not None:
+                wanted = group_order(self.recorded, at)
+            else:
+                wanted = self._renumbered(order, rank)
+            out.append(self._first_of_place(rank, wanted))
+            if out[0].keeper != out[-1].keeper:
+                raise ForeignFileError(
+                    "the stages of the pipeline have different kinds of optimizers",
+                    file=self.full_path(self.optimizer_of_rank(rank)[1]),
+                    expected=out[0].keeper,
+                    found=out[-1].keeper,
+                )
+        return out
+
+    @cached_property
+    def contents(self) -> Contents:
+        """All of them as one."""
+        places = zip(self.places, self.stages, strict=True)
+        joined = join([Stage((), found.buffers, found.groups, at=at) for at, found in places])
+        indices = {
+            number: index
+            for numbers, found in zip(joined.numbers, self.stages, strict=True)
+            for number, index in zip(numbers, found.indices, strict=True)
+        }
+        return replace(
+            self.stages[0],
+            buffers=joined.buffers,
+            groups=joined.groups,
+            indices=tuple(indices[number] for number in sorted(indices)),
         )
-        if isinstance(reader, Unpartitioned):
-            ref = own_slice(ref, self.manifest.by_name[param].shape, param)
-        return ref, file
+
+    def stage(self, stage: int) -> Contents:
+        """The optimizer of the first place of a pipeline stage."""
+        return self.stages[[stage_of(at) for at in self.places].index(stage)]
+
+    def _require_one_stage(self) -> None:
+        """Raises UnsupportedError for a pipeline of stage 0 without a manifest: its optimizer files
+        say how many parameters each stage steps, and not which."""
+        if self.recorded is not None or self.names.optimizer or self.mesh.pp == 1:
+            return
+        tree, file = (None, "") if self.told.weights else self.optimizer_of(0)
+        if tree is not None:
+            raise UnsupportedError(
+                "the optimizer's states of a pipeline without ZeRO lie by position, and nothing "
+                "says which stage keeps which",
+                file=file,
+                expected="a manifest beside the files, or ZeRO stage 1",
+                found=f"{self.mesh.pp} stages",
+                fix="resume once on the same mesh with DeepSpeed's own load, then save with "
+                "megatron_ucp.attach, which writes the manifest; or take the weights alone: "
+                '--allow weights (Python: allow={"weights"}, load_optimizer_states=False)',
+            )
+
+    def _first_of_place(self, rank: int, wanted: Order | None) -> Contents:
+        """What a place's first rank holds, in the order `wanted` where its file names nothing."""
+        tree, name = self.optimizer_of_rank(rank)
+        unnamed = not self.names.optimizer and wanted is None and self._skips_unnamed
+        if tree is None or unnamed or self.told.weights:
+            nothing = PlainFile(self.weight_dtype)
+            return Contents(nothing, Keeper.NOBODY, (), (), LossScale(), ())
+        file = self.full_path(name)
+        format_ = reader_for(tree, file, self.weight_dtype, self.meta.get("ds_config"))
+        return self.read_contents(format_, tree, file, wanted, rank)
+
+    def read_contents(
+        self, format_: OptimizerFile, tree: Any, file: str, order: Order | None, rank: int
+    ) -> Contents:
+        """What the optimizer of a rank holds, with canonical names: its state dict, and its
+        file."""
+        tree = expect.kind(tree, dict, "the optimizer", file)
+        found = OptimizerTree(tree, file, lambda ref: self.tensor(file, ref))
+        contents = format_.contents(
+            found, self._flattened(found, order, rank), self.partition_ranks
+        )
+        check_momentum(contents.groups, contents.buffers, file)
+        return contents
+
+    def _order_of_run(self) -> Order | None:
+        """The order that an engine told, for the first rank of this run, which may have other
+        numbers of experts."""
+        order = self.told.order
+        if order is None or self.recorded is not None or not self.names.experts:
+            return order
+        first = LocalExperts.among(self.expert_counts, self.mesh.ep, 0)
+        return for_experts(order, first.counts, str(self.folder))
+
+    def _renumbered(self, order: Order | None, rank: int) -> Order | None:
+        """The order at the first expert-parallel rank, for a rank with other experts."""
+        ep, _ = self.mesh.expert_place(rank)
+        if order is None or not ep:
+            return order
+        local = LocalExperts.among(self.expert_counts, self.mesh.ep, ep)
+        return [[local.whole_name(name) for name in names] for names in order]
+
+    # ------------------------------------------------ the order in which parameters are flattened
+
+    def _flattened(self, found: OptimizerTree, order: Order | None, rank: int) -> FlattenedShapes:
+        """What each group flattens in the file of a rank. `order` has the names that files of stage
+        0 don't say. Raises DamagedFileError, NotFoundError."""
+        _, mp = self.file_place(rank)
+        model = self.model_of(mp)
+        file = self.full_path(model)
+        listed = shapes_by_group(self.tree(model), file)
+        if self.names.optimizer and listed is not None:
+            name_of = self.names_at(rank, model)
+            inside = (self.experts.autoep.in_slices(named, file) for named in listed)
+            flat = [{name_of(name): shape for name, shape in named.items()} for named in inside]
+            return self._with_trained_experts(flat, rank)
+        if self.names.optimizer and _SLICES in found.tree:
+            # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in
+            # order
+            order = self._by_slices(rank, model)
+        elif self.names.optimizer:
+            raise DamagedFileError(
+                "the model file does not say how parameters are flattened",
+                file=file,
+                expected="param_shapes",
+                found="none",
+            )
+        if order is None:
+            raise NotFoundError(
+                "a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
+                file=found.file,
+                expected=FILE_NAME,
+                found="no manifest",
+                fix="load it into an engine, which knows the order of its own groups",
+            )
+        return self._in_order(found, order, mp)
+
+    def _in_order(self, found: OptimizerTree, order: Order, mp: int) -> FlattenedShapes:
+        """What a file without shapes keeps, in an order that the caller told, or that the manifest
+        or the optimizer files say."""
+        module = self.weights.module(mp % self.mesh.tp)
+        shapes = [{name: self.shape_of(module, name) for name in names} for names in order]
+        if self.uneven:  # a rank without a share of a parameter does not step it
+            shapes = [
+                {n: shape for n, shape in named.items() if 0 not in shape} for named in shapes
+            ]
+        if self.recorded is not None or self.names.optimizer:
+            return shapes
+        base = found.tree
+        if "optimizer_state_dict" in base:
+            base = expect.key(base, "optimizer_state_dict", dict, found.file)
+        groups = expect.each(base.get("param_groups"), dict, "param_groups", found.file)
+        return as_listed(shapes, groups, self.told.shapes or {}, found.file)
+
+    def _with_trained_experts(self, flat: FlattenedShapes, rank: int) -> FlattenedShapes:
+        """A rank's order of parameters. DeepSpeed writes it for expert-parallel rank 0 alone: with
+        its experts renumbered it is that of another rank, unless ranks freeze different experts.
+        Only a manifest knows that: where it lists other experts for this rank, its list is
+        taken."""
+        recorded, at = self.recorded, self.places[self.place_of_rank(rank)]
+        if recorded is None or not self.names.experts or not self.mesh.expert_place(rank)[0]:
+            return flat
+        here = [b for b in recorded.buffers if b.stepped and b.is_held_at(at)]
+        listed = [[member.param for member in buffer.members] for buffer in here]
+        if [*map(set, listed)] == [*map(set, flat)]:  # then the files' own order is the evidence
+            return flat
+        module = self.weights.module(self.mesh.coord(rank).tp)
+        return [{name: self.shape_of(module, name) for name in names} for names in listed]
+
+    def _by_slices(self, rank: int, model: str) -> list[list[str]]:
+        """The parameters of each group: what the optimizer files of all partitions of a rank's
+        buffers name, in order; of experts only the rank's own."""
+        mesh, name_of = self.mesh, self.names_at(rank, model)
+        experts = mesh.expert_place(rank)
+        partitions = [
+            (self._slices(*self.file_place(other)), mesh.expert_place(other) == experts)
+            for other in mesh.partition_group(rank)
+        ]
+        counts = {len(groups) for groups, _ in partitions}
+        if len(counts) != 1:
+            raise ForeignFileError(
+                "optimizer files hold different numbers of groups",
+                file=self.full_path(model),
+                expected="as many in each",
+                found=", ".join(map(str, sorted(counts))),
+            )
+
+        def named(group: int) -> Iterator[str]:
+            for groups, has_experts in partitions:
+                is_apart = self.partition_ranks.is_apart
+                yield from (n for n in groups[group] if has_experts or not is_apart(n))
+
+        return [list(dict.fromkeys(map(name_of, named(group)))) for group in range(counts.pop())]
+
+    def _slices(self, partition: int, mp: int) -> list[list[str]]:
+        """What a partition owns of each group. Raises DamagedFileError."""
+        file = self.full_path(self.names.optimizer[partition, mp])
+        groups = expect.each(self.optimizer_tree(partition, mp).get(_SLICES), dict, _SLICES, file)
+        return [expect.texts(list(group), _SLICES, file) for group in groups]
+
+
+def group_order(manifest: Manifest, at: Coords = ()) -> list[list[str]] | None:
+    """Names of each parameter group at a place (see `Mesh.holding`), in the optimizer's order; None
+    where the files say it themselves."""
+    if manifest.keeper != Keeper.ZERO_0:
+        return None
+    here = [b for b in manifest.buffers if b.stepped and b.is_held_at(at)]
+    numbers = sorted({m.group for b in here for m in b.members if m.group is not None})
+    if manifest.mesh.pp == 1:
+        numbers = list(range(len(manifest.groups)))
+    return [[m.param for b in here for m in b.members if m.group == n] for n in numbers]

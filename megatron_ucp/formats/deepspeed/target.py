@@ -4,18 +4,24 @@ Formulas of the buffers: see `formats/deepspeed/buffers`. Which optimizer wrappe
 `_do_optimizer_sanity_check` and `_configure_zero_optimizer` of DeepSpeed 0.19.8's engine.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron_ucp.core import flat
-from megatron_ucp.core.experts import stored_tensors
-from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States
-from megatron_ucp.core.mesh import DENSE_CUT, Mesh
+from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, Keeper, dtype_name
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.deepspeed import buffers
-from megatron_ucp.formats.deepspeed.optimizers import is_offloaded, uncut_states
+from megatron_ucp.formats.deepspeed.buffers import (
+    GroupOnRank,
+    elems_of,
+    parameter_alignment,
+    round_robin,
+    sub_groups,
+)
+from megatron_ucp.formats.deepspeed.config import SECTIONS, DeepSpeedConfig
+from megatron_ucp.formats.deepspeed.optimizers import uncut_states
 
 TRAINING_DTYPES = ("float32", "bfloat16", "float16")
 # DeepSpeed keeps its states in one flat buffer per group even without ZeRO
@@ -26,40 +32,6 @@ _ZERO = {
     "alignment": "parameter_alignment",
     "round_robin": "round_robin_gradients",
 }
-_SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
-
-
-@dataclass(frozen=True)
-class GroupOnRank:
-    """A parameter group as a rank has it: `sizes` are names and rank-local elements in the
-    optimizer's order, `states` (name, dtype) with the masters first, `scalars` gives the scalar
-    states of a parameter. `partitions` is over how many ranks ZeRO divides a buffer of it, `axes`
-    are those that cut it; `settings` are its hyper-parameters."""
-
-    number: int
-    optimizer: str
-    sizes: Sequence[tuple[str, int]]
-    states: States
-    scalars: Callable[[str], Scalars]
-    partitions: int
-    axes: tuple[str, ...] = DENSE_CUT
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def tensors(self) -> list[list[tuple[str, int]]]:
-        """`sizes` by the tensor of the engine that keeps them."""
-        known = dict(self.sizes)
-        return [[(name, known[name]) for name in names] for names in stored_tensors(known)]
-
-    def members(
-        self, tensors: Sequence[Sequence[tuple[str, int]]], starts: Sequence[int], rule: str
-    ) -> tuple[Member, ...]:
-        """Some of its tensors at their places in a buffer."""
-        out: list[Member] = []
-        for tensor, start in zip(tensors, starts, strict=True):
-            held = [Member(n, start, size, self.number, self.scalars(n)) for n, size in tensor]
-            out += flat.slices(held) if rule == "each" else flat.one_after_another(held)
-        return tuple(out)
 
 
 @dataclass(frozen=True)
@@ -159,7 +131,8 @@ class Target:
     def completed(self, config: Mapping[str, Any]) -> "Target":
         """What is None, as a DeepSpeed config says it; its ZeRO stage does not count. Raises
         UsageError."""
-        settings = _section(config, "zero_optimization")
+        known = DeepSpeedConfig(config)
+        settings = known.zero
         size: Any = settings.get("sub_group_size", SUB_GROUP_SIZE)
         if not isinstance(size, int | float) or size < 1:
             raise UsageError(
@@ -169,15 +142,13 @@ class Target:
                 fix="correct sub_group_size in the section zero_optimization of the "
                 "DeepSpeed config",
             )
-        offloaded = is_offloaded(config)  # no BF16_Optimizer then
+        offloaded = known.is_offloaded  # no BF16_Optimizer then
         said: dict[str, Any] = {
-            "dtype": self.dtype or _dtype(config),
+            "dtype": self.dtype or _dtype(known),
             "sub_group_size": int(size),
             "alignment": bool(settings.get("parameter_alignment")),
             "round_robin": bool(settings.get("round_robin_gradients")),
-            "grad_accum_fp32": _section(config, "data_types").get("grad_accum_dtype")
-            in ("fp32", "float32")
-            and not offloaded,
+            "grad_accum_fp32": known.grad_accum_dtype in ("fp32", "float32") and not offloaded,
             "offloaded": offloaded,
         }
         return replace(
@@ -197,45 +168,28 @@ class Target:
 
     def buffers(self, group: GroupOnRank, keeper: Keeper, dtype: str) -> Iterator[FlatBuffer]:
         """The flat buffers of one parameter group under a wrapper; `dtype` is that of training."""
+        tensors = group.tensors
         if keeper == Keeper.ZERO_3:
-            yield from self._sub_groups(group)
-        elif keeper == Keeper.ZERO_0 and not (
-            group.optimizer == FLAT_AT_STAGE_0 and dtype != "float32"
-        ):
-            for name, size in group.sizes:
-                kept = group.scalars(name)
-                axes = group.axes
-                yield flat.alone(name, size, group.states, group.number, kept, axes=axes)
-        else:
+            sizes, most = [elems_of(t) for t in tensors], self.sub_group_size or SUB_GROUP_SIZE
+            for chosen in sub_groups(sizes, group.partitions, most):
+                yield group.each_cut([tensors[i] for i in chosen])
+        elif keeper != Keeper.ZERO_0:
             yield self._flattened(group, keeper, dtype)
-
-    def _sub_groups(self, group: GroupOnRank) -> Iterator[FlatBuffer]:
-        """ZeRO-3: every member is cut for itself."""
-        parts, tensors = group.partitions, group.tensors
-        sizes = [_elems(tensor) for tensor in tensors]
-        for chosen in buffers.sub_groups(sizes, parts, self.sub_group_size or SUB_GROUP_SIZE):
-            starts, used = flat.aligned_starts([-(-sizes[i] // parts) for i in chosen])
-            members = group.members([tensors[i] for i in chosen], starts, "each")
-            yield FlatBuffer(members, used, parts, "each", group.states, axes=group.axes)
+        elif group.optimizer == FLAT_AT_STAGE_0 and dtype != "float32":
+            yield group.not_cut(tensors)
+        else:
+            yield from (group.alone(name, size) for name, size in group.sizes)
 
     def _flattened(self, group: GroupOnRank, keeper: Keeper, dtype: str) -> FlatBuffer:
         """One buffer for the whole group."""
-        parts, tensors = group.partitions, group.tensors
-        if keeper == Keeper.ZERO_1_OR_2 and self.round_robin and parts > 1:
-            tensors = [tensors[i] for i in buffers.round_robin(len(tensors), parts)]
-        alignment = 1
+        tensors, alignment = group.tensors, 1
+        if keeper == Keeper.ZERO_1_OR_2 and self.round_robin and group.partitions > 1:
+            tensors = [tensors[i] for i in round_robin(len(tensors), group.partitions)]
         if keeper == Keeper.ZERO_1_OR_2 and self.alignment:
-            alignment = buffers.parameter_alignment({"float32": 4}.get(dtype, 2))
-        starts, used = flat.aligned_starts([_elems(tensor) for tensor in tensors], alignment)
-        if keeper == Keeper.ZERO_0:
-            parts, length = 1, used
-        else:
-            length = buffers.whole_length(used, parts)
-        members = group.members(tensors, starts, "whole")
+            alignment = parameter_alignment({"float32": 4}.get(dtype, 2))
+        starts, used = flat.aligned_starts([elems_of(tensor) for tensor in tensors], alignment)
         uncut = uncut_states(group.settings, keeper, bool(self.offloaded))
-        return FlatBuffer(
-            members, length, parts, "whole", group.states, axes=group.axes, uncut=uncut
-        )
+        return group.cut_as_one(tensors, starts, used, uncut)
 
 
 def _check_words(target: Target) -> None:
@@ -269,15 +223,12 @@ def _check_words(target: Target) -> None:
         )
 
 
-def _elems(tensor: Sequence[tuple[str, int]]) -> int:
-    return sum(size for _, size in tensor)
-
-
 def config_for(target: Target, config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """A DeepSpeed config changed to what the target is, so that the files say how they are laid
     out; what else it says stays."""
     out, said = dict(config), Target(target.mesh, dtype).completed(config)
-    settings = {**_section(config, "zero_optimization"), "stage": target.mesh.zero}
+    known = DeepSpeedConfig(config)
+    settings = {**known.zero, "stage": target.mesh.zero}
     for name, key in _ZERO.items():
         if (value := getattr(target, name)) not in (None, getattr(said, name)):
             settings[key] = value
@@ -286,10 +237,10 @@ def config_for(target: Target, config: Mapping[str, Any], dtype: str) -> dict[st
     out["zero_optimization"] = settings
     if target.grad_accum_fp32 not in (None, said.grad_accum_fp32):
         wanted = "fp32" if target.grad_accum_fp32 else None
-        out["data_types"] = {**_section(config, "data_types"), "grad_accum_dtype": wanted}
-    for key, trained in _SECTIONS.items():
+        out["data_types"] = {**known.section("data_types"), "grad_accum_dtype": wanted}
+    for key, trained in SECTIONS.items():
         if key in out or (trained == dtype and key != "bfloat16"):
-            out[key] = {**_section(config, key), "enabled": trained == dtype}
+            out[key] = {**known.section(key), "enabled": trained == dtype}
     return out
 
 
@@ -298,10 +249,10 @@ def with_states(states: Mapping[str, str], master: str) -> tuple[tuple[str, str]
     return ((MASTER, master), *((name, dtype) for name, dtype in states.items()))
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def _dtype(config: DeepSpeedConfig) -> str:
     """Raises UsageError for a value that somebody else fills in later, such as "auto"."""
-    for key, dtype in _SECTIONS.items():
-        enabled = _section(config, key).get("enabled", False)
+    for key, dtype in SECTIONS.items():
+        enabled = config.section(key).get("enabled", False)
         if not isinstance(enabled, bool | int):
             raise UsageError(
                 "the config leaves the training dtype open",
@@ -313,8 +264,3 @@ def _dtype(config: Mapping[str, Any]) -> str:
         if enabled:
             return dtype
     return "float32"
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}

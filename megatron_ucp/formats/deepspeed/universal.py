@@ -37,6 +37,7 @@ from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import Where
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
+from megatron_ucp.formats.deepspeed.config import DeepSpeedConfig
 from megatron_ucp.formats.deepspeed.extras import from_meta
 from megatron_ucp.formats.deepspeed.files import TagFolder, is_universal, missing_files, model_name
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, compared, refuse_joined
@@ -63,7 +64,7 @@ from megatron_ucp.formats.deepspeed.writer import (
 )
 from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.optimizers import ELEMENT, counts_steps, untold_states, with_rules
+from megatron_ucp.formats.optimizers import ELEMENT, counts_steps, untold_states
 from megatron_ucp.formats.param_groups import param_groups
 from megatron_ucp.formats.pt.archive import Output
 from megatron_ucp.formats.pt.refs import TensorRef
@@ -482,7 +483,7 @@ class UniversalCheckpoint(TagFolder):
         found += self._values({spec.name for spec, _ in found})
         file = self.full_path(_GLOBAL)
         told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref))
-        said = with_rules(told, self.meta.get("ds_config"))
+        said = DeepSpeedConfig(self.meta.get("ds_config")).with_rules(told)
         run = run_of(self.meta)
         if lost := self._lost_values():
             run[NOT_SAVED] = [f"values of frozen parameters or buffers: {some_of(lost)}"]

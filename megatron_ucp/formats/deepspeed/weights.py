@@ -13,6 +13,7 @@ from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError
 from megatron_ucp.formats import expect
+from megatron_ucp.formats.deepspeed.config import DeepSpeedConfig
 from megatron_ucp.formats.deepspeed.files import TagFolder, missing_layers
 from megatron_ucp.formats.pt.refs import TensorRef
 
@@ -80,11 +81,7 @@ def training_dtype(meta: Tree, module: Tree, names: Iterable[str]) -> str:
     if config is None:
         found = [ref.storage.dtype for ref in map(module.get, names) if isinstance(ref, TensorRef)]
         return found[0] if found else "float32"
-    for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        section = config.get(key) if isinstance(config, dict) else None
-        if isinstance(section, dict) and section.get("enabled"):
-            return dtype
-    return "float32"
+    return DeepSpeedConfig(config).dtype
 
 
 def find_ties(meta: Tree, module: Tree, flat: Iterable[str], file: str) -> tuple[Tie, ...]:

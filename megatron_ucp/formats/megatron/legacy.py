@@ -70,7 +70,7 @@ from megatron_ucp.formats.megatron.rank_dirs import (
     steps_in,
 )
 from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
-from megatron_ucp.formats.proof import Run, same_run
+from megatron_ucp.formats.proof import are_masters
 from megatron_ucp.formats.pt.refs import TensorRef
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # as a part numbers its own
@@ -347,12 +347,12 @@ class LegacyCheckpoint(RankFolders):
         rank = _rank_of(one, cut)
         part = next(p for p in self._parts if (p.stage, p.chunk) == (one.stage, one.chunk))
         held = dict(self._local(part, rank.tp, rank.expert))
-        master = self.where(Slot(number, cut, 0, MASTER))
+        masters = self.where(Slot(number, cut, 0, MASTER))
         out: list[str] = []
         for member in self.manifest.buffers[number].members:
             weight = self._weight(rank, held, member.param, member.size)
             near = self.is_clipped(member.param)
-            if not same_run(Run(master, member.start), Run(weight, 0), member.size, near):
+            if not are_masters(masters.run(member.start, member.size), weight, near):
                 out.append(member.param)
         return out
 
@@ -361,10 +361,10 @@ class LegacyCheckpoint(RankFolders):
         kept, name, out = self._kept(rank), self._model_file(rank), list[str]()
         for part in (part for part in self._parts if part.stage == rank.stage):
             for param, ref in self._local(part, rank.tp, rank.expert):
-                if (own := kept.get(param)) is not None:
-                    master, weight = (Run(self.place(name, one), 0) for one in (own[MASTER], ref))
-                    near = self.is_clipped(param)
-                    out += [] if same_run(master, weight, ref.numel, near) else [param]
+                if (states := kept.get(param)) is not None:
+                    masters, weights = (self.place(name, one) for one in (states[MASTER], ref))
+                    if not are_masters(masters, weights, self.is_clipped(param)):
+                        out.append(param)
         return out
 
     def where(self, slot: Slot) -> Where:

@@ -15,7 +15,7 @@ from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.byte_files import Record, Where
+from megatron_ucp.formats.byte_files import Record, Where, same_bytes
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
@@ -32,7 +32,7 @@ from megatron_ucp.formats.megatron.names import (
 )
 from megatron_ucp.formats.megatron.params import HeldStates, NamedStates, StoredBlock, StoredParam
 from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
-from megatron_ucp.formats.proof import Run, boxes_of, is_same, same_run
+from megatron_ucp.formats.proof import are_masters_of, boxes_of, elems_in
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
@@ -226,8 +226,7 @@ class TorchDistCheckpoint(MegatronFolder):
                 StoredBlock(chunk.start, chunk.stop, tensor, chunk, 0)
                 for tensor, chunk in zip((one, other), chunks, strict=True)
             ]
-            runs = [Run(self._where(block), 0) for block in blocks]
-            if not same_run(runs[0], runs[1], math.prod(chunks[0].shape)):
+            if not same_bytes(*map(self._where, blocks)):
                 raise ForeignFileError(
                     "a tensor lies under two keys, and they differ",
                     file=self.folder / INDEX_FILE,
@@ -248,14 +247,13 @@ class TorchDistCheckpoint(MegatronFolder):
         if MASTER not in self.manifest.states_of(weight.name):
             return True
         masters = {
-            box: Run(self.where(slot), at)
+            box: self.where(slot).run(at, elems_in(box))
             for box, slot, at in boxes_of(self.manifest, weight.name, MASTER)
         }
         weights = {
-            box: Run(self._where(block), 0)
-            for box, block in zip(weight.boxes, weight.blocks, strict=True)
+            box: self._where(block) for box, block in zip(weight.boxes, weight.blocks, strict=True)
         }
-        return masters == weights or is_same(
+        return masters == weights or are_masters_of(
             masters, weights, weight.shape, self.is_clipped(weight.name)
         )
 

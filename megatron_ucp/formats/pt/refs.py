@@ -8,31 +8,9 @@ from math import prod
 from typing import ClassVar
 
 from megatron_ucp.core.box import dims_in_memory
+from megatron_ucp.core.names import ITEMSIZE
 from megatron_ucp.core.values import TENSOR, InertObject
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
-
-ITEMSIZE: dict[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-}  # bytes of one element
 
 
 @dataclass(frozen=True, slots=True)
