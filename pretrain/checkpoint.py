@@ -145,14 +145,14 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             passed_over,
             manifest.mesh,
             spec.extent.stored if spec.extent else spec.shape[0],
-            _arguments_of_run(client.get("args") or {}, with_model(manifest).family),
+            arguments_of_run(client.get("args") or {}, with_model(manifest).family),
             int(client.get("iteration") or counters.get("global_steps") or 0),
             int(client.get("consumed_train_samples") or counters.get("global_samples") or 0),
             isinstance(schedule, dict) and "num_steps" in schedule,
         )
 
 
-def _arguments_of_run(saved: Mapping[str, Any], family: str) -> dict[str, Any]:
+def arguments_of_run(saved: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The arguments of a run; those that Megatron-LM says otherwise as this program does."""
     arguments = dict(saved)
     if "layernorm_epsilon" not in arguments:

@@ -199,9 +199,14 @@ def error_classes(word: str) -> str:
 
 
 def support_table(word: str) -> str:
+    """What is supported; files of tests in the last column, or below where they are the same."""
     head, rows = support.TABLES[word]
-    shown = [(*row[:-1], ", ".join(f"`{name}`" for name in row[-1].split(", "))) for row in rows]
-    return table(("", *head, "tests"), shown)
+    tests = [", ".join(f"`{name}`" for name in row[-1].split(", ")) for row in rows]
+    if len({*tests}) == 1:
+        return f"{table(('', *head), [row[:-1] for row in rows])}\n\nTests: {tests[0]}."
+    return table(
+        ("", *head, "tests"), [(*row[:-1], test) for row, test in zip(rows, tests, strict=True)]
+    )
 
 
 # ---- benchmarks
