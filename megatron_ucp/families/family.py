@@ -63,8 +63,9 @@ SWITCHES = {
 
 @dataclass(frozen=True)
 class Builder:
-    """How megatron-core's own modules make a model of the family, in megatron-core's words.
-    `experts`: layers may have experts instead of an MLP; `qkv_biases`, `qk_norms` as in `Sizes`."""
+    """How megatron-core's own modules make a model of the family, in megatron-core's words: a LLaMA
+    is `Builder("RMSNorm", gated=True, biases=False, position_embedding_type="rope")`. `experts`:
+    layers may have experts instead of an MLP. `qkv_biases` and `qk_norms` are as in `Sizes`."""
 
     normalization: Literal["LayerNorm", "RMSNorm"]
     gated: bool
@@ -178,7 +179,7 @@ class Declared:
     buffer: bool = False
 
     def spec(self, name: str, dtype: str, kind: str = "trainable") -> ParamSpec:
-        """As a manifest lists it; a buffer's dtype and kind are its own."""
+        """The parameter as a manifest lists it; a buffer's dtype and kind are its own."""
         if self.buffer:
             dtype, kind = "float32", "buffer"
         return ParamSpec(
@@ -187,7 +188,7 @@ class Declared:
 
 
 def column(rows: int, *rest: int) -> Declared:
-    """Cut on dim 0, as megatron-core's ColumnParallelLinear is."""
+    """A matrix that is cut on dim 0, as megatron-core's ColumnParallelLinear is."""
     return Declared(
         (rows, *rest),
         Shard("tp", 0),
@@ -196,8 +197,8 @@ def column(rows: int, *rest: int) -> Declared:
 
 
 def vocabulary(sizes: Sizes, *rest: int) -> Declared:
-    """Cut on dim 0, as megatron-core's VocabParallelEmbedding is; of its `vocab` rows the first
-    `true_vocab` are data. Raises UsageError where these are more."""
+    """A table of tokens, cut on dim 0 as megatron-core's VocabParallelEmbedding is. Of its `vocab`
+    rows the first `true_vocab` are data. Raises UsageError where there are fewer rows."""
     if not 0 < sizes.true_vocab <= sizes.vocab:
         raise UsageError(
             "the padded vocabulary is smaller than the tokenizer's",
@@ -218,7 +219,8 @@ def gated(half: int, *rest: int, axis: str = "tp") -> Declared:
 
 
 def row(rows: int, columns: int, axis: str = "tp") -> Declared:
-    """Cut on dim 1, as RowParallelLinear is; both of a layer end in the residual stream."""
+    """A matrix that is cut on dim 1, as RowParallelLinear is. Both of a layer end in the residual
+    stream."""
     return Declared(
         (rows, columns),
         Shard(axis, 1),
@@ -228,7 +230,7 @@ def row(rows: int, columns: int, axis: str = "tp") -> Declared:
 
 
 def whole(*shape: int) -> Declared:
-    """On every rank of the tensor-parallel group with the same bits."""
+    """A parameter that every rank of the tensor-parallel group has with the same bits."""
     return Declared(shape, Replicate(), {"tensor_model_parallel": False})
 
 
@@ -238,7 +240,7 @@ def norm(width: int) -> Declared:
 
 
 def bias(of: Declared) -> Declared:
-    """A bias is drawn as 0, however it is cut."""
+    """The bias of a layer: it is drawn as 0, and cut as `of` is."""
     return replace(of, init="zeros")
 
 
@@ -294,8 +296,9 @@ def attention_and_mlp(sizes: Sizes) -> dict[str, Declared]:
 
 @dataclass(frozen=True)
 class Divided:
-    """A size that tensor parallelism cuts, under the name that an error gives it. Where it is
-    `shared`, there may be more ranks than it has: several ranks then use one (key-value groups)."""
+    """A size that tensor parallelism cuts, under the name that an error gives it: 8 attention heads
+    allow tp=1, 2, 4, 8. `shared`: there may be more ranks than the size, as several ranks can share
+    one key-value group; 2 groups allow tp=1, 2, 4, 6, 8."""
 
     what: str
     size: int
@@ -392,18 +395,20 @@ class Family:
 
     - `table(sizes)` lists every parameter by canonical name (global layer numbers); `source` is the
       file to edit.
-    - `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones, `layers(names)` gives
-      the pipeline's layers for a model with these parameters (None: the family has no pipeline).
-    - `divided(sizes)` lists the sizes that a tensor-parallel size must divide.
-    - `builder` lets `engines/megatron` build the model, and the pretraining program train it (None:
-      somebody else builds it). `defaults` are that program's defaults, by attribute.
-    - `paper` are the sizes that `plan --simulate` takes where none are given.
     - `sizes` is the class of the sizes; `measure(module)` takes them from a live module (None: from
       the config of a megatron-core GPTModel).
-    - `hugging_face` is the family's twin there (None: it has none).
+    - `divided(sizes)` lists the sizes that a tensor-parallel size must divide.
+    - `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones, `layers(names)` gives
+      the pipeline's layers for a model with these parameters (None: the family has no pipeline).
+    - `hugging_face` is the twin there (None: the family has none).
+    - `fitted(sizes, names)` adapts the sizes of a config to a model whose parameters have these
+      names, where its modules may be of several kinds.
     - `rules` are those of a user's file that the family stands for.
-    - `fitted(sizes, names)` are sizes that a config says as a model with parameters of these names
-      has them, where its modules may be of several kinds.
+    - `builder` says which of megatron-core's modules make the model (None: somebody else builds
+      it). A live model without a family is recognised by it, and `pretrain_gpt.py` trains it.
+
+    Two fields are for one program each: `defaults` of the flags of `pretrain_gpt.py`, by attribute,
+    and `paper`, the sizes that `plan --simulate` takes where none are given.
     """
 
     name: str

@@ -82,9 +82,9 @@ LATENT = "multi_latent_attention"
 
 
 def every_of(frequency: object) -> int:
-    """Which layers have experts as a number: megatron-core's `moe_layer_freq` may also be a list
-    with a mark for each layer. Raises ValueError for one that no number says, TypeError for what is
-    neither."""
+    """megatron-core's `moe_layer_freq` as a number: [1, 0, 1, 0] is 2, experts in every second
+    layer. Raises ValueError for a list that no number describes, TypeError for what is neither a
+    number nor a list."""
     if isinstance(frequency, int):
         return frequency
     if not isinstance(frequency, list | tuple):
@@ -97,8 +97,9 @@ def every_of(frequency: object) -> int:
 
 
 def full_every(marks: Sequence[object]) -> Any:
-    """Which layers attend to all positions, of `marks` that are true for those with a window: each
-    layer of such a number (None: no layer), or the list where no number says it."""
+    """Which layers attend to all positions, where `marks` are true for layers with a window:
+    [1, 1, 0, 1, 1, 0] is 3, every third layer. None: no layer does. Where no number describes the
+    list, the list itself."""
     windows = [bool(mark) for mark in marks]
     if all(windows):
         return None
@@ -109,8 +110,8 @@ def full_every(marks: Sequence[object]) -> Any:
 
 
 def as_one(name: str, value: Any) -> Any:
-    """The value of a setting, as one value where a list says the same: of several ways to balance
-    megatron-core takes the losses alone."""
+    """The value of a setting, as one value where megatron-core also takes a list. Of several ways
+    to balance experts it takes the losses alone, which change nothing that is computed."""
     if name == BALANCING and isinstance(value, list | tuple):
         return "none"
     if name == FULL_EVERY and isinstance(value, list | tuple):
@@ -144,8 +145,8 @@ class Architecture:
 
 
 def recorded(sizes: Any, module: Any) -> dict[str, Any]:
-    """What a manifest says of a live model of a family: its sizes, and its architecture where the
-    module shows it."""
+    """The record of a live model in a manifest: its sizes, and its architecture where the module
+    shows it."""
     architecture = architecture_of(module)
     record: dict[str, Any] = {"sizes": asdict(sizes)}
     return record if architecture is None else {**record, "architecture": asdict(architecture)}
@@ -193,8 +194,8 @@ def _part(run: Mapping[str, Any], part: str) -> dict[str, Any] | None:
 
 
 def architecture_of(module: Any) -> Architecture | None:
-    """Of a megatron-core GPTModel, or a PipelineModule with the same attributes; None for another
-    module."""
+    """The architecture of a megatron-core GPTModel, or of a PipelineModule with the same
+    attributes; None for another module."""
     config: Any = getattr(module, "config", None)
     needed = ("layernorm_epsilon", "activation_func", "bias_activation_fusion")
     if any(not hasattr(config, name) for name in needed):

@@ -1,9 +1,8 @@
-"""What families say of their twins in Hugging Face's transformers: which tensor holds what, and
-config.json.
+"""Tables for the Hugging Face twins of families: which tensor holds what, and config.json.
 
-A fused parameter is cut into chunks, one for each tensor; what Hugging Face stores transposed, or
-in another order of rows, is an address of the same kind. (The config's names are those of
-transformers 5.)
+A fused parameter is cut into chunks, one for each tensor: `linear_qkv.weight` becomes q_proj,
+k_proj and v_proj. A tensor that Hugging Face stores transposed, or in another order of rows, is
+described in the same way. The config's names are those of transformers 5.
 """
 
 import re
@@ -26,8 +25,12 @@ Block = tuple[Ints, Ints]
 
 
 def split_qkv(sizes: Sizes, *rest: int) -> tuple[list[Block], list[Block], list[Block]]:
-    """The rows of linear_qkv that are queries, keys and values: of each key-value group its
-    queries, one key, one value. `rest` are the other dims."""
+    """The rows of linear_qkv that are queries, keys and values; `rest` are the other dims.
+
+    megatron-core stores one key-value group after the other. Four heads of size 16 in two groups:
+    rows 0 to 31 are the queries of group 0, 32 to 47 its key, 48 to 63 its value, 64 to 95 the
+    queries of group 1.
+    """
     queries = sizes.heads // sizes.groups * sizes.head_dim
     out: tuple[list[Block], list[Block], list[Block]] = ([], [], [])
     at = 0
@@ -59,11 +62,14 @@ def halves(_: Sizes, shape: Ints) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class Row:
-    """The tensors of one parameter of a layer, by the ends of their names, in which `{expert}` is
-    the number of an expert. `cut(sizes, shape)` gives the blocks of each tensor (None: there is one
-    tensor, and it holds all); `order` are the parameter's dims as tensors store them, `layout` says
-    which order its rows have in a tensor that holds all. `stacked`: the tensor has such a parameter
-    of every expert, one after the other."""
+    """The tensors of one parameter of a layer: `Row(("mlp.up.weight", "mlp.gate.weight"), halves)`.
+
+    - `tensors` are the ends of their names, in which `{expert}` is the number of an expert.
+    - `cut(sizes, shape)` gives the blocks of each tensor (None: one tensor holds all).
+    - `order` are the parameter's dims as tensors store them: `TRANSPOSED`, say.
+    - `layout` is the order of the rows in a tensor that holds all.
+    - `stacked`: the tensor has this parameter of every expert, one after the other.
+    """
 
     tensors: tuple[str, ...]
     cut: Division | None = None
@@ -72,8 +78,8 @@ class Row:
     stacked: bool = False
 
     def named(self, sizes: Any, param: str, shape: Ints, prefix: str) -> dict[str, TensorPart]:
-        """The shares by the names of their tensors, which begin with `prefix`; those of a stack by
-        its name and the number of the slice."""
+        """The parts by the names of their tensors, which begin with `prefix`. A part of a stack is
+        called by the tensor and the number of the slice: `experts.down_proj[3]`."""
         number = "".join(_EXPERT.findall(param))
         names = [prefix + one.replace("{expert}", number) for one in self.tensors]
         shares = self.shares(sizes, param, shape)
@@ -84,7 +90,7 @@ class Row:
         return {f"{name}[{number}]": replace(share, slice_of=of)}
 
     def shares(self, sizes: Any, param: str, shape: Ints) -> list[TensorPart]:
-        """One for each tensor."""
+        """The part of the parameter that each tensor holds."""
         if self.cut is None:
             return [TensorPart(param, self.layout, order=self.order)]
         layout = Chunks(tuple(tuple(blocks) for blocks in self.cut(sizes, shape)))
