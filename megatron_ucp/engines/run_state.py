@@ -481,27 +481,29 @@ class RunState:
     @classmethod
     def of_ranks(
         cls,
-        facts: Mapping[str, Any],
-        own: LiveValues,
+        read: Callable[[], tuple[Mapping[str, Any], LiveValues]],
         place_now: Callable[[], DataPlace],
         folder: Path,
         notes: Sequence[str] = (),
     ) -> "RunState":
-        """Compares the values that this rank has for itself with those of the others: what differs
-        is kept for each. Errors name the file in `folder`. Collective. Raises SaveError."""
-        differing = own.differing(agree.collect(own.digest))
+        """What `read` gives on each rank: facts, and the values that the rank has for itself. Those
+        are compared, and what differs is kept for each. Errors name the file in `folder`.
+        Collective. Raises SaveError."""
         rank, files = agree.world()[0], dict[str, bytes]()
-        with agree.together():
+        with agree.together() as block:
+            found, own = read()
             place = place_now()
-            found = {**facts, **place.position}
             if place.random is not None:
                 files[file_name(rank)] = place.random
-            if differing:
-                name = per_rank.file_name(rank)
+            facts = copy.deepcopy({**found, **place.position})
+            block.value = own.digest()
+        if differing := own.differing(block.values):
+            name = per_rank.file_name(rank)
+            with agree.together():
                 files[name] = own.text(folder / name, differing).encode()
-                found[per_rank.PER_RANK] = differing.as_value()
-                notes = [*notes, f"differs from rank to rank, and is kept for each: {differing}"]
-            return cls(copy.deepcopy(found), files, tuple(notes))
+            facts[per_rank.PER_RANK] = differing.as_value()
+            notes = [*notes, f"differs from rank to rank, and is kept for each: {differing}"]
+        return cls(facts, files, tuple(notes))
 
 
 # ---- what a load sets

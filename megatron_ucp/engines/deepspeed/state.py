@@ -480,18 +480,18 @@ def read_state(
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""
-    notes = list[str]()
-    waiting = micro_batches(shard.engine) if in_the_middle(shard.engine, shard.wrapper) else None
-    with agree.together():
-        facts = _facts(shard)
-        own = _own_values(shard, client_state)
-        if waiting is not None:
-            facts[MIDDLE] = waiting
-            notes.append(
-                "the save came in the middle of an accumulation: the gradients of "
-                f"{waiting or 'some'} micro-batches since the last step are not in it"
-            )
-    return RunState.of_ranks(facts, own, place_now, folder, notes)
+    notes, middle = list[str](), dict[str, Any]()
+    if in_the_middle(shard.engine, shard.wrapper):
+        waiting = middle[MIDDLE] = micro_batches(shard.engine)
+        notes.append(
+            "the save came in the middle of an accumulation: the gradients of "
+            f"{waiting or 'some'} micro-batches since the last step are not in it"
+        )
+
+    def read() -> tuple[dict[str, Any], LiveValues]:
+        return {**_facts(shard), **middle}, _own_values(shard, client_state)
+
+    return RunState.of_ranks(read, place_now, folder, notes)
 
 
 def _facts(shard: LocalShard) -> dict[str, Any]:

@@ -121,17 +121,20 @@ def read_state(
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""
-    facts = {
-        STEPS: stack.iteration,
-        SEED: torch.initial_seed(),
-        "skipped_steps": stack.skipped_iterations,
-        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
-        RUN: run_of(stack).id,
-    }
-    # a stack has no client state, and one schedule
-    buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
-    own = LiveValues(buffers, {}, None, False, {})
-    return RunState.of_ranks(facts, own, place_now, folder, shard.taken_as)
+
+    def read() -> tuple[dict[str, Any], LiveValues]:
+        facts = {
+            STEPS: stack.iteration,
+            SEED: torch.initial_seed(),
+            "skipped_steps": stack.skipped_iterations,
+            RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
+            RUN: run_of(stack).id,
+        }
+        # a stack has no client state, and one schedule
+        buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
+        return facts, LiveValues(buffers, {}, None, False, {})
+
+    return RunState.of_ranks(read, place_now, folder, shard.taken_as)
 
 
 def read_extras(
