@@ -169,7 +169,7 @@ def complete_each(
 ) -> Iterator[argparse.Namespace]:
     """All arguments on each of --elastic-meshes. Raises UsageError for the first one that can't be:
     a run that starts on another one shall not come to it in the night."""
-    for mesh in elastic.listed(given.get("elastic_meshes")):
+    for mesh in elastic.mesh_names(given.get("elastic_meshes")):
         try:
             yield complete(given | {"elastic_meshes": mesh}, Mesh.parse(mesh).world, saved)
         except UsageError as error:

@@ -156,8 +156,8 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.async_save:
         keep["save"] = "background"
     config["universal_checkpoint"] = {
-        **elastic.of_saves(args),
-        **elastic.of_memory(args),
+        **elastic.save_options(args),
+        **elastic.memory_options(args),
         **config.get("universal_checkpoint", {}),
         "enabled": True,
         "rng": not args.no_save_rng,
@@ -238,7 +238,18 @@ class StackEngine:
     ) -> None:
         from megatron.core.optimizer import get_megatron_optimizer
 
-        self.stack = chunks.build(config, _stages(args), _buffers(args))
+        stages = chunks.Stages(
+            args.pipeline_model_parallel_size,
+            chunks_of(args),
+            args.pipeline_model_parallel_layout,
+        )
+        buffers = chunks.Buffers(
+            distributed=args.use_distributed_optimizer,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+            bucket=args.ddp_bucket_size,
+        )
+        self.stack = chunks.build(config, stages, buffers)
         self.optimizer: Any = get_megatron_optimizer(
             _optimizer_config(args, config), self.stack.chunks
         )
@@ -249,8 +260,8 @@ class StackEngine:
             self.lr_scheduler,
             family=args.model_family,
             save="background" if args.async_save else "direct",
-            **elastic.of_saves(args),
-            **elastic.of_memory(args),
+            **elastic.save_options(args),
+            **elastic.memory_options(args),
         )
 
     @property
@@ -261,23 +272,6 @@ class StackEngine:
     def destroy(self) -> None:
         """Waits for the last save; the process groups are `models.stop`'s."""
         ucp.wait(self.handle)
-
-
-def _stages(args: argparse.Namespace) -> chunks.Stages:
-    return chunks.Stages(
-        args.pipeline_model_parallel_size,
-        chunks_of(args),
-        args.pipeline_model_parallel_layout,
-    )
-
-
-def _buffers(args: argparse.Namespace) -> chunks.Buffers:
-    return chunks.Buffers(
-        distributed=args.use_distributed_optimizer,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        bucket=args.ddp_bucket_size,
-    )
 
 
 def _optimizer_config(args: argparse.Namespace, config: models.ModelConfig) -> Any:

@@ -75,7 +75,7 @@ class Run:
     def __init__(self, argv: Sequence[str]) -> None:
         given = parse(argv)
         self.started = time.monotonic()
-        patience = elastic.waits(given)
+        patience = elastic.timeout(given)
         elastic.check_launcher(given, os.environ)
         setup.start_distributed(patience, given.get("engine", DEEPSPEED))
         self._grouped = time.monotonic()
@@ -91,8 +91,8 @@ class Run:
         if args.elastic:
             args.train_iters = elastic.last_iteration(args, position.iteration, position.consumed)
         self.result = Result(position.iteration, position)
-        goes_on = saved is not None and args.load == args.save
-        self._saved_at = saved.iteration if goes_on and saved is not None else -1
+        continues_folder = saved is not None and args.load == args.save
+        self._saved_at = saved.iteration if continues_folder and saved is not None else -1
 
     def _build(self, saved: checkpoint.Saved | None, patience: timedelta) -> None:
         """Data and engine. What can't be is refused before the model is built."""
@@ -119,7 +119,7 @@ class Run:
     def _find(self, given: dict[str, Any]) -> checkpoint.Saved | None:
         """The checkpoint to go on from, and `args`: the model's sizes may come from it."""
         world = dist.get_world_size()
-        given = self._goes_on(given)
+        given = self._resumed(given)
         with agree.together():
             # what finds the checkpoint is known before the model's sizes
             values = {flag.attribute: flag.default for flag in reversed(FLAGS)}
@@ -137,13 +137,13 @@ class Run:
         setattr(self.args, same_data.NAME, shared.values[0])
         return saved
 
-    def _goes_on(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _resumed(self, given: dict[str, Any]) -> dict[str, Any]:
         """The flags, of which an elastic run takes what it loads from --save once it has saved."""
         if not given.get("elastic") or not given.get("save"):
             return given
         with agree.together() as shared:
             shared.value = dist.get_rank() == 0 and not nothing_there(given["save"])
-        return elastic.goes_on(given) if shared.values[0] else given
+        return elastic.resumed_flags(given) if shared.values[0] else given
 
     def _padded(self, tokenizer: Any, saved: checkpoint.Saved | None) -> int:
         """Rows of the embedding. Raises a UcpError where one of --elastic-meshes can't cut them, or
@@ -271,7 +271,7 @@ class Run:
             "load": self._loaded - self._built,
         }
         took = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
-        say(f"{elastic.shown(args)}; goes on after iteration {position.iteration} ({took})")
+        say(f"{elastic.start_line(args)}; goes on after iteration {position.iteration} ({took})")
         progress.start(
             start=str(elastic.mesh_of(args)),
             ranks=args.world_size,

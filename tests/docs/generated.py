@@ -423,7 +423,7 @@ def trainer_flags(word: str) -> str:
     """The flags of a group; those that need no word are listed below."""
     rows, bare = [], []
     for one in flags.GROUPS[word]:
-        default = default_of(one)
+        default = "" if "default" in one.text and not one.allowed else default_of(one)
         names = ", ".join(f"`{name}`" for name in (one.name, *one.aliases))
         names += f" ({default})" if default else ""
         if one.text:
@@ -436,7 +436,7 @@ def trainer_flags(word: str) -> str:
 
 def default_of(one: Any) -> str:
     if one.allowed:
-        given = f"; {one.default}" if one.default not in (None, False) else ""
+        given = f"; default {one.default}" if one.default not in (None, False) else ""
         return f"{', '.join(map(str, one.allowed))}{given}"
     if one.default in (None, False, True) or one.kind is bool:
         return ""
