@@ -4,14 +4,15 @@ UsageError that names flags."""
 import argparse
 import difflib
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from pretrain import elastic, engine, experts
-from pretrain.config_file import merge_config
 from pretrain.family import USUAL, check_fixed, fixed_by
 from pretrain.flags import FLAGS, MODEL, Flag
 from pretrain.foreign_flags import IGNORED, REFUSED
@@ -168,7 +169,7 @@ def complete_each(
 ) -> Iterator[argparse.Namespace]:
     """All arguments on each of --elastic-meshes. Raises UsageError for the first one that can't be:
     a run that starts on another one shall not come to it in the night."""
-    for mesh in elastic.listed(given.get("elastic_meshes")):
+    for mesh in elastic.mesh_names(given.get("elastic_meshes")):
         try:
             yield complete(given | {"elastic_meshes": mesh}, Mesh.parse(mesh).world, saved)
         except UsageError as error:
@@ -364,13 +365,13 @@ def _batch(args: argparse.Namespace) -> None:
         )
     args.gradient_accumulation = args.global_batch_size // once
     engine.check_interleaved(args)
-    said = args.ds_config.pop("gradient_accumulation_steps", args.gradient_accumulation)
-    if said != args.gradient_accumulation:
+    configured = args.ds_config.pop("gradient_accumulation_steps", args.gradient_accumulation)
+    if configured != args.gradient_accumulation:
         raise UsageError(
             "gradient_accumulation_steps of the DeepSpeed config contradicts the batch sizes",
             file=args.deepspeed_config,
             expected=args.gradient_accumulation,
-            found=said,
+            found=configured,
             fix="leave it out: the batch sizes and dp give it",
         )
 
@@ -458,3 +459,85 @@ def _samples(args: argparse.Namespace, name: str, batch: int) -> int | None:
     _exclusive("a length of the schedule is given once", args, f"{name}_iters", f"{name}_samples")
     iterations, samples = getattr(args, f"{name}_iters"), getattr(args, f"{name}_samples")
     return samples if iterations is None else iterations * batch
+
+
+# ---- the DeepSpeed config of --deepspeed_config: what it and flags both say must be the same
+
+# keys of the config, and the flags that say the same; `stage` is in the section of ZeRO
+SAME = {
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "train_batch_size": "global_batch_size",
+    "gradient_clipping": "clip_grad",
+    "stage": "zero_stage",
+}
+OURS = {
+    "optimizer": "the optimizer is AdamW, with --lr, --weight-decay and --adam-*",
+    "scheduler": "the schedule is made by --lr-*",
+}
+
+
+def merge_config(given: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed config without what flags say too: that goes into `given`, the values of flags
+    by attribute. Raises UsageError where the two differ."""
+    path = given.get("deepspeed_config")
+    if path is None:
+        return {}
+    config = _read_config(path)
+    zero = config.setdefault("zero_optimization", {})
+    for key, name in SAME.items():
+        value = (zero if key == "stage" else config).pop(key, "auto")
+        if value != "auto" and given.setdefault(name, value) != value:
+            raise UsageError(
+                f"--{name.replace('_', '-')} contradicts the DeepSpeed config",
+                file=path,
+                expected=f"{key}: {value}",
+                found=given[name],
+                fix="leave one of them out",
+            )
+    _merge_dtypes(config, given, path)
+    # compared once the number of ranks is known
+    if config.get("gradient_accumulation_steps") == "auto":
+        del config["gradient_accumulation_steps"]
+    return config
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "--deepspeed_config is no JSON file",
+            file=path,
+            found=f"{type(error).__name__}: {error}",
+        ) from None
+    if not isinstance(config, dict):
+        raise UsageError(
+            "--deepspeed_config holds no section",
+            file=path,
+            expected="{...}",
+            found=type(config).__name__,
+        )
+    for section, why in OURS.items():
+        if section in config:
+            raise UsageError(
+                f'"{section}" of the DeepSpeed config contradicts the flags',
+                file=path,
+                expected="no such section",
+                found=section,
+                fix=why,
+            )
+    return config
+
+
+def _merge_dtypes(config: dict[str, Any], given: dict[str, Any], path: str) -> None:
+    for name in ("bf16", "fp16"):
+        enabled = config.get(name, {}).pop("enabled", "auto")
+        if enabled is True:
+            given[name] = True
+        elif enabled is False and given.get(name):
+            raise UsageError(
+                f"--{name} contradicts the DeepSpeed config",
+                file=path,
+                expected=f"{name}: enabled",
+                found="false",
+            )

@@ -16,10 +16,13 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.engines.memory import steps_of
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.family import Model, Sizes
+from megatron_ucp.families.mixtral import MixtralSizes
+from megatron_ucp.families.settings import PRE_SOFTMAX, Architecture
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.files import TagFiles, scan
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
@@ -30,16 +33,53 @@ from megatron_ucp.formats.tags import has_state_files, iteration_name, nothing_t
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Report
 from megatron_ucp.reshard.folder import require_plain
-from pretrain import elastic, hugging_face, same_data
+from megatron_ucp.reshard.hugging_face.names import read_twin
+from pretrain import elastic, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
 from pretrain.mcore import models
-from pretrain.position import Position, count, program_of, said_of
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that change which samples follow: allowed, but said.
 _DATA_ARGUMENTS = ("seed", "seq_length", "data_path", "split", "mock_data", "tokenizer_model")
+
+
+# ---- the position of a run in its data
+
+
+@dataclass
+class Position:
+    """How far the run is."""
+
+    iteration: int = 0
+    consumed: int = 0
+
+
+def program_of(engine: Any) -> Any:
+    """What `ucp.load` and `ucp.save` take: of megatron-core's own stack its handle."""
+    return getattr(engine, "handle", engine)
+
+
+def position_state(position: Position) -> dict[str, Any]:
+    """As a checkpoint's client state has it."""
+    return {"iteration": position.iteration, "consumed_train_samples": position.consumed}
+
+
+def keep_position(engine: Any, position: Callable[[], Position]) -> None:
+    """In-memory checkpoints hold the position too."""
+    steps = steps_of(program_of(engine))
+    if steps is not None:
+        steps.options = replace(steps.options, client_state=lambda: position_state(position()))
+
+
+def count(engine: Any, position: Position) -> None:
+    """After a step: megatron-core's own stack has the position itself."""
+    if (handle := getattr(engine, "handle", None)) is not None:
+        handle.iteration, handle.consumed_samples = position.iteration, position.consumed
+
+
+# ---- what a checkpoint says before the model is built
 
 
 @dataclass(frozen=True)
@@ -105,25 +145,29 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             passed_over,
             manifest.mesh,
             spec.extent.stored if spec.extent else spec.shape[0],
-            _said(client.get("args") or {}, with_model(manifest).family),
+            arguments_of_run(client.get("args") or {}, with_model(manifest).family),
             int(client.get("iteration") or counters.get("global_steps") or 0),
             int(client.get("consumed_train_samples") or counters.get("global_samples") or 0),
             isinstance(schedule, dict) and "num_steps" in schedule,
         )
 
 
-def _said(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
+def arguments_of_run(saved: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The arguments of a run; those that Megatron-LM says otherwise as this program does."""
-    said = dict(arguments)
-    if "layernorm_epsilon" not in said:
-        return said
-    said["model_family"] = family or None
-    said["norm_epsilon"] = said["layernorm_epsilon"]
-    if not said.get("group_query_attention"):
-        said["num_query_groups"] = said.get("num_attention_heads")
-    if said.get("bias_gelu_fusion") and said.get("add_bias_linear") and not said.get("swiglu"):
-        said["openai_gelu"] = True  # its kernel computes the tanh form, too
-    return said
+    arguments = dict(saved)
+    if "layernorm_epsilon" not in arguments:
+        return arguments
+    arguments["model_family"] = family or None
+    arguments["norm_epsilon"] = arguments["layernorm_epsilon"]
+    if not arguments.get("group_query_attention"):
+        arguments["num_query_groups"] = arguments.get("num_attention_heads")
+    if (
+        arguments.get("bias_gelu_fusion")
+        and arguments.get("add_bias_linear")
+        and not arguments.get("swiglu")
+    ):
+        arguments["openai_gelu"] = True  # its kernel computes the tanh form, too
+    return arguments
 
 
 def _tag_of(args: argparse.Namespace) -> str | None:
@@ -147,11 +191,52 @@ def _weights(args: argparse.Namespace, tag: str | None) -> Saved:
             found=tag,
             fix="leave --ckpt-step or --load-tag out",
         )
-    said, rows = hugging_face.described(Path(folder))
-    if "rotary_base" in said:  # no tensor has the longest sequence: a run may have a longer one
-        longest = max(said.pop("max_position_embeddings"), args.seq_length or 0)
-        said |= {"max_position_embeddings": longest} if args.use_checkpoint_args else {}
-    return Saved(folder, (), Mesh(), rows, said, 0, 0, has_schedule=False, weights_only=True)
+    twin, sizes, architecture = read_twin(Path(folder))
+    arguments = _arguments(twin.family, sizes, architecture)
+    if (
+        "rotary_base" in arguments
+    ):  # no tensor has the longest sequence: a run may have a longer one
+        longest = max(arguments.pop("max_position_embeddings"), args.seq_length or 0)
+        arguments |= {"max_position_embeddings": longest} if args.use_checkpoint_args else {}
+    return Saved(
+        folder, (), Mesh(), sizes.vocab, arguments, 0, 0, has_schedule=False, weights_only=True
+    )
+
+
+def _arguments(family: str, sizes: Sizes, architecture: Architecture) -> dict[str, Any]:
+    """The flags that make the model of a Hugging Face folder."""
+    out: dict[str, Any] = {
+        "model_family": family,
+        "num_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": sizes.ffn,
+        "num_attention_heads": sizes.heads,
+        "num_query_groups": sizes.groups,
+        "kv_channels": sizes.head_dim,
+        "norm_epsilon": architecture.norm_epsilon,
+        "untie_embeddings_and_output_weights": not sizes.tied,
+        "max_position_embeddings": sizes.positions or architecture.positions,
+        "openai_gelu": architecture.activation == "gelu_tanh",
+    }
+    if sizes.positions:
+        return out
+    base = architecture.rotary_base
+    out |= {
+        "rotary_base": int(base) if base == int(base) else base,
+        "use_rope_scaling": architecture.rope_factor > 0,
+        "rotary_seq_len_interpolation_factor": architecture.interpolation or None,
+    }
+    if architecture.rope_factor:
+        out["rope_scaling_factor"] = architecture.rope_factor
+    if isinstance(sizes, MixtralSizes):
+        out |= {
+            "num_experts": sizes.experts,
+            "moe_ffn_hidden_size": sizes.width,
+            "moe_router_topk": architecture.topk,
+            "moe_layer_freq": sizes.every,
+            "moe_router_pre_softmax": architecture.odd.get(PRE_SOFTMAX, False),
+        }
+    return out
 
 
 def _folder(
@@ -402,9 +487,9 @@ def _where(saved: Saved, args: argparse.Namespace) -> tuple[str, str | None]:
 
 def _position(report: Report, saved: Saved) -> Position:
     """Where what was loaded was: it says that itself, where this program saved it."""
-    said = report.client_state
-    if {"iteration", "consumed_train_samples"} <= said.keys():
-        return Position(int(said["iteration"]), int(said["consumed_train_samples"]))
+    state = report.client_state
+    if {"iteration", "consumed_train_samples"} <= state.keys():
+        return Position(int(state["iteration"]), int(state["consumed_train_samples"]))
     return Position(saved.iteration, saved.consumed)
 
 
@@ -442,7 +527,7 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
     engine.save_checkpoint(
         args.save,
         tag=tag,
-        client_state={**said_of(position), "args": plain, "checkpoint_version": 3.0},
+        client_state={**position_state(position), "args": plain, "checkpoint_version": 3.0},
     )
     _say_saved(args, Path(args.save) / tag, position)
 

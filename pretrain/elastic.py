@@ -21,7 +21,7 @@ NOTICE_S = 2.0
 _OF_THE_FIRST_START = ("ckpt_step", "load_tag", "finetune", "no_load_optim")
 
 
-def waits(given: Mapping[str, Any]) -> timedelta:
+def timeout(given: Mapping[str, Any]) -> timedelta:
     """How long a rank waits for others at most. Of an elastic run it is less: where a node is lost
     without a word, nothing else ends the wait."""
     usual = ELASTIC_MINUTES if given.get("elastic") else MINUTES
@@ -29,14 +29,14 @@ def waits(given: Mapping[str, Any]) -> timedelta:
     return timedelta(minutes=usual if minutes is None else minutes)
 
 
-def of_saves(args: argparse.Namespace) -> dict[str, float]:
+def save_options(args: argparse.Namespace) -> dict[str, float]:
     """Options of saves in the background: of an elastic run they too wait for no dead rank."""
     bounded = args.elastic and args.async_save
-    return {"deadline": waits(vars(args)).total_seconds()} if bounded else {}
+    return {"deadline": timeout(vars(args)).total_seconds()} if bounded else {}
 
 
-def of_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of steps that are kept in memory."""
+def memory_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of in-memory checkpoints."""
     if args.keep_memory_every is None:
         return {}
     every, copies = args.keep_memory_every, args.keep_memory_copies
@@ -66,26 +66,26 @@ def check_launcher(given: Mapping[str, Any], environment: Mapping[str, str]) -> 
         )
 
 
-def goes_on(given: Mapping[str, Any]) -> dict[str, Any]:
+def resumed_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of a start that finds tags in --save: it takes the newest whole one, whatever the
     first start was told to load."""
-    kept = {name: value for name, value in given.items() if name not in _OF_THE_FIRST_START}
-    return kept | {"load": given["save"], "universal_checkpoint": True}
+    others = {name: value for name, value in given.items() if name not in _OF_THE_FIRST_START}
+    return others | {"load": given["save"], "universal_checkpoint": True}
 
 
-def listed(meshes: str | None) -> list[str]:
+def mesh_names(meshes: str | None) -> list[str]:
     """The meshes of --elastic-meshes one by one, in the order and the words of the user."""
     return [text for text in map(str.strip, (meshes or "").split(";")) if text]
 
 
-def allowed(args: argparse.Namespace) -> list[Mesh]:
+def allowed_meshes(args: argparse.Namespace) -> list[Mesh]:
     """The meshes of --elastic-meshes. Raises UsageError."""
-    return [Mesh.parse(text) for text in listed(args.elastic_meshes)]
+    return [Mesh.parse(text) for text in mesh_names(args.elastic_meshes)]
 
 
 def vocabulary_multiple(args: argparse.Namespace) -> int:
     """What the rows of the embedding have to divide by, so that each mesh can cut them."""
-    sizes = [mesh.size("tp") for mesh in allowed(args)] if args.elastic else []
+    sizes = [mesh.size("tp") for mesh in allowed_meshes(args)] if args.elastic else []
     return math.lcm(args.tensor_model_parallel_size, *sizes)
 
 
@@ -115,9 +115,9 @@ def choose_mesh(args: argparse.Namespace, ranks: int) -> None:
     """Sets the sizes of the mesh for so many ranks: the first of --elastic-meshes that has as many,
     or tp, pp and sp as the flags say, and dp as large as it gets. Raises UsageError where there is
     none."""
-    meshes = allowed(args)
+    meshes = allowed_meshes(args)
     if not meshes:
-        _keep(args, ranks)
+        _check_sizes(args, ranks)
         return
     found = next((mesh for mesh in meshes if mesh.world == ranks), None)
     if found is None:
@@ -128,10 +128,11 @@ def choose_mesh(args: argparse.Namespace, ranks: int) -> None:
             fix=f"add a mesh of {ranks} ranks; or keep torchrun's --nnodes to numbers of nodes "
             "that have a mesh",
         )
-    _set(args, found)
+    _set_mesh(args, found)
 
 
-def _keep(args: argparse.Namespace, ranks: int) -> None:
+def _check_sizes(args: argparse.Namespace, ranks: int) -> None:
+    """Raises UsageError where so many ranks can't keep tp, pp and sp."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     each = tp * pp * max(args.ds_sequence_parallel_size, 1)
     if ranks % each:
@@ -144,7 +145,7 @@ def _keep(args: argparse.Namespace, ranks: int) -> None:
         )
 
 
-def _set(args: argparse.Namespace, mesh: Mesh) -> None:
+def _set_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
     settable = Mesh(
         tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp, sp=mesh.sp, dp=mesh.dp, zero=mesh.zero
     )
@@ -233,7 +234,7 @@ def mesh_of(args: argparse.Namespace) -> Mesh:
     )
 
 
-def shown(args: argparse.Namespace) -> str:
+def start_line(args: argparse.Namespace) -> str:
     """The mesh and the batch of a start, in a line."""
     batch, stated = args.global_batch_size, args.stated_batch_size
     changed = (

@@ -31,8 +31,8 @@ MODEL = ATTRIBUTES[:8]
 
 def has_experts(family: str) -> bool:
     """Whether layers of the family may have experts."""
-    built = find_family(family).builder
-    return built is not None and built.experts
+    builder = find_family(family).builder
+    return builder is not None and builder.experts
 
 
 def check_experts(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
@@ -49,16 +49,16 @@ def check_experts(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 def _check_dense(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     usual = {flag.attribute: flag.default for flag in FLAGS}
     # a checkpoint's arguments have all of them; what every model has says nothing
-    said = [name for name in ATTRIBUTES if given.get(name) not in (None, usual[name])]
+    flags = [name for name in ATTRIBUTES if given.get(name) not in (None, usual[name])]
     if args.num_experts == 1:  # which is what Megatron-DeepSpeed calls a model without
-        said.remove("num_experts")
+        flags.remove("num_experts")
         args.num_experts = None
-    if said:
+    if flags:
         others = [name for name in trained_families() if has_experts(name)]
         raise UsageError(
             f"the layers of --model-family {args.model_family} have no experts",
             expected=f"--model-family {' or '.join(others)}",
-            found=f"--{said[0].replace('_', '-')} {given[said[0]]}",
+            found=f"--{flags[0].replace('_', '-')} {given[flags[0]]}",
             fix="leave it out, or use another family",
         )
 

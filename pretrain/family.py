@@ -17,14 +17,14 @@ def trained_families() -> dict[str, Family]:
 
 def fixed_by(family: Family) -> dict[str, object]:
     """What a family fixes, by attribute; its `defaults` are what a flag may change."""
-    built = family.builder
-    if built is None:
+    builder = family.builder
+    if builder is None:
         return {}
     return {
-        "normalization": built.normalization,
-        "swiglu": built.gated,
-        "position_embedding_type": built.position_embedding_type,
-        "disable_bias_linear": not built.biases,
+        "normalization": builder.normalization,
+        "swiglu": builder.gated,
+        "position_embedding_type": builder.position_embedding_type,
+        "disable_bias_linear": not builder.biases,
     }
 
 
@@ -32,17 +32,19 @@ def check_fixed(args: argparse.Namespace, flags: Mapping[str, str]) -> None:
     """Raises UsageError for a flag that says other than the family, naming the families that say
     so. `flags`: attribute -> name of the flag."""
     for attribute, value in fixed_by(find_family(args.model_family)).items():
-        said = getattr(args, attribute)
-        if said == value:
+        flag_value = getattr(args, attribute)
+        if flag_value == value:
             continue
         others = [
-            name for name, one in trained_families().items() if fixed_by(one)[attribute] == said
+            name
+            for name, family in trained_families().items()
+            if fixed_by(family)[attribute] == flag_value
         ]
         instead = f", or use --model-family {' or '.join(others)}" if others else ""
         raise UsageError(
             f"{flags[attribute]} contradicts --model-family {args.model_family}",
             expected=value,
-            found=f"{flags[attribute]} {said}",
+            found=f"{flags[attribute]} {flag_value}",
             fix=f"leave it out{instead}",
         )
 
@@ -52,8 +54,10 @@ def default_by_family(attribute: str, usual: float | None) -> Callable[[], str]:
     another."""
 
     def text() -> str:
-        said = {name: one.defaults.get(attribute, usual) for name, one in families().items()}
-        others = [f"{name} {value:g}" for name, value in said.items() if value != usual]
+        defaults = {
+            name: family.defaults.get(attribute, usual) for name, family in families().items()
+        }
+        others = [f"{name} {value:g}" for name, value in defaults.items() if value != usual]
         return "default " + ", ".join([*([] if usual is None else [f"{usual}"]), *others])
 
     return text
@@ -63,7 +67,9 @@ def default_for(attribute: str, value: bool) -> Callable[[], str]:
     """Help of a switch: the families for which it is the default."""
 
     def text() -> str:
-        found = [name for name, one in families().items() if one.defaults.get(attribute) is value]
-        return f"default for {', '.join(found)}" if found else ""
+        names = [
+            name for name, family in families().items() if family.defaults.get(attribute) is value
+        ]
+        return f"default for {', '.join(names)}" if names else ""
 
     return text

@@ -78,14 +78,14 @@ def _fingerprint(path: str) -> str:
 
 
 def _digest(files: list[Path]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
-        for part in _looked_at(file):
-            found.update(part)
-    return found.hexdigest()[:32]
+        for part in _sampled(file):
+            digest.update(part)
+    return digest.hexdigest()[:32]
 
 
-def _looked_at(path: Path) -> Iterator[bytes]:
+def _sampled(path: Path) -> Iterator[bytes]:
     """The size of a file, and its bytes: of a large one those of windows from end to end."""
     size = path.stat().st_size
     yield size.to_bytes(8, "little")

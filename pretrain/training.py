@@ -19,12 +19,12 @@ from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from pretrain import checkpoint, elastic, same_data, setup
 from pretrain.arguments import complete, complete_each, parse
+from pretrain.checkpoint import Position, count, keep_position, program_of
 from pretrain.data import Batches, make_samples
 from pretrain.engine import DEEPSPEED
 from pretrain.flags import FLAGS
 from pretrain.log import Progress, say
 from pretrain.mcore import experts, models
-from pretrain.position import Position, count, keep_position, program_of
 from pretrain.steps import make_steps
 from pretrain.tokenizer import make_tokenizer
 
@@ -75,7 +75,7 @@ class Run:
     def __init__(self, argv: Sequence[str]) -> None:
         given = parse(argv)
         self.started = time.monotonic()
-        patience = elastic.waits(given)
+        patience = elastic.timeout(given)
         elastic.check_launcher(given, os.environ)
         setup.start_distributed(patience, given.get("engine", DEEPSPEED))
         self._grouped = time.monotonic()
@@ -91,8 +91,8 @@ class Run:
         if args.elastic:
             args.train_iters = elastic.last_iteration(args, position.iteration, position.consumed)
         self.result = Result(position.iteration, position)
-        goes_on = saved is not None and args.load == args.save
-        self._saved_at = saved.iteration if goes_on and saved is not None else -1
+        continues_folder = saved is not None and args.load == args.save
+        self._saved_at = saved.iteration if continues_folder and saved is not None else -1
 
     def _build(self, saved: checkpoint.Saved | None, patience: timedelta) -> None:
         """Data and engine. What can't be is refused before the model is built."""
@@ -119,7 +119,7 @@ class Run:
     def _find(self, given: dict[str, Any]) -> checkpoint.Saved | None:
         """The checkpoint to go on from, and `args`: the model's sizes may come from it."""
         world = dist.get_world_size()
-        given = self._goes_on(given)
+        given = self._resumed(given)
         with agree.together():
             # what finds the checkpoint is known before the model's sizes
             values = {flag.attribute: flag.default for flag in reversed(FLAGS)}
@@ -132,18 +132,18 @@ class Run:
             of_run = saved.args if saved and early.use_checkpoint_args else None
             self.args = complete(given, world, of_run)
             self._each = list(complete_each(given, of_run))
-        with agree.together() as told:
-            told.value = same_data.identity(self.args) if dist.get_rank() == 0 else None
-        setattr(self.args, same_data.NAME, told.values[0])
+        with agree.together() as shared:
+            shared.value = same_data.identity(self.args) if dist.get_rank() == 0 else None
+        setattr(self.args, same_data.NAME, shared.values[0])
         return saved
 
-    def _goes_on(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _resumed(self, given: dict[str, Any]) -> dict[str, Any]:
         """The flags, of which an elastic run takes what it loads from --save once it has saved."""
         if not given.get("elastic") or not given.get("save"):
             return given
-        with agree.together() as told:
-            told.value = dist.get_rank() == 0 and not nothing_there(given["save"])
-        return elastic.goes_on(given) if told.values[0] else given
+        with agree.together() as shared:
+            shared.value = dist.get_rank() == 0 and not nothing_there(given["save"])
+        return elastic.resumed_flags(given) if shared.values[0] else given
 
     def _padded(self, tokenizer: Any, saved: checkpoint.Saved | None) -> int:
         """Rows of the embedding. Raises a UcpError where one of --elastic-meshes can't cut them, or
@@ -271,7 +271,7 @@ class Run:
             "load": self._loaded - self._built,
         }
         took = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
-        say(f"{elastic.shown(args)}; goes on after iteration {position.iteration} ({took})")
+        say(f"{elastic.start_line(args)}; goes on after iteration {position.iteration} ({took})")
         progress.start(
             start=str(elastic.mesh_of(args)),
             ranks=args.world_size,

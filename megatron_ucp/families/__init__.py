@@ -1,24 +1,17 @@
 """Model families: tables of names, shapes and layouts, and what else is decided with them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import RECORDED, Manifest
-from megatron_ucp.errors import UsageError, did_you_mean
-from megatron_ucp.families import (
-    deepseek_v3,
-    gpt,
-    gpt_oss,
-    llama,
-    mixtral,
-    qwen3_moe,
-)
+from megatron_ucp.errors import LayoutError, UsageError, did_you_mean
+from megatron_ucp.families import deepseek_v3, gpt, gpt_oss, llama, mixtral
 from megatron_ucp.families.family import Family, Model, measured
 
 _OURS = (
-    *(gpt.FAMILY, llama.LLAMA, mixtral.FAMILY, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
-    *(qwen3_moe.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY),
+    *(gpt.FAMILY, llama.LLAMA, mixtral.MIXTRAL, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
+    *(mixtral.QWEN3_MOE, deepseek_v3.FAMILY, gpt_oss.FAMILY),
 )
 _FAMILIES: dict[str, Family] = {family.name: family for family in _OURS}
 
@@ -81,8 +74,8 @@ def find_family(family: str | Family) -> Family:
 
 def recorded_model(manifest: Manifest) -> Model | None:
     """The model that a manifest says; None where it says none of a family that is there."""
-    said: object = manifest.run.get(RECORDED)
-    sizes = cast("Mapping[str, object]", said).get("sizes") if isinstance(said, dict) else None
+    record: object = manifest.run.get(RECORDED)
+    sizes = cast("Mapping[str, object]", record).get("sizes") if isinstance(record, dict) else None
     family = families().get(manifest.family)
     if family is None or not isinstance(sizes, dict) or not sizes:
         return None
@@ -99,3 +92,20 @@ def model_of_module(family: str | Family, module: Any, tp: int) -> Model:
     model = Model(chosen, (chosen.measure or measured)(module))
     model.check_cut(tp)
     return model
+
+
+def model_as_built(module: Any, params: Collection[str], first: object = "") -> Model | None:
+    """The first family, `first` before all others, whose builder makes the model `module` and whose
+    table has all of its parameters; None where no family is so."""
+    for family in sorted(_FAMILIES.values(), key=lambda one: one.name != first):
+        builder = family.builder
+        if builder is None:
+            continue
+        try:
+            model = Model(family, (family.measure or measured)(module))
+            fits = builder.experts == hasattr(model.sizes, "experts")
+            if fits and builder.makes(model.sizes) and {*params} <= model.table.keys():
+                return model
+        except (UsageError, LayoutError, AttributeError):  # what it measures is not there
+            continue
+    return None

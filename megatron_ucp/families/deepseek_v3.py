@@ -18,11 +18,14 @@ from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import llama, mixtral
 from megatron_ucp.families.family import (
+    Config,
     Declared,
     Divided,
     Family,
+    HuggingFace,
     column,
     measured,
+    no_such_sizes,
     norm,
     row,
     transformer,
@@ -43,8 +46,6 @@ from megatron_ucp.families.twin import (
     MLP_ROWS,
     NORM_ROWS,
     TOP,
-    Config,
-    HuggingFace,
     Rows,
     block,
     by_rows,
@@ -92,33 +93,29 @@ def table(sizes: DeepSeekSizes) -> dict[str, Declared]:
     """Every parameter of the model, and the routers' buffers. Raises UsageError for sizes of
     none."""
     if sizes.experts < 1 or sizes.leading > sizes.layers or sizes.biases:
-        raise UsageError(
-            "these sizes are no DeepSeek-V3",
-            expected="at least one expert, no biases, no more leading layers than layers",
-            found=str(sizes),
-            fix="give the family that the model was built with",
-        )
+        expected = "at least declared expert, no biases, no more leading layers than layers"
+        raise no_such_sizes("DeepSeek-V3", expected, sizes)
     out = transformer(sizes, lambda number: layer(sizes, number))
     for number in range(sizes.predictions):
         prefix = f"mtp.layers.{number}."
-        out |= {f"{prefix}{name}": one for name, one in _prediction(sizes).items()}
+        out |= {f"{prefix}{name}": declared for name, declared in _prediction(sizes).items()}
         inner = layer(sizes, sizes.layers)  # as those at the end of the decoder
-        out |= {f"{prefix}transformer_layer.{name}": one for name, one in inner.items()}
+        out |= {f"{prefix}transformer_layer.{name}": declared for name, declared in inner.items()}
     return out
 
 
 def layer(sizes: DeepSeekSizes, number: int) -> dict[str, Declared]:
     """A transformer layer, with experts or without."""
-    kept = {
-        name: one
-        for name, one in mixtral.layer(sizes, number).items()
+    rows = {
+        name: declared
+        for name, declared in mixtral.layer(sizes, number).items()
         if not name.startswith("self_attention.")
     }
     if sizes.has_experts(number):
-        kept[BIAS] = Declared((sizes.experts,), whole(sizes.experts).layout, buffer=True)
-    for name, one in _latent(sizes).items():
-        kept[f"self_attention.{_FUSED.get(name, name) if sizes.fused else name}"] = one
-    return kept
+        rows[BIAS] = Declared((sizes.experts,), whole(sizes.experts).layout, buffer=True)
+    for name, declared in _latent(sizes).items():
+        rows[f"self_attention.{_FUSED.get(name, name) if sizes.fused else name}"] = declared
+    return rows
 
 
 # norms of latents, and their names as a part of the matrix behind them
@@ -169,14 +166,14 @@ def _prediction(sizes: DeepSeekSizes) -> dict[str, Declared]:
 def divided(sizes: DeepSeekSizes) -> tuple[Divided, ...]:
     """What tensor parallelism cuts."""
     left_out = ("key-value groups", "" if sizes.leading else "ffn_hidden_size")
-    kept = [one for one in divided_of_dense(sizes) if one.what not in left_out]
-    more = {
+    parts = [part for part in divided_of_dense(sizes) if part.what not in left_out]
+    widths = {
         "the width of the shared expert": sizes.shared_ffn,
         "the hidden size": sizes.hidden if sizes.predictions else 0,
         "latents of queries": sizes.query_rank if sizes.cut_latents else 0,
         "latents of keys and values": sizes.rank + sizes.rotary if sizes.cut_latents else 0,
     }
-    return (*kept, *(Divided(what, size) for what, size in more.items() if size))
+    return (*parts, *(Divided(what, size) for what, size in widths.items() if size))
 
 
 def measure(module: Any) -> DeepSeekSizes:
@@ -213,15 +210,19 @@ def measure(module: Any) -> DeepSeekSizes:
     )
 
 
-def _leading(said: Any, layers: int) -> int:
+def _leading(frequency: Any, layers: int) -> int:
     """How many layers with an MLP come before those with experts. Raises UsageError."""
-    marks = [not number % said for number in range(layers)] if isinstance(said, int) else said
+    marks = (
+        [not number % frequency for number in range(layers)]
+        if isinstance(frequency, int)
+        else frequency
+    )
     leading = [*map(bool, marks)].index(True) if any(marks) else layers
     if not all(marks[leading:]) or len(marks) != layers:
         raise UsageError(
             "the family deepseek_v3 has layers with an MLP before those with experts alone",
             expected=f"{FREQUENCY} such as [0, 0, 1, 1]",
-            found=said,
+            found=frequency,
             fix="leave the family out: how a model is cut, it says itself",
         )
     return leading
@@ -280,7 +281,7 @@ def tensors(sizes: DeepSeekSizes) -> dict[str, TensorPart]:
     return out
 
 
-def config(sizes: DeepSeekSizes, architecture: Architecture) -> dict[str, Any]:
+def to_config(sizes: DeepSeekSizes, architecture: Architecture) -> dict[str, Any]:
     """config.json of DeepSeek-V3."""
     odd, rope = architecture.odd, _rope(architecture)
     return {
@@ -361,56 +362,56 @@ def notes(_: DeepSeekSizes, architecture: Architecture) -> list[str]:
     ]
 
 
-def read(found: Config) -> tuple[DeepSeekSizes, Architecture]:
+def from_config(config: Config) -> tuple[DeepSeekSizes, Architecture]:
     """What a DeepSeek-V3 is. Raises UnsupportedError for what is not computed here."""
-    rope, topk = _rope_of(found), int(found["num_experts_per_tok"])
+    rope, topk = _rope_of(config), int(config["num_experts_per_tok"])
     check_config(
-        found,
+        config,
         {
             "norm_topk_prob": (topk > 1,),
-            "num_key_value_heads": (found["num_attention_heads"],),
+            "num_key_value_heads": (config["num_attention_heads"],),
             "rope_interleave": (True,),
             "scoring_func": ("sigmoid",),
             "topk_method": ("noaux_tc",),
             "moe_layer_freq": (1,),
         },
     )
-    sizes = _sizes_of(found)
-    base = {"rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10000.0)))}
+    sizes = _sizes_of(config)
+    base = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))}
     plain_rope = {"rope_scaling": None, "rope_parameters": base}
-    odd = _odd(found, sizes, rope)
-    computed = read_architecture({**found, **plain_rope}, 1e-6, 10000.0, topk=topk, odd=odd)
+    odd = _odd(config, sizes, rope)
+    computed = read_architecture({**config, **plain_rope}, 1e-6, 10000.0, topk=topk, odd=odd)
     return sizes, _checked(sizes, computed)
 
 
-def _sizes_of(found: Config) -> DeepSeekSizes:
+def _sizes_of(config: Config) -> DeepSeekSizes:
     """The sizes that a config says."""
-    heads, width = int(found["num_attention_heads"]), int(found["moe_intermediate_size"])
-    plain, rotary = int(found["qk_nope_head_dim"]), int(found["qk_rope_head_dim"])
+    heads, width = int(config["num_attention_heads"]), int(config["moe_intermediate_size"])
+    plain, rotary = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
     own = {"groups": heads, "head_dim": plain + rotary, "qk_norms": True}
     return DeepSeekSizes(
-        **read_common(found, int(found["vocab_size"]), **own),
-        experts=int(found.get("n_routed_experts", found.get("num_local_experts", 0))),
+        **read_common(config, int(config["vocab_size"]), **own),
+        experts=int(config.get("n_routed_experts", config.get("num_local_experts", 0))),
         expert_ffn=width,
-        shared_ffn=width * int(found["n_shared_experts"]),
-        query_rank=int(found.get("q_lora_rank") or 0),
-        rank=int(found["kv_lora_rank"]),
+        shared_ffn=width * int(config["n_shared_experts"]),
+        query_rank=int(config.get("q_lora_rank") or 0),
+        rank=int(config["kv_lora_rank"]),
         plain=plain,
         rotary=rotary,
-        value=int(found["v_head_dim"]),
-        leading=_leading_of(found),
-        predictions=int(found.get("num_nextn_predict_layers") or 0),
+        value=int(config["v_head_dim"]),
+        leading=_leading_of(config),
+        predictions=int(config.get("num_nextn_predict_layers") or 0),
     )
 
 
-def _rope_of(found: Config) -> dict[str, Any]:
+def _rope_of(config: Config) -> dict[str, Any]:
     """What a config says of the rotary embedding. Raises UnsupportedError."""
-    rope, is_one = rope_of(found)
-    part = rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0))
-    said = {
+    rope, is_one = rope_of(config)
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    settings = {
         "rope type": rope["rope_type"],
         "rope_scaling beside rope_parameters": "the same" if is_one else "another",
-        "partial_rotary_factor": part,
+        "partial_rotary_factor": share,
         **{key: rope[key] for key in ("attention_factor", "truncate") if key in rope},
     }
     known: dict[str, tuple[object, ...]] = {
@@ -420,16 +421,16 @@ def _rope_of(found: Config) -> dict[str, Any]:
         "attention_factor": (None,),
         "truncate": (True,),
     }
-    check_config(said, known)
+    check_config(settings, known)
     return rope
 
 
-def _leading_of(found: Config) -> int:
+def _leading_of(config: Config) -> int:
     """How many layers have an MLP before those with experts; the kin's configs may list them.
     Raises UnsupportedError."""
-    kinds, layers = found.get("mlp_layer_types"), int(found["num_hidden_layers"])
+    kinds, layers = config.get("mlp_layer_types"), int(config["num_hidden_layers"])
     if kinds is None:
-        return min(int(found["first_k_dense_replace"]), layers)
+        return min(int(config["first_k_dense_replace"]), layers)
     leading = [*kinds, "sparse"].index("sparse")
     if [*kinds] != ["dense"] * leading + ["sparse"] * (layers - leading):
         raise UnsupportedError(
@@ -441,25 +442,25 @@ def _leading_of(found: Config) -> int:
     return leading
 
 
-def _odd(found: Config, sizes: DeepSeekSizes, rope: Config) -> dict[str, Any]:
+def _odd(config: Config, sizes: DeepSeekSizes, rope: Config) -> dict[str, Any]:
     """The settings of megatron-core's that make such a model."""
-    groups, scaling = int(found["n_group"]), float(found["routed_scaling_factor"])
-    out: dict[str, Any] = {LATENT: True, LATENT_NORMS: True, SCORES: "sigmoid", HAS_BIAS: True}
-    out[SHARED_WIDTH] = sizes.shared_ffn
+    groups, scaling = int(config["n_group"]), float(config["routed_scaling_factor"])
+    odd: dict[str, Any] = {LATENT: True, LATENT_NORMS: True, SCORES: "sigmoid", HAS_BIAS: True}
+    odd[SHARED_WIDTH] = sizes.shared_ffn
     if sizes.leading:
         marks = [int(sizes.has_experts(number)) for number in range(sizes.layers)]
-        out[FREQUENCY] = str(marks)
+        odd[FREQUENCY] = str(marks)
     if scaling != 1.0:
-        out[SCALING] = scaling
+        odd[SCALING] = scaling
     if groups > 1:
-        out |= {GROUPS: groups, GROUPS_OF_TOKEN: int(found["topk_group"])}
+        odd |= {GROUPS: groups, GROUPS_OF_TOKEN: int(config["topk_group"])}
     if sizes.predictions:
-        out[PREDICTIONS] = sizes.predictions
+        odd[PREDICTIONS] = sizes.predictions
     if rope["rope_type"] == "yarn":
         usual = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0}
-        said = {**usual, **{key: value for key, value in rope.items() if value is not None}}
-        out |= {"rope_type": "yarn", **{ours: said[theirs] for ours, theirs in _YARN.items()}}
-    return out
+        yarn = {**usual, **{key: value for key, value in rope.items() if value is not None}}
+        odd |= {"rope_type": "yarn", **{ours: yarn[theirs] for ours, theirs in _YARN.items()}}
+    return odd
 
 
 def _checked(sizes: DeepSeekSizes, architecture: Architecture) -> Architecture:
@@ -486,8 +487,8 @@ FAMILY = Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         tensors,
-        config,
-        read,
+        to_config,
+        from_config,
         refuses,
         kin=("kimi_k2", "glm4_moe_lite"),
         notes=notes,

@@ -1,5 +1,5 @@
-"""What a family is: a table of every parameter with its whole shape and its cut, and all else
-that a model of the family needs to be built, trained and planned."""
+"""What a family is: a table of every parameter with its whole shape and its cut, the switches in
+which transformers differ, and the Hugging Face twin."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -12,27 +12,161 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Extent, Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.errors import LayoutError, RuleError, UsageError
-from megatron_ucp.families.settings import Sizes  # by this name for families of others
-from megatron_ucp.families.twin import HuggingFace
+from megatron_ucp.core.tensor_parts import TensorPart
+from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError, UsageError
+from megatron_ucp.families.settings import Architecture
 
-# ---- base
+# ---- sizes and switches
 #
-# What a family is: a table of every parameter of a model with its whole shape and its cut, and
-# all else that a model of the family needs to be built, trained and planned.
+# A switch (say, biases) is a field of `Sizes` and of `Builder`, a row of `SWITCHES`, and what
+# `attention_and_mlp` lists because of it. Nothing else names it.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model. `vocab` is the padded vocabulary, `true_vocab` the tokenizer's; `ffn`
+    the width of one half of a gated MLP; `groups` the key-value groups; `positions` is 0 where none
+    are learned. `qkv_biases`: only queries, keys and values have biases; `qk_norms`: queries and
+    keys are normalised, head by head. A family with sizes of its own gives a subclass."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    true_vocab: int
+    positions: int = 0
+    tied: bool = False
+    gated: bool = False
+    biases: bool = True
+    norm_biases: bool = True
+    qkv_biases: bool = False
+    qk_norms: bool = False
+
+    @property
+    def qkv(self) -> int:
+        """Rows of linear_qkv: megatron-core interleaves (heads/groups queries, one key, one value)
+        per group."""
+        return (self.heads + 2 * self.groups) * self.head_dim
+
+
+# The switches of `Sizes` and `Builder`, with megatron-core's names for them.
+SWITCHES = {
+    "gated": "gated_linear_unit",
+    "biases": "add_bias_linear",
+    "qkv_biases": "add_qkv_bias",
+    "qk_norms": "qk_layernorm",
+}
+
+
+@dataclass(frozen=True)
+class Builder:
+    """How megatron-core's own modules make a model of the family, in megatron-core's words: a LLaMA
+    is `Builder("RMSNorm", gated=True, biases=False, position_embedding_type="rope")`. `experts`:
+    layers may have experts instead of an MLP. `qkv_biases` and `qk_norms` are as in `Sizes`."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    gated: bool
+    biases: bool
+    position_embedding_type: Literal["learned_absolute", "rope"]
+    experts: bool = False
+    qkv_biases: bool = False
+    qk_norms: bool = False
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The fields of `Sizes` that follow."""
+        flags: dict[str, bool] = {name: getattr(self, name) for name in SWITCHES}
+        return {**flags, "norm_biases": self.normalization == "LayerNorm"}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of megatron-core's TransformerConfig that follow."""
+        settings = {theirs: getattr(self, ours) for ours, theirs in SWITCHES.items()}
+        return {**settings, "normalization": self.normalization}
+
+    def makes(self, sizes: Sizes) -> bool:
+        """Whether it makes models of these sizes, but for experts."""
+        own = {field: getattr(sizes, field) for field in self.flags}
+        return own == self.flags and (self.learned_positions or not sizes.positions)
+
+    def check(self, sizes: Sizes, name: str) -> None:
+        """Raises UsageError for sizes of a model that this does not build; `name` is the
+        family's."""
+        if not self.makes(sizes):
+            flags = ", ".join(f"{field}={value}" for field, value in self.flags.items())
+            raise no_such_sizes(name, flags, sizes)
+
+
+def no_such_sizes(name: str, expected: str, found: object) -> UsageError:
+    """The error for sizes that no model of the family `name` has."""
+    return UsageError(
+        f"these sizes are no {name}",
+        expected=expected,
+        found=str(found),
+        fix="give the family that the model was built with",
+    )
+
+
+TRUE_VOCAB = "ucp_true_vocab"  # of a model: the rows of its vocabulary that are data
+
+
+def measured(module: Any) -> Sizes:
+    """Sizes of a megatron-core GPTModel, or of a PipelineModule with the same attributes, from its
+    own config. Raises UsageError for another module."""
+    config: Any = getattr(module, "config", None)
+    of_config = ("num_layers", "num_query_groups", "kv_channels", "gated_linear_unit")
+    of_module = ("share_embeddings_and_output_weights", "position_embedding_type")
+    if not all(hasattr(config, name) for name in of_config) or not all(
+        hasattr(module, name) for name in of_module
+    ):
+        raise UsageError(
+            "a family describes a megatron-core GPTModel",
+            expected="GPTModel as the engine's module",
+            found=type(module).__qualname__,
+            fix="leave family out for other models (at tp=1), or give the family a `measure`",
+        )
+    learned = module.position_embedding_type == "learned_absolute"
+    switches = {ours: bool(getattr(config, name, False)) for ours, name in SWITCHES.items()}
+    switches["qkv_biases"] &= not switches["biases"]  # which are among all biases
+    return Sizes(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.num_query_groups or config.num_attention_heads,
+        head_dim=config.kv_channels,
+        ffn=config.ffn_hidden_size,
+        vocab=module.vocab_size,
+        true_vocab=getattr(module, TRUE_VOCAB, module.vocab_size),
+        positions=module.max_sequence_length if learned else 0,
+        tied=module.share_embeddings_and_output_weights,
+        norm_biases=config.normalization == "LayerNorm",
+        **switches,
+    )
+
+
+# ---- parameters
 
 
 @dataclass(frozen=True)
 class Declared:
     """One parameter as its family declares it.
 
-    `shape` is the whole one, `layout` its cut, `attributes` are those that the live parameter must
-    carry, `extent` says how many rows of a padded vocabulary are data, `expert` of which expert
-    it is a part (see `ParamSpec`). `init` is how a builder
-    draws the first values: N(0, std), for a projection that ends in the residual stream
-    N(0, std / sqrt(2 layers)), or a constant. `summed`: every tensor-parallel rank has it whole,
-    and computes a part of its gradient. `buffer`: it is none of the module's parameters, but a
-    buffer in fp32 that no optimizer steps.
+    - `shape` is the whole shape, and `layout` says how tensor parallelism cuts it. A LLaMA of
+      hidden size 64 has `linear_fc2.weight` as (64, 160), cut on dim 1: (64, 80) at tp=2.
+    - The live parameter must carry `attributes`.
+    - `extent` says how many rows of a padded vocabulary are data.
+    - `expert`: the parameter belongs to this expert of so many (see `ParamSpec`).
+    - `init` is the distribution of the first values: N(0, std), for a projection that ends in the
+      residual stream N(0, std / sqrt(2 layers)), or a constant.
+    - `summed`: every tensor-parallel rank has the whole parameter, and a part of its gradient.
+    - `buffer`: it is a buffer in fp32 that no optimizer steps.
     """
 
     shape: Ints
@@ -45,7 +179,7 @@ class Declared:
     buffer: bool = False
 
     def spec(self, name: str, dtype: str, kind: str = "trainable") -> ParamSpec:
-        """As a manifest lists it; a buffer's dtype and kind are its own."""
+        """The parameter as a manifest lists it; a buffer's dtype and kind are its own."""
         if self.buffer:
             dtype, kind = "float32", "buffer"
         return ParamSpec(
@@ -54,7 +188,7 @@ class Declared:
 
 
 def column(rows: int, *rest: int) -> Declared:
-    """Cut on dim 0, as megatron-core's ColumnParallelLinear is."""
+    """A matrix that is cut on dim 0, as megatron-core's ColumnParallelLinear is."""
     return Declared(
         (rows, *rest),
         Shard("tp", 0),
@@ -63,8 +197,8 @@ def column(rows: int, *rest: int) -> Declared:
 
 
 def vocabulary(sizes: Sizes, *rest: int) -> Declared:
-    """Cut on dim 0, as megatron-core's VocabParallelEmbedding is; of its `vocab` rows the first
-    `true_vocab` are data. Raises UsageError where these are more."""
+    """A table of tokens, cut on dim 0 as megatron-core's VocabParallelEmbedding is. Of its `vocab`
+    rows the first `true_vocab` are data. Raises UsageError where there are fewer rows."""
     if not 0 < sizes.true_vocab <= sizes.vocab:
         raise UsageError(
             "the padded vocabulary is smaller than the tokenizer's",
@@ -85,7 +219,8 @@ def gated(half: int, *rest: int, axis: str = "tp") -> Declared:
 
 
 def row(rows: int, columns: int, axis: str = "tp") -> Declared:
-    """Cut on dim 1, as RowParallelLinear is; both of a layer end in the residual stream."""
+    """A matrix that is cut on dim 1, as RowParallelLinear is. Both of a layer end in the residual
+    stream."""
     return Declared(
         (rows, columns),
         Shard(axis, 1),
@@ -95,7 +230,7 @@ def row(rows: int, columns: int, axis: str = "tp") -> Declared:
 
 
 def whole(*shape: int) -> Declared:
-    """On every rank of the tensor-parallel group with the same bits."""
+    """A parameter that every rank of the tensor-parallel group has with the same bits."""
     return Declared(shape, Replicate(), {"tensor_model_parallel": False})
 
 
@@ -105,55 +240,65 @@ def norm(width: int) -> Declared:
 
 
 def bias(of: Declared) -> Declared:
-    """A bias is drawn as 0, however it is cut."""
+    """The bias of a layer: it is drawn as 0, and cut as `of` is."""
     return replace(of, init="zeros")
 
 
-@dataclass(frozen=True)
-class Builder:
-    """How megatron-core's own modules make a model of the family, in megatron-core's words.
-    `experts`: layers may have experts instead of an MLP; `qkv_biases`, `qk_norms` as in `Sizes`."""
+def transformer(sizes: Sizes, layer: Callable[[int], dict[str, Declared]]) -> dict[str, Declared]:
+    """Every parameter of a model; `layer(number)` gives those of a layer."""
+    out = {
+        "embedding.word_embeddings.weight": vocabulary(sizes, sizes.hidden),
+        "decoder.final_layernorm.weight": norm(sizes.hidden),
+    }
+    if sizes.positions:
+        out["embedding.position_embeddings.weight"] = whole(sizes.positions, sizes.hidden)
+    if sizes.norm_biases:
+        out["decoder.final_layernorm.bias"] = bias(whole(sizes.hidden))
+    if not sizes.tied:
+        out["output_layer.weight"] = vocabulary(sizes, sizes.hidden)
+    for number in range(sizes.layers):
+        rows = layer(number)
+        out |= {f"decoder.layers.{number}.{name}": declared for name, declared in rows.items()}
+    return out
 
-    normalization: Literal["LayerNorm", "RMSNorm"]
-    gated: bool
-    biases: bool
-    position_embedding_type: Literal["learned_absolute", "rope"]
-    experts: bool = False
-    qkv_biases: bool = False
-    qk_norms: bool = False
 
-    @property
-    def learned_positions(self) -> bool:
-        return self.position_embedding_type == "learned_absolute"
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """The fields of `Sizes` that follow."""
-        return {
-            "gated": self.gated,
-            "biases": self.biases,
-            "norm_biases": self.normalization == "LayerNorm",
-            "qkv_biases": self.qkv_biases,
-            "qk_norms": self.qk_norms,
+def attention_and_mlp(sizes: Sizes) -> dict[str, Declared]:
+    """One transformer layer; biases, gate and norm biases as the sizes say."""
+    out = {
+        "input_layernorm.weight": norm(sizes.hidden),
+        "self_attention.linear_qkv.weight": column(sizes.qkv, sizes.hidden),
+        "self_attention.linear_proj.weight": row(sizes.hidden, sizes.heads * sizes.head_dim),
+        "pre_mlp_layernorm.weight": norm(sizes.hidden),
+        "mlp.linear_fc1.weight": (gated if sizes.gated else column)(sizes.ffn, sizes.hidden),
+        "mlp.linear_fc2.weight": row(sizes.hidden, sizes.ffn),
+    }
+    if sizes.norm_biases:
+        out |= {
+            "input_layernorm.bias": bias(whole(sizes.hidden)),
+            "pre_mlp_layernorm.bias": bias(whole(sizes.hidden)),
         }
+    if sizes.biases or sizes.qkv_biases:
+        out["self_attention.linear_qkv.bias"] = bias(column(sizes.qkv))
+    if sizes.qk_norms:  # of its own heads alone a rank computes the gradient
+        one = replace(norm(sizes.head_dim), summed=True)
+        out |= {f"self_attention.{name}_layernorm.weight": one for name in ("q", "k")}
+    if sizes.biases:
+        out |= {
+            "self_attention.linear_proj.bias": bias(whole(sizes.hidden)),
+            "mlp.linear_fc1.bias": bias((gated if sizes.gated else column)(sizes.ffn)),
+            "mlp.linear_fc2.bias": bias(whole(sizes.hidden)),
+        }
+    return out
 
-    def check(self, sizes: Sizes, name: str) -> None:
-        """Raises UsageError for sizes of a model that this does not build; `name` is the
-        family's."""
-        own = {field: getattr(sizes, field) for field in self.flags}
-        if own != self.flags or (sizes.positions and not self.learned_positions):
-            raise UsageError(
-                f"these sizes are no {name}",
-                expected=", ".join(f"{field}={value}" for field, value in self.flags.items()),
-                found=str(sizes),
-                fix="give the family that the model was built with",
-            )
+
+# ---- the family
 
 
 @dataclass(frozen=True)
 class Divided:
-    """A size that tensor parallelism cuts, under the name that an error gives it. Where it is
-    `shared`, there may be more ranks than it has: several ranks then use one (key-value groups)."""
+    """A size that tensor parallelism cuts, under the name that an error gives it: 8 attention heads
+    allow tp=1, 2, 4, 8. `shared`: there may be more ranks than the size, as several ranks can share
+    one key-value group; 2 groups allow tp=1, 2, 4, 6, 8."""
 
     what: str
     size: int
@@ -191,25 +336,79 @@ def dense(sizes: Sizes) -> tuple[Divided, ...]:
     )
 
 
+Config = Mapping[str, Any]  # config.json
+
+
 # Functions of a family take the sizes of its own class, hence Any.
+@dataclass(frozen=True)
+class HuggingFace:
+    """The twin of a family: `model_type` and `architecture` of config.json.
+
+    - `tensors(sizes)` says what each tensor holds, by its name, in the order of the model.
+    - `config(sizes, architecture)` is config.json without what every model has; `read` is its
+      inverse, and raises UnsupportedError for what the family does not compute.
+    - `refuses(sizes, architecture)` lists what the twin can't represent.
+    - `kin` are other model types whose configs and files say the same.
+    - `notes(sizes, architecture)` lists what the twin computes a little otherwise.
+    """
+
+    model_type: str
+    architecture: str
+    tensors: Callable[[Any], dict[str, TensorPart]]
+    config: Callable[[Any, Architecture], dict[str, Any]]
+    read: Callable[[Config], tuple[Sizes, Architecture]]
+    refuses: Callable[[Any, Architecture], list[str]]
+    kin: tuple[str, ...] = ()
+    notes: Callable[[Any, Architecture], list[str]] = lambda _, __: list[str]()
+
+    def has(self, model_type: object) -> bool:
+        """Whether a config with this model type is the twin's."""
+        return model_type in (self.model_type, *self.kin)
+
+    def whole_config(self, sizes: Sizes, architecture: Architecture, dtype: str) -> dict[str, Any]:
+        """config.json of a model. Tokens that begin and end a text are the tokenizer's, and
+        `None` here: the classes' own defaults are those of one certain model. Raises
+        UnsupportedError that lists what the twin can't represent."""
+        if refused := self.refuses(sizes, architecture):
+            raise UnsupportedError(
+                f"{self.architecture} of Hugging Face does not compute what this model does",
+                expected="a model without these settings",
+                found="; ".join(refused),
+                fix="there is no Hugging Face twin of this model: keep it in its native format",
+            )
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            "dtype": dtype,
+            "tie_word_embeddings": sizes.tied,
+            "vocab_size": sizes.true_vocab,
+            **self.config(sizes, architecture),
+        }
+
+
 @dataclass(frozen=True)
 class Family:
     """All that a family of models decides; registering it makes it known everywhere.
 
     - `table(sizes)` lists every parameter by canonical name (global layer numbers); `source` is the
       file to edit.
-    - `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones, `layers(names)` gives
-      the pipeline's layers for a model with these parameters (None: the family has no pipeline).
-    - `divided(sizes)` lists the sizes that a tensor-parallel size must divide.
-    - `builder` lets `engines/megatron` build the model, and the pretraining program train it (None:
-      somebody else builds it). `defaults` are that program's defaults, by attribute.
-    - `paper` are sizes of a model that exists on paper only and is told no others.
     - `sizes` is the class of the sizes; `measure(module)` takes them from a live module (None: from
       the config of a megatron-core GPTModel).
-    - `hugging_face` is the family's twin there (None: it has none).
+    - `divided(sizes)` lists the sizes that a tensor-parallel size must divide.
+    - `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones, `layers(names)` gives
+      the pipeline's layers for a model with these parameters (None: the family has no pipeline).
+    - `hugging_face` is the twin there (None: the family has none).
+    - `fitted(sizes, names)` adapts the sizes of a config to a model whose parameters have these
+      names, where its modules may be of several kinds.
     - `rules` are those of a user's file that the family stands for.
-    - `fitted(sizes, names)` are sizes that a config says as a model with parameters of these names
-      has them, where its modules may be of several kinds.
+    - `builder` says which of megatron-core's modules make the model (None: somebody else builds
+      it). A live model without a family is recognised by it, and `pretrain_gpt.py` trains it.
+
+    Two fields are for one program each: `defaults` of the flags of `pretrain_gpt.py`, by attribute,
+    and `paper`, the sizes that `plan --simulate` takes where none are given.
     """
 
     name: str
@@ -270,100 +469,3 @@ class Model:
         divide the model."""
         for divided in self.family.divided(self.sizes):
             divided.check(tp)
-
-
-# ---- measure
-#
-# Sizes of a live model, from its own config.
-
-
-TRUE_VOCAB = "ucp_true_vocab"  # of a model: the rows of its vocabulary that are data
-
-
-def measured(module: Any) -> Sizes:
-    """Sizes of a megatron-core GPTModel, or of a PipelineModule with the same attributes, from its
-    own config. Raises UsageError for another module."""
-    config: Any = getattr(module, "config", None)
-    missing = [
-        name
-        for name in ("num_layers", "num_query_groups", "kv_channels", "gated_linear_unit")
-        if not hasattr(config, name)
-    ]
-    of_module = ("share_embeddings_and_output_weights", "position_embedding_type")
-    if missing or not all(hasattr(module, name) for name in of_module):
-        raise UsageError(
-            "a family describes a megatron-core GPTModel",
-            expected="GPTModel as the engine's module",
-            found=type(module).__qualname__,
-            fix="leave family out for other models (at tp=1), or give the family a `measure`",
-        )
-    learned = module.position_embedding_type == "learned_absolute"
-    return Sizes(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        groups=config.num_query_groups or config.num_attention_heads,
-        head_dim=config.kv_channels,
-        ffn=config.ffn_hidden_size,
-        vocab=module.vocab_size,
-        true_vocab=getattr(module, TRUE_VOCAB, module.vocab_size),
-        positions=module.max_sequence_length if learned else 0,
-        tied=module.share_embeddings_and_output_weights,
-        gated=config.gated_linear_unit,
-        biases=config.add_bias_linear,
-        norm_biases=config.normalization == "LayerNorm",
-        qkv_biases=bool(getattr(config, "add_qkv_bias", False)) and not config.add_bias_linear,
-        qk_norms=bool(getattr(config, "qk_layernorm", False)),
-    )
-
-
-# ---- layer
-#
-# The parameters of a transformer on megatron-core's local layer spec.
-
-
-def transformer(sizes: Sizes, layer: Callable[[int], dict[str, Declared]]) -> dict[str, Declared]:
-    """Every parameter of a model; `layer(number)` gives those of a layer."""
-    out = {
-        "embedding.word_embeddings.weight": vocabulary(sizes, sizes.hidden),
-        "decoder.final_layernorm.weight": norm(sizes.hidden),
-    }
-    if sizes.positions:
-        out["embedding.position_embeddings.weight"] = whole(sizes.positions, sizes.hidden)
-    if sizes.norm_biases:
-        out["decoder.final_layernorm.bias"] = bias(whole(sizes.hidden))
-    if not sizes.tied:
-        out["output_layer.weight"] = vocabulary(sizes, sizes.hidden)
-    for number in range(sizes.layers):
-        rows = layer(number)
-        out |= {f"decoder.layers.{number}.{name}": declared for name, declared in rows.items()}
-    return out
-
-
-def attention_and_mlp(sizes: Sizes) -> dict[str, Declared]:
-    """One transformer layer; biases, gate and norm biases as the sizes say."""
-    out = {
-        "input_layernorm.weight": norm(sizes.hidden),
-        "self_attention.linear_qkv.weight": column(sizes.qkv, sizes.hidden),
-        "self_attention.linear_proj.weight": row(sizes.hidden, sizes.heads * sizes.head_dim),
-        "pre_mlp_layernorm.weight": norm(sizes.hidden),
-        "mlp.linear_fc1.weight": (gated if sizes.gated else column)(sizes.ffn, sizes.hidden),
-        "mlp.linear_fc2.weight": row(sizes.hidden, sizes.ffn),
-    }
-    if sizes.norm_biases:
-        out |= {
-            "input_layernorm.bias": bias(whole(sizes.hidden)),
-            "pre_mlp_layernorm.bias": bias(whole(sizes.hidden)),
-        }
-    if sizes.biases or sizes.qkv_biases:
-        out["self_attention.linear_qkv.bias"] = bias(column(sizes.qkv))
-    if sizes.qk_norms:  # of its own heads alone a rank computes the gradient
-        one = replace(norm(sizes.head_dim), summed=True)
-        out |= {f"self_attention.{name}_layernorm.weight": one for name in ("q", "k")}
-    if sizes.biases:
-        out |= {
-            "self_attention.linear_proj.bias": bias(whole(sizes.hidden)),
-            "mlp.linear_fc1.bias": bias((gated if sizes.gated else column)(sizes.ffn)),
-            "mlp.linear_fc2.bias": bias(whole(sizes.hidden)),
-        }
-    return out

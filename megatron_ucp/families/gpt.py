@@ -6,8 +6,10 @@ from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.families import pipe
 from megatron_ucp.families.family import (
     Builder,
+    Config,
     Declared,
     Family,
+    HuggingFace,
     Sizes,
     attention_and_mlp,
     transformer,
@@ -15,8 +17,6 @@ from megatron_ucp.families.family import (
 from megatron_ucp.families.settings import Architecture
 from megatron_ucp.families.twin import (
     TRANSPOSED,
-    Config,
-    HuggingFace,
     check_config,
     refused_settings,
     refused_sizes,
@@ -71,7 +71,7 @@ def _layer(sizes: Sizes, prefix: str, canonical: str) -> dict[str, TensorPart]:
     return out
 
 
-def config(sizes: Sizes, architecture: Architecture) -> dict[str, object]:
+def to_config(sizes: Sizes, architecture: Architecture) -> dict[str, object]:
     """config.json of GPT-2."""
     return {
         "activation_function": _ACTIVATIONS[architecture.activation],
@@ -101,13 +101,13 @@ def refuses(sizes: Sizes, architecture: Architecture) -> list[str]:
     return out
 
 
-def read(found: Config) -> tuple[Sizes, Architecture]:
+def from_config(config: Config) -> tuple[Sizes, Architecture]:
     """Sizes and architecture of a GPT-2. Raises UnsupportedError for what is not computed here."""
     names = {theirs: ours for ours, theirs in _ACTIVATIONS.items()} | {
         "gelu_pytorch_tanh": "gelu_tanh"
     }
     check_config(
-        found,
+        config,
         {
             "activation_function": ("gelu_new", *names),
             "scale_attn_weights": (True,),
@@ -116,24 +116,24 @@ def read(found: Config) -> tuple[Sizes, Architecture]:
             "add_cross_attention": (False,),
         },
     )
-    hidden, heads, vocabulary = (int(found[key]) for key in ("n_embd", "n_head", "vocab_size"))
-    positions = int(found["n_positions"])
+    hidden, heads, vocabulary = (int(config[key]) for key in ("n_embd", "n_head", "vocab_size"))
+    positions = int(config["n_positions"])
     sizes = Sizes(
-        int(found["n_layer"]),
+        int(config["n_layer"]),
         hidden,
         heads,
         heads,
         hidden // heads,
-        int(found.get("n_inner") or 4 * hidden),
+        int(config.get("n_inner") or 4 * hidden),
         vocabulary,
         vocabulary,
         positions,
-        tied=bool(found.get("tie_word_embeddings", True)),
+        tied=bool(config.get("tie_word_embeddings", True)),
     )
     return sizes, Architecture(
         positions,
-        float(found.get("layer_norm_epsilon", 1e-5)),
-        names[str(found.get("activation_function", "gelu_new"))],
+        float(config.get("layer_norm_epsilon", 1e-5)),
+        names[str(config.get("activation_function", "gelu_new"))],
     )
 
 
@@ -148,5 +148,5 @@ FAMILY = Family(
     ),
     defaults={"untie_embeddings_and_output_weights": False},
     paper={"positions": 1024},
-    hugging_face=HuggingFace("gpt2", "GPT2LMHeadModel", tensors, config, read, refuses),
+    hugging_face=HuggingFace("gpt2", "GPT2LMHeadModel", tensors, to_config, from_config, refuses),
 )

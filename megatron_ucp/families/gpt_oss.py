@@ -13,7 +13,14 @@ from megatron_ucp.core.layout import Shard
 from megatron_ucp.core.tensor_parts import Interleaved
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import mixtral
-from megatron_ucp.families.family import Declared, Family, transformer
+from megatron_ucp.families.family import (
+    Config,
+    Declared,
+    Family,
+    HuggingFace,
+    no_such_sizes,
+    transformer,
+)
 from megatron_ucp.families.mixtral import EXPERT, ROUTER, MixtralSizes
 from megatron_ucp.families.settings import (
     FULL_EVERY,
@@ -26,8 +33,6 @@ from megatron_ucp.families.twin import (
     ATTENTION_ROWS,
     NORM_ROWS,
     TRANSPOSED,
-    Config,
-    HuggingFace,
     Row,
     Rows,
     by_rows,
@@ -50,12 +55,8 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 def table(sizes: MixtralSizes) -> dict[str, Declared]:
     """Every parameter of the model. Raises UsageError for sizes of none."""
     if sizes.experts < 1 or not (sizes.biases and sizes.gated) or sizes.shared_ffn:
-        raise UsageError(
-            "these sizes are no gpt-oss",
-            expected="at least one expert, gated, with biases, and none for every token",
-            found=str(sizes),
-            fix="give the family that the model was built with",
-        )
+        expected = "at least one expert, gated, with biases, and none for every token"
+        raise no_such_sizes("gpt-oss", expected, sizes)
     return transformer(sizes, lambda number: layer(sizes, number))
 
 
@@ -69,12 +70,12 @@ def layer(sizes: MixtralSizes, number: int) -> dict[str, Declared]:
 def measure(module: Any) -> MixtralSizes:
     """From a megatron-core GPTModel. Raises UsageError for one that is no gpt-oss."""
     sizes, config = mixtral.measure(module), module.config
-    found = getattr(config, SOFTMAX, None), sizes.biases, sizes.every
-    if found != ("learnable", True, 1):
+    kind = getattr(config, SOFTMAX, None), sizes.biases, sizes.every
+    if kind != ("learnable", True, 1):
         raise UsageError(
             "the family gpt_oss describes a GPTModel with sinks, biases, and experts everywhere",
             expected=f"{SOFTMAX} learnable, add_bias_linear, moe_layer_freq 1",
-            found=", ".join(map(str, found)),
+            found=", ".join(map(str, kind)),
             fix="leave the family out: how a model is cut, it says itself",
         )
     return sizes
@@ -100,7 +101,7 @@ _ROWS: Rows = {
 }
 
 
-def config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
+def to_config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
     """config.json of gpt-oss."""
     odd = architecture.odd
     out = {
@@ -141,21 +142,21 @@ _CLASS_YARN = {  # of a config that says nothing
 def _kinds(layers: int, architecture: Architecture) -> list[str] | None:
     """What each layer attends to; None where nothing says it for as many layers."""
     odd = architecture.odd
-    said: object = odd.get(FULL_EVERY) if WINDOW in odd else 1
-    if isinstance(said, int) and said > 0:
-        windows = [number % said != 0 for number in range(1, layers + 1)]
-    elif isinstance(said, str):
-        windows = [mark == "1" for mark in re.findall(r"[01]", said)]
+    windows_of: object = odd.get(FULL_EVERY) if WINDOW in odd else 1
+    if isinstance(windows_of, int) and windows_of > 0:
+        windows = [number % windows_of != 0 for number in range(1, layers + 1)]
+    elif isinstance(windows_of, str):
+        windows = [mark == "1" for mark in re.findall(r"[01]", windows_of)]
     else:
-        windows = [True] * layers if said is None else []
+        windows = [True] * layers if windows_of is None else []
     kinds = [WINDOWED if window else FULL for window in windows]
     return kinds if len(kinds) == layers else None
 
 
-def _seen(said: object) -> int:
+def _seen(window: object) -> int:
     """How many positions a window has, that of the token itself among them; 0 for one that ends
     elsewhere than at the token, or begins nowhere."""
-    before = re.fullmatch(r"\((\d{1,9}), 0\)", str(said))
+    before = re.fullmatch(r"\((\d{1,9}), 0\)", str(window))
     return int(before[1]) + 1 if before else 0
 
 
@@ -178,50 +179,52 @@ def refuses(sizes: MixtralSizes, architecture: Architecture) -> list[str]:
     return out
 
 
-def read(found: Config) -> tuple[MixtralSizes, Architecture]:
+def from_config(config: Config) -> tuple[MixtralSizes, Architecture]:
     """What a gpt-oss is. Raises UnsupportedError for what is not computed here."""
-    if not (found.get("rope_parameters") or found.get("rope_scaling")):
-        found = {**found, "rope_parameters": _CLASS_YARN}
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_parameters": _CLASS_YARN}
     known: dict[str, tuple[object, ...]] = {
         "attention_bias": (True,),
         "hidden_act": ("silu", "swish"),
         "swiglu_alpha": (ALPHA,),
     }
-    check_config(found, known)
+    check_config(config, known)
     sizes = MixtralSizes(
-        **read_common(found, int(found["vocab_size"]), biases=True),
-        experts=int(found["num_local_experts"]),
+        **read_common(config, int(config["vocab_size"]), biases=True),
+        experts=int(config["num_local_experts"]),
     )
-    rope, odd = _rope_of(found)
-    odd |= {SOFTMAX: "learnable", OFFSET: 1.0, LIMIT: float(found.get("swiglu_limit", 7.0))}
-    odd |= _windows(found, sizes.layers)
+    rope, odd = _rope_of(config)
+    odd |= {SOFTMAX: "learnable", OFFSET: 1.0, LIMIT: float(config.get("swiglu_limit", 7.0))}
+    odd |= _windows(config, sizes.layers)
     plain = {"attention_bias": False, "sliding_window": None, "layer_types": None}
-    topk = int(found.get("num_experts_per_tok", found.get("experts_per_token", 4)))
-    said = read_architecture({**found, **plain, **rope}, 1e-5, 150000.0, topk=topk, odd=odd)
-    return sizes, replace(said, activation=ACTIVATION)
+    topk = int(config.get("num_experts_per_tok", config.get("experts_per_token", 4)))
+    architecture = read_architecture(
+        {**config, **plain, **rope}, 1e-5, 150000.0, topk=topk, odd=odd
+    )
+    return sizes, replace(architecture, activation=ACTIVATION)
 
 
-def _rope_of(found: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rope_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a config says of the rotary embedding without yarn, and megatron-core's settings of
     that. Raises UnsupportedError."""
-    rope, is_one = rope_of(found)
+    rope, is_one = rope_of(config)
     if rope["rope_type"] != "yarn":
         return {}, {}
-    here = {"rope_scaling beside rope_parameters": "the same" if is_one else "another"}
+    places = {"rope_scaling beside rope_parameters": "the same" if is_one else "another"}
     lacking = ("attention_factor", "mscale", "mscale_all_dim")
-    same_here: dict[str, tuple[object, ...]] = {key: ("the same",) for key in here}
-    check_config({**rope, **here}, {**dict.fromkeys(lacking, (None,)), **same_here})
-    said = {**_USUAL_YARN, **{key: value for key, value in rope.items() if value is not None}}
-    odd = {ours: said[theirs] for ours, theirs in _YARN.items()}
-    base = {"rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 150000.0)))}
+    same_here: dict[str, tuple[object, ...]] = {key: ("the same",) for key in places}
+    check_config({**rope, **places}, {**dict.fromkeys(lacking, (None,)), **same_here})
+    yarn = {**_USUAL_YARN, **{key: value for key, value in rope.items() if value is not None}}
+    odd = {ours: yarn[theirs] for ours, theirs in _YARN.items()}
+    base = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 150000.0)))}
     return {"rope_scaling": None, "rope_parameters": base}, {POSITION_KIND: "yarn", **odd}
 
 
-def _windows(found: Config, layers: int) -> dict[str, Any]:
+def _windows(config: Config, layers: int) -> dict[str, Any]:
     """megatron-core's settings of the layers with a window. Raises UnsupportedError."""
     usual = [FULL if number % 2 else WINDOWED for number in range(layers)]
-    said: list[str] = found.get("layer_types") or usual
-    kinds = list(map(str, said))
+    types: list[str] = config.get("layer_types") or usual
+    kinds = list(map(str, types))
     if len(kinds) != layers or {*kinds} - {WINDOWED, FULL}:
         raise UnsupportedError(
             "the config asks for attention of another kind",
@@ -232,7 +235,7 @@ def _windows(found: Config, layers: int) -> dict[str, Any]:
     if WINDOWED not in kinds:
         return {}
     every = full_every([kind == WINDOWED for kind in kinds])
-    out: dict[str, Any] = {WINDOW: str((int(found.get("sliding_window", 128)) - 1, 0))}
+    out: dict[str, Any] = {WINDOW: str((int(config.get("sliding_window", 128)) - 1, 0))}
     if every is not None:
         out[FULL_EVERY] = every if isinstance(every, int) else str(every)
     return out
@@ -247,6 +250,6 @@ FAMILY = Family(
     sizes=MixtralSizes,
     measure=measure,
     hugging_face=HuggingFace(
-        "gpt_oss", "GptOssForCausalLM", by_rows(table, _ROWS), config, read, refuses
+        "gpt_oss", "GptOssForCausalLM", by_rows(table, _ROWS), to_config, from_config, refuses
     ),
 )

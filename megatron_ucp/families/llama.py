@@ -7,14 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.families import gpt, pipe
-from megatron_ucp.families.family import Builder, Declared, Family, Sizes
+from megatron_ucp.families.family import (
+    SWITCHES,
+    Builder,
+    Config,
+    Declared,
+    Family,
+    HuggingFace,
+    Sizes,
+)
 from megatron_ucp.families.settings import Architecture
 from megatron_ucp.families.twin import (
     ATTENTION_ROWS,
     MLP_ROWS,
     NORM_ROWS,
-    Config,
-    HuggingFace,
     by_rows,
     check_config,
     common,
@@ -49,37 +55,36 @@ def refuses(sizes: Sizes, architecture: Architecture, *known: str) -> list[str]:
 
 def llama_like(
     title: str,
-    config: Mapping[str, Any],
-    accepted: Callable[[Config], Config] = lambda found: found,
-    settings: Mapping[str, str] | None = None,
+    more: Mapping[str, Any],
+    accepted: Callable[[Config], Config] = lambda config: config,
+    switch: str = "",
 ) -> Family:
-    """A family of models that are LLaMAs but for `settings` of their attention: fields of `Sizes`,
-    with megatron-core's names for them.
+    """A family of models that are LLaMAs but for one of `SWITCHES`, such as "qk_norms".
 
-    `config` is what its config.json says besides `common`; `accepted` gives a config as one of a
+    `more` is what its config.json says besides `common`; `accepted` gives a config as one of a
     LLaMA, and raises UnsupportedError for what is not computed here.
     """
-    name, settings = title.lower(), settings or {}
-    own = dict.fromkeys(settings, True)
-    builder = replace(BUILDER, **own)
+    name = title.lower()
+    switches: dict[str, Any] = {switch: True} if switch else {}
+    settings = {SWITCHES[one]: True for one in switches}
+    builder = replace(BUILDER, **switches)
 
     def table(sizes: Sizes) -> dict[str, Declared]:
         builder.check(sizes, title)
         return gpt.table(sizes)
 
-    def read(found: Config) -> tuple[Sizes, Architecture]:
-        found = accepted(found)
-        sizes = Sizes(**read_common(found, int(found["vocab_size"]), **own))
-        odd = dict.fromkeys(settings.values(), True)
-        return sizes, read_architecture(found, 1e-6, 10000.0, odd=odd)
+    def from_config(config: Config) -> tuple[Sizes, Architecture]:
+        config = accepted(config)
+        sizes = Sizes(**read_common(config, int(config["vocab_size"]), **switches))
+        return sizes, read_architecture(config, 1e-6, 10000.0, odd=settings)
 
     twin = HuggingFace(
         name,
         f"{name.capitalize()}ForCausalLM",
         by_rows(table, LLAMA_ROWS),
-        lambda sizes, architecture: {**common(sizes, architecture), **config},
-        read,
-        lambda sizes, architecture: refuses(sizes, architecture, *settings.values()),
+        lambda sizes, architecture: {**common(sizes, architecture), **more},
+        from_config,
+        lambda sizes, architecture: refuses(sizes, architecture, *settings),
     )
     return Family(
         name,
@@ -93,27 +98,25 @@ def llama_like(
     )
 
 
-def without_window(found: Config) -> Config:
+def without_window(config: Config) -> Config:
     """The config of a Mistral. Raises UnsupportedError for a sliding window, which the class has
     where nothing says otherwise."""
-    check_config({"sliding_window": 4096, **found}, {"sliding_window": (None,)})
-    return found
+    check_config({"sliding_window": 4096, **config}, {"sliding_window": (None,)})
+    return config
 
 
-def without_used_window(found: Config) -> Config:
+def without_used_window(config: Config) -> Config:
     """The config of any Qwen: a window that is not used may be in it. Raises UnsupportedError."""
-    check_config(found, {"use_sliding_window": (False,)})
-    return {**found, "sliding_window": None}
+    check_config(config, {"use_sliding_window": (False,)})
+    return {**config, "sliding_window": None}
 
 
 LLAMA = llama_like("LLaMA", {"attention_bias": False, "mlp_bias": False})
 MISTRAL = llama_like("Mistral", {"sliding_window": None}, without_window)
-QWEN2 = llama_like(
-    "Qwen2", {"use_sliding_window": False}, without_used_window, {"qkv_biases": "add_qkv_bias"}
-)
+QWEN2 = llama_like("Qwen2", {"use_sliding_window": False}, without_used_window, "qkv_biases")
 QWEN3 = llama_like(
     "Qwen3",
     {"attention_bias": False, "use_sliding_window": False},
     without_used_window,
-    {"qk_norms": "qk_layernorm"},
+    "qk_norms",
 )

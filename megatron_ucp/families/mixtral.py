@@ -1,5 +1,6 @@
 """Mixtral on megatron-core's local layer spec: a LLaMA whose layers have experts instead of an MLP,
-and a router that sends each token to some of them.
+and a router that sends each token to some of them; and Qwen3-MoE, a Qwen3 with experts in every
+layer, or in every n-th.
 
 Experts have global numbers in canonical names, and each one's two matrices are parameters of their
 own (megatron-core's SequentialMLP). Which rank holds which: rank r of the ep ranks has the experts
@@ -10,35 +11,35 @@ Beside the parameters a router may have the buffer `mlp.router.expert_bias` (E e
 same on every rank).
 """
 
-import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ucp.core.layers import Layers
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import llama, pipe
 from megatron_ucp.families.family import (
     Builder,
+    Config,
     Declared,
     Divided,
     Family,
+    HuggingFace,
     Sizes,
     attention_and_mlp,
     bias,
     dense,
     gated,
     measured,
+    no_such_sizes,
     row,
     transformer,
     whole,
 )
-from megatron_ucp.families.settings import FREQUENCY, PRE_SOFTMAX, Architecture, as_one
+from megatron_ucp.families.settings import FREQUENCY, PRE_SOFTMAX, Architecture, as_one, every_of
 from megatron_ucp.families.twin import (
     ATTENTION_ROWS,
+    MLP_ROWS,
     NORM_ROWS,
-    Config,
-    HuggingFace,
     Rows,
     by_rows,
     check_config,
@@ -85,13 +86,9 @@ def table_of(builder: Builder, title: str) -> MixtureTable:
     def table(sizes: MixtralSizes) -> dict[str, Declared]:
         builder.check(sizes, title)
         if sizes.experts < 1 or sizes.every < 1:
-            raise UsageError(
-                f"these sizes are no {title}",
-                expected="at least one expert, in every first, second, ... layer",
-                found=f"{sizes.experts} experts in every layer number {sizes.every}",
-                fix="give a number of experts of at least 1, and as the step of its layers 1, 2, "
-                "...",
-            )
+            expected = "at least one expert, in every first, second, ... layer"
+            found = f"{sizes.experts} experts in every layer number {sizes.every}"
+            raise no_such_sizes(title, expected, found)
         return transformer(sizes, lambda number: layer(sizes, number))
 
     return table
@@ -129,33 +126,15 @@ def _expert(sizes: MixtralSizes) -> dict[str, Declared]:
 
 
 def divided(sizes: MixtralSizes) -> tuple[Divided, ...]:
-    """What tensor parallelism cuts: an MLP only where layers have one, and a shared expert."""
-    kept = [one for one in dense(sizes) if one.what != "ffn_hidden_size" or sizes.every > 1]
+    """What tensor parallelism cuts: an MLP only where layers have part, and a shared expert."""
+    parts = [part for part in dense(sizes) if part.what != "ffn_hidden_size" or sizes.every > 1]
     shared = [Divided("the width of the shared expert", sizes.shared_ffn)]
-    return (*kept, *(shared if sizes.shared_ffn else []))
+    return (*parts, *(shared if sizes.shared_ffn else []))
 
 
 def names(sizes: MixtralSizes) -> dict[str, str]:
     """Name in the pipeline -> canonical name, for every parameter."""
-    return pipe.with_layers(sizes, lambda number: layer(sizes, number))
-
-
-def layers(held: Collection[str]) -> Layers:
-    """The list of layers of a model that has the parameters `held`."""
-    sizes, usual = pipe.sizes_of(held), _usual_names()
-    of_layer: list[list[str]] = [[] for _ in range(sizes.layers)]
-    for name in held:  # buffers may be among them
-        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-        if found and re.sub(r"(?<=local_experts\.)\d+", "0", found[2]) in usual:
-            of_layer[int(found[1])].append(found[2])
-    return pipe.listed(sizes, pipe.with_layers(sizes, of_layer.__getitem__))
-
-
-def _usual_names() -> set[str]:
-    """What `layer` may give, with the number 0 for every expert's."""
-    flags = {"gated": True, "biases": False, "norm_biases": False, "qk_norms": True}
-    sizes = MixtralSizes(1, 1, 1, 1, 1, 1, 1, 1, **flags, experts=1, shared_ffn=1)
-    return {*layer(sizes, 0), *attention_and_mlp(sizes)}
+    return dict(pipe.layers(transformer(sizes, lambda number: layer(sizes, number))).names)
 
 
 def measure(module: Any) -> MixtralSizes:
@@ -187,21 +166,30 @@ def measure(module: Any) -> MixtralSizes:
     )
 
 
-def alike(name: str, builder: Builder, table: MixtureTable, twin: HuggingFace) -> Family:
-    """A family of models that are LLaMAs with experts."""
+def mixture(
+    title: str,
+    architecture: str,
+    builder: Builder,
+    rows: Rows,
+    config: Callable[[MixtralSizes, Architecture], dict[str, Any]],
+    read: Callable[[Config], tuple[MixtralSizes, Architecture]],
+    refuses: Callable[[MixtralSizes, Architecture], list[str]],
+) -> Family:
+    """A family of models that are LLaMAs with experts; the rest is its twin's."""
+    name, table = title.lower().replace("-", "_"), table_of(builder, title)
     return Family(
         name,
         table,
-        f"megatron_ucp/families/{name}.py",
+        "megatron_ucp/families/mixtral.py",
         names,
-        layers,
+        pipe.layers,
         divided=divided,
         builder=builder,
         defaults={**llama.DEFAULTS, "num_experts": 8},
         paper={"experts": 8},
         sizes=MixtralSizes,
         measure=measure,
-        hugging_face=twin,
+        hugging_face=HuggingFace(name, architecture, by_rows(table, rows), config, read, refuses),
     )
 
 
@@ -221,7 +209,7 @@ def rows(module: str, gate: str, up: str, down: str) -> Rows:
     }
 
 
-def config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
+def to_config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
     """config.json of Mixtral."""
     return {
         **common(sizes, architecture),
@@ -253,29 +241,98 @@ def refused_mixture(sizes: MixtralSizes, architecture: Architecture, *known: str
     return out
 
 
-def read(found: Config) -> tuple[MixtralSizes, Architecture]:
+def from_config(config: Config) -> tuple[MixtralSizes, Architecture]:
     """Sizes and architecture of a Mixtral. Raises UnsupportedError for what is not computed
     here."""
-    check_config(found, {"router_jitter_noise": (0.0,)})
+    check_config(config, {"router_jitter_noise": (0.0,)})
     sizes = MixtralSizes(
-        **read_common(found, int(found["vocab_size"])),
-        experts=int(found["num_local_experts"]),
+        **read_common(config, int(config["vocab_size"])),
+        experts=int(config["num_local_experts"]),
     )
-    topk = int(found.get("num_experts_per_tok", 2))
-    return sizes, read_architecture(found, 1e-5, 1e6, topk=topk)
+    topk = int(config.get("num_experts_per_tok", 2))
+    return sizes, read_architecture(config, 1e-5, 1e6, topk=topk)
 
 
-table = table_of(MIXTURE, "Mixtral")
-FAMILY = alike(
-    "mixtral",
+MIXTRAL = mixture(
+    "Mixtral",
+    "MixtralForCausalLM",
     MIXTURE,
-    table,
-    HuggingFace(
-        "mixtral",
-        "MixtralForCausalLM",
-        by_rows(table, rows("block_sparse_moe.", "w1", "w3", "w2")),
-        config,
-        read,
-        refuses,
-    ),
+    rows("block_sparse_moe.", "w1", "w3", "w2"),
+    to_config,
+    from_config,
+    refuses,
+)
+
+
+# ------------------------------------------------ Qwen3-MoE of Hugging Face
+#
+# Its config may list any layers that have an MLP, and say that the weights of the chosen experts
+# are taken as the softmax over all of them gives them: megatron-core's `moe_router_pre_softmax`.
+
+
+def qwen3_moe_to_config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
+    """config.json of Qwen3-MoE."""
+    return {
+        **common(sizes, architecture),
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [n for n in range(sizes.layers) if not sizes.has_experts(n)],
+        "moe_intermediate_size": sizes.width,
+        "norm_topk_prob": not architecture.odd.get(PRE_SOFTMAX, False),
+        "num_experts": sizes.experts,
+        "num_experts_per_tok": architecture.topk,
+        "output_router_logits": False,
+        "use_sliding_window": False,
+    }
+
+
+def qwen3_moe_refuses(sizes: MixtralSizes, architecture: Architecture) -> list[str]:
+    """What Qwen3MoeForCausalLM does not have."""
+    known = "qk_layernorm", PRE_SOFTMAX, FREQUENCY
+    return refused_mixture(sizes, architecture, *known)
+
+
+def qwen3_moe_from_config(config: Config) -> tuple[MixtralSizes, Architecture]:
+    """Sizes and architecture of a Qwen3-MoE. Raises UnsupportedError for what is not computed
+    here."""
+    config, odd = llama.without_used_window(config), dict[str, Any](qk_layernorm=True)
+    if (every := _every(config)) != 1:
+        odd[FREQUENCY] = every
+    if not config.get("norm_topk_prob", False):
+        odd[PRE_SOFTMAX] = True
+    sizes = MixtralSizes(
+        **read_common(config, int(config["vocab_size"]), qk_norms=True),
+        experts=int(config.get("num_experts", config.get("num_local_experts", 128))),
+        expert_ffn=int(config.get("moe_intermediate_size", 768)),
+        every=every,
+    )
+    topk = int(config.get("num_experts_per_tok", 8))
+    return sizes, read_architecture(config, 1e-6, 10000.0, topk=topk, odd=odd)
+
+
+def _every(config: Config) -> int:
+    """Which layers have experts as a number. Raises UnsupportedError where none says it."""
+    step = config.get("decoder_sparse_step", 1)
+    without = [*(config.get("mlp_only_layers") or ())]
+    layers = range(int(config["num_hidden_layers"]))
+    marks = [number not in without and not (number + 1) % step for number in layers]
+    try:
+        return every_of(marks)
+    except ValueError:
+        raise UnsupportedError(
+            "which layers have experts is nothing that a number says, which is not supported",
+            expected="experts in every n-th layer, from the first one on",
+            found=f"decoder_sparse_step {step}, mlp_only_layers {without}",
+            fix="train such a model with transformers under DeepSpeed, which needs no family",
+        ) from None
+
+
+QWEN3_MOE = mixture(
+    "Qwen3-MoE",
+    "Qwen3MoeForCausalLM",
+    replace(MIXTURE, qk_norms=True),
+    {**rows("mlp.", "gate_proj", "up_proj", "down_proj"), **MLP_ROWS},
+    qwen3_moe_to_config,
+    qwen3_moe_from_config,
+    qwen3_moe_refuses,
 )

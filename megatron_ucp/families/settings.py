@@ -1,51 +1,10 @@
-"""The settings of a model: its sizes, and what it computes besides what the shapes of its
-parameters say."""
+"""The settings of a model: what it computes besides what the shapes of its parameters say."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from megatron_ucp.core.manifest import RECORDED
-
-# ---- sizes
-#
-# The sizes of a model.
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model. `vocab` is the padded vocabulary, `true_vocab` the tokenizer's; `ffn`
-    the width of one half of a gated MLP; `groups` the key-value groups; `positions` is 0 where none
-    are learned. `qkv_biases`: only queries, keys and values have biases; `qk_norms`: queries and
-    keys are normalised, head by head. A family with sizes of its own gives a subclass."""
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    true_vocab: int
-    positions: int = 0
-    tied: bool = False
-    gated: bool = False
-    biases: bool = True
-    norm_biases: bool = True
-    qkv_biases: bool = False
-    qk_norms: bool = False
-
-    @property
-    def qkv(self) -> int:
-        """Rows of linear_qkv: megatron-core interleaves (heads/groups queries, one key, one value)
-        per group."""
-        return (self.heads + 2 * self.groups) * self.head_dim
-
-
-# ---- architecture
-#
-# What a model computes besides what the shapes of its parameters say.
-
 
 _LONG = 8192.0  # positions that megatron-core's scaled rotary base was trained with
 
@@ -122,15 +81,15 @@ GROUPS, GROUPS_OF_TOKEN = "moe_router_num_groups", "moe_router_group_topk"
 LATENT = "multi_latent_attention"
 
 
-def every_of(said: object) -> int:
-    """Which layers have experts as a number: megatron-core's `moe_layer_freq` may also be a list
-    with a mark for each layer. Raises ValueError for one that no number says, TypeError for what is
-    neither."""
-    if isinstance(said, int):
-        return said
-    if not isinstance(said, list | tuple):
+def every_of(frequency: object) -> int:
+    """megatron-core's `moe_layer_freq` as a number: [1, 0, 1, 0] is 2, experts in every second
+    layer. Raises ValueError for a list that no number describes, TypeError for what is neither a
+    number nor a list."""
+    if isinstance(frequency, int):
+        return frequency
+    if not isinstance(frequency, list | tuple):
         raise TypeError(f"{FREQUENCY} is neither a number nor a list")
-    marks = [bool(mark) for mark in cast("Sequence[object]", said)]
+    marks = [bool(mark) for mark in cast("Sequence[object]", frequency)]
     for every in range(1, len(marks) + 1):
         if marks == [not number % every for number in range(len(marks))]:
             return every
@@ -138,8 +97,9 @@ def every_of(said: object) -> int:
 
 
 def full_every(marks: Sequence[object]) -> Any:
-    """Which layers attend to all positions, of `marks` that are true for those with a window: each
-    layer of such a number (None: no layer), or the list where no number says it."""
+    """Which layers attend to all positions, where `marks` are true for layers with a window:
+    [1, 1, 0, 1, 1, 0] is 3, every third layer. None: no layer does. Where no number describes the
+    list, the list itself."""
     windows = [bool(mark) for mark in marks]
     if all(windows):
         return None
@@ -150,8 +110,8 @@ def full_every(marks: Sequence[object]) -> Any:
 
 
 def as_one(name: str, value: Any) -> Any:
-    """The value of a setting, as one value where a list says the same: of several ways to balance
-    megatron-core takes the losses alone."""
+    """The value of a setting, as one value where megatron-core also takes a list. Of several ways
+    to balance experts it takes the losses alone, which change nothing that is computed."""
     if name == BALANCING and isinstance(value, list | tuple):
         return "none"
     if name == FULL_EVERY and isinstance(value, list | tuple):
@@ -184,33 +144,36 @@ class Architecture:
     odd: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def recorded(sizes: Sizes, module: Any) -> dict[str, Any]:
-    """What a manifest says of a live model of a family: its sizes, and its architecture where the
-    module shows it."""
-    found = architecture_of(module)
-    said: dict[str, Any] = {"sizes": asdict(sizes)}
-    return said if found is None else {**said, "architecture": asdict(found)}
+def recorded(sizes: Any, module: Any) -> dict[str, Any]:
+    """The record of a live model in a manifest: its sizes, and its architecture where the module
+    shows it."""
+    architecture = architecture_of(module)
+    record: dict[str, Any] = {"sizes": asdict(sizes)}
+    return record if architecture is None else {**record, "architecture": asdict(architecture)}
 
 
-def described(run: Mapping[str, Any], sizes: type[Sizes]) -> tuple[Sizes, Architecture] | None:
-    """What `recorded` gave, from a manifest's `run`; None where it says none, or the sizes of no
-    family: a model that was attached without one has none. Raises TypeError or ValueError for what
-    is no such record."""
-    of, more = _part(run, "sizes"), _part(run, "architecture")
-    return (sizes(**of), Architecture(**more)) if of and more is not None else None
+S = TypeVar("S")  # the sizes of a family
+
+
+def described(run: Mapping[str, Any], sizes: type[S]) -> tuple[S, Architecture] | None:
+    """Sizes and architecture from the record of a model in a manifest's `run`; None where there is
+    no such record, or the model was attached without a family. Raises TypeError or ValueError for
+    what is no record."""
+    record, architecture = _part(run, "sizes"), described_architecture(run)
+    return (sizes(**record), architecture) if record and architecture else None
 
 
 def described_architecture(run: Mapping[str, Any]) -> Architecture | None:
-    """The architecture that `recorded` gave, from a manifest's `run`, whatever the sizes are; None
-    where it says none. Raises TypeError for what is no such record."""
-    more = _part(run, "architecture")
-    return None if more is None else Architecture(**more)
+    """The architecture from that record, whatever the sizes are; None where there is none. Raises
+    TypeError for what is no record."""
+    architecture = _part(run, "architecture")
+    return None if architecture is None else Architecture(**architecture)
 
 
-def other_sizes(run: Mapping[str, Any], sizes: type[Sizes]) -> list[str]:
-    """The names of sizes in which a record differs from what a family has."""
-    of = _part(run, "sizes")
-    if not of:
+def other_sizes(run: Mapping[str, Any], sizes: type[Any]) -> list[str]:
+    """The names of the sizes in which a record differs from what a family has."""
+    record = _part(run, "sizes")
+    if not record:
         return []
     known = {one.name: one for one in fields(sizes)}
     needed = {
@@ -218,21 +181,21 @@ def other_sizes(run: Mapping[str, Any], sizes: type[Sizes]) -> list[str]:
         for name, one in known.items()
         if one.default is MISSING and one.default_factory is MISSING
     }
-    return sorted(({*of} - {*known}) | (needed - {*of}))
+    return sorted(({*record} - {*known}) | (needed - {*record}))
 
 
 def _part(run: Mapping[str, Any], part: str) -> dict[str, Any] | None:
     """A part of the record of a model; None where a manifest has none. Raises TypeError."""
-    said: Any = run.get(RECORDED)
-    found = cast("dict[str, Any]", said).get(part) if isinstance(said, dict) else None
-    if found is not None and not isinstance(found, dict):
+    record: Any = run.get(RECORDED)
+    table = cast("dict[str, Any]", record).get(part) if isinstance(record, dict) else None
+    if table is not None and not isinstance(table, dict):
         raise TypeError(f"{part} is no table of names and values")
-    return cast("dict[str, Any] | None", found)
+    return cast("dict[str, Any] | None", table)
 
 
 def architecture_of(module: Any) -> Architecture | None:
-    """Of a megatron-core GPTModel, or a PipelineModule with the same attributes; None for another
-    module."""
+    """The architecture of a megatron-core GPTModel, or of a PipelineModule with the same
+    attributes; None for another module."""
     config: Any = getattr(module, "config", None)
     needed = ("layernorm_epsilon", "activation_func", "bias_activation_fusion")
     if any(not hasattr(config, name) for name in needed):
@@ -241,14 +204,14 @@ def architecture_of(module: Any) -> Architecture | None:
     if rotary and not hasattr(module, "rotary_base"):
         return None
     experts = bool(getattr(config, "num_moe_experts", None))
-    found = Architecture(
+    architecture = Architecture(
         positions=int(getattr(module, "max_sequence_length", 0)),
         norm_epsilon=float(config.layernorm_epsilon),
         activation=_activation(config),
         topk=int(config.moe_router_topk) if experts else 0,
         odd=_odd(module, config, experts),
     )
-    return _with_rotary(found, module) if rotary else found
+    return _with_rotary(architecture, module) if rotary else architecture
 
 
 def _activation(config: Any) -> str:
@@ -257,48 +220,48 @@ def _activation(config: Any) -> str:
     return "gelu_tanh" if name == "gelu" and config.bias_activation_fusion else name
 
 
-def odd_settings(said: Callable[[str, object], Any], experts: bool) -> dict[str, Any]:
-    """Settings that change what is computed; `said(name, usual)` is the value of one, or the usual
-    one where nothing says it."""
-    asked = NEUTRAL | (NEUTRAL_OF_EXPERTS if experts else {})
-    if said(LATENT, False):
-        asked |= NEUTRAL_OF_LATENT
-        if said("rope_type", "yarn") == "yarn":
-            asked |= dict.fromkeys(SCALED_LATENT, ())
-    out: dict[str, Any] = {}
-    for name, values in asked.items():
-        value = as_one(name, said(name, values[0] if values else None))
+def odd_settings(value_of: Callable[[str, object], Any], experts: bool) -> dict[str, Any]:
+    """Settings that change what is computed; `value_of(name, usual)` is the value of a setting, or
+    the usual one where nothing says it."""
+    settings = NEUTRAL | (NEUTRAL_OF_EXPERTS if experts else {})
+    if value_of(LATENT, False):
+        settings |= NEUTRAL_OF_LATENT
+        if value_of("rope_type", "yarn") == "yarn":
+            settings |= dict.fromkeys(SCALED_LATENT, ())
+    odd: dict[str, Any] = {}
+    for name, values in settings.items():
+        value = as_one(name, value_of(name, values[0] if values else None))
         if value not in values:
-            out[name] = value if isinstance(value, bool | int | float | str) else str(value)
-    if out.get(SCORES) == "sigmoid":  # there is no softmax then
-        out.pop(PRE_SOFTMAX, None)
-    if GROUPS not in out:
-        out.pop(GROUPS_OF_TOKEN, None)
-    if WINDOW not in out:
-        out.pop(FULL_EVERY, None)
-    return out
+            odd[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    if odd.get(SCORES) == "sigmoid":  # there is no softmax then
+        odd.pop(PRE_SOFTMAX, None)
+    if GROUPS not in odd:
+        odd.pop(GROUPS_OF_TOKEN, None)
+    if WINDOW not in odd:
+        odd.pop(FULL_EVERY, None)
+    return odd
 
 
 def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
-    out = odd_settings(
+    odd = odd_settings(
         lambda name, usual: getattr(module, name, getattr(config, name, usual)), experts
     )
     kind = getattr(module, POSITION_KIND, "learned_absolute")
     if kind not in ("rope", "learned_absolute"):
-        out[POSITION_KIND] = str(kind)
-    said = {name: getattr(config, name, None) for name in YARN if kind == "yarn"}
-    return out | {name: value for name, value in said.items() if value is not None}
+        odd[POSITION_KIND] = str(kind)
+    yarn = {name: getattr(config, name, None) for name in YARN if kind == "yarn"}
+    return odd | {name: value for name, value in yarn.items() if value is not None}
 
 
-def _with_rotary(found: Architecture, module: Any) -> Architecture:
+def _with_rotary(architecture: Architecture, module: Any) -> Architecture:
     """With what the rotary embedding computes; a GPTModel keeps of its scaling only the result."""
     rotary: Any = getattr(module, "rotary_pos_emb", None)
-    said: Any = module.config if getattr(module.config, LATENT, False) else module
-    base = float(getattr(rotary, "rotary_base", said.rotary_base))  # yarn's own
+    owner: Any = module.config if getattr(module.config, LATENT, False) else module
+    base = float(getattr(rotary, "rotary_base", owner.rotary_base))  # yarn's own
     interpolation = float(getattr(rotary, "seq_len_interpolation_factor", None) or 0.0)
     scaled = rotary is not None and bool(getattr(module, "rotary_scaling", False))
     factor = _rope_factor(rotary, base) if scaled else 0.0
-    return replace(found, rotary_base=base, interpolation=interpolation, rope_factor=factor)
+    return replace(architecture, rotary_base=base, interpolation=interpolation, rope_factor=factor)
 
 
 def _rope_factor(rotary: Any, base: float) -> float:

@@ -1,9 +1,8 @@
-"""What families say of their twins in Hugging Face's transformers: which tensor holds what, and
-config.json.
+"""Tables for the Hugging Face twins of families: which tensor holds what, and config.json.
 
-A fused parameter is cut into chunks, one for each tensor; what Hugging Face stores transposed, or
-in another order of rows, is an address of the same kind. (The config's names are those of
-transformers 5.)
+A fused parameter is cut into chunks, one for each tensor: `linear_qkv.weight` becomes q_proj,
+k_proj and v_proj. A tensor that Hugging Face stores transposed, or in another order of rows, is
+described in the same way. The config's names are those of transformers 5.
 """
 
 import re
@@ -15,68 +14,23 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks, Layout, Replicate
 from megatron_ucp.core.tensor_parts import Slice, TensorPart
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.families.settings import Architecture, Sizes
+from megatron_ucp.families.family import Config, Sizes
+from megatron_ucp.families.settings import Architecture
 
-Config = Mapping[str, Any]
 TRANSPOSED = (1, 0)  # Conv1D of GPT-2 stores [in, out]
 Block = tuple[Ints, Ints]
-
-
-@dataclass(frozen=True)
-class HuggingFace:
-    """The twin of a family: `model_type` and `architecture` of config.json.
-
-    - `tensors(sizes)` says what each tensor holds, by its name, in the order of the model.
-    - `config(sizes, architecture)` is config.json without what every model has; `read` is its
-      inverse, and raises UnsupportedError for what the family does not compute.
-    - `refuses(sizes, architecture)` lists what the twin can't represent.
-    - `kin` are other model types whose configs and files say the same.
-    - `notes(sizes, architecture)` lists what the twin computes a little otherwise.
-    """
-
-    model_type: str
-    architecture: str
-    tensors: Callable[[Any], dict[str, TensorPart]]
-    config: Callable[[Any, Architecture], dict[str, Any]]
-    read: Callable[[Config], tuple[Sizes, Architecture]]
-    refuses: Callable[[Any, Architecture], list[str]]
-    kin: tuple[str, ...] = ()
-    notes: Callable[[Any, Architecture], list[str]] = lambda _, __: list[str]()
-
-    def has(self, model_type: object) -> bool:
-        """Whether a config with this model type is the twin's."""
-        return model_type in (self.model_type, *self.kin)
-
-    def whole_config(self, sizes: Sizes, architecture: Architecture, dtype: str) -> dict[str, Any]:
-        """config.json of a model. Tokens that begin and end a text are the tokenizer's, and
-        `None` here: the classes' own defaults are those of one certain model. Raises
-        UnsupportedError that lists what the twin can't represent."""
-        if refused := self.refuses(sizes, architecture):
-            raise UnsupportedError(
-                f"{self.architecture} of Hugging Face does not compute what this model does",
-                expected="a model without these settings",
-                found="; ".join(refused),
-                fix="there is no Hugging Face twin of this model: keep it in its native format",
-            )
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-            "dtype": dtype,
-            "tie_word_embeddings": sizes.tied,
-            "vocab_size": sizes.true_vocab,
-            **self.config(sizes, architecture),
-        }
 
 
 # ------------------------------------------------ tensors
 
 
 def split_qkv(sizes: Sizes, *rest: int) -> tuple[list[Block], list[Block], list[Block]]:
-    """The rows of linear_qkv that are queries, keys and values: of each key-value group its
-    queries, one key, one value. `rest` are the other dims."""
+    """The rows of linear_qkv that are queries, keys and values; `rest` are the other dims.
+
+    megatron-core stores one key-value group after the other. Four heads of size 16 in two groups:
+    rows 0 to 31 are the queries of group 0, 32 to 47 its key, 48 to 63 its value, 64 to 95 the
+    queries of group 1.
+    """
     queries = sizes.heads // sizes.groups * sizes.head_dim
     out: tuple[list[Block], list[Block], list[Block]] = ([], [], [])
     at = 0
@@ -108,11 +62,14 @@ def halves(_: Sizes, shape: Ints) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class Row:
-    """The tensors of one parameter of a layer, by the ends of their names, in which `{expert}` is
-    the number of an expert. `cut(sizes, shape)` gives the blocks of each tensor (None: there is one
-    tensor, and it holds all); `order` are the parameter's dims as tensors store them, `layout` says
-    which order its rows have in a tensor that holds all. `stacked`: the tensor has such a parameter
-    of every expert, one after the other."""
+    """The tensors of one parameter of a layer: `Row(("mlp.up.weight", "mlp.gate.weight"), halves)`.
+
+    - `tensors` are the ends of their names, in which `{expert}` is the number of an expert.
+    - `cut(sizes, shape)` gives the blocks of each tensor (None: one tensor holds all).
+    - `order` are the parameter's dims as tensors store them: `TRANSPOSED`, say.
+    - `layout` is the order of the rows in a tensor that holds all.
+    - `stacked`: the tensor has this parameter of every expert, one after the other.
+    """
 
     tensors: tuple[str, ...]
     cut: Division | None = None
@@ -121,8 +78,8 @@ class Row:
     stacked: bool = False
 
     def named(self, sizes: Any, param: str, shape: Ints, prefix: str) -> dict[str, TensorPart]:
-        """The shares by the names of their tensors, which begin with `prefix`; those of a stack by
-        its name and the number of the slice."""
+        """The parts by the names of their tensors, which begin with `prefix`. A part of a stack is
+        called by the tensor and the number of the slice: `experts.down_proj[3]`."""
         number = "".join(_EXPERT.findall(param))
         names = [prefix + one.replace("{expert}", number) for one in self.tensors]
         shares = self.shares(sizes, param, shape)
@@ -133,7 +90,7 @@ class Row:
         return {f"{name}[{number}]": replace(share, slice_of=of)}
 
     def shares(self, sizes: Any, param: str, shape: Ints) -> list[TensorPart]:
-        """One for each tensor."""
+        """The part of the parameter that each tensor holds."""
         if self.cut is None:
             return [TensorPart(param, self.layout, order=self.order)]
         layout = Chunks(tuple(tuple(blocks) for blocks in self.cut(sizes, shape)))
@@ -306,10 +263,10 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
 def rope_of(config: Config) -> tuple[dict[str, Any], bool]:
     """What a config says of the rotary embedding; whether both places for it say the same."""
     rope: dict[str, Any] = {}
-    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read one each
+    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read part each
     ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
-    for one in ropes:
-        rope.update(one)
+    for part in ropes:
+        rope.update(part)
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     return rope, ropes[:1] == ropes[-1:]
 
@@ -318,16 +275,16 @@ def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> No
     """Raises UnsupportedError for what megatron-core's modules do not compute. `rope` says the
     rotary embedding, of that `kind`; it `is_one` where both places say the same."""
     layers = {*(config.get("layer_types") or ())} - {"full_attention"}
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    made: dict[str, object] = {
-        "partial_rotary_factor": part,
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    computed: dict[str, object] = {
+        "partial_rotary_factor": share,
         "rope type": kind,
         "rope parameters": {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3,
         "layer types": ", ".join(sorted(layers)),
         "rope_scaling beside rope_parameters": "the same" if is_one else "another",
     }
     check_config(
-        {**config, **made},
+        {**config, **computed},
         {
             "hidden_act": ("silu", "swish"),
             "attention_bias": (False,),

@@ -418,8 +418,11 @@ def state_files(path: Path) -> list[Path]:
 
 
 def _is_state(folder: Folder, name: str) -> bool:
-    """Whether a file is one that every tag of some format has: DeepSpeed's state files, the index
-    of torch's distributed checkpoints, the folders of Megatron's legacy format."""
-    if name.endswith("_states.pt") or name == ".metadata":
+    if any(name.endswith(ending) for ending in STATE_FILES):
         return True
     return bool(_LEGACY_FOLDER.fullmatch(name)) and folder.is_folder(name)
+
+
+# How a file ends that every tag of some format has: DeepSpeed's state files, the index of torch's
+# distributed checkpoints. (Megatron's older format has folders, of `_LEGACY_FOLDER`.)
+STATE_FILES = ("_states.pt", ".metadata")

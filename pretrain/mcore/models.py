@@ -270,7 +270,6 @@ def transformer_config(config: ModelConfig, tp: int, **stages: Any) -> "Transfor
     DeepSpeed's pipeline, and number the layers twice."""
     from megatron.core.transformer import TransformerConfig
 
-    builder = config.builder
     return TransformerConfig(
         num_layers=config.layers,
         hidden_size=config.hidden,
@@ -278,12 +277,8 @@ def transformer_config(config: ModelConfig, tp: int, **stages: Any) -> "Transfor
         num_attention_heads=config.heads,
         num_query_groups=config.groups,
         kv_channels=config.sizes().head_dim,
-        normalization=builder.normalization,
         layernorm_epsilon=config.norm_eps,
-        gated_linear_unit=builder.gated,
-        add_bias_linear=builder.biases,
-        add_qkv_bias=builder.qkv_biases,
-        qk_layernorm=builder.qk_norms,
+        **config.builder.settings,
         activation_func=_activation(config),
         hidden_dropout=config.hidden_dropout,
         attention_dropout=config.attention_dropout,
@@ -479,11 +474,11 @@ def param_groups(model: torch.nn.Module, lr: float, weight_decay: float) -> list
     trained = [param for param in model.parameters() if param.requires_grad]
     groups: list[dict[str, Any]] = []
     for apart in (False, True):
-        held = [param for param in trained if experts.is_apart(param) == apart]
+        members = [param for param in trained if experts.is_apart(param) == apart]
         # by these two DeepSpeed knows them
-        told = {"moe": True, "name": expert_group_name()} if apart and held else {}
+        marks = {"moe": True, "name": expert_group_name()} if apart and members else {}
         for matrices in (True, False):
-            params = [param for param in held if (param.dim() > 1) == matrices]
+            params = [param for param in members if (param.dim() > 1) == matrices]
             decay = weight_decay if matrices else 0.0
-            groups.append({"params": params, "lr": lr, "weight_decay": decay, **told})
+            groups.append({"params": params, "lr": lr, "weight_decay": decay, **marks})
     return [group for group in groups if group["params"]]

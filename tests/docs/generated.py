@@ -43,6 +43,11 @@ def table(head: Row, rows: Iterator[Row] | list[Row]) -> str:
     return "\n".join(f"| {' | '.join(cell(one) for one in line)} |" for line in lines)
 
 
+def listed(rows: Iterator[Row] | list[Row]) -> str:
+    """A name and what is said of it, one line each."""
+    return "\n".join(f"- {name}: {' '.join(text.split())}" for name, text in rows)
+
+
 def cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.split()))
 
@@ -59,7 +64,11 @@ def options(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The options of a command with what they are for, without those that only ask for help."""
     found = {}
     for action in parser._actions:
-        if action.option_strings and action.dest != "help":
+        if (
+            action.option_strings
+            and action.help not in (None, argparse.SUPPRESS)
+            and (action.dest != "help")
+        ):
             value = f" {action.metavar}" if action.metavar else ""
             name = f"{action.option_strings[0]}{value}"
             found[name] = code(action.help or "")
@@ -74,7 +83,7 @@ def shared() -> dict[str, str]:
 
 def cli(word: str) -> str:
     if word == "shared":
-        return table(("option", ""), [(f"`{name}`", text) for name, text in shared().items()])
+        return listed([(f"`{name}`", text) for name, text in shared().items()])
     parser = commands()[word]
     positional = [one for one in parser._actions if not one.option_strings]
     usage = [parser.prog]
@@ -87,10 +96,9 @@ def cli(word: str) -> str:
     others = [f"`{name}`" for name in names if name not in ("--json", "--quiet")]
     lines = [f"`{' '.join(usage)}`", ""]
     if own:
-        lines += [table(("option", ""), [(f"`{name}`", words(text)) for name, text in own.items()])]
-        lines += [""]
+        lines += [listed([(f"`{name}`", words(text)) for name, text in own.items()]), ""]
     if others:
-        lines += [f"Shared options: {', '.join(others)}."]
+        lines += [f"Shared: {', '.join(others)}."]
     return "\n".join(lines).rstrip()
 
 
@@ -191,9 +199,14 @@ def error_classes(word: str) -> str:
 
 
 def support_table(word: str) -> str:
+    """What is supported; files of tests in the last column, or below where they are the same."""
     head, rows = support.TABLES[word]
-    shown = [(*row[:-1], ", ".join(f"`{name}`" for name in row[-1].split(", "))) for row in rows]
-    return table(("", *head, "tests"), shown)
+    tests = [", ".join(f"`{name}`" for name in row[-1].split(", ")) for row in rows]
+    if len({*tests}) == 1:
+        return f"{table(('', *head), [row[:-1] for row in rows])}\n\nTests: {tests[0]}."
+    return table(
+        ("", *head, "tests"), [(*row[:-1], test) for row, test in zip(rows, tests, strict=True)]
+    )
 
 
 # ---- benchmarks
@@ -240,7 +253,7 @@ def claims(tree: Any, path: Row) -> Iterator[tuple[Row, str, dict[str, Any]]]:
 def shown(one: dict[str, Any]) -> str:
     limit = one.get("limit", one.get("at most"))
     sign = "≥" if one.get("kind") == "at least" else "≤"
-    aim = f" ({sign} {limit:.3g})" if limit else ""
+    aim = f" ({sign}{limit:.3g})" if limit else ""
     return f"{one['ratio']:.3g}{aim}{'' if one.get('met') in (True, None) else ' ✗'}"
 
 
@@ -385,34 +398,45 @@ SENTENCES: dict[str, Callable[[], str]] = {
 # ---- programs beside the package
 
 
+WITHOUT_GPU = "A machine without a GPU: "
+
+
 def patch_rows(word: str) -> str:
-    rows = []
+    """The patches by what they are for, each with what holds with it: the first sentence of its
+    module."""
+    groups: dict[str, list[Row]] = {}
     for name in patches.names():
         one = patches.find(name)
         same = one.versions == patches.MEGATRON_CORE
-        which = "every tested" if same else ", ".join(one.versions)
-        where = f"{one.package}, {which}" + ("; without a GPU" if one.only_without_gpu else "")
-        rows.append((f"`{name}`", where, one.why))
-    return table(("patch", "of", "defect"), rows)
+        group = f"{one.package}, {'every tested version' if same else ranged(one.versions)}"
+        text = first(import_module(f"megatron_ucp_patches.{name}"))
+        group += ", on a machine without a GPU" if text.startswith(WITHOUT_GPU) else ""
+        groups.setdefault(group, []).append((f"`{name}`", text.removeprefix(WITHOUT_GPU)))
+    return "\n\n".join(f"**{group}**\n\n{listed(rows)}" for group, rows in groups.items())
+
+
+def ranged(versions: Row) -> str:
+    return versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
 
 
 def trainer_flags(word: str) -> str:
     """The flags of a group; those that need no word are listed below."""
     rows, bare = [], []
     for one in flags.GROUPS[word]:
+        default = "" if "default" in one.text and not one.allowed else default_of(one)
         names = ", ".join(f"`{name}`" for name in (one.name, *one.aliases))
+        names += f" ({default})" if default else ""
         if one.text:
-            rows.append((names, default_of(one), one.text))
+            rows.append((names, one.text))
         else:
-            default = default_of(one)
-            bare.append(names + (f" ({default})" if default else ""))
-    lines = [table(("flag", "default", ""), rows)]
+            bare.append(names)
+    lines = [listed(rows)]
     return "\n".join([*lines, "", f"Also: {'; '.join(bare)}."] if bare else lines)
 
 
 def default_of(one: Any) -> str:
     if one.allowed:
-        given = f"; {one.default}" if one.default not in (None, False) else ""
+        given = f"; default {one.default}" if one.default not in (None, False) else ""
         return f"{', '.join(map(str, one.allowed))}{given}"
     if one.default in (None, False, True) or one.kind is bool:
         return ""
@@ -420,13 +444,14 @@ def default_of(one: Any) -> str:
 
 
 def foreign(word: str) -> str:
+    """Flags of other programs by name; one that is refused says why when it is given."""
     if word == "ignored":
         return ", ".join(f"`{name}`" for name in foreign_flags.IGNORED) + "."
-    by_reason: dict[str, list[str]] = {}
-    for name, (_, harmless, why) in foreign_flags.REFUSED.items():
-        shown = f"`{name}`" + (f" (but {' or '.join(harmless)})" if harmless else "")
-        by_reason.setdefault(why, []).append(shown)
-    return table(("refused", "why"), [(", ".join(n), why) for why, n in by_reason.items()])
+    rows = (
+        f"`{name}`" + (f" (but {' or '.join(harmless)})" if harmless else "")
+        for name, (_, harmless, _) in foreign_flags.REFUSED.items()
+    )
+    return f"{', '.join(rows)}."
 
 
 # ---- the tree
@@ -436,15 +461,18 @@ CLAUSE = re.compile(r", (?:which|where|so|as|under|but|with|by|that|of)\b")
 
 
 def tree(word: str) -> str:
-    """One line for each module of a folder: its name, and the first clause of its docstring."""
+    """One line for each module of a folder: its name, and the first clause of its docstring. Of a
+    folder below it the names of the modules alone."""
     folder = ROOT / word
     rows = []
-    for path in sorted(folder.rglob("*.py")):
-        doc = doc_of(path)
-        name = str(path.relative_to(folder).with_suffix("")).replace("/__init__", "/")
-        if path.name != "__init__.py" or doc:
-            rows.append(f"- `{name}`: {CLAUSE.split(doc)[0]}")
-    return "\n".join(rows)
+    for path in sorted(folder.glob("*.py")):
+        if not path.name.startswith("__"):
+            rows.append((f"`{path.stem}`", CLAUSE.split(doc_of(path))[0]))
+    for below in sorted(path.parent for path in folder.glob("*/__init__.py")):
+        names = ", ".join(f"`{path.stem}`" for path in sorted(below.glob("[!_]*.py")))
+        doc = CLAUSE.split(doc_of(below / "__init__.py"))[0]
+        rows.append((f"`{below.name}/`", f"{doc}: {names}"))
+    return listed(rows)
 
 
 TEXTS: dict[str, Callable[[str], str]] = {

@@ -11,6 +11,11 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
         "laws on random cases; numpy indexing, one element at a time",
     ),
     (
+        "a third engine, and a format of its own",
+        "engines/test_third_engine",
+        "its state in DeepSpeed's engine and back; the fingerprint",
+    ),
+    (
         "the `.pt` container and pickles",
         "formats/pt/test_*, formats/test_rank_files",
         "torch.load, Python's zipfile and pickle, numpy",

@@ -12,9 +12,8 @@ from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.tensor_parts import TensorPart, weights_manifest
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families, find_family
-from megatron_ucp.families.family import Sizes
+from megatron_ucp.families.family import HuggingFace, Sizes
 from megatron_ucp.families.settings import Architecture
-from megatron_ucp.families.twin import HuggingFace
 from tests.reshard import twins
 
 SHAPES: dict[str, tuple[str, Sizes]] = {

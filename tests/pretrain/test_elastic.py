@@ -116,7 +116,7 @@ def test_the_batch_of_some_ranks(
     assert (*found, args.data_parallel_size, args.gradient_accumulation) == shared
     assert found[1] * shared[2] * shared[3] == found[0]
     assert args.lr_decay_steps == args.train_samples == 10 * batch  # no length moves
-    changed = "(--global-batch-size 12: -16.7%)" in elastic.shown(args)
+    changed = "(--global-batch-size 12: -16.7%)" in elastic.start_line(args)
     assert changed == (shared[0] == 10)
 
 
@@ -163,7 +163,7 @@ def test_a_run_ends_after_as_many_samples_as_without_an_interruption() -> None:
 
 def test_a_restart_goes_on_from_its_own_saves() -> None:
     first = ["--load", "elsewhere", "--ckpt-step", "7", "--finetune", "--no-load-optim"]
-    given = elastic.goes_on(parse([*ELASTIC, *BATCH, *first]))
+    given = elastic.resumed_flags(parse([*ELASTIC, *BATCH, *first]))
     args = complete(given, 4)
     assert (args.load, args.save) == ("there", "there")
     assert args.universal_checkpoint and not args.finetune and not args.no_load_optim
@@ -180,12 +180,12 @@ def test_the_launcher_and_the_waits() -> None:
     elastic.check_launcher({"elastic": True}, {"TORCHELASTIC_USE_AGENT_STORE": "False"})
     elastic.check_launcher({"elastic": True}, {})
     minutes = [
-        elastic.waits(parse(argv)).total_seconds() / 60
+        elastic.timeout(parse(argv)).total_seconds() / 60
         for argv in ([], ["--elastic"], ["--elastic", "--distributed-timeout-minutes", "0.5"])
     ]
     assert minutes == [30, 10, 0.5]
-    assert elastic.of_saves(arguments(2, "--async-save")) == {"deadline": 600}
-    assert not elastic.of_saves(arguments(2))
+    assert elastic.save_options(arguments(2, "--async-save")) == {"deadline": 600}
+    assert not elastic.save_options(arguments(2))
 
 
 def test_other_families_too() -> None:

@@ -9,7 +9,7 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.registry import open_checkpoint
-from pretrain.checkpoint import _said
+from pretrain.checkpoint import arguments_of_run
 from tests.formats.megatron_files import GOLDEN, changed_arguments, copied
 from tests.pretrain.common import BATCH, QUIET, RATES, command
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source, check_resumed
@@ -171,7 +171,7 @@ def test_flags_that_contradict_megatrons_own_run(ranks: RankPool, tmp_path: Path
     assert "contradict the checkpoint: --norm-epsilon" in found["text"]
     said = {"layernorm_epsilon": 1e-5, "num_attention_heads": 8, "num_query_groups": 1}
     said |= {"bias_gelu_fusion": True, "add_bias_linear": True}
-    assert _said(said, "gpt") == said | {
+    assert arguments_of_run(said, "gpt") == said | {
         **{"norm_epsilon": 1e-5, "num_query_groups": 8, "openai_gelu": True},
         "model_family": "gpt",
     }

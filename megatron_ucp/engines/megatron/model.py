@@ -3,7 +3,7 @@ them, the family."""
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,9 @@ from megatron_ucp.core.layout import (
 )
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Coords, Mesh, Place
-from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
-from megatron_ucp.families import families, model_of_module
-from megatron_ucp.families.family import TRUE_VOCAB, Declared, Family, Model, measured
+from megatron_ucp.errors import LayoutError, UnsupportedError
+from megatron_ucp.families import model_as_built, model_of_module
+from megatron_ucp.families.family import TRUE_VOCAB, Declared, Family, Model
 from megatron_ucp.formats.megatron.names import (
     Stacking,
     extra_state_name,
@@ -643,7 +643,8 @@ def model_of(
     Raises UsageError for a family that does not fit, LayoutError where the tensor-parallel size
     does not divide the model, or where family and model say different things.
     """
-    found = _fitting(module, table) if family is None else family
+    built = model_as_built(module, table) if family is None else None
+    found = built.family if built else family
     if found is None:
         say.note(
             "no family describes this model: how it is cut is what the model says itself; an "
@@ -653,24 +654,3 @@ def model_of(
     model = model_of_module(found, module, tp)
     require_agreement(model, table)
     return model
-
-
-def _fitting(module: Any, names: Collection[str]) -> Family | None:
-    for family in families().values():
-        try:
-            model = Model(family, (family.measure or measured)(module))
-            fits = _is_built_so(model) and set(names) <= model.table.keys()
-        except (UsageError, LayoutError):
-            continue
-        if fits:
-            return family
-    return None
-
-
-def _is_built_so(model: Model) -> bool:
-    """Whether the family's builder makes models of these sizes."""
-    built, sizes = model.family.builder, model.sizes
-    if built is None or built.experts != hasattr(sizes, "experts"):
-        return False
-    flags = {**built.flags, "positions": sizes.positions if built.learned_positions else 0}
-    return all(getattr(sizes, name) == value for name, value in flags.items())

@@ -21,14 +21,13 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.arguments import with_model
-from megatron_ucp.families.family import Family, Model, Sizes
+from megatron_ucp.families.family import Family, HuggingFace, Model, Sizes
 from megatron_ucp.families.settings import (
     Architecture,
     described,
     described_architecture,
     other_sizes,
 )
-from megatron_ucp.families.twin import HuggingFace
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.hugging_face.checkpoint import (
     ADAPTER_CONFIG_FILE,
