@@ -233,19 +233,22 @@ class LocalFolder(Folder):
         return sorted(self._entries_of(below))
 
     def __contains__(self, name: str) -> bool:
-        return self._entry(name) is not None
+        below, _, last = name.rpartition("/")
+        if below not in self._entries:  # one name is looked up faster than all are listed
+            return os.path.lexists(self / name)
+        return last in self._entries[below]
 
     def is_file(self, name: str) -> bool:
-        entry = self._entry(name)
+        below, _, last = name.rpartition("/")
+        if below not in self._entries:
+            return os.path.isfile(self / name)
+        entry = self._entries[below].get(last)
         with suppress(OSError):  # a link to itself
             return entry is not None and entry.is_file()
         return False
 
     def is_folder(self, name: str) -> bool:
-        entry = self._entry(name)
-        with suppress(OSError):
-            return entry is not None and entry.is_dir()
-        return False
+        return os.path.isdir(self / name)
 
     def size_bytes(self, name: str) -> int:
         return os.stat(self / name).st_size
@@ -254,10 +257,6 @@ class LocalFolder(Folder):
         self._opened += 1
         _allow_descriptors(self._opened)
         return LocalFile(self / name)
-
-    def _entry(self, name: str) -> os.DirEntry[str] | None:
-        below, _, last = name.rpartition("/")
-        return self._entries_of(below).get(last)
 
     def _entries_of(self, below: str) -> dict[str, os.DirEntry[str]]:
         """What lies in the folder, or in one below it; nothing where there is none."""
