@@ -77,7 +77,7 @@ def saved(
 ) -> tuple[float, float, float]:
     """Seconds until the call returned, seconds until the pointer named it, and what `meanwhile`
     gave, in between."""
-    engine.ucp.how = replace(engine.ucp.how, way=way)
+    engine.ucp.save_options = replace(engine.ucp.save_options, way=way)
     torch.cuda.synchronize()
     started = time.perf_counter()
     engine.save_checkpoint(str(folder), tag=way)

@@ -113,7 +113,7 @@ def _measured(engine: Any, folder: Path, way: str) -> dict[str, Any]:
         dist.barrier()
         return {"seconds": time.perf_counter() - started}
     handle = engine.ucp
-    handle.how = replace(handle.how, way=way)
+    handle.save_options = replace(handle.save_options, way=way)
     engine.save_checkpoint(str(folder), tag=way)
     blocked = time.perf_counter() - started
     ucp.wait(engine)

@@ -70,7 +70,7 @@ def keep_position(engine: Any, position: Callable[[], Position]) -> None:
     """In-memory checkpoints hold the position too."""
     steps = steps_of(program_of(engine))
     if steps is not None:
-        steps.how = replace(steps.how, client_state=lambda: position_state(position()))
+        steps.options = replace(steps.options, client_state=lambda: position_state(position()))
 
 
 def count(engine: Any, position: Position) -> None:

@@ -349,9 +349,9 @@ class Background:
 
     last: SaveTurn | None = None
 
-    def __init__(self, how: BackgroundOptions) -> None:
-        self.how = how
-        self.snapshot = SnapshotMemory(how.snapshot_bytes)
+    def __init__(self, options: BackgroundOptions) -> None:
+        self.options = options
+        self.snapshot = SnapshotMemory(options.snapshot_bytes)
         self._ranks: SideGroup | None = None
         self._turn: SaveTurn | None = None
         _wait_at_end()
@@ -383,7 +383,7 @@ class Background:
         self, what: str, work: Callable[[SaveTurn], object], right: PublishRight | None = None
     ) -> None:
         """Does the work of a save in a thread of its own, which has the save's `right`."""
-        turn = SaveTurn(what, self._connected, self.how.deadline, right or PublishRight())
+        turn = SaveTurn(what, self._connected, self.options.deadline, right or PublishRight())
         self._turn = self.last = turn
         _UNASKED.add(turn)
         turn.begin(partial(work, turn), partial(self._ended, turn))
@@ -392,13 +392,13 @@ class Background:
         """Nothing more comes of a save, whose error is raised where the program next asks."""
         if turn.error is None or not self._raises(turn.error):
             _UNASKED.discard(turn)
-        if turn.error is not None and self.how.on_error == "warn":
+        if turn.error is not None and self.options.on_error == "warn":
             say.note(f"a save in the background failed, and training goes on: {turn.error}")
-        if not self.how.keep_snapshot and not turn.is_given_up:
+        if not self.options.keep_snapshot and not turn.is_given_up:
             self.snapshot.release()
 
     def _raises(self, error: Exception) -> bool:
-        return self.how.on_error == "raise" or not isinstance(error, UcpError)
+        return self.options.on_error == "raise" or not isinstance(error, UcpError)
 
     def wait(self) -> None:
         """Returns when nothing is under way. Raises the error of the save that failed, once, unless
@@ -414,7 +414,7 @@ class Background:
         # those who failed may not be at the same message any more
         self._ranks = None
         if turn.is_given_up:  # its thread may still read that memory
-            self.snapshot = SnapshotMemory(self.how.snapshot_bytes)
+            self.snapshot = SnapshotMemory(self.options.snapshot_bytes)
         if self._raises(turn.error):
             raise turn.error
 

@@ -251,7 +251,7 @@ class Handle:
         every rank where it can't be filled exactly."""
         raise NotImplementedError
 
-    def lent(self, how: HoldOptions) -> MemoryRun:
+    def lent(self, options: HoldOptions) -> MemoryRun:
         """The engine as a run that a resize moves from; nothing in it is changed. Collective.
         Raises a UcpError on every rank."""
         raise NotImplementedError

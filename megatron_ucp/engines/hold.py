@@ -61,12 +61,12 @@ class HoldOptions:
         return self.place or DataPlace.now(self.loader, self.rng)
 
 
-def lent(holder: Lender, state: RunState, extras: Extras, how: HoldOptions) -> "MemoryRun":
+def lent(holder: Lender, state: RunState, extras: Extras, options: HoldOptions) -> "MemoryRun":
     """Puts together what all ranks have besides elements, which the `holder` has. Collective.
     Raises a UcpError on every rank."""
     manifest = holder.manifest
     with agree.together() as block:
-        block.value = state.files, sums_of_rank(holder) if how.checksums else {}
+        block.value = state.files, sums_of_rank(holder) if options.checksums else {}
     files, sums = zip(*block.values, strict=True)
     table, apart = table_of(manifest, sums)
     manifest = replace(manifest, run={**state.facts, **recorded_as(table, apart)})
@@ -120,13 +120,13 @@ class MemoryRun(MemorySource):
         """Whether this rank keeps nothing: it joined, or others keep all that it had."""
         return not self.size_bytes
 
-    def resume(self, engine: Engine, how: LoadOptions) -> Report:
+    def resume(self, engine: Engine, options: LoadOptions) -> Report:
         left = "what is held is whole on this rank; the new engine is not usable"
         with agree.as_rank_error("the load", left):
             run, held_by = _everywhere(self)
             holder = self.holder or HostMemory(run.manifest, [])
             _require_whole(run, held_by, holder)
-            report = resume_from_memory(engine, run, holder, how)
+            report = resume_from_memory(engine, run, holder, options)
         self.release()
         return report
 
@@ -184,11 +184,11 @@ def hold(
     """
     if engine is None:
         return MemoryRun()
-    how = _taking(engine, client_state, loader, rng, checksums)
+    options = _taking(engine, client_state, loader, rng, checksums)
     left = "the engine is whole on this rank, and can go on or be saved"
     with agree.as_rank_error("the hold", _RELEASED if release else left):
-        wished = _checked(engine, mesh, ranks, how, release)
-        return _held(lent_by(engine, how), wished, ranks, release)
+        wished = _checked(engine, mesh, ranks, options, release)
+        return _held(lent_by(engine, options), wished, ranks, release)
 
 
 def resize(
@@ -237,30 +237,30 @@ def _taking(
     return HoldOptions(dict(client_state or {}), loader, rng, checksums)
 
 
-def lent_by(engine: Any, how: HoldOptions) -> MemoryRun:
+def lent_by(engine: Any, options: HoldOptions) -> MemoryRun:
     """An attached engine as a run. A save that is under way is there before. Collective."""
     wait_together(engine)
-    taken: MemoryRun = getattr(engine, HANDLE).lent(how)
+    taken: MemoryRun = getattr(engine, HANDLE).lent(options)
     run = taken.known
     manifest = replace(run.original, run={**run.original.run, ORIGIN: run_of(engine).origin})
     return replace(taken, run=replace(run, original=manifest, manifest=manifest))
 
 
 def _checked(
-    engine: Any, mesh: Any, ranks: int | None, how: HoldOptions, release: bool = False
+    engine: Any, mesh: Any, ranks: int | None, options: HoldOptions, release: bool = False
 ) -> Mesh | None:
     """The mesh that was asked for, of all ranks alike. Collective. Raises UsageError."""
     asked = {
         "mesh": agree.plain_option(mesh),
         "ranks": ranks,
-        "rng": how.rng,
-        "checksums": how.checksums,
+        "rng": options.rng,
+        "checksums": options.checksums,
         "release": release,
     }
     agree.require_same(agree.gather(asked))
     with agree.together():
-        check_switch("rng", how.rng)
-        check_switch("checksums", how.checksums)
+        check_switch("rng", options.rng)
+        check_switch("checksums", options.checksums)
         check_switch("release", release)
         if getattr(engine, HANDLE, None) is None:
             raise UsageError(

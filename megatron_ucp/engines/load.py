@@ -39,7 +39,7 @@ class MemorySource(ABC):
     """What `load` takes in the place of a path: a run in the memory of ranks."""
 
     @abstractmethod
-    def resume(self, engine: Engine, how: LoadOptions) -> Report:
+    def resume(self, engine: Engine, options: LoadOptions) -> Report:
         """Fills an engine; the memory is let go of. Collective. Raises a UcpError on every rank;
         what is held stays then."""
 
@@ -126,14 +126,14 @@ def load(
     )
     where = {"path": os.path.abspath(path) if isinstance(path, str) else path, "tag": tag}
     agree.require_same(agree.gather(as_compared({**where, **given})))
-    how = load_options(given)
+    options = load_options(given)
     if allow is not None:  # what `attach` got is for all loads, whatever each has a use for
         check_words(allow, {MEMORY if isinstance(path, MemorySource) else LOAD})
-        check_acting(how.allow, _wanted(engine, how))
+        check_acting(options.allow, _wanted(engine, options))
     # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
     if (kept := record_of(engine).memory) is not None and not isinstance(path, MemorySource):
         kept.adopt_folder_of(Path(path))
-    return fill(engine, path, tag, how)
+    return fill(engine, path, tag, options)
 
 
 def options_of_load(engine: Any, **named: Any) -> dict[str, Any]:
@@ -160,12 +160,12 @@ def load_options(given: Mapping[str, Any]) -> LoadOptions:
     return LoadOptions(states, given["load_lr_scheduler_states"], module_only, **options)
 
 
-def _wanted(engine: Any, how: LoadOptions) -> LoadWanted:
+def _wanted(engine: Any, options: LoadOptions) -> LoadWanted:
     """What a load is asked for, as far as allowances need it."""
     has_optimizer = not hasattr(engine, "optimizer") or engine.optimizer is not None
     return LoadWanted(
-        optimizer=how.optimizer and has_optimizer,
-        scheduler=how.scheduler and not how.module_only,
+        optimizer=options.optimizer and has_optimizer,
+        scheduler=options.scheduler and not options.module_only,
         steps_in_memory=record_of(engine).memory is not None,
     )
 
@@ -181,27 +181,31 @@ def to_fill(engine: Any, family: Any) -> LiveEngine:
 
 
 def _resumed(
-    engine: Any, live: Engine, path: str | Path | MemorySource, tag: str | None, how: LoadOptions
+    engine: Any,
+    live: Engine,
+    path: str | Path | MemorySource,
+    tag: str | None,
+    options: LoadOptions,
 ) -> tuple[Report, Any]:
     """Fills an engine from memory or from files; with a share of the in-memory checkpoint that was
     newer than the files, if there was one."""
     if isinstance(path, MemorySource):
         _refuse_tag(tag)
-        return path.resume(live, how), None
+        return path.resume(live, options), None
     kept = record_of(engine).memory
     if kept is None:
-        return resume(live, path, tag, how), None
-    newer = kept.look(live, Path(path), tag, how)
+        return resume(live, path, tag, options), None
+    newer = kept.look(live, Path(path), tag, options)
     if newer.held is None:
         try:
-            report, share = resume(live, path, tag, how), None
+            report, share = resume(live, path, tag, options), None
         except NotFoundError:  # a first start, of which the notes still say what is in memory
             for text in newer.notes:
                 say.note(text)
             raise
     else:
-        report, share = newer.held.resume(live, how), newer.share
-        if not (report.client_state or how.module_only):
+        report, share = newer.held.resume(live, options), newer.share
+        if not (report.client_state or options.module_only):
             newer.notes.append("it has no client state: attach(client_state=) says what is kept")
     return replace(report, notes=(*newer.notes, *report.notes)), share
 
@@ -242,15 +246,17 @@ def origin_of(folder: str | Path) -> str:
 
 @agree.door("the load")
 @collector_paused()
-def fill(engine: Any, path: str | Path | MemorySource, tag: str | None, how: LoadOptions) -> Report:
+def fill(
+    engine: Any, path: str | Path | MemorySource, tag: str | None, options: LoadOptions
+) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""
     wait_together(engine)
     # a caller may evaluate: tensors that inference mode makes could never be trained again
     with torch.inference_mode(False):
         handle: Any = getattr(engine, HANDLE, None)
-        live = to_fill(engine, how.family) if handle is None else handle.to_fill(how.family)
-        report, life = _resumed(engine, live, path, tag, how)
-    if not how.module_only:
+        live = to_fill(engine, options.family) if handle is None else handle.to_fill(options.family)
+        report, life = _resumed(engine, live, path, tag, options)
+    if not options.module_only:
         is_file = not (report.run_id or report.run_origin or isinstance(path, MemorySource))
         origin = origin_of(report.path) if is_file else report.run_origin
         files = () if isinstance(path, MemorySource) else (Path(path), Path(path).absolute().parent)

@@ -435,7 +435,7 @@ class Attached(Protocol):
     program: Any
     module: Any
 
-    def lent(self, how: HoldOptions) -> MemoryRun:
+    def lent(self, options: HoldOptions) -> MemoryRun:
         """The engine as a run. Collective."""
         ...
 
@@ -459,11 +459,11 @@ class MemorySteps:
     def __init__(
         self,
         attached: Attached,
-        how: MemoryOptions,
+        options: MemoryOptions,
         rng: bool = True,
         loader: ResumableLoader | None = None,
     ) -> None:
-        self._attached, self.how, self._rng, self._loader = attached, how, rng, loader
+        self._attached, self.options, self._rng, self._loader = attached, options, rng, loader
         self._world = torch.distributed.group.WORLD
         self._is_named = False  # whether the folder of saves names this run
         self._place: DataPlace | None = None
@@ -474,8 +474,8 @@ class MemorySteps:
         self.life: Life | None = None
         self.report: KeptReport | None = None
         self._seen, self._said = 0, set[str]()
-        if how.folder is not None:
-            self.adopt(how.folder)
+        if options.folder is not None:
+            self.adopt(options.folder)
 
     def adopt(self, folder: str | Path) -> None:
         """The run is that of a folder of saves, if it is of none yet. What an engine kept for that
@@ -507,10 +507,12 @@ class MemorySteps:
         with agree.together():
             self.adopt(path.absolute().parent if is_tag else path)
 
-    def look(self, engine: Engine, path: Path, tag: str | None, how: LoadOptions) -> "NewerStep":
+    def look(
+        self, engine: Engine, path: Path, tag: str | None, options: LoadOptions
+    ) -> "NewerStep":
         """Looks for an in-memory checkpoint that is newer than the tag on disk; where a tag is
         named, only if that is allowed. Collective. Raises a UcpError on every rank."""
-        return _look(self, engine, path, tag, how)
+        return _look(self, engine, path, tag, options)
 
     def _lives_beside(self, other: "MemorySteps") -> bool:
         """Whether its engine trains on beside another one: both are of this world, and have no
@@ -574,7 +576,7 @@ class MemorySteps:
     def stepped(self, steps: int) -> None:
         """The optimizer was stepped, for this step: the program may draw data of the next one
         before `ended_step`, and what that moves is kept as it is now."""
-        if steps != self._seen and steps % self.how.every == 0:
+        if steps != self._seen and steps % self.options.every == 0:
             self._place = DataPlace.now(self._loader, self._rng)
 
     @agree.door("a step in memory")
@@ -587,7 +589,7 @@ class MemorySteps:
         self._name_run()
         if self.life is not None:
             self.life.came_to(steps)
-        if steps % self.how.every == 0:
+        if steps % self.options.every == 0:
             with torch.inference_mode(False):  # an evaluation may be what comes next
                 self.keep(steps)
         self._place = None
@@ -600,7 +602,7 @@ class MemorySteps:
             return
         started = time.perf_counter()
         with agree.together() as block:
-            client = self.how.client_state
+            client = self.options.client_state
             state = {} if client is None else dict(client())
             own = run_of(self._attached.program)
             block.value = self.background.is_busy, uuid.uuid4().hex, own.id, own.origin
@@ -611,8 +613,8 @@ class MemorySteps:
             )
             return
         self.background.wait()
-        how = HoldOptions(state, self._loader, self._rng, checksums=False, place=self._place)
-        lent = self._attached.lent(how)
+        options = HoldOptions(state, self._loader, self._rng, checksums=False, place=self._place)
+        lent = self._attached.lent(options)
         life = self._arranged(lent)
         with _as_save_error(), agree.together():
             turn, memory = life.begin_turn()
@@ -643,7 +645,7 @@ class MemorySteps:
             self.life.release()
             self.life = None
         with _as_save_error(), agree.together() as block:
-            layout = copied(lent.holder.manifest, here, nodes, self.how.copies)
+            layout = copied(lent.holder.manifest, here, nodes, self.options.copies)
             life = Life(self.folder, names[0], layout, lent, nodes, digest)
             block.value = life.size_bytes
         life.sizes = tuple(block.values)
@@ -656,10 +658,10 @@ class MemorySteps:
 
     def _say_taken(self, life: "Life") -> None:
         """What is taken, before it is. On rank 0."""
-        nodes, copies = len({*life.nodes}), self.how.copies
+        nodes, copies = len({*life.nodes}), self.options.copies
         most = max(life.on_machine(name) for name in {*life.nodes})
         say.line(
-            f"each {self.how.every} steps the state is kept in memory ({life.folder.path}): "
+            f"each {self.options.every} steps the state is kept in memory ({life.folder.path}): "
             f"{say.amount(most)} for two of them on a machine"
         )
         if nodes <= copies:
@@ -922,11 +924,11 @@ class NewerStep:
 
 
 def _look(
-    kept: MemorySteps, engine: Engine, path: Path, tag: str | None, how: LoadOptions
+    kept: MemorySteps, engine: Engine, path: Path, tag: str | None, options: LoadOptions
 ) -> NewerStep:
     """As `MemorySteps.look`."""
     found = NewerStep()
-    if not kept.is_of(path) or (tag is not None and "memory" not in how.allow):
+    if not kept.is_of(path) or (tag is not None and "memory" not in options.allow):
         return found
     nodes = agree.gather(node())
     steps = _listed(kept, nodes, found)
@@ -940,7 +942,7 @@ def _look(
             what = f"step {step.first.steps:,} in memory is of another run than {other}"
             found.notes.append(f"{what}, and is not taken")
             continue
-        found.held = _held(kept.folder, step, nodes, how.checksums, found)
+        found.held = _held(kept.folder, step, nodes, options.checksums, found)
         if found.held is not None:
             found.step = step
             break

@@ -481,27 +481,29 @@ class RunState:
     @classmethod
     def of_ranks(
         cls,
-        facts: Mapping[str, Any],
-        own: LiveValues,
+        read: Callable[[], tuple[Mapping[str, Any], LiveValues]],
         place_now: Callable[[], DataPlace],
         folder: Path,
         notes: Sequence[str] = (),
     ) -> "RunState":
-        """Compares the values that this rank has for itself with those of the others: what differs
-        is kept for each. Errors name the file in `folder`. Collective. Raises SaveError."""
-        differing = own.differing(agree.collect(own.digest))
+        """What `read` gives on each rank: facts, and the values that the rank has for itself. Those
+        are compared, and what differs is kept for each. Errors name the file in `folder`.
+        Collective. Raises SaveError."""
         rank, files = agree.world()[0], dict[str, bytes]()
-        with agree.together():
+        with agree.together() as block:
+            found, own = read()
             place = place_now()
-            found = {**facts, **place.position}
             if place.random is not None:
                 files[file_name(rank)] = place.random
-            if differing:
-                name = per_rank.file_name(rank)
+            facts = copy.deepcopy({**found, **place.position})
+            block.value = own.digest()
+        if differing := own.differing(block.values):
+            name = per_rank.file_name(rank)
+            with agree.together():
                 files[name] = own.text(folder / name, differing).encode()
-                found[per_rank.PER_RANK] = differing.as_value()
-                notes = [*notes, f"differs from rank to rank, and is kept for each: {differing}"]
-            return cls(copy.deepcopy(found), files, tuple(notes))
+            facts[per_rank.PER_RANK] = differing.as_value()
+            notes = [*notes, f"differs from rank to rank, and is kept for each: {differing}"]
+        return cls(facts, files, tuple(notes))
 
 
 # ---- what a load sets
@@ -525,7 +527,7 @@ class CommonState:
         cls,
         source: Checkpoint,
         values: Values,
-        how: LoadOptions,
+        options: LoadOptions,
         mesh: Mesh,
         place: tuple[int, int],
     ) -> "CommonState":
@@ -533,15 +535,15 @@ class CommonState:
         where the data position does not fit the loader."""
         saved = source.extras
         client = saved.client_state
-        if how.own is not None:
-            client = how.own.over(client, how.apart)
-        position = None if how.module_only else saved.data_position
-        if how.loader is not None and position is not None:
-            how.loader.check(position, str(source.folder))
+        if options.own is not None:
+            client = options.own.over(client, options.apart)
+        position = None if options.module_only else saved.data_position
+        if options.loader is not None and position is not None:
+            options.loader.check(position, str(source.folder))
         rank = agree.world()[0]
-        randoms = Restored.plan(source, mesh, rank, place) if how.rng else Restored(None)
+        randoms = Restored.plan(source, mesh, rank, place) if options.rng else Restored(None)
         built = values.built(dict(client), "client_state")
-        return cls(saved.counters, saved.scaler, built, randoms, position, how.loader)
+        return cls(saved.counters, saved.scaler, built, randoms, position, options.loader)
 
     def apply(self) -> list[str]:
         """Sets random states and the data position; returns notes."""

@@ -192,15 +192,15 @@ class SaveRequest(ABC):
         where an earlier save into the folder was given up on this rank, and may still write."""
         locks.require_left(self.aside)
         own = {one.name: getattr(self.options, one.name) for one in fields(self.options)}
-        how = {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
-        return {"save_dir": os.path.abspath(self.folder), "tag": self.tag}, how
+        options = {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
+        return {"save_dir": os.path.abspath(self.folder), "tag": self.tag}, options
 
 
 def require_one_save(asked: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
     """Raises UsageError on all ranks unless all of them save into one tag, in one way
     (`SaveRequest.asked`)."""
     agree.require_same([where for where, _ in asked], "the ranks don't save into one tag")
-    agree.require_same([how for _, how in asked])
+    agree.require_same([options for _, options in asked])
 
 
 _WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
@@ -212,7 +212,7 @@ def save_engine(request: SaveRequest) -> SaveReport:
     a save that was to warn, a note and the report say why."""
     engine, background = request.engine, background_of(request.engine)
     if background is not None:
-        if background.how.busy == "skip" and any(agree.gather(background.is_busy)):
+        if background.options.busy == "skip" and any(agree.gather(background.is_busy)):
             say.note(f"a save was skipped: that of {background.what} is still under way")
             return _unfinished(Path(background.what), request.steps)
         with agree.together():
@@ -220,7 +220,7 @@ def save_engine(request: SaveRequest) -> SaveReport:
     try:
         report = _begun(request)
     except SaveError as error:
-        is_raised = background is None or background.how.on_error == "raise"
+        is_raised = background is None or background.options.on_error == "raise"
         if is_raised or error.id not in _WARNED:
             raise
         say.note(f"a save failed, and training goes on: {error}")

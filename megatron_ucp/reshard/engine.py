@@ -188,7 +188,11 @@ class Engine(Lender, Protocol):
         ...
 
     def prepare_state(
-        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
+        self,
+        source: Checkpoint,
+        scheduler: bool,
+        groups: Sequence[int | None],
+        options: LoadOptions,
     ) -> ReadyState:
         """Reads scheduler, counters, client state, random states and data position. `groups` are
         the checkpoint's for each group of the manifest. Raises a UcpError before anything is

@@ -206,18 +206,18 @@ class EngineSink:
         self,
         engine: Engine,
         held: Manifest,
-        how: LoadOptions,
+        options: LoadOptions,
         parts: tuple[SinkPart, ...],
         filled: Filled,
         extras: ReadyState,
         notes: list[str],
     ) -> None:
-        self.engine, self.held, self.how, self.parts = engine, held, how, parts
+        self.engine, self.held, self.options, self.parts = engine, held, options, parts
         self.filled, self.extras, self.notes = filled, extras, notes
         self._read: tuple[InPlaceSource, Plan] | None = None
         self._target = parts[0].target  # of all parts
         self._states = {slot: state for part in parts for slot, state in part.wants}
-        self._recorded = filled.recorded if how.checksums else {}
+        self._recorded = filled.recorded if options.checksums else {}
         self._sums: Sums = {}
         self._sizes: Counter[StateKey] = Counter()
         self._loaded_bytes = 0
@@ -226,7 +226,7 @@ class EngineSink:
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
         self.engine.mark_unusable()
-        if self.how.optimizer:
+        if self.options.optimizer:
             self.engine.allocate(self.filled.states)
         return self
 
@@ -311,7 +311,7 @@ class EngineSink:
             source.check_records(unseen)
             return same
         agree.collect(lambda: source.check_records(unseen))  # that error says more
-        require_alike([] if "replicas" in self.how.allow else apart, source.file)
+        require_alike([] if "replicas" in self.options.allow else apart, source.file)
         require_recorded(table, self._recorded, source.file)
         return same
 
@@ -319,9 +319,9 @@ class EngineSink:
         """Copies the masters into the weights; sets steps, hyper-parameters and extras."""
         self.engine.refresh()
         self.notes += self.engine.drop_gradients()
-        if self.how.own is not None:
-            set_buffers(self.engine, self.how.own.buffers)
-        if self.how.optimizer:
+        if self.options.own is not None:
+            set_buffers(self.engine, self.options.own.buffers)
+        if self.options.optimizer:
             for number, scalars in self.filled.scalars.items():
                 self.engine.set_scalars(number, scalars)
             self.notes += self._set_groups()
@@ -332,7 +332,7 @@ class EngineSink:
         self.engine.mark_usable()
 
     def _set_groups(self) -> list[str]:
-        if self.how.hyper == "config":
+        if self.options.hyper == "config":
             return ["hyper-parameters kept from the engine's configuration, as asked"]
         if not any(self.filled.groups):
             fresh = "the optimizer's states begin afresh, "
@@ -389,43 +389,43 @@ def named(found: Mapping[str, Sequence[str]]) -> list[str]:
 # unusable, filled, refreshed and marked usable again. No collective stands inside the arithmetic.
 
 
-def resume(engine: Engine, path: str | Path, tag: str | None, how: LoadOptions) -> Report:
+def resume(engine: Engine, path: str | Path, tag: str | None, options: LoadOptions) -> Report:
     """Fills an engine. Collective. Raises a UcpError on every rank; the engine is unchanged where
     metadata could show the reason, and refuses to step and to save where it could not."""
     started = time.perf_counter()
     with ExitStack() as opened:
         with agree.together() as looked:
-            read = opened.enter_context(open_checkpoint(path, tag, told=_told(engine, how)))
-            source = for_model(read, engine.manifest, how.allow)
-            looked.value = _check_files(source, how, engine)
-        how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
-        values = SharedFiles(source, str(source.folder), how.checksums)
-        return _filled_from(engine, source, values, how, started)
+            read = opened.enter_context(open_checkpoint(path, tag, told=_told(engine, options)))
+            source = for_model(read, engine.manifest, options.allow)
+            looked.value = _check_files(source, options, engine)
+        options = replace(options, apart=functools.reduce(PerRank.__or__, looked.values))
+        values = SharedFiles(source, str(source.folder), options.checksums)
+        return _filled_from(engine, source, values, options, started)
 
 
 def resume_from_memory(
-    engine: Engine, source: Checkpoint, held: Holder, how: LoadOptions
+    engine: Engine, source: Checkpoint, held: Holder, options: LoadOptions
 ) -> Report:
     """As `resume`, from the memories of all ranks: `source` says all that is no element of a
     tensor, and `held` has this rank's elements."""
     started = time.perf_counter()
     with agree.together() as looked:
-        looked.value = _check_files(source, how, engine)
-    how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
-    return _filled_from(engine, source, SharedMemories(str(source.folder), held), how, started)
+        looked.value = _check_files(source, options, engine)
+    options = replace(options, apart=functools.reduce(PerRank.__or__, looked.values))
+    return _filled_from(engine, source, SharedMemories(str(source.folder), held), options, started)
 
 
 def _filled_from(
     engine: Engine,
     source: Checkpoint,
     values: InPlaceSource,
-    how: LoadOptions,
+    options: LoadOptions,
     started: float,
 ) -> Report:
     """Fills an engine with `values`, which are those of `source`. `started` is the clock when the
     load began. Collective."""
     with agree.together():
-        sink = _prepared(engine, source, how)
+        sink = _prepared(engine, source, options)
     with say.progress("load") as advance:
         transfer(values, sink, run=TransferRun(progress=advance))
     steps = source.extras.counters.get("global_steps", 0)
@@ -442,46 +442,46 @@ def _filled_from(
         str(said.get(RUN, "")),
         str(said.get(ORIGIN, "")),
         values.read_by_all,
-        _left_out(how, engine),
+        _left_out(options, engine),
         sink.compared,
     )
 
 
-def _told(engine: Engine, how: LoadOptions) -> CallerModel:
+def _told(engine: Engine, options: LoadOptions) -> CallerModel:
     """What the engine knows of the checkpoint, and what the caller allows."""
-    told = replace(engine.told(), weights="weights" in how.allow)
-    return replace(told, classes=None) if "values" in how.allow else told
+    told = replace(engine.told(), weights="weights" in options.allow)
+    return replace(told, classes=None) if "values" in options.allow else told
 
 
-def _left_out(how: LoadOptions, engine: Engine) -> str:
+def _left_out(options: LoadOptions, engine: Engine) -> str:
     """What of a training state was not asked for, in words."""
-    if how.module_only:
+    if options.module_only:
         return "optimizer, scheduler and counters"
-    return "the optimizer's states" if engine.has_optimizer and not how.optimizer else ""
+    return "the optimizer's states" if engine.has_optimizer and not options.optimizer else ""
 
 
-def _prepared(engine: Engine, source: Checkpoint, how: LoadOptions) -> EngineSink:
+def _prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> EngineSink:
     """Everything that needs no tensor byte; raises before anything is written. Every rank looks at
     the whole engine, and prepares the parts that it has."""
     file, bare = str(source.folder), engine.manifest
-    optimizer = how.optimizer and engine.has_optimizer
+    optimizer = options.optimizer and engine.has_optimizer
     engine.check(source, optimizer)
-    fit = _fit(source.manifest, bare, how.allow, optimizer, file)
+    fit = _fit(source.manifest, bare, options.allow, optimizer, file)
     if optimizer:
         match_ties(source.manifest, file)
     require_alone(bare, fit, optimizer and engine.has_one_step, file)
     states = _states(bare, source.manifest, fit, optimizer, file)
     target = _with_states(engine, states)
-    groups, settings = _groups(engine, source, target, fit, how) if optimizer else ([], [])
-    own, apart = values_for(source, bare, how.apart, how.per_rank, how.allow)
-    how = replace(how, optimizer=optimizer, own=own)
-    extras = _extras(engine, source, how)
+    groups, settings = _groups(engine, source, target, fit, options) if optimizer else ([], [])
+    own, apart = values_for(source, bare, options.apart, options.per_rank, options.allow)
+    options = replace(options, optimizer=optimizer, own=own)
+    extras = _extras(engine, source, options)
     filled = _filled(engine, source, states, groups)
-    parts = _parts(engine, target, fit, how.allow)
-    copies = require_one_copy(source, bare.by_name, how.allow)
+    parts = _parts(engine, target, fit, options.allow)
+    copies = require_one_copy(source, bare.by_name, options.allow)
     described = _described(fit, source.manifest)
     notes = [*source.notes, *copies, *described, *settings, *apart, *extras.notes]
-    return EngineSink(engine, source.manifest, how, parts, filled, extras, notes)
+    return EngineSink(engine, source.manifest, options, parts, filled, extras, notes)
 
 
 def _filled(
@@ -506,14 +506,14 @@ def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
     ]
 
 
-def _check_files(source: Checkpoint, how: LoadOptions, engine: Engine) -> PerRank:
+def _check_files(source: Checkpoint, options: LoadOptions, engine: Engine) -> PerRank:
     """Compares the files with each other; the ranks share the work. Returns what differs from rank
     to rank in those of this one."""
     rank, world = agree.world()
-    optimizer = how.optimizer and engine.has_optimizer
+    optimizer = options.optimizer and engine.has_optimizer
     own = source.file_names[rank::world]
     for name in own:
-        source.check(name, how.allow, optimizer)
+        source.check(name, options.allow, optimizer)
     if optimizer:
         refuse_lost_moments(source.manifest, str(source.folder))
     return differing(source, own)
@@ -601,16 +601,16 @@ def _wants(target: Manifest, fit: Fit, taken: Sequence[BufferPart]) -> list[Want
 
 
 def _groups(
-    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, how: LoadOptions
+    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, options: LoadOptions
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The hyper-parameters of each group as live values, and notes; none for a group whose
     parameters all begin afresh. Raises StateMismatchError, UnsafePickleError."""
     file = str(source.folder)
-    notes = match_optimizers(source.manifest, target, fit.fresh, how.allow, file)
+    notes = match_optimizers(source.manifest, target, fit.fresh, options.allow, file)
     groups = group_values(target, source.manifest.group_of, file, fit.fresh)
-    if how.hyper == "config":
+    if options.hyper == "config":
         return groups, notes
-    groups, left = engine.built_groups(groups, file, "values" in how.allow)
+    groups, left = engine.built_groups(groups, file, "values" in options.allow)
     return groups, notes + left
 
 
@@ -631,12 +631,12 @@ def _parts(
     return tuple(parts)
 
 
-def _extras(engine: Engine, source: Checkpoint, how: LoadOptions) -> ReadyState:
+def _extras(engine: Engine, source: Checkpoint, options: LoadOptions) -> ReadyState:
     """What the engine takes besides element-wise states, and the sums of what was read for it."""
-    scheduler = how.scheduler and not how.module_only
+    scheduler = options.scheduler and not options.module_only
     origins = _origins(engine.manifest, source.manifest)
-    extras = engine.prepare_state(source, scheduler, origins, how)
-    if how.checksums:
+    extras = engine.prepare_state(source, scheduler, origins, options)
+    if options.checksums:
         source.check_read()
     return extras
 

@@ -41,7 +41,7 @@ def saved_each_way(
     ucp.attach(engine, family=getattr(setup, "family", None), save="background")
     reports = []
     for way in WAYS:
-        engine.ucp.how = replace(engine.ucp.how, way=way)
+        engine.ucp.save_options = replace(engine.ucp.save_options, way=way)
         engine.save_checkpoint(f"{folder}/{way}", **options)
         ucp.wait(engine)
         reports.append(ucp.report(engine).save)

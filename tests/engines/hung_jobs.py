@@ -111,7 +111,7 @@ class Run:
 
     def save(self, deadline: float | None) -> str:
         """One step and a save of it; what is said, where it failed."""
-        self.background.how = replace(self.background.how, deadline=deadline)
+        self.background.options = replace(self.background.options, deadline=deadline)
         self.step += 1
         if self.kind == "deepspeed":
             from tests.engines.model import train

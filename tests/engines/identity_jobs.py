@@ -259,7 +259,9 @@ def attached_twice(first: dict[str, Any], second: dict[str, Any], by_install: bo
         return f"{type(error).__name__}: {error}"
     handle = engine.ucp
     assert handle.stock_save.__func__ is stock, "an attached engine was attached around"
-    return {"save": handle.how.way, "keep_latest": handle.how.keep_latest} | dict(handle.options)
+    return {"save": handle.save_options.way, "keep_latest": handle.save_options.keep_latest} | dict(
+        handle.options
+    )
 
 
 def saves_as_asked_under_install(folder: str) -> tuple[list[str], bool]:

@@ -190,7 +190,7 @@ def read_state(
     """What a save writes and a hold keeps."""
     facts = {STEPS: program.global_steps, SEED: torch.initial_seed(), RUN: run_of(program).id}
     own = LiveValues({}, client_state, None, False, {})
-    return RunState.of_ranks(facts, own, place_now, folder)
+    return RunState.of_ranks(lambda: (facts, own), place_now, folder)
 
 
 @dataclass(frozen=True)

@@ -127,3 +127,21 @@ def test_files_that_are_named_by_the_sequence_parallel_rank(case: str, tmp_path:
     assert ucp.verify(folder).findings == ()
     shutil.copy(lost, str(lost).replace("mp_rank_01", "mp_rank_00"))
     assert ucp.verify(folder).findings  # two files of one partition
+
+
+@pytest.mark.parametrize(
+    ("version", "is_newer"), [("0.20.1", True), ("1.0", True), ("0.19.8", False)]
+)
+def test_keys_that_a_newer_deepspeed_may_have_added_are_named(
+    version: str, is_newer: bool, tmp_path: Path
+) -> None:
+    """In a file of a known version they are the user's, and no note says a word."""
+    folder = Path(shutil.copytree(FOLDER / "0.18.2" / "zero1", tmp_path / "tag"))
+    for path in folder.glob("mp_rank_*"):
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, "ds_version": version, "lr_plan": 3}, path)
+    with opened(folder) as checkpoint:
+        assert checkpoint.extras.client_state["lr_plan"] == 3
+        notes = [note for note in checkpoint.notes if "lr_plan" in note]
+    assert bool(notes) == is_newer
+    assert all(version in note and "client state" in note for note in notes)

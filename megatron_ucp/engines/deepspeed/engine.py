@@ -238,15 +238,15 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
     attachment = _Attachment(
         dict(options), by_install, {name: engine.__dict__.get(name) for name in _REPLACED}
     )
-    how = SaveOptions.of(options)
+    save_options = SaveOptions.of(options)
     beside, in_memory = background_options(options), memory_options(options)
-    model = _model_of(engine, options.get("family"), options.get("rules"), how)
+    model = _model_of(engine, options.get("family"), options.get("rules"), save_options)
     _say_layouts(engine, model)
-    handle = _DeepSpeedHandle(engine, model, how, options_for(LOADS, options))
+    handle = _DeepSpeedHandle(engine, model, save_options, options_for(LOADS, options))
     steps = None
     if in_memory is not None:
         with agree.together():
-            steps = MemorySteps(handle, in_memory, how.rng, how.loader)
+            steps = MemorySteps(handle, in_memory, save_options.rng, save_options.loader)
     if beside is not None:
         keep_background(engine, Background(beside))
         guard_removals()
@@ -256,7 +256,7 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
         _keep_steps(engine, steps)
 
 
-def _model_of(engine: Any, family: Any, rules: Any, how: SaveOptions) -> Model | None:
+def _model_of(engine: Any, family: Any, rules: Any, options: SaveOptions) -> Model | None:
     """The engine's model, if a family or rules describe it. Collective. Raises a UcpError on every
     rank for an engine that can't be attached."""
     if rules is not None:
@@ -269,7 +269,7 @@ def _model_of(engine: Any, family: Any, rules: Any, how: SaveOptions) -> Model |
         refuse_engine(engine, model)
         refuse_writer(engine)
         taken_as = carried_as(engine)
-        refuse_strange(saved_by_engine(engine), left=how.values_left)
+        refuse_strange(saved_by_engine(engine), left=options.values_left)
     for note in [*([taken_as] if taken_as else []), *quantized_note(engine.module)]:
         say.note(note)
     return model
@@ -339,14 +339,18 @@ def _instead_of(stock: Callable[..., Any], own: Callable[..., Any]) -> Callable[
 
 
 class _DeepSpeedHandle(Handle):
-    """An engine of DeepSpeed, which is saved as `how` says; `stock_save` and `stock_load` are its
-    own methods."""
+    """An engine of DeepSpeed, which is saved as `save_options` say; `stock_save` and `stock_load`
+    are its own methods."""
 
     def __init__(
-        self, engine: Any, model: Model | None, how: SaveOptions, options: Mapping[str, Any]
+        self,
+        engine: Any,
+        model: Model | None,
+        save_options: SaveOptions,
+        options: Mapping[str, Any],
     ) -> None:
         super().__init__(engine, engine.module, model, options)
-        self.how = how
+        self.save_options = save_options
         self.stock_save, self.stock_load = engine.save_checkpoint, engine.load_checkpoint
         self._load_files = getattr(engine, _STOCK_LOAD)
 
@@ -363,23 +367,26 @@ class _DeepSpeedHandle(Handle):
     def to_fill(self, family: Any) -> LiveEngine:
         return to_fill(self.program, family)
 
-    def lent(self, how: HoldOptions) -> MemoryRun:
-        how, engine = replace(how, loader=how.loader or self.how.loader), self.program
+    def lent(self, options: HoldOptions) -> MemoryRun:
+        options, engine = (
+            replace(options, loader=options.loader or self.save_options.loader),
+            self.program,
+        )
         with agree.together():
             require_usable(engine)
             check_states(engine)
-            refuse_strange(saved_by_caller(how.client_state, engine, None))
-            refuse_strange(saved_by_engine(engine), left=self.how.values_left)
+            refuse_strange(saved_by_caller(options.client_state, engine, None))
+            refuse_strange(saved_by_engine(engine), left=self.save_options.values_left)
         live = self.present()
-        state = read_state(live.shard, how.client_state, how.place_now)
-        extras = read_extras(live.shard, how.client_state)
+        state = read_state(live.shard, options.client_state, options.place_now)
+        extras = read_extras(live.shard, options.client_state)
         unknown = sorted(
             {name for names in agree.collect(live.shard.not_carried) for name in names}
         )
         if unknown:
             note = f"states of the optimizer that are not known stay behind: {', '.join(unknown)}"
             state = replace(state, notes=(*state.notes, note))
-        return lent(live, state, extras, how)
+        return lent(live, state, extras, options)
 
     @agree.door("the save")
     def save(
@@ -398,7 +405,7 @@ class _DeepSpeedHandle(Handle):
             absolute_path(save_dir),
             f"global_step{steps}" if tag is None else str(tag),
             steps,
-            self.how,
+            self.save_options,
             LATEST if save_latest else None,
             self.model,
             self.stock_save,

@@ -152,12 +152,16 @@ class LiveEngine(LiveShards):
         check_side_data(source, self.engine.module)
 
     def prepare_state(
-        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
+        self,
+        source: Checkpoint,
+        scheduler: bool,
+        groups: Sequence[int | None],
+        options: LoadOptions,
     ) -> EngineState:
         own, place = groups[self.own_groups], (self.shard.data_rank, self.shard.number)
         mesh = self.manifest.mesh
-        extras = EngineState.prepare(source, self.wrapper, scheduler, own, how, mesh, place)
-        notes = other_steps(source.manifest, self.manifest) if how.optimizer else []
+        extras = EngineState.prepare(source, self.wrapper, scheduler, own, options, mesh, place)
+        notes = other_steps(source.manifest, self.manifest) if options.optimizer else []
         notes += computes_otherwise(source, self.shard.model, self.engine.module)
         return replace(extras, notes=(*extras.notes, *notes))
 

@@ -94,14 +94,14 @@ def states_for(
     module: torch.nn.Module,
     source: Checkpoint,
     values: Values,
-    how: LoadOptions,
+    options: LoadOptions,
 ) -> dict[str, Any]:
     """What a load gives to the modules in a module. `values` builds them.
 
     Raises ModelMismatchError where one side has other states, but for what is allowed;
     UnsafePickleError for a value of a class that is not known."""
     held = _keepers(module)
-    own = {} if how.own is None else how.own.buffers
+    own = {} if options.own is None else options.own.buffers
     saved = {**source.extras.modules, **{n: v for n, v in own.items() if n in held}}
     if saved and source.manifest.mesh.tp > 1:
         raise UnsupportedError(
@@ -111,14 +111,14 @@ def states_for(
             parameter=next(iter(saved)),
             fix=_NATIVE,
         )
-    _require_alike(module, source, saved, how)
+    _require_alike(module, source, saved, options)
     found = {name: values.built(value, name) for name, value in saved.items() if name in held}
     nothing = {name: None for name, value in source.extras.stateless.items() if value is None}
     return {**{name: None for name in nothing if name in held}, **found}
 
 
 def _require_alike(
-    module: torch.nn.Module, source: Checkpoint, saved: Mapping[str, Any], how: LoadOptions
+    module: torch.nn.Module, source: Checkpoint, saved: Mapping[str, Any], options: LoadOptions
 ) -> None:
     """Raises ModelMismatchError where one side has other states, but for what is allowed."""
     lacking = set(states_of(module)) - {*source.extras.modules, *source.extras.stateless}
@@ -127,7 +127,7 @@ def _require_alike(
         (lacking, "the model has an extra state that the checkpoint lacks", "missing"),
         (extra, "the checkpoint holds an extra state that the model lacks", "extra"),
     ):
-        if names and word not in how.allow:
+        if names and word not in options.allow:
             raise ModelMismatchError(
                 what,
                 file=source.main_file,
@@ -329,29 +329,31 @@ class EngineState:
         wrapper: Wrapper,
         scheduler: bool,
         groups: Sequence[int | None],
-        how: LoadOptions,
+        options: LoadOptions,
         mesh: Mesh,
         place: tuple[int, int],
     ) -> "EngineState":
         """`groups` are the checkpoint's for each group of the engine's stage; `place` is this
         rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
         counts other groups than the engine has, or the data position does not fit the loader."""
-        values = Values.of(source, "values" in how.allow)
+        values = Values.of(source, "values" in options.allow)
         engine, ranks = wrapper.engine, source.manifest.mesh
-        found, notes = _schedule(source, engine, groups, how, values) if scheduler else (None, [])
-        notes += _of_the_position(source, engine, how)
-        common = CommonState.prepare(source, values, how, mesh, place)
+        found, notes = (
+            _schedule(source, engine, groups, options, values) if scheduler else (None, [])
+        )
+        notes += _of_the_position(source, engine, options)
+        common = CommonState.prepare(source, values, options, mesh, place)
         others = source.extras.others.items()
         return cls(
             engine,
-            wrapper if how.optimizer else None,
+            wrapper if options.optimizer else None,
             common,
             scheduler,
             found,
             {key: values.built(value, key) for key, value in others},
             (ranks.partitions, ranks.tp * ranks.pp),
-            states_for(engine.module, source, values, how),
-            how.module_only,
+            states_for(engine.module, source, values, options),
+            options.module_only,
             (*notes, *values.notes),
         )
 
@@ -394,22 +396,26 @@ class EngineState:
 
 
 def _schedule(
-    source: Checkpoint, engine: Any, groups: Sequence[int | None], how: LoadOptions, values: Values
+    source: Checkpoint,
+    engine: Any,
+    groups: Sequence[int | None],
+    options: LoadOptions,
+    values: Values,
 ) -> tuple[Any, list[str]]:
     """The scheduler's state as the engine takes it, and notes. Raises StateMismatchError."""
-    own = how.own
-    apart = own is not None and how.apart.scheduler
+    own = options.own
+    apart = own is not None and options.apart.scheduler
     found = own.scheduler if own is not None and apart else source.extras.scheduler
     if found is None:
         return None, []
     here = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     found = scheduler_for(found, groups, len(source.manifest.groups), here)
-    notes = check_class(found, engine.lr_scheduler, source, "scheduler" in how.allow)
+    notes = check_class(found, engine.lr_scheduler, source, "scheduler" in options.allow)
     _check_scheduler(found, engine, source)
     return values.built(found, "lr_scheduler", here), notes
 
 
-def _of_the_position(source: Checkpoint, engine: Any, how: LoadOptions) -> list[str]:
+def _of_the_position(source: Checkpoint, engine: Any, options: LoadOptions) -> list[str]:
     """Notes where the run does not go on with the next sample."""
     notes: list[str] = []
     if taken := source.manifest.run.get(MIDDLE):
@@ -417,10 +423,10 @@ def _of_the_position(source: Checkpoint, engine: Any, how: LoadOptions) -> list[
             f"the save came after {taken} micro-batches of a step: they are not in it, and "
             "their step begins again"
         )
-    if how.module_only:
+    if options.module_only:
         return notes
     manifest, counters = source.manifest, source.extras.counters
-    counts_samples = how.loader is not None and source.extras.data_position is not None
+    counts_samples = options.loader is not None and source.extras.data_position is not None
     return notes + notes_of_batch(
         Path(str(source.folder)), manifest.run, counters, engine, manifest.mesh.tp, counts_samples
     )
@@ -474,18 +480,18 @@ def read_state(
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""
-    notes = list[str]()
-    waiting = micro_batches(shard.engine) if in_the_middle(shard.engine, shard.wrapper) else None
-    with agree.together():
-        facts = _facts(shard)
-        own = _own_values(shard, client_state)
-        if waiting is not None:
-            facts[MIDDLE] = waiting
-            notes.append(
-                "the save came in the middle of an accumulation: the gradients of "
-                f"{waiting or 'some'} micro-batches since the last step are not in it"
-            )
-    return RunState.of_ranks(facts, own, place_now, folder, notes)
+    notes, middle = list[str](), dict[str, Any]()
+    if in_the_middle(shard.engine, shard.wrapper):
+        waiting = middle[MIDDLE] = micro_batches(shard.engine)
+        notes.append(
+            "the save came in the middle of an accumulation: the gradients of "
+            f"{waiting or 'some'} micro-batches since the last step are not in it"
+        )
+
+    def read() -> tuple[dict[str, Any], LiveValues]:
+        return {**_facts(shard), **middle}, _own_values(shard, client_state)
+
+    return RunState.of_ranks(read, place_now, folder, notes)
 
 
 def _facts(shard: LocalShard) -> dict[str, Any]:

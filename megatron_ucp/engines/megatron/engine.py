@@ -163,7 +163,7 @@ def attach_megatron(
         known = [name for name, row in OPTIONS.items() if {IN_BACKGROUND, IN_MEMORY} & {*row.of}]
         require_known(options, ["save", *known])
         _SAVE.check("save", options["save"])
-        how, in_memory = background_options(options), memory_options(options)
+        in_background, in_memory = background_options(options), memory_options(options)
     with agree.together():
         refuse_stack(chunks, optimizer)
         inner_optimizers(optimizer)  # all of a known kind
@@ -174,8 +174,8 @@ def attach_megatron(
         stack = MegatronStack(chunks, optimizer, scheduler, mesh, model)
     describe(stack)  # compares every parameter with its family, and every position
     stack.ucp = _StackHandle(stack, bare_model(chunks[0]), model)
-    if how is not None:
-        keep_background(stack, Background(how))
+    if in_background is not None:
+        keep_background(stack, Background(in_background))
         guard_removals()
     if in_memory is not None:
         with agree.together():
@@ -201,16 +201,16 @@ class _StackHandle(Handle):
     def to_fill(self, family: Any) -> LiveMegatron:
         return self.describe()
 
-    def lent(self, how: HoldOptions) -> MemoryRun:
+    def lent(self, options: HoldOptions) -> MemoryRun:
         stack = self.program
         present = present_to_save(stack, UnsupportedError)
-        state = read_state(stack, present.live.shard, how.place_now)
+        state = read_state(stack, present.live.shard, options.place_now)
         with agree.together():
-            client = {OPERATIONS: stack.floating_point_operations, **how.client_state}
+            client = {OPERATIONS: stack.floating_point_operations, **options.client_state}
             found = {inert(key): inert(value) for key, value in client.items()}
             extras = read_extras(stack, present.live.shard, found)
             extras = replace(extras, scheduler=inert(extras.scheduler))
-        return lent(present, state, extras, how)
+        return lent(present, state, extras, options)
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
         return save_stack(self.program, save_dir, **options)

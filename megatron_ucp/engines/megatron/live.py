@@ -132,13 +132,17 @@ class LiveMegatron(LiveShards):
             )
 
     def prepare_state(
-        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
+        self,
+        source: Checkpoint,
+        scheduler: bool,
+        groups: Sequence[int | None],
+        options: LoadOptions,
     ) -> StackState:
         own = groups[self.own_groups]
         marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
-        extras = StackState.prepare(source, self.stack, self.shard, scheduler, marks, how)
+        extras = StackState.prepare(source, self.stack, self.shard, scheduler, marks, options)
         notes = computes_otherwise(source, self.stack.model, bare_model(self.stack.chunks[0]))
-        taken_as = self.shard.taken_as if how.optimizer else ()
+        taken_as = self.shard.taken_as if options.optimizer else ()
         return replace(extras, notes=(*extras.notes, *notes, *taken_as))
 
     # ------------------------------------------------ writing

@@ -33,11 +33,11 @@ NUM_STEPS = "num_steps"  # of a schedule that counts samples
 class StackState:
     """Values ready to be set in a stack. `schedule` are settings of the scheduler that change,
     `samples` those that it has seen (None: it is left as it is), `groups` what megatron-core kept
-    of each group. Of `how` it follows what else is set."""
+    of each group. Of `options` it follows what else is set."""
 
     stack: "MegatronStack"
     shard: "LocalShard"
-    how: LoadOptions
+    options: LoadOptions
     common: CommonState
     schedule: Mapping[str, Any]
     samples: int | None
@@ -56,13 +56,13 @@ class StackState:
         shard: "LocalShard",
         scheduler: bool,
         groups: Sequence[Mapping[str, Any]],
-        how: LoadOptions,
+        options: LoadOptions,
     ) -> "StackState":
         """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
         is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
         than the checkpoint's, or the data position does not fit the loader."""
         saved, notes = source.extras, list[str]()
-        values = Values.of(source, "values" in how.allow)
+        values = Values.of(source, "values" in options.allow)
         schedule: dict[str, Any] = {}
         samples = None
         if scheduler and stack.scheduler is not None:
@@ -73,25 +73,27 @@ class StackState:
         elif scheduler and saved.scheduler is not None:
             notes.append("the scheduler was not restored: the engine has none")
         place = stack.mesh.partition_of(shard.rank), stack.mesh.coord(shard.rank).pp
-        common = CommonState.prepare(source, values, how, stack.mesh, place)
+        common = CommonState.prepare(source, values, options, stack.mesh, place)
         kept = groups if scheduler and not _keeps_own(stack.scheduler) else []
         notes += values.notes
-        return cls(stack, shard, how, common, schedule, samples, kept, tuple(notes))
+        return cls(stack, shard, options, common, schedule, samples, kept, tuple(notes))
 
     def apply(self) -> list[str]:
         """Sets everything; the loss scale where the states of the optimizer were loaded. Returns
         notes."""
         notes: list[str] = []
-        if self.how.module_only:
+        if self.options.module_only:
             return notes
         stack, counters = self.stack, self.common.counters
-        if self.how.optimizer:
+        if self.options.optimizer:
             for inner in self.shard.inner:
                 _set_scaler(getattr(inner, "grad_scaler", None), self.common.scaler, notes)
             for number, saved in enumerate(self.groups):
                 _set_rates(number, self.shard.param_groups[number], saved, notes)
         if self.samples is not None:
-            _set_schedule(stack.scheduler, self.schedule, self.samples, self.how.optimizer, notes)
+            _set_schedule(
+                stack.scheduler, self.schedule, self.samples, self.options.optimizer, notes
+            )
         stack.iteration = counters.get("global_steps", stack.iteration)
         stack.consumed_samples = counters.get("global_samples", stack.consumed_samples)
         stack.skipped_iterations = counters.get("skipped_steps", stack.skipped_iterations)
@@ -119,17 +121,20 @@ def read_state(
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""
-    facts = {
-        STEPS: stack.iteration,
-        SEED: torch.initial_seed(),
-        "skipped_steps": stack.skipped_iterations,
-        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
-        RUN: run_of(stack).id,
-    }
-    # a stack has no client state, and one schedule
-    buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
-    own = LiveValues(buffers, {}, None, False, {})
-    return RunState.of_ranks(facts, own, place_now, folder, shard.taken_as)
+
+    def read() -> tuple[dict[str, Any], LiveValues]:
+        facts = {
+            STEPS: stack.iteration,
+            SEED: torch.initial_seed(),
+            "skipped_steps": stack.skipped_iterations,
+            RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
+            RUN: run_of(stack).id,
+        }
+        # a stack has no client state, and one schedule
+        buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
+        return facts, LiveValues(buffers, {}, None, False, {})
+
+    return RunState.of_ranks(read, place_now, folder, shard.taken_as)
 
 
 def read_extras(

@@ -1,5 +1,6 @@
 """What DeepSpeed saves besides element-wise states, from a tag folder's model files."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,9 +9,9 @@ from typing import Any
 from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import stage_of
-from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.errors import DamagedFileError, some_of
 from megatron_ucp.formats.checkpoint import Extras
-from megatron_ucp.formats.deepspeed.files import COUNTERS, HELPERS, OWN_KEYS, TagFolder
+from megatron_ucp.formats.deepspeed.files import COUNTERS, HELPERS, NEWEST, OWN_KEYS, TagFolder
 from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.deepspeed.weights import is_nothing
 from megatron_ucp.formats.loss_scale import LossScale
@@ -75,6 +76,20 @@ def from_meta(
         patterns if isinstance(patterns, dict) else {},
         {name: value for name, value in modules.items() if not is_nothing(value)},
     )
+
+
+def notes_of_keys(meta: Mapping[str, Any]) -> list[str]:
+    """A note about keys of a model file that a later DeepSpeed than is known here may have added:
+    they are taken for the user's client state."""
+    version = str(meta.get("ds_version") or "")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    keys = sorted(str(key) for key in meta if key not in OWN_KEYS)
+    if not keys or numbers is None or (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        return []
+    return [
+        f"DeepSpeed {version} is newer than what is known here: keys of its model file that it may "
+        f"have added are taken for the client state ({some_of(keys)})"
+    ]
 
 
 def _check_counters(folder: TagFolder, meta: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ OWN_KEYS = frozenset(
         "sparse_tensor_module_names",
     }
 )
+NEWEST = (0, 19)  # the latest version of DeepSpeed whose keys these are
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 HELPERS = ("random_ltd", "data_sampler")
 # Members of enums in the arguments that Megatron-DeepSpeed has in its client state: (class, value)

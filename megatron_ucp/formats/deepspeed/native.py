@@ -27,7 +27,7 @@ from megatron_ucp.formats.deepspeed.expected_files import (
     require_layer_files,
     require_rank_files,
 )
-from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
+from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of, notes_of_keys
 from megatron_ucp.formats.deepspeed.files import is_universal, tp_of
 from megatron_ucp.formats.deepspeed.layout_sources import compared
 from megatron_ucp.formats.deepspeed.lost_states import refuse_unusable, said_of
@@ -102,6 +102,7 @@ class NativeCheckpoint(NativeRun):
             *([MATCHED] if by_position(self) else []),
             *said_of(self.manifest),
             *said_of_side_data(self.weights.side_data()),
+            *notes_of_keys(self.meta),
         ]
 
     def read_extras(self) -> Extras:
