@@ -45,6 +45,7 @@ from megatron_ucp.families.settings import (
 from megatron_ucp.families.twin import (
     MLP_ROWS,
     NORM_ROWS,
+    ROPE,
     TOP,
     Rows,
     block,
@@ -406,22 +407,10 @@ def _sizes_of(config: Config) -> DeepSeekSizes:
 
 def _rope_of(config: Config) -> dict[str, Any]:
     """What a config says of the rotary embedding. Raises UnsupportedError."""
-    rope, is_one = rope_of(config)
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    settings = {
-        "rope type": rope["rope_type"],
-        "rope_scaling beside rope_parameters": "the same" if is_one else "another",
-        "partial_rotary_factor": share,
-        **{key: rope[key] for key in ("attention_factor", "truncate") if key in rope},
-    }
-    known: dict[str, tuple[object, ...]] = {
-        "rope type": ("default", "yarn"),
-        "rope_scaling beside rope_parameters": ("the same",),
-        "partial_rotary_factor": (1.0,),
-        "attention_factor": (None,),
-        "truncate": (True,),
-    }
-    check_config(settings, known)
+    rope, settings = rope_of(config)
+    kinds, factors, truncate = ("default", "yarn"), (None,), (True,)
+    known = {**ROPE, "rope type": kinds, "attention_factor": factors, "truncate": truncate}
+    check_config({**rope, **settings}, known)
     return rope
 
 

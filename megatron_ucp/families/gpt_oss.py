@@ -32,6 +32,7 @@ from megatron_ucp.families.settings import (
 from megatron_ucp.families.twin import (
     ATTENTION_ROWS,
     NORM_ROWS,
+    ROPE,
     TRANSPOSED,
     Row,
     Rows,
@@ -207,13 +208,11 @@ def from_config(config: Config) -> tuple[MixtralSizes, Architecture]:
 def _rope_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a config says of the rotary embedding without yarn, and megatron-core's settings of
     that. Raises UnsupportedError."""
-    rope, is_one = rope_of(config)
+    rope, settings = rope_of(config)
     if rope["rope_type"] != "yarn":
         return {}, {}
-    places = {"rope_scaling beside rope_parameters": "the same" if is_one else "another"}
     lacking = ("attention_factor", "mscale", "mscale_all_dim")
-    same_here: dict[str, tuple[object, ...]] = {key: ("the same",) for key in places}
-    check_config({**rope, **places}, {**dict.fromkeys(lacking, (None,)), **same_here})
+    check_config({**rope, **settings}, {**ROPE, **dict.fromkeys(lacking, (None,))})
     yarn = {**_USUAL_YARN, **{key: value for key, value in rope.items() if value is not None}}
     odd = {ours: yarn[theirs] for ours, theirs in _YARN.items()}
     base = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 150000.0)))}

@@ -11,10 +11,11 @@ Beside the parameters a router may have the buffer `mlp.router.expert_bias` (E e
 same on every rank).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import llama, pipe
 from megatron_ucp.families.family import (
@@ -137,6 +138,11 @@ def names(sizes: MixtralSizes) -> dict[str, str]:
     return dict(pipe.layers(transformer(sizes, lambda number: layer(sizes, number))).names)
 
 
+def layers(params: Collection[str]) -> Layers:
+    """The list of layers of a model with these parameters; a router's bias is a buffer."""
+    return pipe.layers([name for name in params if not name.endswith(f"{ROUTER}expert_bias")])
+
+
 def measure(module: Any) -> MixtralSizes:
     """From a megatron-core GPTModel, or a PipelineModule with the same attributes. Raises
     UsageError for a model without experts."""
@@ -182,7 +188,7 @@ def mixture(
         table,
         "megatron_ucp/families/mixtral.py",
         names,
-        pipe.layers,
+        layers,
         divided=divided,
         builder=builder,
         defaults={**llama.DEFAULTS, "num_experts": 8},

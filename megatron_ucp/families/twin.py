@@ -245,9 +245,9 @@ def read_common(config: Config, vocabulary: int, **more: Any) -> dict[str, Any]:
 def read_architecture(config: Config, epsilon: float, base: float, **more: Any) -> Architecture:
     """What a config says besides sizes; `epsilon` and `base` are the class's defaults. Raises
     UnsupportedError for what megatron-core's modules do not compute."""
-    rope, is_one = rope_of(config)
+    rope, settings = rope_of(config)
     kind: object = rope["rope_type"]
-    _check_computed(config, rope, str(kind), is_one)
+    _check_computed(config, rope, settings)
     factor = 0.0 if kind == "default" else float(rope["factor"])
     return Architecture(
         positions=int(config["max_position_embeddings"]),
@@ -260,28 +260,38 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
     )
 
 
-def rope_of(config: Config) -> tuple[dict[str, Any], bool]:
-    """What a config says of the rotary embedding; whether both places for it say the same."""
+_PLACES = "rope_scaling beside rope_parameters"
+# What every family asks of the rotary embedding of a config.
+ROPE: Mapping[str, tuple[object, ...]] = {_PLACES: ("the same",), "partial_rotary_factor": (1.0,)}
+
+
+def rope_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a config says of the rotary embedding; and the settings of that for `check_config`, by
+    the names of `ROPE`, with the "rope type"."""
     rope: dict[str, Any] = {}
     keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read part each
     ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
     for part in ropes:
         rope.update(part)
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    return rope, ropes[:1] == ropes[-1:]
+    return rope, {
+        "rope type": rope["rope_type"],
+        _PLACES: "the same" if ropes[:1] == ropes[-1:] else "another",
+        "partial_rotary_factor": rope.get(
+            "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
+        ),
+    }
 
 
-def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> None:
-    """Raises UnsupportedError for what megatron-core's modules do not compute. `rope` says the
-    rotary embedding, of that `kind`; it `is_one` where both places say the same."""
+def _check_computed(config: Config, rope: Config, settings: Config) -> None:
+    """Raises UnsupportedError for what megatron-core's modules do not compute; `rope` and
+    `settings` are those of `rope_of`."""
     layers = {*(config.get("layer_types") or ())} - {"full_attention"}
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    is_llama_3 = settings["rope type"] == "llama3"
     computed: dict[str, object] = {
-        "partial_rotary_factor": share,
-        "rope type": kind,
-        "rope parameters": {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3,
+        **settings,
+        "rope parameters": {key: rope.get(key) for key in LLAMA_3} if is_llama_3 else LLAMA_3,
         "layer types": ", ".join(sorted(layers)),
-        "rope_scaling beside rope_parameters": "the same" if is_one else "another",
     }
     check_config(
         {**config, **computed},
@@ -294,8 +304,7 @@ def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> No
             "rope type": ("default", "linear", "llama3"),
             "rope parameters": (LLAMA_3,),
             "layer types": ("",),
-            "rope_scaling beside rope_parameters": ("the same",),
-            "partial_rotary_factor": (1.0,),
+            **ROPE,
         },
     )
 
