@@ -12,7 +12,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.load import MemorySource, load
 from megatron_ucp.engines.record import HANDLE, run_of
-from megatron_ucp.engines.run_state import STEPS, DataPlace, ResumableLoader, RunState
+from megatron_ucp.engines.run_state import STEPS, DrawnState, ResumableLoader, RunState
 from megatron_ucp.errors import RankError, UsageError
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.in_memory import RunInMemory
@@ -54,11 +54,11 @@ class HoldOptions:
     loader: ResumableLoader | None = None
     rng: bool = True
     checksums: bool = True
-    place: DataPlace | None = None
+    place: DrawnState | None = None
 
-    def place_now(self) -> DataPlace:
+    def drawn_now(self) -> DrawnState:
         """Position and random states, as they are kept."""
-        return self.place or DataPlace.now(self.loader, self.rng)
+        return self.place or DrawnState.now(self.loader, self.rng)
 
 
 def lent(holder: Lender, state: RunState, extras: Extras, options: HoldOptions) -> "MemoryRun":

@@ -32,7 +32,7 @@ from megatron_ucp.engines.background import (
 )
 from megatron_ucp.engines.hold import HoldOptions, MemoryRun
 from megatron_ucp.engines.record import record_of, run_of
-from megatron_ucp.engines.run_state import STEPS, DataPlace, ResumableLoader
+from megatron_ucp.engines.run_state import STEPS, DrawnState, ResumableLoader
 from megatron_ucp.engines.save import as_save_error, stamp
 from megatron_ucp.errors import SaveError, UcpError, UsageError, some_of
 from megatron_ucp.formats import in_memory
@@ -466,7 +466,7 @@ class MemorySteps:
         self._attached, self.options, self._rng, self._loader = attached, options, rng, loader
         self._world = torch.distributed.group.WORLD
         self._is_named = False  # whether the folder of saves names this run
-        self._place: DataPlace | None = None
+        self._place: DrawnState | None = None
         self.background = Background(
             BackgroundOptions(busy="skip", on_error="warn", deadline=_DEADLINE_S)
         )
@@ -577,7 +577,7 @@ class MemorySteps:
         """The optimizer was stepped, for this step: the program may draw data of the next one
         before `ended_step`, and what that moves is kept as it is now."""
         if steps != self._seen and steps % self.options.every == 0:
-            self._place = DataPlace.now(self._loader, self._rng)
+            self._place = DrawnState.now(self._loader, self._rng)
 
     @agree.door("a step in memory")
     def ended_step(self, steps: int) -> None:

@@ -454,7 +454,7 @@ class _Rest:
 
 
 @dataclass(frozen=True)
-class DataPlace:
+class DrawnState:
     """What a program moves that draws data: random states, as the bytes of a file (None: they are
     not kept), and what a manifest says of the position of a loader."""
 
@@ -462,7 +462,7 @@ class DataPlace:
     position: Mapping[str, Any]
 
     @classmethod
-    def now(cls, loader: ResumableLoader | None, rng: bool) -> "DataPlace":
+    def now(cls, loader: ResumableLoader | None, rng: bool) -> "DrawnState":
         """As it is."""
         position = {} if loader is None else {"data": loader.state_dict()}
         return cls(file_bytes() if rng else None, position)
@@ -472,7 +472,9 @@ class DataPlace:
 class RunState:
     """What one rank has of a run besides elements. `facts` are lines of the manifest's `run`, the
     same on all ranks; `files` what this rank alone has, as small files by their names; `notes` say
-    what no load on another mesh gets. Nothing of it changes when the engine trains on."""
+    what no load on another mesh gets. Nothing of it changes when the engine trains on. A conversion
+    carries only the facts that `reshard/writers.CARRIED` lists.
+    """
 
     facts: Mapping[str, Any]
     files: Mapping[str, bytes]
@@ -482,7 +484,7 @@ class RunState:
     def of_ranks(
         cls,
         read: Callable[[], tuple[Mapping[str, Any], LiveValues]],
-        place_now: Callable[[], DataPlace],
+        drawn_now: Callable[[], DrawnState],
         folder: Path,
         notes: Sequence[str] = (),
     ) -> "RunState":
@@ -492,7 +494,7 @@ class RunState:
         rank, files = agree.world()[0], dict[str, bytes]()
         with agree.together() as block:
             found, own = read()
-            place = place_now()
+            place = drawn_now()
             if place.random is not None:
                 files[file_name(rank)] = place.random
             facts = copy.deepcopy({**found, **place.position})

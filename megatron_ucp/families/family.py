@@ -19,7 +19,8 @@ from megatron_ucp.families.settings import Architecture
 # ---- sizes and switches
 #
 # A switch (say, biases) is a field of `Sizes` and of `Builder`, a row of `SWITCHES`, and what
-# `attention_and_mlp` lists because of it. Nothing else names it.
+# `attention_and_mlp` lists because of it. Parameters of its own have names in `twin.NORM_ROWS` and
+# in `formats/megatron/buffers`, too.
 
 
 @dataclass(frozen=True)

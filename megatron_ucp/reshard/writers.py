@@ -80,6 +80,10 @@ from megatron_ucp.reshard.transfer import NARROW, SinkPart
 # What lies beside the files of a conversion, and says which files they are.
 
 
+# What a conversion takes over of a save's facts (`engines/run_state.RunState`); others stay behind.
+CARRIED = ("seed", "data", RUN, CLASSES, MEMBERS)
+
+
 def signed(
     manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...], said: dict[str, Any]
 ) -> Manifest:
@@ -88,9 +92,8 @@ def signed(
     recorded = source.recorded.run if source.recorded is not None else {}
     newest = max(os.stat(source.folder / name).st_mtime for name in source.file_names)
     content = json.dumps([recorded.get("saved_at"), [asdict(entry) for entry in files]])
-    kept = ("seed", "data", RUN, CLASSES, MEMBERS)
     run = {
-        **{key: recorded[key] for key in kept if key in recorded},
+        **{key: recorded[key] for key in CARRIED if key in recorded},
         **_fingerprint(manifest, source),
         **{key: value for key, value in manifest.run.items() if key not in (SAVED_ON, FINGERPRINT)},
         CONVERTED_FROM: str(source.manifest.written_on),

@@ -30,7 +30,7 @@ from megatron_ucp.engines.live import (
     scalar_state,
 )
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DataPlace, RunState
+from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DrawnState, RunState
 from megatron_ucp.engines.save import PendingSave, SaveOptions, SaveReport, SaveRequest, save_engine
 from megatron_ucp.engines.values import LiveValues, Values, inert
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras
@@ -185,12 +185,12 @@ class LiveProgram(LiveShards):
 
 
 def read_state(
-    program: Program, client_state: Mapping[str, Any], place_now: Any, folder: Path = Path()
+    program: Program, client_state: Mapping[str, Any], drawn_now: Any, folder: Path = Path()
 ) -> RunState:
     """What a save writes and a hold keeps."""
     facts = {STEPS: program.global_steps, SEED: torch.initial_seed(), RUN: run_of(program).id}
     own = LiveValues({}, client_state, None, False, {})
-    return RunState.of_ranks(lambda: (facts, own), place_now, folder)
+    return RunState.of_ranks(lambda: (facts, own), drawn_now, folder)
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ class ProgramSave(SaveRequest):
 
         left.enter_context(output_folder.begin(self.folder, self.tag, sync.right))
         live, options = describe(self.engine, present=True), self.options
-        place_now = partial(DataPlace.now, options.loader, options.rng)
-        state = read_state(self.engine, self.client_state, place_now, self.aside)
+        drawn_now = partial(DrawnState.now, options.loader, options.rng)
+        state = read_state(self.engine, self.client_state, drawn_now, self.aside)
         slots = {
             Slot(*part, name): live.tensor(Slot(*part, name))
             for part in live.parts()
@@ -256,7 +256,7 @@ class ProgramHandle(Handle):
 
     def lent(self, how: HoldOptions) -> MemoryRun:
         program = self.program
-        state = read_state(program, how.client_state, how.place_now)
+        state = read_state(program, how.client_state, how.drawn_now)
         client = {key: inert(value) for key, value in how.client_state.items()}
         extras = Extras({STEPS: program.global_steps}, None, LossScale(), None, client)
         return lent(self.present(), state, extras, how)

@@ -36,7 +36,7 @@ from megatron_ucp.engines.deepspeed.state import (
 )
 from megatron_ucp.engines.live import require_unstepped
 from megatron_ucp.engines.pt_files import RankFiles, StockFiles, replicas_of
-from megatron_ucp.engines.run_state import STEPS, DataPlace
+from megatron_ucp.engines.run_state import STEPS, DrawnState
 from megatron_ucp.engines.save import (
     PendingSave,
     SaveRequest,
@@ -200,8 +200,8 @@ class EngineSave(SaveRequest):
         self._begin(sync, left)
         live = describe(self.engine, self.model, present=True)
         steps = _steps_of(live)
-        place_now = partial(DataPlace.now, self.options.loader, self.options.rng)
-        state = read_state(live.shard, self.client_state, place_now, self.aside)
+        drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
+        state = read_state(live.shard, self.client_state, drawn_now, self.aside)
         files = self._rank_files(sync, left)
         before = time.perf_counter()
         written = self._stock(files)

@@ -19,7 +19,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
 from megatron_ucp.engines.deepspeed.shard import LocalShard, parallel_of
 from megatron_ucp.engines.live import recorded_settings
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DataPlace, RunState
+from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DrawnState, RunState
 from megatron_ucp.engines.values import (
     WHAT_TRAVELS,
     LiveValues,
@@ -475,7 +475,7 @@ def set_scaler(engine: Any, wrapper: Any, saved: LossScale, notes: list[str]) ->
 def read_state(
     shard: LocalShard,
     client_state: Any,
-    place_now: Callable[[], DataPlace],
+    drawn_now: Callable[[], DrawnState],
     folder: Path = Path(),
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
@@ -491,7 +491,7 @@ def read_state(
     def read() -> tuple[dict[str, Any], LiveValues]:
         return {**_facts(shard), **middle}, _own_values(shard, client_state)
 
-    return RunState.of_ranks(read, place_now, folder, notes)
+    return RunState.of_ranks(read, drawn_now, folder, notes)
 
 
 def _facts(shard: LocalShard) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class _StackHandle(Handle):
     def lent(self, options: HoldOptions) -> MemoryRun:
         stack = self.program
         present = present_to_save(stack, UnsupportedError)
-        state = read_state(stack, present.live.shard, options.place_now)
+        state = read_state(stack, present.live.shard, options.drawn_now)
         with agree.together():
             client = {OPERATIONS: stack.floating_point_operations, **options.client_state}
             found = {inert(key): inert(value) for key, value in client.items()}

@@ -32,7 +32,7 @@ from megatron_ucp.engines.megatron.optimizer import kind_of
 from megatron_ucp.engines.megatron.shard import MegatronStack
 from megatron_ucp.engines.megatron.state import read_extras, read_state
 from megatron_ucp.engines.record import record_of, run_of
-from megatron_ucp.engines.run_state import DataPlace, ResumableLoader
+from megatron_ucp.engines.run_state import DrawnState, ResumableLoader
 from megatron_ucp.engines.save import (
     SAVE_FAILED,
     PendingSave,
@@ -555,8 +555,8 @@ class StackSave(SaveRequest):
         require_one_save([asked for asked, _ in block.values])
         known = all(is_known for _, is_known in block.values)
         plan = planned(stack, structure, present, str(self.path), known)
-        place_now = partial(DataPlace.now, self.options.loader, self.options.rng)
-        state = read_state(stack, present.live.shard, place_now, self.path)
+        drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
+        state = read_state(stack, present.live.shard, drawn_now, self.path)
         if background is not None:
             background.ready()
         manifest = replace(present.manifest, run=state.facts)

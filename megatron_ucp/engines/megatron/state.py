@@ -12,7 +12,7 @@ from megatron_ucp.core.manifest import RECORDED, RUN
 from megatron_ucp.engines.megatron.model import bare_model
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DataPlace, RunState
+from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DrawnState, RunState
 from megatron_ucp.engines.values import LiveValues, Values, refuse_strange, saved_values
 from megatron_ucp.errors import StateMismatchError, UcpError
 from megatron_ucp.families.settings import recorded
@@ -116,7 +116,7 @@ def require_saved_values(stack: "MegatronStack", error: type[UcpError]) -> None:
 def read_state(
     stack: "MegatronStack",
     shard: "LocalShard",
-    place_now: Callable[[], DataPlace],
+    drawn_now: Callable[[], DrawnState],
     folder: Path = Path(),
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
@@ -134,7 +134,7 @@ def read_state(
         buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
         return facts, LiveValues(buffers, {}, None, False, {})
 
-    return RunState.of_ranks(read, place_now, folder, shard.taken_as)
+    return RunState.of_ranks(read, drawn_now, folder, shard.taken_as)
 
 
 def read_extras(

@@ -1,7 +1,7 @@
 """Megatron-core's distributed checkpoints as Megatron-LM writes them by default (`dp_reshardable`):
 the optimizer's states lie in buckets without names.
 
-Which parameter lies where follows from the arguments of the run (see `buckets`). It is compared
+Which parameter lies where follows from the arguments of the run (see `buffers`). It is compared
 with the sizes and borders that the files show, and every master with the weight that has its name.
 """
 

@@ -243,7 +243,8 @@ class TorchDistCheckpoint(MegatronFolder):
         return grouped((one.blocks[0].chunk.place.file, one) for one in weights if one.blocks)
 
     def _is_proved(self, weight: StoredParam) -> bool:
-        """Whether the masters of a weight are stored beside it, and are not it."""
+        """Whether the masters that are stored beside a weight, rounded, are that weight; true where
+        none are stored."""
         if MASTER not in self.manifest.states_of(weight.name):
             return True
         masters = {
