@@ -501,6 +501,8 @@ class RangeWriter:
                 worker.result()
         finally:  # after a failure, and after Ctrl-C
             stopped.set()
+            for worker in workers:  # who closes the files next may: nobody writes any more
+                worker.join()
 
     def write_waiting(self) -> None:
         """Writes what waits, as long as the save has its right. Raises OSError, SaveError."""

@@ -45,7 +45,7 @@ from megatron_ucp.engines.save import (
 )
 from megatron_ucp.errors import PlanError, SaveError, UcpError, UnsupportedError, UsageError
 from megatron_ucp.formats import output_folder
-from megatron_ucp.formats.file_layout import FileLayout
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece
 from megatron_ucp.formats.megatron.arguments import Kind
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.torch_dist import BACKEND as TORCH_DIST
@@ -477,9 +477,13 @@ class StackSink(RanksFolderSink):
     ) -> None:
         super().__init__(path, output, sync, snapshot)
         self._tag, self._sums = path.name, sums
-        self._pieces = {
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[Path, int], FilePiece]:
+        """Those of this rank's files, by file and first byte."""
+        return {
             (self.aside / file.name, piece.place): piece
-            for file in output.files
+            for file in self.own_files
             for piece in file.pieces
         }
 
