@@ -6,13 +6,12 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from isal.isal_zlib import crc32_combine
 
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats.folder import LocalFile, StoredFile
+from megatron_ucp.formats.folder import Closing, LocalFile, StoredFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 
 _CHUNK_BYTES = 2**20
@@ -112,7 +111,7 @@ def same_bytes(one: Where, other: Where) -> bool:
     return True
 
 
-class OpenFile(ByteFile):
+class OpenFile(ByteFile, Closing):
     """A regular file, open as long as this is; a context manager. Raises NotFoundError when there
     is no such file, DamagedFileError when it can't be read or is no regular one."""
 
@@ -123,17 +122,6 @@ class OpenFile(ByteFile):
 
     def close(self) -> None:
         self.stored.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
         self._read_run(source.name, source.offset_bytes, source.size_bytes, start_byte, target)

@@ -22,14 +22,8 @@ from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
 MAX_JSON_BYTES = 256 * 2**20
 
 
-class StoredFile(ABC):
-    """A file that is open to be read at any byte; a context manager. `path` names it in messages.
-
-    Example: `file.read(8, memoryview(bytearray(4)))` takes the bytes 8 to 11.
-    """
-
-    path: str
-    size_bytes: int
+class Closing(ABC):
+    """What is closed at the end of a `with` block."""
 
     def __enter__(self) -> Self:
         return self
@@ -44,6 +38,16 @@ class StoredFile(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+class StoredFile(Closing):
+    """A file that is open to be read at any byte; a context manager. `path` names it in messages.
+
+    Example: `file.read(8, memoryview(bytearray(4)))` takes the bytes 8 to 11.
+    """
+
+    path: str
+    size_bytes: int
 
     @abstractmethod
     def read(self, start_byte: int, target: memoryview) -> None:
