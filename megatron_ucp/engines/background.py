@@ -11,23 +11,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megatron_ucp import say
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.messages import Ranks, of_bytes, to_bytes
 from megatron_ucp.reshard.options import BACKGROUND, IN_BACKGROUND, check_fields, options_for
 from megatron_ucp.reshard.threads import at_lowest_priority
+
+T = TypeVar("T")
 
 # ---- beside ranks
 #
@@ -37,6 +40,8 @@ from megatron_ucp.reshard.threads import at_lowest_priority
 
 _START_S = 120.0  # until all ranks are connected
 _DONE = "done"
+_LATE = "TORCH_GLOO_LAZY_INIT"  # since torch 2.8; older ones connect all ranks at once
+_MOST_NAMED = 8  # ranks that a message names
 _MESSAGE_BYTES = 64 * 2**20  # that go to another rank at once
 
 
@@ -52,17 +57,22 @@ def _messages(
             yield memory[low : low + _MESSAGE_BYTES], rank, number
 
 
-class SideGroup:
-    """All ranks of the default process group. Making one is collective. `gather` may be called by
-    another thread than training's, by one at a time."""
+class SideGroup(Ranks):
+    """All ranks of the default process group. Making one is collective. It may be used by another
+    thread than training's, by one at a time.
+
+    A rank is connected to rank 0's store, and to the few ranks that it ever sends messages to:
+    gloo connects two ranks when they first do. `patience_s` bounds each message (None: a day).
+    """
 
     def __init__(self) -> None:
         self.rank, self.world = agree.world()
+        self.patience_s: float | None = None
         self._group: Any = None
         self._store: TCPStore | None = None
         self._turn = 0
         self.doing = "has not begun"
-        self._said = ("", "")
+        self._said = ""
         if self.world > 1:
             self._connect()
 
@@ -71,24 +81,39 @@ class SideGroup:
         if self.rank == 0:
             host = os.environ.get("MASTER_ADDR") or socket.gethostname()
             self._store = TCPStore(host, 0, self.world, True, patience, alone)
-        place: Any = None if self._store is None else (self._store.host, self._store.port)
-        host, port = agree.gather(place)[0]
-        if self.rank:
-            self._store = TCPStore(host, port, self.world, False, patience, alone)
         store: Any = self._store
-        mine = PrefixStore("agree", store)
-        self._group = dist.ProcessGroupGloo(mine, self.rank, self.world, patience)
-
-    def gather(self, value: Any, seconds: float | None = None) -> list[Any]:
-        """The value of every rank, by rank. Collective, and waits for `seconds` at most. Raises
-        RankError, which names the ranks that are not there and what they do."""
-        if self.world == 1:
-            return [value]
-        patience = timedelta(seconds=max(seconds, 0.001) if seconds is not None else 86400.0)
+        host, port = agree.of_first(lambda: (store.host, store.port))
+        if self.rank:
+            self._store = store = TCPStore(host, port, self.world, False, patience, alone)
         self.says(_DONE)
+        with _connecting_late():
+            mine = PrefixStore("agree", store)
+            self._group = dist.ProcessGroupGloo(mine, self.rank, self.world, patience)
+
+    def lowest(self, *numbers: int) -> list[int]:
+        """As of all ranks. Raises RankError, which names the ranks that are not there and what they
+        do; so do the others."""
+        with self._turn_of_all():
+            return super().lowest(*numbers)
+
+    def agreed(
+        self, value: T, merge: Callable[[T, T], T], conclude: Callable[[T], Any]
+    ) -> tuple[T, Any]:
+        """As of all ranks. Raises RankError."""
+        with self._turn_of_all():
+            return super().agreed(value, merge, conclude)
+
+    def delivered(self, given: Mapping[int, T]) -> dict[int, T]:
+        """As of all ranks. Raises RankError."""
+        with self._turn_of_all():
+            return super().delivered(given)
+
+    @contextmanager
+    def _turn_of_all(self) -> Iterator[None]:
         self._turn += 1
+        self.says(_DONE)
         try:
-            return agree.gathered(value, partial(self._exchange, patience))
+            yield
         except RuntimeError as error:
             raise RankError(
                 "the ranks could not agree beside training: one is gone, or takes too long",
@@ -96,13 +121,16 @@ class SideGroup:
                 fix="look at the output of that rank",
             ) from error
 
-    def _exchange(self, patience: timedelta, data: bytes, size_bytes: int) -> list[bytes]:
-        options = AllgatherOptions()
-        options.timeout = patience
-        mine = agree.filled(data, size_bytes)
-        out = [torch.empty_like(mine) for _ in range(self.world)]
-        self._group.allgather([out], [mine], options).wait(patience)
-        return [part.numpy().tobytes() for part in out]
+    def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
+        """Within `patience_s`. Raises RuntimeError."""
+        seconds = 86400.0 if self.patience_s is None else max(self.patience_s, 0.001)
+        patience = timedelta(seconds=seconds)
+        coming = {rank: of_bytes(bytes(size)) for rank, size in sizes.items()}
+        works = [self._group.recv([memory], rank, 0) for rank, memory in coming.items()]
+        works += [self._group.send([of_bytes(data)], rank, 0) for rank, data in sent.items()]
+        for work in works:
+            work.wait(patience)
+        return {rank: to_bytes(memory) for rank, memory in coming.items()}
 
     def exchange(
         self, sent: Sequence[tuple[int, torch.Tensor]], taken: Sequence[tuple[int, torch.Tensor]]
@@ -124,26 +152,45 @@ class SideGroup:
             ) from error
 
     def says(self, what: str) -> None:
-        """Keeps what this rank does now for those that wait for it."""
-        key = f"{self._turn} of {self.rank}"
-        if (key, what) == self._said:
+        """Keeps what this rank does now for those that wait for it: one entry for each rank."""
+        said = f"{self._turn} {what}"
+        if said == self._said:
             return
-        self.doing, self._said = what, (key, what)
+        self.doing, self._said = what, said
         if self._store is not None:
-            with suppress(RuntimeError):  # it goes with rank 0, which `gather` then says
-                self._store.set(key, what)
+            with suppress(RuntimeError):  # it goes with rank 0, which `merged` then says
+                self._store.set(f"rank {self.rank}", said)
 
     def _missing(self) -> list[str]:
-        """What the ranks do that did not come to this turn."""
+        """What the ranks do that did not come to this turn, some of them."""
         out: list[str] = []
         store: Any = self._store
         with suppress(RuntimeError):
             for rank in range(self.world):
-                key = f"{self._turn - 1} of {rank}"
-                said = store.get(key).decode() if store.check([key]) else "nothing yet"
-                if said != _DONE:
-                    out.append(f"rank {rank}: {said}")
+                key = f"rank {rank}"
+                said = store.get(key).decode() if store.check([key]) else "0 nothing yet"
+                turn, _, what = said.partition(" ")
+                if int(turn) < self._turn:
+                    out.append(f"rank {rank}: {what}")
+                if len(out) == _MOST_NAMED:
+                    break
         return out
+
+
+@contextmanager
+def _connecting_late() -> Iterator[None]:
+    """Inside, a group of gloo's that is made connects two ranks when they first send each other
+    something. Otherwise each rank would connect to each other one: 16,383 sockets of a rank among
+    16,384."""
+    before = os.environ.get(_LATE)
+    os.environ[_LATE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LATE]
+        else:
+            os.environ[_LATE] = before
 
 
 # ---- snapshot
@@ -248,7 +295,7 @@ def background_options(options: Mapping[str, Any]) -> BackgroundOptions | None:
     return how if is_asked else None
 
 
-class SaveTurn:
+class SaveTurn(Ranks):
     """One save that goes on: its ranks, its deadline, its right to publish, and what became of it.
     A save that was given up keeps its own, so that nothing of it meets the next one, whenever its
     thread comes back.
@@ -263,6 +310,7 @@ class SaveTurn:
         self, what: str, ranks: SideGroup, deadline: float | None, right: PublishRight
     ) -> None:
         self.what, self.ranks, self.deadline, self.right = what, ranks, deadline, right
+        self.rank, self.world = ranks.rank, ranks.world
         self.began, self.pid = time.monotonic(), os.getpid()
         self.error: Exception | None = None
         self.is_given_up = False
@@ -271,11 +319,6 @@ class SaveTurn:
         right.says = ranks.says
         if deadline is not None:
             right.until = self.began + deadline
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return self.ranks.rank
 
     @property
     def is_under_way(self) -> bool:
@@ -290,9 +333,29 @@ class SaveTurn:
             return None
         return max(0.0, self.deadline - (time.monotonic() - self.began))
 
-    def gather(self, value: Any) -> list[Any]:
-        """As `SideGroup.gather`, until the deadline. Raises RankError, SaveError."""
-        return self.ranks.gather(value, self.left_s())
+    def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
+        """As of its ranks."""
+        return self.ranks.move(sent, sizes)
+
+    def lowest(self, *numbers: int) -> list[int]:
+        """As of its ranks, until the deadline. Raises RankError, SaveError."""
+        return self._in_time.lowest(*numbers)
+
+    def agreed(
+        self, value: T, merge: Callable[[T, T], T], conclude: Callable[[T], Any]
+    ) -> tuple[T, Any]:
+        """As of its ranks, until the deadline. Raises RankError, SaveError."""
+        return self._in_time.agreed(value, merge, conclude)
+
+    def delivered(self, given: Mapping[int, T]) -> dict[int, T]:
+        """As of its ranks, until the deadline. Raises RankError, SaveError."""
+        return self._in_time.delivered(given)
+
+    @property
+    def _in_time(self) -> SideGroup:
+        """Its ranks, which wait for each other until the deadline."""
+        self.ranks.patience_s = self.left_s()
+        return self.ranks
 
     def begin(self, work: Callable[[], object], ended: Callable[[], object]) -> None:
         """Does the work in a thread of its own; `ended` is called when nothing more comes of it."""
@@ -369,7 +432,7 @@ class Background:
     def ready(self) -> None:
         """Connections and memory for the next save. Collective; nothing is under way."""
         # a rank that failed has let its connections go, and then all of them are made anew
-        if not all(agree.gather(self._ranks is not None)):
+        if not agree.all_of(self._ranks is not None):
             self._ranks = SideGroup()
         self.snapshot.begin()
 

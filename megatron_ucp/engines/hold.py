@@ -4,6 +4,7 @@ stay, `load` fills the new engine with it; `resize` does both where the world st
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from megatron_ucp import say
@@ -19,7 +20,9 @@ from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender, LoadOptions, Report
 from megatron_ucp.reshard.fingerprint import (
+    JoinedSums,
     diverged,
+    join_sums,
     recorded_as,
     recorded_in,
     sums_of_rank,
@@ -65,10 +68,11 @@ def lent(holder: Lender, state: RunState, extras: Extras, options: HoldOptions) 
     """Puts together what all ranks have besides elements, which the `holder` has. Collective.
     Raises a UcpError on every rank."""
     manifest = holder.manifest
-    with agree.together() as block:
-        block.value = state.files, sums_of_rank(holder) if options.checksums else {}
-    files, sums = zip(*block.values, strict=True)
-    table, apart = table_of(manifest, sums)
+    own = agree.merging(join_sums, partial(table_of, manifest))
+    with own:
+        own.value = JoinedSums(sums_of_rank(holder) if options.checksums else {})
+    table, apart = own.result
+    files = agree.gather(state.files)
     manifest = replace(manifest, run={**state.facts, **recorded_as(table, apart)})
     run = RunInMemory(
         f"memory of {manifest.mesh}/step {state.facts.get(STEPS, 0)}",
@@ -257,7 +261,7 @@ def _checked(
         "checksums": options.checksums,
         "release": release,
     }
-    agree.require_same(agree.gather(asked))
+    agree.require_same(asked)
     with agree.together():
         check_switch("rng", options.rng)
         check_switch("checksums", options.checksums)
@@ -309,9 +313,7 @@ def _held(lent: MemoryRun, mesh: Mesh | None, ranks: int | None, release: bool) 
     with say.progress("hold") as advance:
         done = transfer(source, sink, run=TransferRun(progress=advance)).done
     held = MemoryRun(run, memory, _owners(takers), _one_id())
-    sizes = agree.gather((done, source.read_bytes))
-    kept, moved = (sum(column) for column in zip(*sizes, strict=True))
-    stay = sum(bool(size) for size, _ in sizes)
+    kept, moved, stay = agree.total(done, source.read_bytes, int(done > 0))
     amounts = f"{say.amount(kept)} on {stay} ranks, {say.amount(moved)} of it from others"
     say.ended(f"held {run.name} in memory: {amounts}", run.notes)
     return held
@@ -331,7 +333,7 @@ def _layout(
 
 def _one_id() -> str:
     """An identity that all ranks share. Collective."""
-    return agree.gather(uuid.uuid4().hex)[0]
+    return agree.of_first(lambda: uuid.uuid4().hex)
 
 
 def _owners(takers: Sequence[Sequence[BufferPart]]) -> dict[BufferPart, int]:
@@ -348,7 +350,7 @@ def _owners(takers: Sequence[Sequence[BufferPart]]) -> dict[BufferPart, int]:
 
 def _everywhere(held: MemoryRun) -> tuple[RunInMemory, Mapping[BufferPart, int]]:
     """What is held and by whom, on a rank that joined too. Collective. Raises UsageError."""
-    with agree.together() as block:
+    with agree.gathering() as block:
         if held.is_released:
             raise UsageError(
                 "what was held was let go of",

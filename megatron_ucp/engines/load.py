@@ -125,7 +125,7 @@ def load(
         **named,
     )
     where = {"path": os.path.abspath(path) if isinstance(path, str) else path, "tag": tag}
-    agree.require_same(agree.gather(as_compared({**where, **given})))
+    agree.require_same(as_compared({**where, **given}))
     options = load_options(given)
     if allow is not None:  # what `attach` got is for all loads, whatever each has a use for
         check_words(allow, {MEMORY if isinstance(path, MemorySource) else LOAD})

@@ -43,7 +43,14 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import content_id, find_tag, has_state_files
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions
-from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, sums_of_rank, table_of
+from megatron_ucp.reshard.fingerprint import (
+    JoinedSums,
+    diverged,
+    join_sums,
+    recorded_as,
+    sums_of_rank,
+    table_of,
+)
 from megatron_ucp.reshard.memory_layout import CopiedLayout, HostMemory, copied
 from megatron_ucp.reshard.options import IN_MEMORY, check_fields, options_for
 
@@ -503,7 +510,7 @@ class MemorySteps:
     def adopt_folder_of(self, path: Path) -> None:
         """As `adopt`, of the folder at a path, or around it where that is a tag. Collective. Raises
         UsageError on every rank where another engine keeps steps for it."""
-        is_tag = agree.collect(lambda: path.is_dir() and has_state_files(path))[0]
+        is_tag = agree.of_first(lambda: path.is_dir() and has_state_files(path))
         with agree.together():
             self.adopt(path.absolute().parent if is_tag else path)
 
@@ -601,7 +608,7 @@ class MemorySteps:
             self._note_once(_NO_FOLDER)
             return
         started = time.perf_counter()
-        with agree.together() as block:
+        with agree.gathering() as block:
             client = self.options.client_state
             state = {} if client is None else dict(client())
             own = run_of(self._attached.program)
@@ -631,20 +638,20 @@ class MemorySteps:
         held = HostMemory(lent.holder.manifest, lent.holder.parts())
         digest = hashlib.sha256(repr(held.places()).encode()).digest()
         is_known = self.life is not None and self.life.digest == digest
-        if not all(agree.gather(is_known)) or self.life is None:
+        if not agree.all_of(is_known) or self.life is None:
             self.life = self._begun(lent, digest)
         return self.life
 
     def _begun(self, lent: MemoryRun, digest: bytes) -> "Life":
         """Room for steps of these parts and sizes. Collective."""
-        with _as_save_error(), agree.together() as block:
+        with _as_save_error(), agree.gathering() as block:
             self.folder.make()
             block.value = node(), lent.holder.parts(), uuid.uuid4().hex[:12]
         nodes, here, names = zip(*block.values, strict=True)
         if self.life is not None:
             self.life.release()
             self.life = None
-        with _as_save_error(), agree.together() as block:
+        with _as_save_error(), agree.gathering() as block:
             layout = copied(lent.holder.manifest, here, nodes, self.options.copies)
             life = Life(self.folder, names[0], layout, lent, nodes, digest)
             block.value = life.size_bytes
@@ -677,10 +684,11 @@ class MemorySteps:
     def _settle(self, step: "_Step", started: float, blocked: float, turn: SaveTurn) -> None:
         """Brings a step to where it counts. Collective, among the ranks of the turn."""
         life = step.life
-        with _as_save_error(), agree.together(turn) as block:
+        sums = agree.merging(join_sums, ranks=turn)
+        with _as_save_error(), sums:
             turn.ranks.exchange(*life.messages(step.memory))
-            block.value = sums_of_rank(life.view(step.memory))
-        share, run = step.share(), step.text(block.values)
+            sums.value = JoinedSums(sums_of_rank(life.view(step.memory)))
+        share, run = step.share(), step.text(sums.result)
         with _as_save_error(), agree.together(turn), turn.right.changing("says what is kept"):
             life.folder.write_aside(share, run)
         with _as_save_error(), agree.together(turn), turn.right.changing("counts in memory"):
@@ -840,7 +848,7 @@ class _Step:
         where = life.id, self.turn, life.rank, self.id, self.steps
         return KeptShare(*where, stamp(), life.parts_in_all, self.run_id, slots, self.origin)
 
-    def text(self, sums: Sequence[Sums]) -> str | None:
+    def text(self, sums: JoinedSums) -> str | None:
         """What is said of the run, where this rank says it for its machine."""
         if not self.life.is_first_here:
             return None
@@ -932,9 +940,7 @@ def _look(
         return found
     nodes = agree.gather(node())
     steps = _listed(kept, nodes, found)
-    disk = agree.collect(lambda: _on_disk(engine, path, tag) if not agree.world()[0] else _Disk())[
-        0
-    ]
+    disk = agree.of_first(lambda: _on_disk(engine, path, tag))
     for step in steps:
         if disk.steps is not None and disk.steps >= step.first.steps:
             break
@@ -974,7 +980,7 @@ class _Disk:
 
 def _listed(kept: MemorySteps, nodes: Sequence[str], found: NewerStep) -> list[KeptStep]:
     """All steps in memory, the newest one first. Collective."""
-    with agree.together() as block:
+    with agree.gathering() as block:
         if nodes.index(node()) == agree.world()[0]:
             block.value = node(), *_on_machine(kept)
     steps: dict[str, dict[str, list[KeptShare]]] = {}
@@ -1057,7 +1063,7 @@ def _held(
         found.notes.append(_not_whole(what, len(step.held_by), parts, step.shares))
         return None
     own = _Own(folder, checksums)
-    with agree.together() as block:
+    with agree.gathering() as block:
         rank = agree.world()[0]
         here = [number for number, name in enumerate(nodes) if name == nodes[rank]]
         for share in step.shares.get(nodes[rank], ())[here.index(rank) :: len(here)]:

@@ -1,6 +1,7 @@
 """The `.pt` files of a save, written by this package in the place of `torch.save`: the same
 records, so that whatever loads the one loads the other."""
 
+import hashlib
 import io
 import os
 import pickle
@@ -23,7 +24,7 @@ from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.output_folder import Syncs
 from megatron_ucp.formats.pt.archive import ArchiveLayout, archive_of
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.folder import FileRange, RangeWriter, record_crcs
+from megatron_ucp.reshard.folder import FileRange, RangeWriter, WrittenRange, record_crcs
 from megatron_ucp.reshard.threads import Alongside
 
 # ---- live archive
@@ -117,7 +118,7 @@ class StockFiles:
         size_bytes = sum(path.stat().st_size for path in self.paths)
         return Written(size_bytes, self.summing.result())
 
-    def close(self, ranks: Sequence[Written]) -> list[FileEntry]:
+    def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
         """Each of them is whole already. Raises OSError."""
         return entries_in(self.aside, self.paths, self.sync)
 
@@ -143,11 +144,12 @@ class Replicas:
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def identity(self) -> Any:
+    def identity(self) -> str:
         """Equal on ranks that can write each other's bytes: those of one machine, which see the
         same pages of a file."""
         sizes = {name: len(memory) for name, memory in self.memory.items()}
-        return socket.gethostname(), self.ranks, sizes
+        text = repr((socket.gethostname(), self.ranks, sizes))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def name_of(self, memory: torch.Tensor) -> str | None:
         """The name of these very bytes; None for others."""
@@ -155,6 +157,10 @@ class Replicas:
             if own.data_ptr() == memory.data_ptr() and len(own) == len(memory):
                 return name
         return None
+
+
+# what a rank holds as others do, and the records of it in its own files: path, place, name
+SharedRecords = tuple[str, list[tuple[Path, int, str]]]
 
 
 class RankFiles:
@@ -171,6 +177,7 @@ class RankFiles:
         self._around_bytes = 0
         self._copies: dict[int, torch.Tensor] = {}  # by the first byte of the engine's memory
         self._begins: list[int] = []  # of copies, in order
+        self._owners: dict[Path, int] = {}  # ranks that end files in which others write
 
     def save(self, state_dict: object, path: str | Path) -> None:
         """In the place of `torch.save`. Raises what that raises, and OSError."""
@@ -191,17 +198,24 @@ class RankFiles:
             return None
         return self.replicas.name_of(memory)
 
-    def share(self) -> None:
-        """Takes this rank's ranges of what several ranks hold, whoever makes the file; from then on
-        no memory of the engine is needed. Collective. Raises OSError."""
-        shared = [
+    def shared(self) -> SharedRecords:
+        """The records of this rank's files that other ranks hold too."""
+        records = [
             (archive.path, archive.layout.places[key], name)
             for archive in self._archives
             for key, memory in archive.memory.items()
             if (name := self._shared_name(memory)) is not None
         ]
-        ranks, own = agree.gather((self.replicas.identity, shared)), agree.world()[0]
+        return self.replicas.identity, records
+
+    def share(self, ranks: Sequence[SharedRecords]) -> None:
+        """Takes this rank's ranges of what several ranks hold, whoever makes the file: `ranks` is
+        what each has of `shared`. From then on no memory of the engine is needed. Raises
+        OSError."""
+        own = agree.world()[0]
         alike = [rank for rank, (identity, _) in enumerate(ranks) if identity == ranks[own][0]]
+        for owner in alike:
+            self._owners |= {path: owner for path, _, _ in ranks[owner][1]}
         self._take(
             _range(path, place, self.replicas.memory[name], alike.index(own), len(alike))
             for owner in alike
@@ -244,11 +258,11 @@ class RankFiles:
         sums = {} if self.summing is None else self.summing.result()
         own = {archive.path for archive in self._archives}
         others = [one for one in self._writer.written if one.path not in own]
-        return Written(self._writer.size_bytes + self._around_bytes, sums, others)
+        of_owners = grouped((self._owners[one.path], one) for one in others)
+        return Written(self._writer.size_bytes + self._around_bytes, sums, of_owners)
 
-    def close(self, ranks: Sequence[Written]) -> list[FileEntry]:
+    def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
         """Writes what stands around the records of this rank's files. Raises OSError."""
-        others = (one for rank in ranks for one in rank.ranges)
         ranges = grouped((one.path, one) for one in (*self._writer.written, *others))
         for archive in self._archives:
             found = record_crcs(ranges.get(archive.path, ()))

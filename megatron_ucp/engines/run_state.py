@@ -492,7 +492,7 @@ class RunState:
         are compared, and what differs is kept for each. Errors name the file in `folder`.
         Collective. Raises SaveError."""
         rank, files = agree.world()[0], dict[str, bytes]()
-        with agree.together() as block:
+        with agree.gathering() as block:
             found, own = read()
             place = drawn_now()
             if place.random is not None:

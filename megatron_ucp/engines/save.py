@@ -14,8 +14,9 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +39,14 @@ from megatron_ucp.formats.tags import (
     saved_at,
 )
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import Sums, diverged, recorded_as, table_of
+from megatron_ucp.reshard.fingerprint import (
+    JoinedSums,
+    Sums,
+    diverged,
+    join_sums,
+    recorded_as,
+    table_of,
+)
 from megatron_ucp.reshard.folder import WrittenRange
 from megatron_ucp.reshard.options import SAVES, STOCK, check_fields, check_given, options_for
 
@@ -117,11 +125,11 @@ class SaveReport:
 @dataclass(frozen=True)
 class Written:
     """What one rank wrote of a save: how many bytes, the sums of its elements for the fingerprint,
-    and the ranges of files that other ranks end."""
+    and, by the rank that ends them, the ranges of others' files."""
 
     size_bytes: int
     sums: Sums
-    ranges: Sequence[WrittenRange] = ()
+    ranges: Mapping[int, Sequence[WrittenRange]] = field(default_factory=dict)
 
 
 class SaveWriter(Protocol):
@@ -131,8 +139,8 @@ class SaveWriter(Protocol):
         """Writes what this rank has; on disk when it returns. Raises OSError, SaveError."""
         ...
 
-    def close(self, ranks: Sequence[Written]) -> list[FileEntry]:
-        """Ends the files that this rank owns, of which all `ranks` have written their share;
+    def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
+        """Ends the files that this rank owns, of which `others` were written by other ranks;
         returns the manifest's lines about them. Raises OSError, SaveError."""
         ...
 
@@ -196,11 +204,12 @@ class SaveRequest(ABC):
         return {"save_dir": os.path.abspath(self.folder), "tag": self.tag}, options
 
 
-def require_one_save(asked: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+def require_one_save(asked: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
     """Raises UsageError on all ranks unless all of them save into one tag, in one way
-    (`SaveRequest.asked`)."""
-    agree.require_same([where for where, _ in asked], "the ranks don't save into one tag")
-    agree.require_same([options for _, options in asked])
+    (`SaveRequest.asked`). Collective."""
+    where, options = asked
+    agree.require_same(where, "the ranks don't save into one tag")
+    agree.require_same(options)
 
 
 _WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
@@ -212,7 +221,7 @@ def save_engine(request: SaveRequest) -> SaveReport:
     a save that was to warn, a note and the report say why."""
     engine, background = request.engine, background_of(request.engine)
     if background is not None:
-        if background.options.busy == "skip" and any(agree.gather(background.is_busy)):
+        if background.options.busy == "skip" and agree.any_of(background.is_busy):
             say.note(f"a save was skipped: that of {background.what} is still under way")
             return _unfinished(Path(background.what), request.steps)
         with agree.together():
@@ -283,22 +292,23 @@ def _settled(
 ) -> SaveReport:
     """Writes what was taken, and brings it to disk; then rank 0 gives the files their names.
     Collective, in the background among the ranks of the `turn`."""
-    rank = agree.world()[0] if turn is None else turn.rank
-    with as_save_error(), agree.together(turn) as block:
+    sums = agree.merging(join_sums, ranks=turn, to_all=False)
+    with as_save_error(), sums:
         own = taken.writer.write()
         size_bytes = own.size_bytes + _write_beside(request.aside, taken.state.files, sync)
-        block.value = replace(own, size_bytes=size_bytes)
-    written = block.values
-    with as_save_error(), agree.together(turn) as block:
-        lines = taken.writer.close(written)
+        sums.value = JoinedSums(own.sums)
+    sizes = agree.gather(size_bytes, turn)
+    others = agree.delivered(own.ranges, turn)
+    entries = agree.merging(add, ranks=turn, to_all=False)
+    with as_save_error(), entries:
+        lines = taken.writer.close([one for ranges in others.values() for one in ranges])
         beside = [output_folder.entry_of(request.aside / name) for name in taken.state.files]
         sync(request.aside)
-        block.value = [*lines, *beside]
-    entries = flat(block.values)
-    with as_save_error(), agree.together(turn) as block:
-        if rank == 0:
-            block.value = _published(request, taken, entries, written, sync)
-    size_bytes, notes = block.values[0]
+        entries.value = [*lines, *beside]
+    with as_save_error():
+        size_bytes, notes = agree.of_first(
+            lambda: _published(request, taken, entries.merged, sums.merged, sync), turn
+        )
     seconds = time.perf_counter() - started
     return SaveReport(
         str(request.path),
@@ -311,7 +321,7 @@ def _settled(
         request.options.durable,
         (*taken.state.notes, *notes),
         seconds if blocked_seconds is None else blocked_seconds,
-        tuple(one.size_bytes for one in written),
+        tuple(sizes),
     )
 
 
@@ -329,12 +339,12 @@ def _published(
     request: SaveRequest,
     taken: PendingSave,
     entries: Sequence[FileEntry],
-    written: Sequence[Written],
+    sums: JoinedSums,
     sync: Syncs,
 ) -> tuple[int, list[str]]:
     """The manifest beside the files, with the fingerprint of what they hold; the folder's name, and
     the pointers; then older tags go. Returns the bytes of all files, and notes."""
-    table, apart = table_of(taken.elements, [one.sums for one in written])
+    table, apart = table_of(taken.elements, sums)
     saved = {name: states for name, states in table.items() if name in taken.manifest.by_name}
     moves = request.pointer is not None
     tag = {TAG: request.tag, MOVED_LATEST: moves}

@@ -2,17 +2,28 @@
 ever."""
 
 import functools
+import hashlib
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 from megatron_ucp.errors import DamagedFileError, RankError, UcpError, UsageError
+from megatron_ucp.reshard.messages import (
+    BrokenError,
+    DefaultRanks,
+    OneRank,
+    Ranks,
+    packed,
+    unpacked,
+)
+from megatron_ucp.reshard.waits import waiting
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_AT_ONCE_BYTES = 4096
 
 
 def world() -> tuple[int, int]:
@@ -22,121 +33,222 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def gather(value: T) -> list[T]:
-    """The value of every rank, by rank. Collective: one, where the values are small, and a second
-    one for what does not fit."""
-    return gathered(value, _all_gather) if world()[1] > 1 else [value]
+def default_ranks() -> Ranks:
+    """Those of torch's default process group."""
+    return DefaultRanks() if world()[1] > 1 else OneRank()
 
 
-def gathered(value: T, exchange: Callable[[bytes, int], list[bytes]]) -> list[T]:
-    """As `gather`, among ranks that get the bytes of all of them by `exchange`, each filled up to
-    one size."""
-    data = pickle.dumps(value)
-    first = exchange(len(data).to_bytes(8, "little") + data[: _AT_ONCE_BYTES - 8], _AT_ONCE_BYTES)
-    sizes = [int.from_bytes(part[:8], "little") for part in first]
-    if (longest := max(sizes)) > _AT_ONCE_BYTES - 8:
-        first = [bytes(8) + part for part in exchange(data, longest)]
-    return [
-        pickle.loads(part[8 : 8 + size]) for part, size in zip(first, sizes, strict=True)
-    ]  # our own ranks' bytes
+def delivered(given: Mapping[int, T], ranks: Ranks | None = None) -> dict[int, T]:
+    """As `Ranks.delivered`. Collective."""
+    where = ranks or default_ranks()
+    with waiting(_caller(), where):
+        return where.delivered(given)
 
 
-def _all_gather(data: bytes, size_bytes: int) -> list[bytes]:
-    """The bytes of every rank, each filled up to one size. (torch's all_gather_object takes two
-    collectives for any value.)"""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_object_coll_device
-
-    device = _get_object_coll_device(dist.group.WORLD)
-    mine = filled(data, size_bytes).to(device)
-    out = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(out, mine)
-    return [part.cpu().numpy().tobytes() for part in out]
-
-
-def exchange(given: Mapping[int, T]) -> dict[int, T]:
-    """Gives each rank its own value, by its number, where there is one; returns what came to this
-    one, by the rank that gave it. Collective."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_object_coll_device
-
-    if world()[1] == 1:
-        return {**given}
-    data = {rank: pickle.dumps(value) for rank, value in given.items()}
-    sizes = gather({rank: len(one) for rank, one in data.items()})
-    device, own = _get_object_coll_device(dist.group.WORLD), world()[0]
-    going = {rank: filled(one, len(one)).to(device) for rank, one in data.items()}
-    coming = {
-        rank: filled(b"", told[own]).to(device) for rank, told in enumerate(sizes) if own in told
-    }
-    messages = [dist.P2POp(dist.irecv, one, rank) for rank, one in coming.items()]
-    messages += [dist.P2POp(dist.isend, one, rank) for rank, one in going.items()]
-    for one in dist.batch_isend_irecv(messages) if messages else ():
-        one.wait()
-    return {rank: pickle.loads(one.cpu().numpy().tobytes()) for rank, one in coming.items()}
-
-
-def filled(data: bytes, size_bytes: int) -> Any:
-    """A message of so many bytes, as a tensor."""
-    import torch
-
-    return torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)
-
-
-class Ranks(Protocol):
-    """Ranks that agree elsewhere than in the default process group."""
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """As the function."""
-        ...
+# ---- one fate
 
 
 class together:
     """Every rank leaves this block without an error, or every rank raises the error of the lowest
-    failing rank. Collective.
+    failing rank. Collective; without a failure all that goes from rank to rank is one number.
 
     An error that is no UcpError (a defect, an interrupt) goes on unchanged on its own rank; the
-    others get a RankError. `value`, set in the block, is in `values` of all ranks after it, by
-    rank. They do so in the default process group, or as `ranks` say.
+    others get a RankError. They agree in the default process group, or as `ranks` can.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        self.value: Any = None
-        self.values: list[Any] = []
         self._ranks = ranks
 
     def __enter__(self) -> "together":
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        ranks = self._ranks or default_ranks()
         told = _as_ucp_error(error)
-        own, everywhere = (
-            (world()[0], gather) if self._ranks is None else (self._ranks.rank, self._ranks.gather)
-        )
-        found = everywhere((told, self.value if told is None else None))
-        if error is not None and error is not told and not isinstance(error, OSError):
-            return  # goes on as it is
-        for rank, (first, _) in enumerate(found):
-            if first is not None and rank == own:
-                raise (told or first)
-            if first is not None:
-                first.problem += f" (on rank {rank})"
-                raise first
-        self.values = [value for _, value in found]
+        with waiting(_caller(), ranks):
+            (first,) = ranks.lowest(ranks.world if told is None else ranks.rank)
+            if first == ranks.world:
+                return
+            data = ranks.broadcast(packed(told) if first == ranks.rank else None, first)
+        _raise(_Failure(first, unpacked(data)), ranks.rank, error, told)
 
 
-class alone(together):
-    """As `together`, of one process by itself: no other rank knows of its work."""
+@dataclass
+class _Failure:
+    """The error of a rank, on its way to the others."""
+
+    rank: int
+    error: UcpError
+
+
+def _raise(failure: _Failure, own: int, error: BaseException | None, told: UcpError | None) -> None:
+    """Raises what failed on a rank; here that was `error`, if anything did, which others are told
+    of as `told`."""
+    if error is not None and error is not told and not isinstance(error, OSError):
+        return  # goes on as it is
+    if failure.rank == own:
+        raise told or failure.error
+    failure.error.problem += f" (on rank {failure.rank})"
+    raise failure.error
+
+
+class merging(together):
+    """As `together`, for ranks that have a `value` for each other, which is set in the block.
+    Values become one on their way along a tree by `merge`, which takes those of ranks that follow
+    each other. After the block `result` is the same on all ranks: all of them as one, or what rank
+    0 `concludes` from it. `merged` is that one, on rank 0 alone; `to_all=False` leaves it there.
+    """
+
+    def __init__(
+        self,
+        merge: Callable[[Any, Any], Any],
+        concludes: Callable[[Any], Any] | None = None,
+        ranks: Ranks | None = None,
+        to_all: bool = True,
+    ) -> None:
+        super().__init__(ranks)
+        self._merge, self._concludes = merge, concludes
+        self._to_all = to_all
+        self.value: Any = None
+        self.merged: Any = None
+        self.result: Any = None
+
+    def __enter__(self) -> "merging":
+        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        ranks = self._ranks or default_ranks()
+        told = _as_ucp_error(error)
+        own = self.value if told is None else _Failure(ranks.rank, told)
+        with waiting(_caller(), ranks):
+            one = functools.partial(self._one, ranks.rank)
+            self.merged, result = ranks.agreed(own, one, self._concluded)
+        if isinstance(result, _Failure):
+            _raise(result, ranks.rank, error, told)
+            return
+        self.result = result
+
+    def _one(self, rank: int, own: Any, other: Any) -> Any:
+        """Two values as one, or the failure of the lower rank."""
+        if isinstance(own, _Failure) or isinstance(other, _Failure):
+            failures = [one for one in (own, other) if isinstance(one, _Failure)]
+            return min(failures, key=lambda one: one.rank)
+        return self._guarded(rank, lambda: self._merge(own, other))
+
+    def _concluded(self, merged: Any) -> Any:
+        if isinstance(merged, _Failure):
+            return merged
+        if self._concludes is not None:
+            concludes = self._concludes
+            return self._guarded(0, lambda: concludes(merged))
+        return merged if self._to_all else None
+
+    def _guarded(self, rank: int, make: Callable[[], Any]) -> Any:
+        """What others wait for: an error is told to them."""
+        try:
+            return make()
+        except Exception as error:
+            told = _as_ucp_error(error)
+            if told is not error and not isinstance(error, OSError):
+                sys.excepthook(type(error), error, error.__traceback__)
+            return _Failure(rank, told or RankError(str(error)))
+
+
+class gathering(merging):
+    """As `together`; `value`, set in the block, is in `values` of all ranks after it, by rank.
+    Values that are equal go from rank to rank once."""
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        super().__init__(_with_ranks_of_both, ranks=ranks)
+        self.values: list[Any] = []
+
+    def __enter__(self) -> "gathering":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        rank, count = world() if self._ranks is None else (self._ranks.rank, self._ranks.world)
+        if count == 1:
+            if error is None:
+                self.values = [self.value]
+            return super().__exit__(kind, error, trace)
         if error is None:
-            self.values = [self.value]
+            self.value = {pickle.dumps(self.value): 1 << rank}
+        super().__exit__(kind, error, trace)
+        if error is None:
+            self.values = _by_rank(self.result, count)
+        return None
+
+
+# The ranks that have a value, as bits of one number, by the pickled value.
+_RanksOf = dict[bytes, int]
+
+
+def _with_ranks_of_both(own: _RanksOf, other: _RanksOf) -> _RanksOf:
+    for value, ranks in other.items():
+        own[value] = own.get(value, 0) | ranks
+    return own
+
+
+def _by_rank(ranks_of: _RanksOf, count: int) -> list[Any]:
+    """A value for each rank: one object for all that have it."""
+    out: list[Any] = [None] * count
+    for data, ranks in ranks_of.items():
+        value = pickle.loads(data)  # of our own ranks
+        for rank, bit in enumerate(reversed(bin(ranks)[2:])):
+            if bit == "1":
+                out[rank] = value
+    return out
+
+
+def collect(make: Callable[[], T], ranks: Ranks | None = None) -> list[T]:
+    """What `make` returns on every rank, by rank; an error is raised as by `together`."""
+    with gathering(ranks) as block:
+        block.value = make()
+    return block.values
+
+
+def gather(value: T, ranks: Ranks | None = None) -> list[T]:
+    """The value of every rank, by rank. Collective."""
+    return collect(lambda: value, ranks)
+
+
+def of_first(make: Callable[[], T], ranks: Ranks | None = None) -> T:
+    """What `make` returns on rank 0, which alone calls it; its error is raised as by `together`."""
+    block = merging(lambda own, _: own, ranks=ranks)
+    with block:
+        if (world()[0] if ranks is None else ranks.rank) == 0:
+            block.value = make()
+    return block.result
+
+
+def all_of(value: bool, ranks: Ranks | None = None) -> bool:
+    """Whether it holds on every rank. Collective: one number."""
+    where = ranks or default_ranks()
+    with waiting(_caller(), where):
+        return bool(where.lowest(int(value))[0])
+
+
+def any_of(value: bool, ranks: Ranks | None = None) -> bool:
+    """Whether it holds on some rank. Collective: one number."""
+    return not all_of(not value, ranks)
+
+
+def most(number: int) -> int:
+    """The highest number of all ranks. Collective: one number."""
+    ranks = default_ranks()
+    with waiting(_caller(), ranks):
+        return -ranks.lowest(-number)[0]
+
+
+def total(*numbers: int) -> list[int]:
+    """For each number the sum over all ranks. Collective."""
+    block = merging(lambda own, other: [*map(int.__add__, own, other)])
+    with block:
+        block.value = [*numbers]
+    return block.result
+
+
+# ---- errors
 
 
 class KeptBack:
@@ -189,7 +301,7 @@ def is_of_ranks(error: BaseException) -> bool:
     import torch.distributed as dist
 
     text = str(error)
-    if isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text:
+    if isinstance(error, dist.DistError | BrokenError) or "gloo" in text or "NCCL" in text:
         return True
     trace, home = error.__traceback__, dist.distributed_c10d.__name__
     while trace is not None:
@@ -234,20 +346,24 @@ def door(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return named
 
 
-def collect(make: Callable[[], T]) -> list[T]:
-    """What `make` returns on every rank, by rank; an error is raised as by `together`. One
-    collective."""
-    with together() as block:
-        block.value = make()
-    return block.values
+# ---- options
 
 
 def require_same(
-    options: Sequence[Mapping[str, Any]],
-    problem: str = "the ranks were given different options",
+    options: Mapping[str, Any], problem: str = "the ranks were given different options"
 ) -> None:
-    """Raises UsageError that names the first option in which a rank's `options` are not those of
-    rank 0, and both values. They are what a `together` block gave: every rank raises the same."""
+    """Raises UsageError, on every rank, that names the first option in which a rank's `options` are
+    not those of rank 0, and both values. Collective: two numbers, as long as they are the same."""
+    ranks = default_ranks()
+    text = repr(sorted((name, repr(value)) for name, value in options.items()))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+    with waiting(_caller(), ranks):
+        low, high = ranks.lowest(digest, -digest)
+    if low != -high:
+        _require_same_as_first(gather(options), problem)
+
+
+def _require_same_as_first(options: Sequence[Mapping[str, Any]], problem: str) -> None:
     first = options[0]
     for rank, held in enumerate(options):
         for name in {**first, **held}:
@@ -259,6 +375,18 @@ def require_same(
                     found=f"{held.get(name)!r} on rank {rank}",
                     fix=f"give every rank the same {name}",
                 )
+
+
+def _caller() -> str:
+    """The function outside of this module and of `contextlib` that agrees, as messages name it."""
+    frame: Any = sys._getframe(1)
+    own = {__name__, "contextlib"}
+    while frame is not None and frame.f_globals.get("__name__") in own:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    module = str(frame.f_globals.get("__name__", "")).removeprefix("megatron_ucp.")
+    return f"{frame.f_code.co_qualname} of {module}, line {frame.f_lineno}"
 
 
 def plain_option(value: Any) -> Any:

@@ -118,20 +118,18 @@ def check_runs(
     records: dict[tuple[str, str], Record],
     opened: Callable[[str], ByteFile],
     *,
-    rank: int = 0,
-    world: int = 1,
     thorough: bool = False,
 ) -> tuple[int, int, int]:
-    """Compares the CRC-32 of records with the stored one; this rank takes every `world`-th record.
+    """Compares the CRC-32 of records with the stored one.
 
-    `runs` are those of all ranks. What nobody read of a record (padding) is read here where it is
-    little enough, and with `thorough` whatever it is. Returns bytes (checked, not checked, read
-    here); unchecked are the runs of records of which a large part was not read. Raises
-    DamagedFileError.
+    `runs` are those of all ranks of these records. What nobody read of a record (padding) is read
+    here where it is little enough, and with `thorough` whatever it is. Returns bytes (checked, not
+    checked, read here); unchecked are the runs of records of which a large part was not read.
+    Raises DamagedFileError.
     """
     by_record = _by_record(runs)
     checked = unchecked = extra = 0
-    for key in sorted(records if thorough else by_record)[rank::world]:
+    for key in sorted(records if thorough else by_record):
         parts = by_record.get(key, {})
         more = _check_record(opened(key[0]), records[key], parts, thorough)
         read = sum(size for _, size in parts)

@@ -15,7 +15,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Windows, joined
 from megatron_ucp.formats.byte_files import Record, Where
-from megatron_ucp.formats.checkpoint import Readable
+from megatron_ucp.formats.checkpoint import Checkpoint, Readable
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import SummedRun, check_runs
@@ -118,8 +118,11 @@ class SharedFiles(FileSource):
     """The files of a checkpoint that all ranks read, each what it needs. `sums` are bytes: read by
     this rank, checked and not checked by all of them; `read_by_all` those of all ranks."""
 
-    def __init__(self, checkpoint: Readable, file: str, checksums: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, file: str, checksums: bool) -> None:
         super().__init__(checkpoint, file)
+        world = agree.world()[1]
+        paths = map(checkpoint.full_path, checkpoint.file_names)
+        self._checkers = {path: number % world for number, path in enumerate(paths)}
         self.sums, self.read_by_all = (0, 0, 0), 0
         self._checksums, self._counts = checksums, Counts()
 
@@ -147,20 +150,34 @@ class SharedFiles(FileSource):
 
     def check(self, thorough: bool) -> None:
         """Compares the sums of all ranks' runs, each rank a share of the records. Collective."""
-        rank, world = agree.world()
-        filled = agree.gather(self._counts)
-        runs = [run for counts in filled for run in counts.runs]
-        records = {key: record for counts in filled for key, record in counts.records.items()}
-        unsummed = sum(counts.unsummed_bytes for counts in filled)
-        own, self.read_by_all = self._counts.read_bytes, sum(one.read_bytes for one in filled)
+        counts, own = self._counts, self._counts.read_bytes
+        found = agree.total(own, counts.unsummed_bytes, len(counts.runs))
+        self.read_by_all, unsummed, run_count = found
         self.sums = own, 0, unsummed
-        if not runs:
+        if not run_count:
             return
-        opened = self.checkpoint.opened
-        sums = agree.collect(lambda: check_runs(runs, records, opened, rank=rank, world=world))
-        checked = sum(one for one, _, _ in sums)
-        self.sums = own + sums[rank][2], checked, unsummed + sum(one for _, one, _ in sums)
-        self.read_by_all += sum(more for _, _, more in sums)
+        given: dict[int, tuple[list[SummedRun], dict[tuple[str, str], Record]]] = {}
+        for run in counts.runs:
+            runs, records = given.setdefault(self._checker_of(run.file), ([], {}))
+            runs.append(run)
+            records[run.file, run.record] = counts.records[run.file, run.record]
+        came = agree.delivered(given)
+        with agree.merging(_added) as block:
+            runs = [run for own_runs, _ in came.values() for run in own_runs]
+            every = {key: one for _, records in came.values() for key, one in records.items()}
+            block.value = sums = check_runs(runs, every, self.checkpoint.opened)
+        checked, unchecked, more = block.result
+        self.sums = own + sums[2], checked, unsummed + unchecked
+        self.read_by_all += more
+
+    def _checker_of(self, path: str) -> int:
+        """The rank that compares the records of a file, from what all ranks read of them: the one
+        that looked into the file before."""
+        return self._checkers.get(path, 0)
+
+
+def _added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(int.__add__, one, other))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -186,12 +186,81 @@ def _runs(shape: Ints, steps: Ints) -> tuple[list[int], list[int], int]:
 # ------------------------------------------------ all ranks together
 
 
-def table_of(
-    manifest: Manifest, ranks: Sequence[Sums]
-) -> tuple[dict[str, dict[str, str]], list[str]]:
+# parameter, state, dtype, share, its holder
+_CopyKey = tuple[str, str, str, Box, tuple[int, Any]]
+_Partitions = tuple[tuple[int, int], ...]  # ranges [first, last) of them, in order
+
+
+class JoinedSums:
+    """The sums of several ranks as one, which does not grow with the number of ranks: of each copy
+    of a share the sum of the partitions that were summed.
+
+    Example: rank 0 has partition 0 of a weight and rank 1 has partition 1. Joined there is one sum,
+    of the partitions [0, 2). If rank 2 has partition 1 as well, its sum must be that of rank 1;
+    else the weight is in `apart`.
+    """
+
+    def __init__(self, own: Sums | None = None) -> None:
+        self.copies: dict[_CopyKey, dict[_Partitions, int]] = {}
+        self.apart: set[str] = set()
+        for (*copy, part), sum_ in (own or {}).items():
+            key: Any = tuple(copy)
+            self._add(key, {((part, part + 1),): sum_})
+
+    def join(self, other: "JoinedSums") -> "JoinedSums":
+        """This one, with what others have too."""
+        self.apart |= other.apart
+        for key, sums in other.copies.items():
+            self._add(key, sums)
+        return self
+
+    def _add(self, key: _CopyKey, sums: Mapping[_Partitions, int]) -> None:
+        own = self.copies.setdefault(key, {})
+        for parts, sum_ in sums.items():
+            while True:
+                if own.setdefault(parts, sum_) != sum_:
+                    self.apart.add(key[0])
+                near = next((one for one in own if one != parts and _both(one, parts)), None)
+                if near is None:
+                    break
+                sum_ = own.pop(near) ^ own.pop(parts)
+                parts = _both(near, parts) or parts
+
+    def shares(self) -> dict[tuple[str, str, str, Box], int]:
+        """The sum of each share that is there as a whole; of copies that differ one, and the
+        parameter is in `apart`."""
+        out: dict[tuple[str, str, str, Box], int] = {}
+        for (name, state, dtype, box, _), sums in self.copies.items():
+            if len(sums) > 1:  # ranks hold partitions that overlap: nobody can add them up
+                continue
+            for sum_ in sums.values():
+                if out.setdefault((name, state, dtype, box), sum_) != sum_:
+                    self.apart.add(name)
+        return out
+
+
+def join_sums(own: JoinedSums, other: JoinedSums) -> JoinedSums:
+    """Both as one: what `agree.merging` takes."""
+    return own.join(other)
+
+
+def _both(one: _Partitions, other: _Partitions) -> _Partitions | None:
+    """Two sets of partitions as one; None where they have a partition in common."""
+    out: list[tuple[int, int]] = []
+    for first, last in sorted((*one, *other)):
+        if out and first < out[-1][1]:
+            return None
+        if out and first == out[-1][1]:
+            out[-1] = out[-1][0], last
+        else:
+            out.append((first, last))
+    return tuple(out)
+
+
+def table_of(manifest: Manifest, joined: JoinedSums) -> tuple[dict[str, dict[str, str]], list[str]]:
     """The CRC-32s of all that ranks hold whole together; and the parameters of which copies differ,
     which are not among them. Of buffers each rank may have its own: such have no CRC-32."""
-    shares, apart = _shares(ranks)
+    shares, apart = joined.shares(), joined.apart
     found: dict[tuple[str, str, str], tuple[int, int]] = {}  # sum, elements
     for (name, state, dtype, box), sum_ in shares.items():
         true = box.meet(_true_box(manifest.by_name[name]))
@@ -204,25 +273,6 @@ def table_of(
             crc = standard(sum_, elems * ITEMSIZE[dtype])
             out.setdefault(name, {})[state] = f"{dtype} {crc:08x}"
     return out, sorted(name for name in apart if manifest.by_name[name].kind != "buffer")
-
-
-def _shares(ranks: Sequence[Sums]) -> tuple[dict[tuple[str, str, str, Box], int], set[str]]:
-    """Each share once, and the parameters of which copies of one share differ."""
-    apart: set[str] = set()
-    partitions: Sums = {}
-    for own in ranks:
-        for key, sum_ in own.items():
-            if partitions.setdefault(key, sum_) != sum_:
-                apart.add(key[0])
-    copies: dict[tuple[str, str, str, Box, tuple[int, Any]], int] = {}
-    for (name, state, dtype, box, holder, _), sum_ in partitions.items():
-        copy = name, state, dtype, box, holder
-        copies[copy] = copies.get(copy, 0) ^ sum_
-    out: dict[tuple[str, str, str, Box], int] = {}
-    for (name, state, dtype, box, _), sum_ in copies.items():
-        if out.setdefault((name, state, dtype, box), sum_) != sum_:
-            apart.add(name)
-    return out, apart
 
 
 # ------------------------------------------------ beside tensors
@@ -266,7 +316,10 @@ def of_memories(held: Holder) -> Fingerprint:
     """The fingerprint of what all ranks hold. Collective; nothing is moved but sums. Raises
     ForeignFileError where copies differ."""
     manifest = held.manifest
-    table, apart = table_of(manifest, agree.collect(lambda: sums_of_rank(held)))
+    block = agree.merging(join_sums, partial(table_of, manifest))
+    with block:
+        block.value = JoinedSums(sums_of_rank(held))
+    table, apart = block.result
     require_alike(apart, "the live engine")
     return Fingerprint(table, settings_of(manifest))
 
@@ -313,7 +366,7 @@ def of_files(checkpoint: Checkpoint) -> Fingerprint:
                 slots = (Slot(number, cut, part, state) for state, _ in buffer.states)
                 for slot in slots:
                     sums |= sums_of_memory(manifest, {slot: _read(checkpoint, slot)})
-    table, apart = table_of(manifest, [sums])
+    table, apart = table_of(manifest, JoinedSums(sums))
     require_alike(apart, str(checkpoint.folder))
     return Fingerprint(table, settings_of(manifest))
 

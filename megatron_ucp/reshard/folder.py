@@ -140,11 +140,14 @@ class OutputFolder:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
+    def compare(self) -> None:
+        """Nothing was recorded of what a folder gets."""
+
     def lost(self) -> Lost:
         """What was looked at as it was written."""
         return self._lost
 
-    def finish(self) -> Any:
+    def finish(self) -> None:
         """Writes what holds nothing of a tensor; all of it is on disk then."""
         with self._as_save_error():
             for file in self.output.files:
@@ -168,7 +171,7 @@ class OutputFolder:
                 fix=self.what_to_do,
             ) from error
 
-    def publish(self, told: Sequence[Any]) -> None:
+    def publish(self) -> None:
         """Gives the folder its name. Raises UsageError where a save took it meanwhile."""
         with self._as_save_error():
             self.output.publish(self.aside)
@@ -599,7 +602,7 @@ class RanksFolderSink(OutputFolder):
         self._given = None
         self._lost = rounding.overflows.found
 
-    def finish(self) -> Any:
+    def finish(self) -> None:
         """Each rank brings what it wrote to disk: other machines can't do it for it."""
         with self._as_save_error():
             self._write_all()
@@ -630,9 +633,9 @@ class RanksFolderSink(OutputFolder):
         for path in [*sorted({*self.aside.iterdir()} - held), self.aside]:
             self.sync(path)
 
-    def publish(self, told: Sequence[Any]) -> None:
+    def publish(self) -> None:
         if self.rank == 0:
-            super().publish(told)
+            super().publish()
 
     def _queue(self, source: Memories) -> Iterator[Window]:
         """The windows that this rank takes, in the order of the files' bytes."""

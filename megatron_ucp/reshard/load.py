@@ -6,8 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -39,6 +38,7 @@ from megatron_ucp.reshard.engine import (
 from megatron_ucp.reshard.execute import OfOp, TensorOf, tensor_of
 from megatron_ucp.reshard.files import SharedFiles
 from megatron_ucp.reshard.fingerprint import (
+    JoinedSums,
     StateKey,
     Sums,
     Table,
@@ -215,6 +215,7 @@ class EngineSink:
         self.engine, self.held, self.options, self.parts = engine, held, options, parts
         self.filled, self.extras, self.notes = filled, extras, notes
         self._read: tuple[InPlaceSource, Plan] | None = None
+        self._rounds = False  # on any rank
         self._target = parts[0].target  # of all parts
         self._states = {slot: state for part in parts for slot, state in part.wants}
         self._recorded = filled.recorded if options.checksums else {}
@@ -277,43 +278,57 @@ class EngineSink:
             and self.held.states_of(name).get(self._states[slot]) == dtype
         )
 
-    def lost(self) -> Lost:
-        """Collective. What this rank's memory, which was filled, lost of the checkpoint's values,
-        and what weights will lose of the masters. Nothing where no rank rounds, and the dtype of
-        the training is the same."""
+    def compare(self) -> None:
+        """Notes of what all ranks rounded and averaged. Raises DamagedFileError where a record is
+        not what its file says, else ForeignFileError where what ranks have now is not what was
+        saved."""
         if self._read is None:
-            return {}
+            return
         (source, plan), manifest = self._read, self.engine.manifest
-        own = _inexact(plan, manifest), self._sums, self._sizes, self._loaded_bytes
-        found, sums, sizes, loaded = zip(*agree.gather(own), strict=True)
-        self.notes[:0] = _of_all_ranks(manifest, found)
-        if self._recorded:
-            same = self._compare(source, plan, sums)
-            self.compared = FingerprintCheck(
-                sum(own[key] for own in sizes for key in same), sum(loaded)
-            )
-        rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
-        if not rounds:
-            return {}
-        return {**lost_in_weights(self.engine, plan), **source.lost(self.engine, plan)}
+        block = agree.merging(_Filled.join, self._compared)
+        with block:
+            own = _inexact(plan, manifest)
+            block.value = _Filled(*own, JoinedSums(self._sums), self._sizes, self._loaded_bytes)
+        found: _Comparison = block.result
+        self._rounds = bool(found.rounded)
+        self.notes[:0] = _of_all_ranks(manifest, found.rounded, found.averaged)
+        self.compared = found.check
+        with agree.together():
+            unseen = set[Slot]()  # of the files: read without a checksum, and not as was saved
+            for op in plan.ops if self._recorded else ():
+                if self._vouched_for(op) in found.unlike:
+                    unseen |= {side.slot for side in op.sources}
+            source.check_records(unseen)  # that error says more
+        with agree.together():
+            require_alike([] if "replicas" in self.options.allow else found.apart, source.file)
+            require_recorded(found.wrong, self._recorded, source.file)
 
-    def _compare(self, source: InPlaceSource, plan: Plan, ranks: Sequence[Sums]) -> set[StateKey]:
-        """Which states were compared. Raises DamagedFileError where a record is not what its file
-        says, else ForeignFileError where what ranks have now is not what was saved."""
-        table, apart = table_of(self._target, ranks)
+    def _compared(self, filled: "_Filled") -> "_Comparison":
+        """What all ranks are to know of what they filled together."""
+        if not self._recorded:
+            return _Comparison(filled.rounded, filled.averaged)
+        table, apart = table_of(self._target, filled.sums)
         same, wrong = compared_with(table, self._recorded)
-        unseen = set[Slot]()  # of the files: read without a checksum, and not as was saved
-        for op in plan.ops:
-            key = self._vouched_for(op)
-            if key is not None and key not in same:
-                unseen |= {side.slot for side in op.sources}
-        if not wrong and not apart:
-            source.check_records(unseen)
-            return same
-        agree.collect(lambda: source.check_records(unseen))  # that error says more
-        require_alike([] if "replicas" in self.options.allow else apart, source.file)
-        require_recorded(table, self._recorded, source.file)
-        return same
+        every = {(name, state) for name, states in self._recorded.items() for state in states}
+        return _Comparison(
+            filled.rounded,
+            filled.averaged,
+            FingerprintCheck(sum(filled.sizes[key] for key in same), filled.loaded_bytes),
+            frozenset(every - same),
+            {name: {state: table[name][state]} for name, state in wrong},
+            apart,
+        )
+
+    def lost(self) -> Lost:
+        """What this rank's memory, which was filled, lost of the checkpoint's values, and what
+        weights will lose of the masters. Nothing where no rank rounds, and the dtype of the
+        training is the same."""
+        if self._read is None or not (
+            self._rounds or may_overflow(self.held, self.engine.manifest)
+        ):
+            return {}
+        source, plan = self._read
+        return {**lost_in_weights(self.engine, plan), **source.lost(self.engine, plan)}
 
     def finish(self) -> None:
         """Copies the masters into the weights; sets steps, hyper-parameters and extras."""
@@ -327,7 +342,7 @@ class EngineSink:
             self.notes += self._set_groups()
         self.notes += self.extras.apply()
 
-    def publish(self, told: Sequence[None]) -> None:
+    def publish(self) -> None:
         """The engine may step, and be saved."""
         self.engine.mark_usable()
 
@@ -367,13 +382,50 @@ def _inexact(plan: Plan, target: Manifest) -> tuple[int, int]:
     return rounded, averaged
 
 
-def _of_all_ranks(target: Manifest, found: Sequence[tuple[int, int]]) -> list[str]:
+def _of_all_ranks(target: Manifest, rounded: int, averaged: int) -> list[str]:
     """Notes for what the plans of all ranks do: one rank's report speaks for the load."""
-    names: list[list[str]] = [[], []]
-    for listed, masks in zip(names, zip(*found, strict=True), strict=True):
-        every = reduce(int.__or__, masks)
-        listed += sorted(spec.name for n, spec in enumerate(target.params) if every >> n & 1)
+    names = [
+        sorted(spec.name for number, spec in enumerate(target.params) if bits >> number & 1)
+        for bits in (rounded, averaged)
+    ]
     return named({"rounded to a narrower dtype": names[0], "averaged over its copies": names[1]})
+
+
+@dataclass
+class _Filled:
+    """What some ranks filled: the parameters of which they rounded and averaged elements, as bits;
+    the sums of what was recorded, the bytes of each state, and of all of it."""
+
+    rounded: int
+    averaged: int
+    sums: JoinedSums
+    sizes: Counter[StateKey]
+    loaded_bytes: int
+
+    def join(self, other: "_Filled") -> "_Filled":
+        """Both as one."""
+        self.sums.join(other.sums)
+        self.sizes.update(other.sizes)
+        return replace(
+            self,
+            rounded=self.rounded | other.rounded,
+            averaged=self.averaged | other.averaged,
+            loaded_bytes=self.loaded_bytes + other.loaded_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What became of it: the states that are not as they were recorded, or not there as a whole,
+    are `unlike`; of those in `wrong` the CRC-32 is another one; of parameters that are `apart` the
+    copies differ."""
+
+    rounded: int
+    averaged: int
+    check: FingerprintCheck | None = None
+    unlike: frozenset[StateKey] = frozenset()
+    wrong: Table = field(default_factory=dict)
+    apart: Sequence[str] = ()
 
 
 def named(found: Mapping[str, Sequence[str]]) -> list[str]:
@@ -394,7 +446,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, options: LoadOptio
     metadata could show the reason, and refuses to step and to save where it could not."""
     started = time.perf_counter()
     with ExitStack() as opened:
-        with agree.together() as looked:
+        with agree.gathering() as looked:
             read = opened.enter_context(open_checkpoint(path, tag, told=_told(engine, options)))
             source = for_model(read, engine.manifest, options.allow)
             looked.value = _check_files(source, options, engine)
@@ -409,7 +461,7 @@ def resume_from_memory(
     """As `resume`, from the memories of all ranks: `source` says all that is no element of a
     tensor, and `held` has this rank's elements."""
     started = time.perf_counter()
-    with agree.together() as looked:
+    with agree.gathering() as looked:
         looked.value = _check_files(source, options, engine)
     options = replace(options, apart=functools.reduce(PerRank.__or__, looked.values))
     return _filled_from(engine, source, SharedMemories(str(source.folder), held), options, started)

@@ -279,15 +279,15 @@ class Memories:
         """Tells all ranks what this one will ask them for. Collective."""
         known = self._known
         is_known = known is not None and known[0] == queue
-        if self._keeps and all(agree.gather(is_known)) and known is not None:
+        if self._keeps and agree.all_of(is_known) and known is not None:
             return known[1]
         windows: list[_Taken] = []
         with kept:
             windows = [self._windows[one.part].taken(one, self.rank) for one in queue]
         own = [one for one in windows if one.by_giver.keys() <= {self.rank}]
         moving = self._rounds([one for one in windows if not one.by_giver.keys() <= {self.rank}])
-        asked = agree.exchange(self._wished(moving))
-        agreed = _Agreed(own, moving, asked, max(agree.gather(len(moving))))
+        asked = agree.delivered(self._wished(moving))
+        agreed = _Agreed(own, moving, asked, agree.most(len(moving)))
         if self._keeps:  # nothing of a plan that failed: it lacks what was not planned
             self._known = (list(queue), agreed) if kept.error is None else None
         return agreed
@@ -499,7 +499,7 @@ class SharedMemories(Memories):
     def check(self, thorough: bool) -> None:
         """Memory has no checksums. Counts what all ranks took. Collective."""
         self.sums = self.read_bytes, 0, 0
-        self.read_by_all = sum(agree.gather(self.read_bytes))
+        (self.read_by_all,) = agree.total(self.read_bytes)
 
     def _queue(self, parts: Sequence[Proved]) -> Iterator[Window]:
         """What this rank takes, window by window; those of states that are cut alike follow each

@@ -14,11 +14,13 @@ from megatron_ucp.errors import ForeignFileError, UsageError
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import (
-    Sums,
+    JoinedSums,
     Table,
     compared_with,
+    join_sums,
     require_alike,
     require_recorded,
     sums_of_rank,
@@ -257,19 +259,15 @@ class MemorySink:
         self._file = source.file
         source.fill(parts, self.held.tensor, run, lambda op: False)
 
-    def lost(self) -> Lost:
-        """Nothing is rounded."""
-        return {}
-
-    def finish(self) -> Sums:
-        """What this rank's memory adds to the fingerprint of all."""
-        return sums_of_rank(self.held) if self._recorded else {}
-
-    def publish(self, told: Sequence[Sums]) -> None:
+    def compare(self) -> None:
         """Raises ForeignFileError where what ranks hold now is not what the run had."""
         if not self._recorded:
             return
-        table, apart = table_of(self.held.manifest, told)
+        with agree.merging(join_sums, self._compared) as block:
+            block.value = JoinedSums(sums_of_rank(self.held))
+
+    def _compared(self, sums: JoinedSums) -> None:
+        table, apart = table_of(self.held.manifest, sums)
         require_alike(apart, self._file)
         require_recorded(table, self._recorded, self._file)
         same, _ = compared_with(table, self._recorded)
@@ -282,6 +280,16 @@ class MemorySink:
                 found=f"{len(lacking)} such parameters",
                 fix="report this: the plan was proved",
             )
+
+    def lost(self) -> Lost:
+        """Nothing is rounded."""
+        return {}
+
+    def finish(self) -> None:
+        """All of it is in place."""
+
+    def publish(self) -> None:
+        """Nobody else asks for it."""
 
 
 def _all_of(held: HostMemory) -> SinkPart:

@@ -28,6 +28,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.messages import Ranks
 
 # ---- overflows
 #
@@ -238,7 +239,8 @@ class Source(Protocol):
 
     def check(self, thorough: bool) -> None:
         """Compares what was read with its checksums; `thorough`: what nobody needed of a record is
-        read for that. Raises DamagedFileError."""
+        read for that. Collective where ranks read together. Raises DamagedFileError on all of
+        them."""
         ...
 
 
@@ -267,20 +269,21 @@ class Sink(AbstractContextManager[Any], Protocol[Given]):
         sources that it fits. `parts` are its own, proved."""
         ...
 
+    def compare(self) -> None:
+        """Compares what all ranks have now with what was recorded of it. Collective, as `move` may
+        be as a whole, and nothing after it is. Raises a UcpError on every rank."""
+        ...
+
     def lost(self) -> Lost:
-        """How many finite values of which tensors became none on this rank. All ranks come here
-        together, so it may be collective at its beginning, as `finish` may; `move` may not, but as
-        a whole."""
+        """How many finite values of which tensors became none on this rank."""
         ...
 
-    def finish(self) -> Any:
-        """Writes all that is no piece; on disk, or in place, when it returns. Returns what all
-        ranks are to hear of this one before it counts."""
+    def finish(self) -> None:
+        """Writes all that is no piece; on disk, or in place, when it returns."""
         ...
 
-    def publish(self, told: Sequence[Any]) -> None:
-        """From here on it counts: a folder gets its name, an engine may step. `told` is what
-        `finish` returned, by rank."""
+    def publish(self) -> None:
+        """From here on it counts: a folder gets its name, an engine may step."""
         ...
 
 
@@ -396,15 +399,14 @@ class Moved:
     lost: list[Lost]
     held: ExitStack
 
-    def finish(self, together: Together = agree.together) -> None:
-        """Collective, among the ranks that `together` speaks to. Raises a UcpError on all of
-        them."""
+    def finish(self, ranks: Ranks | None = None) -> None:
+        """Collective, among these `ranks`. Raises a UcpError on all of them."""
         with self.held:
-            with together() as block:
+            with agree.together(ranks):
                 refuse_lost(self.lost, self.file, self.sink.verb)
-                block.value = self.sink.finish()
-            with together():
-                self.sink.publish(block.values)
+                self.sink.finish()
+            with agree.together(ranks):
+                self.sink.publish()
 
 
 def moved(
@@ -412,22 +414,23 @@ def moved(
     sink: Sink[Given],
     allow: frozenset[str] = frozenset(),
     run: TransferRun | None = None,
-    together: Together = agree.together,
+    ranks: Ranks | None = None,
     known: Sequence[Proved] = (),
 ) -> Moved:
     """The part of a transfer that needs its source. Collective. Raises as `transfer`. `known` are
     the parts where they are those of an earlier transfer from this very source."""
     with ExitStack() as held:
-        with together():
+        with agree.together(ranks):
             parts = known or [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
             if [id(one.part) for one in parts] != [id(part) for part in sink.parts]:
                 raise PlanError("what is known is the plan of another sink", found=source.file)
-        with together():
+        with agree.together(ranks):
             held.enter_context(sink)
-        with together():
+        with agree.together(ranks):
             sink.move(source, parts, run or TransferRun())
-        with together() as block:
-            source.check(sink.thorough)
+        source.check(sink.thorough)
+        sink.compare()
+        with agree.gathering(ranks) as block:
             block.value = sink.lost()
         return Moved(sink, parts, source.file, block.values, held.pop_all())
 
@@ -445,7 +448,7 @@ def transfer(
     Raises a UcpError on every rank. What lay there before is then as it was; of a live engine that
     was written into nothing may be used.
     """
-    together = agree.alone if alone else agree.together
+    ranks = agree.OneRank() if alone else None
     run = run or TransferRun()
-    moved(source, sink, allow, run, together).finish(together)
+    moved(source, sink, allow, run, ranks).finish(ranks)
     return run

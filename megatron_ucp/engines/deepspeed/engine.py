@@ -178,7 +178,7 @@ class _Attachment:
 def attach_with(engine: Any, options: Mapping[str, Any], by_install: bool = False) -> None:
     """As `attach`, of options by name; `by_install`: the program may ask for more. Collective.
     Raises a UcpError on every rank."""
-    agree.require_same(agree.gather(_comparable(options)))
+    agree.require_same(_comparable(options))
     require_known(options, [*OPTIONS])
     check_given(options)
     before: _Attachment | None = record_of(engine).attachment
@@ -442,10 +442,10 @@ class _DeepSpeedHandle(Handle):
         )
         stock = bool(native) or custom_load_fn is not None
         wait_together(self.program)
-        with agree.together() as block:
+        with agree.together():
             plain_path(load_dir)
             nothing = not stock and tag is None and nothing_there(load_dir)
-            block.value = {
+            asked = {
                 "load_dir": agree.plain_option(Path(load_dir)),
                 "tag": agree.plain_option(tag),
                 "load_module_strict": load_module_strict,
@@ -453,7 +453,7 @@ class _DeepSpeedHandle(Handle):
                 **as_compared(given),
                 "a checkpoint in load_dir": not nothing,
             }
-        agree.require_same(block.values)
+        agree.require_same(asked)
         if stock:
             own = (load_optimizer_states, load_lr_scheduler_states, load_module_only)
             return self.stock_load(load_dir, tag, load_module_strict, *own, custom_load_fn)
@@ -476,7 +476,7 @@ class _DeepSpeedHandle(Handle):
         path, client_state = self._load_files(load_dir, tag, *args, **kwargs)
         if path is not None and not kwargs.get("load_module_only"):
             folder = Path(os.path.abspath(load_dir)) / str(tag)
-            run, origin = agree.collect(lambda: _run_in(folder))[0]
+            run, origin = agree.of_first(lambda: _run_in(folder))
             steps = self.program.global_steps
             go_on(self.program, run, origin, steps, (folder, folder.parent))
         return path, client_state

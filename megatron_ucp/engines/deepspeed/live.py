@@ -53,7 +53,7 @@ from megatron_ucp.reshard.hugging_face.released import reader
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
     """The engine of all stages; its manifest has the optimizer's states that are `present`, or the
     masters alone. Collective; nothing in the engine is changed. Raises a UcpError on every rank."""
-    with agree.together() as stages:
+    with agree.gathering() as stages:
         shard = LocalShard(engine, model)
         part = shard.part(present)
         # one rank of each place speaks; where there is one place nobody needs to

@@ -67,7 +67,7 @@ def as_it_says(engine: Any, model: Model | None) -> Model | None:
     """The family's model, once what the engine's module says itself agrees with it; without a
     family what it says. A module that is none of megatron-core's says nothing, and what each of its
     parameters is says AutoTP. Collective. Raises UnsupportedError, LayoutError on every rank."""
-    if not all(agree.gather(_says_itself(engine))):
+    if not agree.all_of(_says_itself(engine)):
         return model
     with agree.together():
         refuse_unplaced(engine)
@@ -101,7 +101,7 @@ _Said = tuple[RuleSet, dict[str, str], dict[str, Declared]]  # rules, names in t
 def model_by_rules(engine: Any, rules: Any, family: Any) -> Model:
     """An engine's model as a file of rules says it, which later loads remember. Collective. Raises
     RuleError, NotFoundError, LayoutError, UnsupportedError, UsageError on every rank."""
-    with agree.together() as told:
+    with agree.gathering() as told:
         if family is not None:
             raise UsageError(
                 "a family and rules both say how the model is sharded",

@@ -206,19 +206,20 @@ class EngineSave(SaveRequest):
         before = time.perf_counter()
         written = self._stock(files)
         stock_seconds = time.perf_counter() - before
-        with as_save_error(), agree.together() as block:
+        with as_save_error(), agree.gathering() as block:
             paths = _whole(written)
-            block.value = live.shard.not_carried()
+            block.value = live.shard.not_carried(), None if files is None else files.shared()
+        unknown, shared = zip(*block.values, strict=True)
         with as_save_error(), agree.together():
             if files is not None:
-                files.share()
+                files.share(shared)
             require_unstepped(steps, _steps_of(live))
         # beside the writing: summing and fsync both let go of the interpreter
         sums = partial(sums_of_memory, live.manifest, held_by(live, files))
         summing = Alongside(sums, is_lowest=self.background is not None)
         if files is not None:
             files.summing = summing
-        notes = (*_note_of_states(flat(block.values)), *state.notes)
+        notes = (*_note_of_states(flat(unknown)), *state.notes)
         return PendingSave(
             _without_frozen(live.manifest) if self.exclude_frozen else live.manifest,
             live.manifest,
@@ -231,8 +232,8 @@ class EngineSave(SaveRequest):
         """Everything that can refuse a save before a file is written; then the folder aside, which
         is this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
         engine = self.engine
-        with as_save_error(), agree.together() as block:
-            block.value = self.asked(
+        with as_save_error(), agree.together():
+            asked = self.asked(
                 save_latest=self.pointer is not None, exclude_frozen_parameters=self.exclude_frozen
             )
             if not wrapper_of(engine).is_saved:
@@ -249,7 +250,7 @@ class EngineSave(SaveRequest):
             refuse_strange(saved_by_engine(engine), SaveError, file, left=self.options.values_left)
             if agree.world()[0] == 0:
                 left.enter_context(output_folder.begin(self.folder, self.tag, sync.right))
-        require_one_save(block.values)
+        require_one_save(asked)
 
     def _rank_files(self, sync: Syncs, left: ExitStack) -> RankFiles | None:
         """What writes the files in the place of `torch.save`, if anything does. Collective."""

@@ -158,7 +158,7 @@ def attach_megatron(
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_versions()
     options = {"save": save or DIRECT, **beside}
-    agree.require_same(agree.gather(as_compared(options)))
+    agree.require_same(as_compared(options))
     with agree.together():
         known = [name for name, row in OPTIONS.items() if {IN_BACKGROUND, IN_MEMORY} & {*row.of}]
         require_known(options, ["save", *known])

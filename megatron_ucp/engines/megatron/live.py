@@ -38,11 +38,11 @@ from megatron_ucp.reshard.engine import LoadOptions
 def describe(stack: MegatronStack) -> "LiveMegatron":
     """The engine of all ranks. Collective; nothing in the stack is changed. Raises a UcpError on
     every rank."""
-    with agree.together() as told:
+    with agree.gathering() as told:
         shard = LocalShard(stack.chunks, stack.optimizer, stack.mesh, stack.model)
         told.value = shard.own_groups()
     shard.group_of = {name: group for found in told.values for name, group in found.items()}
-    with agree.together() as places:
+    with agree.gathering() as places:
         stage = shard.stage()
         places.value = stage if shard.speaks else None
     with agree.together():
@@ -289,7 +289,7 @@ class CurrentStates:
 
 def present_states(live: LiveMegatron) -> CurrentStates:
     """Collective; nothing is changed. Raises UsageError on every rank where states differ."""
-    with agree.together() as told:
+    with agree.gathering() as told:
         told.value = live.shard.present()
     with agree.together():
         states, scalars = _one_of([one for own in told.values for one in own])

@@ -235,7 +235,7 @@ def said_together(own: Callable[[], DeclaredTable], at: Coords, speaks: bool) ->
     """What all ranks say, of which each has its `own`: the ranks at one place of the mesh (`at`)
     must say the same, and the first of them `speaks`. Collective. Raises what `own` raises on every
     rank, and LayoutError."""
-    with agree.together() as told:
+    with agree.gathering() as told:
         table = own()
         told.value = at, digest_of(table), table if speaks else None
     said = {(place, digest) for place, digest, _ in told.values}
@@ -627,7 +627,7 @@ def table_of(chunks: Sequence[Any], mesh: Mesh) -> DeclaredTable:
 def keys_of_chunks(chunks: Sequence[Any], params: Mapping[str, ParamSpec]) -> ModelKeys:
     """The keys under which the chunks of all ranks ask for what a save holds. Collective. Raises
     UnsupportedError on every rank."""
-    with agree.together() as told:
+    with agree.gathering() as told:
         models = [bare_model(chunk) for chunk in chunks]
         told.value = [stored_keys(one, canonical_names(one)) for one in models]
     return joined_keys([keys for own in told.values for keys in own], params)

@@ -142,7 +142,7 @@ def _stack_of(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronS
 
 def _is_empty(folder: str | None) -> bool:
     """Whether there is nothing like a checkpoint. Raises UsageError where some ranks see one."""
-    with agree.together() as told:
+    with agree.gathering() as told:
         told.value = folder is None or nothing_there(folder)
     if len(set(told.values)) > 1:
         raise UsageError(

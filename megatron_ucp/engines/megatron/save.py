@@ -72,7 +72,13 @@ from megatron_ucp.formats.tags import (
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import Sums, sums_of, sums_of_rank
-from megatron_ucp.reshard.folder import FileRange, FolderOutput, RanksFolderSink, Snapshot
+from megatron_ucp.reshard.folder import (
+    FileRange,
+    FolderOutput,
+    RanksFolderSink,
+    Snapshot,
+    WrittenRange,
+)
 from megatron_ucp.reshard.memories import Memories
 from megatron_ucp.reshard.options import absolute_path
 from megatron_ucp.reshard.transfer import (
@@ -516,7 +522,7 @@ class StackFiles:
         size_bytes = sum((self.sink.aside / name).stat().st_size for name in self._own)
         return Written(size_bytes, self.sums.of_rank())
 
-    def close(self, ranks: Sequence[Written]) -> list[FileEntry]:
+    def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
         """Every file is whole already. Raises OSError."""
         return [entry_in(self.sink.aside / name) for name in self._own]
 
@@ -553,11 +559,10 @@ class StackSave(SaveRequest):
         """Takes everything. Collective. Raises as `save`."""
         stack, background = self.engine, self.background
         present = _present(stack)
-        with agree.together() as block:
-            structure = structure_of(stack, present)
-            block.value = self.asked(), knows(stack, structure)
-        require_one_save([asked for asked, _ in block.values])
-        known = all(is_known for _, is_known in block.values)
+        with agree.together():
+            structure, asked = structure_of(stack, present), self.asked()
+        require_one_save(asked)
+        known = agree.all_of(knows(stack, structure))
         plan = planned(stack, structure, present, str(self.path), known)
         drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
         state = read_state(stack, present.live.shard, drawn_now, self.path)

@@ -1,0 +1,98 @@
+"""A rank that waits long for others says for whom: which ranks have not come to which step."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp import say
+
+LONG_S = 30.0  # that others may be late before anybody asks for whom one waits
+_MOST = 8  # ranks that a message names
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One agreement, which all ranks come to as their `number`-th one."""
+
+    number: int
+    what: str
+    since: float
+
+
+class _Watch:
+    """Looks from a thread of its own, once in a while, whether this rank still waits for the same
+    step. Ranks that wait leave word in the store of the default process group."""
+
+    def __init__(self) -> None:
+        self.step: _Step | None = None
+        self._group: Any = None
+        self._number = 0
+        self._wakes = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begins(self, what: str) -> None:
+        import torch.distributed as dist
+
+        if self._group is not dist.group.WORLD:
+            self._group, self._number = dist.group.WORLD, 0
+        self._number += 1
+        self.step = _Step(self._number, what, time.monotonic())
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look, name="ucp-waits", daemon=True)
+            self._thread.start()
+
+    def ends(self) -> None:
+        self.step = None
+
+    def _look(self) -> None:
+        said = None
+        while True:
+            self._wakes.wait(min(5.0, LONG_S / 4))
+            step = self.step
+            if step is not None and step is not said and time.monotonic() - step.since > LONG_S:
+                said = step
+                with suppress(Exception):  # no store that can tell, or a group that is gone
+                    self._say(step)
+
+    def _say(self, step: _Step) -> None:
+        """The first rank that waits looks who else came, a moment later, and says who did not."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
+        key = f"megatron_ucp waits {step.number}"
+        store.set(f"{key} of {rank}", step.what)
+        if store.add(f"{key} count", 1) > 1:
+            return
+        time.sleep(min(2.0, LONG_S / 4))
+        late = [other for other in range(world) if not store.check([f"{key} of {other}"])]
+        if late and self.step is step:
+            named = ", ".join(map(str, late[:_MOST])) + (" ..." if len(late) > _MOST else "")
+            say.note(
+                f"rank {rank} has waited for {time.monotonic() - step.since:.0f} s in {step.what}: "
+                f"{len(late)} of {world} ranks have not come to it: rank {named}"
+            )
+
+
+_WATCH = _Watch()
+
+
+@contextmanager
+def waiting(what: str, ranks: Any = None) -> Iterator[None]:
+    """What is done inside waits for the other ranks of the default process group."""
+    import torch.distributed as dist
+
+    if ranks is not None and (ranks.world == 1 or not ranks.is_default):
+        yield
+        return
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    _WATCH.begins(what)
+    try:
+        yield
+    finally:
+        _WATCH.ends()
