@@ -30,7 +30,7 @@ from megatron_ucp.reshard.messages import Ranks, of_bytes, to_bytes
 from megatron_ucp.reshard.options import BACKGROUND, IN_BACKGROUND, check_fields, options_for
 from megatron_ucp.reshard.threads import at_lowest_priority
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # ---- beside ranks
 #
@@ -97,13 +97,13 @@ class SideGroup(Ranks):
             return super().lowest(*numbers)
 
     def agreed(
-        self, value: T, merge: Callable[[T, T], T], conclude: Callable[[T], Any]
-    ) -> tuple[T, Any]:
+        self, value: _T, merge: Callable[[_T, _T], _T], conclude: Callable[[_T], Any]
+    ) -> tuple[_T, Any]:
         """As of all ranks. Raises RankError."""
         with self._turn_of_all():
             return super().agreed(value, merge, conclude)
 
-    def delivered(self, given: Mapping[int, T]) -> dict[int, T]:
+    def delivered(self, given: Mapping[int, _T]) -> dict[int, _T]:
         """As of all ranks. Raises RankError."""
         with self._turn_of_all():
             return super().delivered(given)
@@ -342,12 +342,12 @@ class SaveTurn(Ranks):
         return self._in_time.lowest(*numbers)
 
     def agreed(
-        self, value: T, merge: Callable[[T, T], T], conclude: Callable[[T], Any]
-    ) -> tuple[T, Any]:
+        self, value: _T, merge: Callable[[_T, _T], _T], conclude: Callable[[_T], Any]
+    ) -> tuple[_T, Any]:
         """As of its ranks, until the deadline. Raises RankError, SaveError."""
         return self._in_time.agreed(value, merge, conclude)
 
-    def delivered(self, given: Mapping[int, T]) -> dict[int, T]:
+    def delivered(self, given: Mapping[int, _T]) -> dict[int, _T]:
         """As of its ranks, until the deadline. Raises RankError, SaveError."""
         return self._in_time.delivered(given)
 

@@ -20,7 +20,7 @@ from megatron_ucp.engines.record import HANDLE, LOADED, go_on_with, record_of
 from megatron_ucp.engines.run_state import ResumableLoader
 from megatron_ucp.engines.values import reducing
 from megatron_ucp.errors import NotFoundError, UsageError
-from megatron_ucp.formats.tags import content_id
+from megatron_ucp.formats.tags import content_id, nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions, Report
 from megatron_ucp.reshard.load import resume
@@ -235,6 +235,23 @@ def go_on(
     go_on_with(engine, run_id, origin)
     if (kept := record_of(engine).memory) is not None:
         kept.goes_on(steps, share, is_own=any(map(kept.is_of, files)))
+
+
+def no_checkpoint(folder: Any) -> bool:
+    """Whether a folder has nothing like a checkpoint, as rank 0 sees it; where it sees nothing, the
+    others look too. Collective. Raises UsageError where some ranks see one."""
+    if not agree.of_first(lambda: nothing_there(folder)):
+        return False
+    seen = agree.total(int(not nothing_there(folder)))[0]
+    if seen:
+        raise UsageError(
+            "the ranks don't see the same files",
+            file=folder,
+            expected="a folder that all of them share",
+            found=f"a checkpoint on {seen} of {agree.world()[1]} ranks, and none on rank 0",
+            fix="mount the same folder on all machines, or copy the checkpoint to each of them",
+        )
+    return True
 
 
 def origin_of(folder: str | Path) -> str:

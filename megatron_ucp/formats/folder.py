@@ -10,16 +10,18 @@ import os
 import resource
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from megatron_ucp.core.manifest import FileEntry
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
 
 MAX_JSON_BYTES = 256 * 2**20
+_T = TypeVar("_T")
 
 
 class Closing(ABC):
@@ -141,6 +143,11 @@ class Folder(ABC):
             )
         return tree
 
+    def made(self, key: str, make: Callable[[], _T]) -> _T:
+        """What `make` makes of files of the folder, under a name of its own. It is made once, where
+        one rank looks into a folder for all of them."""
+        return make()
+
     def check_size(self, entry: FileEntry) -> None:
         """Raises DamagedFileError for a file of another size than a manifest lists."""
         size = self.size_bytes(entry.name)
@@ -257,10 +264,13 @@ class LocalFolder(Folder):
     def size_bytes(self, name: str) -> int:
         return os.stat(self / name).st_size
 
-    def open(self, name: str) -> LocalFile:
+    def open(self, name: str) -> StoredFile:
+        self._count_open()
+        return LocalFile(self / name)
+
+    def _count_open(self) -> None:
         self._opened += 1
         _allow_descriptors(self._opened)
-        return LocalFile(self / name)
 
     def _entries_of(self, below: str) -> dict[str, os.DirEntry[str]]:
         """What lies in the folder, or in one below it; nothing where there is none."""
@@ -273,6 +283,183 @@ class LocalFolder(Folder):
                 entries = {entry.name: entry for entry in found}
             self._entries[below] = entries
         return self._entries[below]
+
+
+# ---- one look for all ranks
+
+
+@dataclass
+class Look:
+    """What one rank saw of a folder, for ranks that open the same folder as it did.
+
+    Example: `reads["mp_rank_00_model_states.pt"][(0, 4)]` are the first four bytes of that file.
+    """
+
+    names: dict[str, list[tuple[str, bool]]] = field(default_factory=dict)  # and which are files
+    answers: dict[tuple[str, str], Any] = field(default_factory=dict)  # by question and name
+    sizes: dict[str, int] = field(default_factory=dict)  # of files that were opened
+    reads: dict[str, dict[tuple[int, int], bytes]] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
+
+
+class LookingFolder(LocalFolder):
+    """A folder of the local disk, which keeps what it answers as long as `look` is there."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.look: Look | None = Look()
+
+    def names(self, below: str = "") -> list[str]:
+        if self.look is not None and below not in self.look.names:
+            entries = self._entries_of(below)
+            self.look.names[below] = [(name, entries[name].is_file()) for name in sorted(entries)]
+        return super().names(below)
+
+    def __contains__(self, name: str) -> bool:
+        return self._kept("in", name, super().__contains__(name))
+
+    def is_file(self, name: str) -> bool:
+        return self._kept("is file", name, super().is_file(name))
+
+    def is_folder(self, name: str) -> bool:
+        return self._kept("is folder", name, super().is_folder(name))
+
+    def size_bytes(self, name: str) -> int:
+        return self._kept("size", name, super().size_bytes(name))
+
+    def open(self, name: str) -> LocalFile:
+        self._count_open()
+        file = _LookedAtFile(self / name, self, name)
+        if self.look is not None:
+            self.look.sizes[name] = file.size_bytes
+        return file
+
+    def made(self, key: str, make: Callable[[], _T]) -> _T:
+        look, self.look = self.look, None
+        try:
+            found = make()
+        finally:
+            self.look = look
+        if look is not None:
+            look.made[key] = found
+        return found
+
+    def _kept(self, question: str, name: str, answer: _T) -> _T:
+        if self.look is not None:
+            self.look.answers[question, name] = answer
+        return answer
+
+
+class _LookedAtFile(LocalFile):
+    """A file of a folder that keeps what it answers."""
+
+    def __init__(self, path: str, folder: LookingFolder, name: str) -> None:
+        super().__init__(path)
+        self._folder, self._name = folder, name
+
+    def read(self, start_byte: int, target: memoryview) -> None:
+        super().read(start_byte, target)
+        if (look := self._folder.look) is not None:
+            reads = look.reads.setdefault(self._name, {})
+            reads[start_byte, len(target)] = bytes(target)
+
+
+class ToldFolder(LocalFolder):
+    """A folder of which another rank said what it saw (`look`). What nobody said is looked up on
+    the local disk: a file is opened there when its bytes are read."""
+
+    def __init__(self, path: str | os.PathLike[str], look: Look) -> None:
+        super().__init__(path)
+        self._look = look
+        self._is_file = {
+            f"{below}/{name}" if below else name: is_file
+            for below, entries in look.names.items()
+            for name, is_file in entries
+        }
+
+    def names(self, below: str = "") -> list[str]:
+        if below in self._look.names:
+            return [name for name, _ in self._look.names[below]]
+        return super().names(below)
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._is_file:
+            return True
+        return self._answered("in", name, super().__contains__)
+
+    def is_file(self, name: str) -> bool:
+        if self._is_file.get(name):
+            return True
+        return self._answered("is file", name, super().is_file)
+
+    def is_folder(self, name: str) -> bool:
+        return self._answered("is folder", name, super().is_folder)
+
+    def size_bytes(self, name: str) -> int:
+        return self._answered("size", name, super().size_bytes)
+
+    def open(self, name: str) -> StoredFile:
+        if name not in self._look.sizes:
+            return super().open(name)
+        return _ToldFile(self / name, self._look.sizes[name], self._look.reads.get(name, {}), self)
+
+    def open_here(self, path: str) -> LocalFile:
+        """The file itself."""
+        self._count_open()
+        return LocalFile(path)
+
+    def made(self, key: str, make: Callable[[], _T]) -> _T:
+        return self._look.made[key] if key in self._look.made else make()
+
+    def _answered(self, question: str, name: str, ask: Callable[[str], _T]) -> _T:
+        key = question, name
+        return self._look.answers[key] if key in self._look.answers else ask(name)
+
+
+class _ToldFile(StoredFile):
+    """A file of which another rank said some bytes: it is opened when others are asked for."""
+
+    def __init__(
+        self,
+        path: str,
+        size_bytes: int,
+        reads: Mapping[tuple[int, int], bytes],
+        folder: ToldFolder,
+    ) -> None:
+        self.path, self.size_bytes = path, size_bytes
+        self._reads, self._folder = reads, folder
+        self._file: LocalFile | None = None
+        self._is_closed = False
+
+    @property
+    def _opened(self) -> LocalFile:
+        if self._is_closed:
+            raise UsageError("the file has been closed", file=self.path, fix="open it again")
+        if self._file is None:
+            self._file = self._folder.open_here(self.path)
+            if self._file.size_bytes != self.size_bytes:
+                _damaged(
+                    self.path,
+                    "the file has another size here than another rank saw",
+                    f"{self.size_bytes} bytes",
+                    f"{self._file.size_bytes} bytes",
+                )
+        return self._file
+
+    def read(self, start_byte: int, target: memoryview) -> None:
+        known = self._reads.get((start_byte, len(target)))
+        if known is None:
+            self._opened.read(start_byte, target)
+        else:
+            target[:] = known
+
+    def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
+        self._opened.read_rows(starts, size_bytes, target, places)
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._file is not None:
+            self._file.close()
 
 
 def _damaged(path: str, problem: str, expected: object, found: object) -> NoReturn:

@@ -53,6 +53,7 @@ class ManifestBeside:
             )
         manifest = from_json(text, file.path)
         self.files = {entry.name: entry for entry in manifest.files}
+        self.folder.names()  # one listing, in the place of a look for each file
         # what lies in folders below, the format itself looks for
         gone = [name for name in self.files if "/" not in name and not self.folder.is_file(name)]
         missing = [name for name in gone if not self._unneeded(name)]

@@ -1,5 +1,6 @@
 """The table of formats: opens a checkpoint, whatever its format. A new one is one more row."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class TorchDistFormat:
 
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
         check_backend(folder)
-        index = read_index(folder)
+        index = folder.made(INDEX_FILE, lambda: read_index(folder))
         states = split_keys(index.tensors, folder / INDEX_FILE)
         flat = states.flat and not told.weights
         kind = DpReshardableCheckpoint if flat else TorchDistCheckpoint
@@ -73,9 +74,14 @@ def open_checkpoint(
     known = told or CallerModel()
     if read is not None:
         known = replace(known, rules=read)
-    folder = LocalFolder(found.folder)
-    checkpoint = format_of(folder).open(folder, known)
-    checkpoint.path_notes = found.notes
+    return open_folder(LocalFolder(found.folder), found.notes, known)
+
+
+def open_folder(folder: Folder, notes: Sequence[str], told: CallerModel) -> Checkpoint:
+    """The checkpoint in a folder that was found, with `notes` about the way to it. Raises a
+    UcpError."""
+    checkpoint = format_of(folder).open(folder, told)
+    checkpoint.path_notes = notes
     return checkpoint
 
 

@@ -109,6 +109,7 @@ class merging(together):
         super().__init__(ranks)
         self._merge, self._concludes = merge, concludes
         self._to_all = to_all
+        self._defect: Exception | None = None  # of a merge on this rank
         self.value: Any = None
         self.merged: Any = None
         self.result: Any = None
@@ -124,6 +125,8 @@ class merging(together):
             one = functools.partial(self._one, ranks.rank)
             self.merged, result = ranks.agreed(own, one, self._concluded)
         if isinstance(result, _Failure):
+            if self._defect is not None:
+                raise self._defect
             _raise(result, ranks.rank, error, told)
             return
         self.result = result
@@ -144,14 +147,12 @@ class merging(together):
         return merged if self._to_all else None
 
     def _guarded(self, rank: int, make: Callable[[], Any]) -> Any:
-        """What others wait for: an error is told to them."""
-        try:
+        """What others wait for: an error is told to them, and raised here when all have it."""
+        kept = KeptBack()
+        with kept:
             return make()
-        except Exception as error:
-            told = _as_ucp_error(error)
-            if told is not error and not isinstance(error, OSError):
-                sys.excepthook(type(error), error, error.__traceback__)
-            return _Failure(rank, told or RankError(str(error)))
+        self._defect = kept.error
+        return _Failure(rank, _as_ucp_error(kept.error) or RankError(_DEFECT))
 
 
 class gathering(merging):
@@ -289,9 +290,7 @@ def _as_ucp_error(error: BaseException | None) -> UcpError | None:
         )
         told.__cause__ = error
         return told
-    return RankError(
-        "another rank failed with an error that is no checkpoint error; its own output shows it"
-    )
+    return RankError(_DEFECT)
 
 
 def is_of_ranks(error: BaseException) -> bool:
@@ -328,6 +327,7 @@ def as_rank_error(what: str, left: str = "") -> Iterator[None]:
         ) from error
 
 
+_DEFECT = "another rank failed with an error that is no checkpoint error; its own output shows it"
 _LEFT = "an engine that was to be filled is not usable; saves are as they were"
 
 

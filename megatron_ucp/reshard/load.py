@@ -5,7 +5,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -18,14 +18,17 @@ from megatron_ucp.core.plan import Cast, Mean, Op, Plan, Slot, Want, joined
 from megatron_ucp.errors import (
     DamagedFileError,
     StateMismatchError,
+    UcpError,
     some_of,
 )
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, differing, ranks_of
 from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
+from megatron_ucp.formats.folder import Look, LookingFolder, ToldFolder
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_unless
 from megatron_ucp.formats.pt.refs import ITEMSIZE
-from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.registry import find_checkpoint, open_folder
+from megatron_ucp.formats.tags import FoundTag
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import (
     Engine,
@@ -446,13 +449,38 @@ def resume(engine: Engine, path: str | Path, tag: str | None, options: LoadOptio
     metadata could show the reason, and refuses to step and to save where it could not."""
     started = time.perf_counter()
     with ExitStack() as opened:
+        read = open_together(path, tag, _told(engine, options), opened)
         with agree.gathering() as looked:
-            read = opened.enter_context(open_checkpoint(path, tag, told=_told(engine, options)))
             source = for_model(read, engine.manifest, options.allow)
             looked.value = _check_files(source, options, engine)
         options = replace(options, apart=functools.reduce(PerRank.__or__, looked.values))
         values = SharedFiles(source, str(source.folder), options.checksums)
         return _filled_from(engine, source, values, options, started)
+
+
+def open_together(
+    path: str | Path, tag: str | None, told: CallerModel, opened: ExitStack
+) -> Checkpoint:
+    """A checkpoint that all ranks open: rank 0 finds it, and looks into it; the others are told
+    what it saw, and open the files alone of which they read more. It is closed with `opened`.
+    Collective. Raises a UcpError on every rank."""
+    own: list[Checkpoint] = []
+
+    def look() -> tuple[FoundTag, Look]:
+        found = find_checkpoint(path, tag)
+        folder = LookingFolder(found.folder)
+        own.append(opened.enter_context(open_folder(folder, found.notes, told)))
+        with suppress(UcpError):  # all ranks read it next, and say what is wrong with it
+            _ = own[0].extras
+        seen, folder.look = folder.look, None
+        return found, seen or Look()
+
+    found, seen = agree.of_first(look)
+    with agree.together():
+        if not own:
+            folder = ToldFolder(found.folder, seen)
+            own.append(opened.enter_context(open_folder(folder, found.notes, told)))
+    return own[0]
 
 
 def resume_from_memory(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _AT_ONCE_BYTES = 512  # that a message has room for; a longer one takes a second message
 _NUMBER_BYTES = 8
 _COMPRESSED_FROM_BYTES = 8192
@@ -79,8 +79,8 @@ class Ranks(ABC):
         return found
 
     def agreed(
-        self, value: T, merge: Callable[[T, T], T], conclude: Callable[[T], Any]
-    ) -> tuple[T, Any]:
+        self, value: _T, merge: Callable[[_T, _T], _T], conclude: Callable[[_T], Any]
+    ) -> tuple[_T, Any]:
         """The values of all ranks as one, on rank 0 (elsewhere those of the rank and of the ranks
         below it); and on all ranks what rank 0 concludes from it. `merge` takes values of ranks
         that follow each other."""
@@ -136,7 +136,7 @@ class Ranks(ABC):
             raise BrokenError(str(why)) from why
         return data
 
-    def delivered(self, given: Mapping[int, T]) -> dict[int, T]:
+    def delivered(self, given: Mapping[int, _T]) -> dict[int, _T]:
         """Gives each rank its own value, by its number, where there is one; returns what came to
         this one, by the rank that gave it. No rank knows beforehand who sends: in each step all of
         them pass on what has still to go 1, 2, 4 ... ranks further."""

@@ -96,7 +96,7 @@ def program(folder: str) -> None:
     args.exit_on_missing_checkpoint = True
     with pytest.raises(NotFoundError, match="no checkpoint"):
         load_checkpoint(*parts(engine))
-    args.load = f"{folder}/nowhere" if dist.get_rank() else __file__
+    args.load = __file__ if dist.get_rank() else f"{folder}/nowhere"
     args.exit_on_missing_checkpoint = False
     with pytest.raises(UsageError, match="don't see the same files"):
         load_checkpoint(*parts(engine))

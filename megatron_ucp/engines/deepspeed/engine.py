@@ -44,6 +44,7 @@ from megatron_ucp.engines.load import (
     fill,
     go_on,
     load_options,
+    no_checkpoint,
     options_of_load,
     origin_of,
     to_fill,
@@ -63,7 +64,7 @@ from megatron_ucp.errors import NotFoundError, UcpError, UsageError
 from megatron_ucp.families.family import Family, Model
 from megatron_ucp.formats.deepspeed.files import PATTERNS
 from megatron_ucp.formats.output_folder import manifest_of
-from megatron_ucp.formats.tags import LATEST, nothing_there
+from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
 from megatron_ucp.reshard.options import (
@@ -444,16 +445,15 @@ class _DeepSpeedHandle(Handle):
         wait_together(self.program)
         with agree.together():
             plain_path(load_dir)
-            nothing = not stock and tag is None and nothing_there(load_dir)
             asked = {
                 "load_dir": agree.plain_option(Path(load_dir)),
                 "tag": agree.plain_option(tag),
                 "load_module_strict": load_module_strict,
                 "native": stock,
                 **as_compared(given),
-                "a checkpoint in load_dir": not nothing,
             }
         agree.require_same(asked)
+        nothing = not stock and tag is None and no_checkpoint(load_dir)
         if stock:
             own = (load_optimizer_states, load_lr_scheduler_states, load_module_only)
             return self.stock_load(load_dir, tag, load_module_strict, *own, custom_load_fn)

@@ -7,15 +7,14 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait
-from megatron_ucp.engines.load import load
+from megatron_ucp.engines.load import load, no_checkpoint
 from megatron_ucp.engines.megatron.engine import attach_megatron
 from megatron_ucp.engines.megatron.save import TORCH, TORCH_DIST, StackSave, require_written
 from megatron_ucp.engines.megatron.shard import MegatronStack
 from megatron_ucp.engines.save import SaveOptions, save_engine
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
-from megatron_ucp.formats.tags import iteration_name, nothing_there
-from megatron_ucp.reshard import agree
+from megatron_ucp.formats.tags import iteration_name
 from megatron_ucp.reshard.options import BACKGROUND, DIRECT, absolute_path
 
 _STACK = "_ucp_stack"  # of an optimizer
@@ -142,17 +141,7 @@ def _stack_of(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronS
 
 def _is_empty(folder: str | None) -> bool:
     """Whether there is nothing like a checkpoint. Raises UsageError where some ranks see one."""
-    with agree.gathering() as told:
-        told.value = folder is None or nothing_there(folder)
-    if len(set(told.values)) > 1:
-        raise UsageError(
-            "the ranks don't see the same files",
-            file=folder,
-            expected="a folder that all of them share",
-            found=f"none on {sum(told.values)} of {len(told.values)} ranks",
-            fix="mount the same folder on all machines, or copy the checkpoint to each of them",
-        )
-    return bool(told.values[0])
+    return folder is None or no_checkpoint(folder)
 
 
 def _saves_itself(args: Any) -> bool:
