@@ -157,48 +157,53 @@ class merging(together):
 
 class gathering(merging):
     """As `together`; `value`, set in the block, is in `values` of all ranks after it, by rank.
-    Values that are equal go from rank to rank once."""
+    Values that are equal go from rank to rank once, and are one object where they arrive."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        super().__init__(_with_ranks_of_both, ranks=ranks)
+        super().__init__(_ValuesInOrder.followed_by, ranks=ranks)
         self.values: list[Any] = []
 
     def __enter__(self) -> "gathering":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        rank, count = world() if self._ranks is None else (self._ranks.rank, self._ranks.world)
-        if count == 1:
-            if error is None:
-                self.values = [self.value]
-            return super().__exit__(kind, error, trace)
+        if error is None and (self._ranks or default_ranks()).world == 1:
+            self.values = [self.value]
+            return
         if error is None:
-            self.value = {pickle.dumps(self.value): 1 << rank}
+            self.value = _ValuesInOrder([pickle.dumps(self.value)], [(0, 1)])
         super().__exit__(kind, error, trace)
         if error is None:
-            self.values = _by_rank(self.result, count)
-        return None
+            self.values = self.result.unpacked()
 
 
-# The ranks that have a value, as bits of one number, by the pickled value.
-_RanksOf = dict[bytes, int]
+@dataclass
+class _ValuesInOrder:
+    """The values of ranks that follow each other: those that differ, pickled, and runs of ranks
+    that have the same one, as (which of them, how many ranks)."""
 
+    values: list[bytes]
+    runs: list[tuple[int, int]]
 
-def _with_ranks_of_both(own: _RanksOf, other: _RanksOf) -> _RanksOf:
-    for value, ranks in other.items():
-        own[value] = own.get(value, 0) | ranks
-    return own
+    def followed_by(self, other: "_ValuesInOrder") -> "_ValuesInOrder":
+        """With those of the ranks behind these."""
+        numbers = {value: number for number, value in enumerate(self.values)}
+        for value in other.values:
+            if value not in numbers:
+                numbers[value] = len(self.values)
+                self.values.append(value)
+        for theirs, count in other.runs:
+            number = numbers[other.values[theirs]]
+            if self.runs[-1][0] == number:
+                self.runs[-1] = number, self.runs[-1][1] + count
+            else:
+                self.runs.append((number, count))
+        return self
 
-
-def _by_rank(ranks_of: _RanksOf, count: int) -> list[Any]:
-    """A value for each rank: one object for all that have it."""
-    out: list[Any] = [None] * count
-    for data, ranks in ranks_of.items():
-        value = pickle.loads(data)  # of our own ranks
-        for rank, bit in enumerate(reversed(bin(ranks)[2:])):
-            if bit == "1":
-                out[rank] = value
-    return out
+    def unpacked(self) -> list[Any]:
+        """A value for each rank."""
+        values = [pickle.loads(value) for value in self.values]  # of our own ranks
+        return [values[number] for number, count in self.runs for _ in range(count)]
 
 
 def collect(make: Callable[[], T], ranks: Ranks | None = None) -> list[T]:

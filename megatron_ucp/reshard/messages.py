@@ -128,10 +128,8 @@ class Ranks(ABC):
             except _BREAKS as error:
                 data, why = none, error
         for child in reversed(_children(own, self.world)):
-            try:
+            with suppress(*_BREAKS):  # the next agreement tells all that it is gone
                 give(data, (child + first) % self.world)
-            except _BREAKS as error:
-                why = why or error
         if why is not None:
             raise BrokenError(str(why)) from why
         return data
@@ -141,13 +139,18 @@ class Ranks(ABC):
         this one, by the rank that gave it. No rank knows beforehand who sends: in each step all of
         them pass on what has still to go 1, 2, 4 ... ranks further."""
         held = [(target, self.rank, value) for target, value in given.items()]
-        step = 1
+        step, why = 1, ""
         while step < self.world:
             going = [one for one in held if (one[0] - self.rank) % self.world & step]
             held = [one for one in held if not (one[0] - self.rank) % self.world & step]
             target, source = (self.rank + step) % self.world, (self.rank - step) % self.world
-            held += unpacked(self._passed_on({target: packed(going)}, [source])[source])
+            try:
+                held += unpacked(self._passed_on({target: packed(going)}, [source])[source])
+            except _BREAKS as error:
+                why = str(error)
             step *= 2
+        if self.lowest(int(not why)) == [0]:
+            raise BrokenError(why or "another rank lost its connection to one")
         return {source: value for _, source, value in held}
 
     # ------------------------------------------------ messages of any size
