@@ -295,7 +295,8 @@ class Look:
     Example: `reads["mp_rank_00_model_states.pt"][(0, 4)]` are the first four bytes of that file.
     """
 
-    names: dict[str, list[tuple[str, bool]]] = field(default_factory=dict)  # and which are files
+    # by folder its sorted names, as lines; and of each a byte that says whether it is a file
+    names: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     answers: dict[tuple[str, str], Any] = field(default_factory=dict)  # by question and name
     sizes: dict[str, int] = field(default_factory=dict)  # of files that were opened
     reads: dict[str, dict[tuple[int, int], bytes]] = field(default_factory=dict)
@@ -312,7 +313,8 @@ class LookingFolder(LocalFolder):
     def names(self, below: str = "") -> list[str]:
         if self.look is not None and below not in self.look.names:
             entries = self._entries_of(below)
-            self.look.names[below] = [(name, entries[name].is_file()) for name in sorted(entries)]
+            there = sorted(entries)
+            self.look.names[below] = "\n".join(there), bytes(entries[n].is_file() for n in there)
         return super().names(below)
 
     def __contains__(self, name: str) -> bool:
@@ -371,16 +373,17 @@ class ToldFolder(LocalFolder):
     def __init__(self, path: str | os.PathLike[str], look: Look) -> None:
         super().__init__(path)
         self._look = look
+        self._names = {
+            below: names.split("\n") if names else [] for below, (names, _) in look.names.items()
+        }
         self._is_file = {
-            f"{below}/{name}" if below else name: is_file
-            for below, entries in look.names.items()
-            for name, is_file in entries
+            f"{below}/{name}" if below else name: bool(is_file)
+            for below, (_, files) in look.names.items()
+            for name, is_file in zip(self._names[below], files, strict=True)
         }
 
     def names(self, below: str = "") -> list[str]:
-        if below in self._look.names:
-            return [name for name, _ in self._look.names[below]]
-        return super().names(below)
+        return [*self._names[below]] if below in self._names else super().names(below)
 
     def __contains__(self, name: str) -> bool:
         if name in self._is_file:

@@ -2,11 +2,13 @@
 it lists."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
-from megatron_ucp.core.manifest_json import MAX_BYTES, from_json
+from megatron_ucp.core.manifest_json import MAX_BYTES, from_json, to_json
 from megatron_ucp.errors import ForeignFileError, NotFoundError
 from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.folder import Folder, StoredFile
@@ -44,40 +46,61 @@ class ManifestBeside:
             self._file.close()
 
     def _read(self, file: StoredFile, state_files: set[str]) -> None:
-        text = file.whole(MAX_BYTES)
-        if not file.keeps_folder():
-            raise NotFoundError(
-                "the tag is being removed, as newer ones are whole",
-                file=self.folder,
-                fix="load a newer tag",
-            )
-        manifest = from_json(text, file.path)
-        self.files = {entry.name: entry for entry in manifest.files}
+        read: list[Manifest] = []
+
+        def look() -> "_Listed":
+            text = file.whole(MAX_BYTES)
+            if not file.keeps_folder():
+                raise NotFoundError(
+                    "the tag is being removed, as newer ones are whole",
+                    file=self.folder,
+                    fix="load a newer tag",
+                )
+            read.append(from_json(text, file.path))
+            self._compare_names(read[0], state_files)
+            return _Listed.of(read[0], self.folder.names())
+
+        listed = self.folder.made(FILE_NAME, look)
+        if read:
+            self.files = {entry.name: entry for entry in read[0].files}
+            self.manifest = read[0]
+        else:  # another rank looked
+            self.files = _Entries(listed, self.folder.names())
+            self.manifest = from_json(listed.text, file.path)
+
+    def _compare_names(self, manifest: Manifest, state_files: set[str]) -> None:
         self.folder.names()  # one listing, in the place of a look for each file
+        files = {entry.name for entry in manifest.files}
         # what lies in folders below, the format itself looks for
-        gone = [name for name in self.files if "/" not in name and not self.folder.is_file(name)]
+        gone = [
+            entry.name
+            for entry in manifest.files
+            if "/" not in entry.name and not self.folder.is_file(entry.name)
+        ]
         missing = [name for name in gone if not self._unneeded(name)]
         if missing:
             raise NotFoundError(
                 "a file that the manifest lists is missing",
                 file=self.folder / missing[0],
-                expected=f"{len(self.files)} files",
+                expected=f"{len(files)} files",
                 found=f"{len(missing)} missing",
                 fix="restore the file, or load another tag",
             )
-        extra = sorted(state_files - set(self.files))
+        extra = sorted(state_files - files)
         if extra:
             raise ForeignFileError(
                 "a state file is not part of the save that the manifest describes",
                 file=self.folder / extra[0],
                 found=f"{len(extra)} such files",
             )
-        self.manifest = manifest
 
     def compare(self, name: str, size_bytes: int, sha256: str) -> None:
         """Raises ForeignFileError where a file is not the one that the manifest lists."""
         entry = self.files.get(name)
-        if entry is not None and (size_bytes, sha256) != (entry.size_bytes, entry.sha256):
+        if entry is not None and (size_bytes, sha256[: len(entry.sha256) or None]) != (
+            entry.size_bytes,
+            entry.sha256,
+        ):
             raise ForeignFileError(
                 "a file is not the one that was saved with the manifest",
                 file=self.folder / name,
@@ -94,3 +117,59 @@ class ManifestBeside:
         data = self.folder.small(name, limit)
         self.compare(name, len(data), hashlib.sha256(data).hexdigest())
         return data
+
+
+_DIGEST_BYTES = 8  # of a SHA-256 that other ranks are told: they compare files, and not attackers
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A manifest as one rank tells it to others: its text without files; of each name in the folder
+    its file's size (-1: not listed) and the first bytes of its SHA-256; the files elsewhere."""
+
+    text: str
+    sizes: "array[int]"
+    digests: bytes
+    others: tuple[FileEntry, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, names: Sequence[str]) -> "_Listed":
+        """What is told of a manifest beside files of such names."""
+        entries = {entry.name: entry for entry in manifest.files}
+        found = [entries.pop(name, _NOT_LISTED) for name in names]
+        sizes = array("q", [one.size_bytes for one in found])
+        digests = b"".join(_first_bytes(one) for one in found)
+        text = to_json(replace(manifest, files=()))
+        return cls(text, sizes, digests, tuple(entries.values()))
+
+
+_NOT_LISTED = FileEntry("", -1)
+
+
+def _first_bytes(entry: FileEntry) -> bytes:
+    return bytes.fromhex(entry.sha256[: 2 * _DIGEST_BYTES]).ljust(_DIGEST_BYTES, b"\0")
+
+
+class _Entries(Mapping[str, FileEntry]):
+    """The files that a manifest lists, as another rank told them: with the first bytes of a
+    SHA-256 alone."""
+
+    def __init__(self, listed: _Listed, names: Sequence[str]) -> None:
+        self._listed, self._others = listed, {entry.name: entry for entry in listed.others}
+        sizes = zip(names, listed.sizes, strict=True)
+        self._places = {name: place for place, (name, size) in enumerate(sizes) if size >= 0}
+
+    def __getitem__(self, name: str) -> FileEntry:
+        if name in self._others:
+            return self._others[name]
+        place = self._places[name]
+        digest = self._listed.digests[place * _DIGEST_BYTES : (place + 1) * _DIGEST_BYTES]
+        is_known = any(digest)
+        return FileEntry(name, self._listed.sizes[place], digest.hex() if is_known else "")
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._places
+        yield from self._others
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._others)
