@@ -1,0 +1,263 @@
+"""What ranks cost each other: bytes, messages and calls of the file system of one rank, counted on
+four real ranks and on paper for 64, 1,024 and 16,384.
+
+    python -m benchmarks.agreement          # some minutes
+    python -m benchmarks.agreement --tiny   # up to 64 ranks, to see that it runs
+
+Four ranks over gloo attach, save, save beside training and load a small model at ZeRO-1 and ZeRO-3;
+what each receives and asks the file system for is counted. On paper there is a run of 10^12
+parameters (the mixture of `benchmarks.save`), and one of 405B at ZeRO-3: for each number of ranks
+the values that ranks tell each other are made, of every rank, and go along the package's own tree
+to rank 0, which receives most. A fake exchange counts the bytes, and the clock what its Python
+takes, and that of another rank. Beside it stands what each rank received before, when values were
+gathered from all ranks, each padded to the longest. Writes benchmarks/results/agreement.json.
+"""
+
+import argparse
+import json
+import pickle
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.agreement_ranks import counts
+from benchmarks.machine import description
+from benchmarks.save import manifest
+from benchmarks.tool import claim
+from megatron_ucp.core.box import Box
+from megatron_ucp.core.join_ranks import Stage
+from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.formats.folder import Look
+from megatron_ucp.formats.manifest_beside import _Listed
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.fingerprint import JoinedSums, join_sums
+from megatron_ucp.reshard.messages import Ranks, _children, packed, unpacked
+from tests.ranks import RankPool
+
+RESULTS = Path(__file__).parent / "results" / "agreement.json"
+REAL, SIZES = 4, (4, 64, 1024, 16384)
+MOST_BYTES, MOST_LOAD_S, MOST_SUMS_S, MOST_SUMS_BYTES = 2 * 10**6, 0.1, 1.0, 64 * 2**20
+LAYERS_405B, STATES = 126, ("master", "exp_avg", "exp_avg_sq")
+PER_LAYER = ("q", "k", "v", "o", "gate", "up", "down", "norm1", "norm2")
+FATES = {"attach": 4, "save": 9, "background save": 12, "load": 11}  # agreements without a value
+
+
+class PaperRanks(Ranks):
+    """Rank 0 of so many, whose messages are made from what the ranks below each child have."""
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.world = 0, world
+        self.answers: dict[int, bytes] = {}
+        self.received = 0
+        self.seconds = 0.0
+
+    def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
+        self.received += sum(sizes.values())
+        (child,) = [*sizes] or [0]
+        return {child: bytes(sizes[child])} if sizes else {}
+
+    def receive(self, source: int) -> bytes:
+        self.received += max(512, len(self.answers[source]) + 8)
+        return self.answers[source]
+
+    def send(self, data: bytes, target: int) -> None:
+        self.sent = len(data)
+
+    def take(self, value_of: Callable[[int], Any], merge: Callable[[Any, Any], Any]) -> Any:
+        """All ranks' values along the tree, as rank 0 gets them."""
+
+        def below(first: int, count: int) -> Any:
+            if count == 1:
+                return value_of(first)
+            half = 1 << (count - 1).bit_length() - 1
+            left = below(first, half)
+            return merge(left, below(first + half, count - half))
+
+        children = _children(0, self.world)
+        for child in children:
+            self.answers[child] = packed(below(child, min(child, self.world - child)))
+        own, started = value_of(0), time.perf_counter()
+        merged, _ = self.agreed(own, merge, lambda value: None)
+        self.seconds += time.perf_counter() - started
+        return merged
+
+
+def in_order(value: Any) -> Any:
+    """A value as `agree.gathering` sends it."""
+    return agree._ValuesInOrder([pickle.dumps(value)], [(0, 1)])
+
+
+def gathered(ranks: PaperRanks, value_of: Callable[[int], Any]) -> int:
+    """Bytes of the answer that all ranks get."""
+    merged = ranks.take(lambda rank: in_order(value_of(rank)), agree._ValuesInOrder.followed_by)
+    return len(packed(merged))
+
+
+def stages(paper: Manifest) -> list[Stage]:
+    """What the first rank of each place says of it at attach."""
+    where = [dict(buffer.share) for buffer in paper.buffers]
+    by_name = paper.by_name
+    out: list[Stage] = []
+    for stage in range(paper.mesh.pp):
+        for place in range(paper.mesh.ep):
+            own = [
+                buffer
+                for buffer, at in zip(paper.buffers, where, strict=True)
+                if at.get("pp") == stage and at.get("ep", place) == place
+            ]
+            params = tuple(by_name[one.param] for buffer in own for one in buffer.members)
+            out.append(Stage(params, tuple(own), paper.groups, (), (("pp", stage), ("ep", place))))
+    return out
+
+
+def look_of(paper: Manifest, world: int) -> tuple[int, float, float]:
+    """Bytes of what rank 0 tells of a checkpoint that so many ranks saved, but for heads of files,
+    which are not there on paper; and the seconds of packing it, and of taking it."""
+    share = max(1, len(paper.files) * world // paper.mesh.world)
+    evidence = [
+        replace(one, sha256=f"{random.Random(number).getrandbits(256):064x}")
+        for number, one in enumerate(paper.files[:share])
+    ]
+    cut = replace(paper, files=tuple(evidence))
+    names = sorted(one.name for one in cut.files)
+    look = Look(names={"": ("\n".join(names), bytes([1]) * len(names))})
+    look.made["manifest"] = _Listed.of(cut, names)
+    started = time.perf_counter()
+    data = packed(look)
+    middle = time.perf_counter()
+    unpacked(data)
+    return len(data), middle - started, time.perf_counter() - middle
+
+
+def sums_405b(rank: int, world: int) -> JoinedSums:
+    """What a rank has of every parameter at ZeRO-3."""
+    crc = random.Random(rank).getrandbits
+    params = [f"model.layers.{n}.{name}.weight" for n in range(LAYERS_405B) for name in PER_LAYER]
+    return JoinedSums(
+        {
+            (name, state, "float32", Box((0, 0), (16384, 16384)), (number, ()), rank): crc(32)
+            for number, name in enumerate([*params, "embed", "head", "norm"])
+            for state in STATES
+        }
+    )
+
+
+def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]:
+    """What the busiest rank receives of each operation, and the seconds of its Python."""
+    count = max(1, min(len(places), world // 8))
+    each = max(1, world // count)
+
+    def place(rank: int) -> Any:
+        return places[rank // each] if rank % each == 0 and rank // each < count else None
+
+    described = PaperRanks(world)
+    answer = gathered(described, place)
+    own_place = len(packed(places[0]))
+    fates, started = PaperRanks(world), time.perf_counter()
+    for _ in range(100):
+        fates.lowest(1)
+    fates.seconds = time.perf_counter() - started
+    fate_bytes = fates.received / 100
+    summed = PaperRanks(world)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    joined = summed.take(lambda rank: sums_405b(rank, world), join_sums)
+    sums_peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    own_sums = len(pickle.dumps(sums_405b(1, world)))
+    entries = PaperRanks(world)
+    entries.take(lambda rank: [_entry(rank)], list.__add__)
+    sizes = PaperRanks(world)
+    sizes_answer = gathered(sizes, lambda rank: 10**10 + rank % 97)
+    look_bytes, packing_s, taking_s = look_of(paper, world)
+    describing = described.received + answer
+    by_operation = {
+        "attach": describing + fate_bytes * FATES["attach"],
+        "save": describing + sizes.received + sizes_answer + fate_bytes * FATES["save"],
+        "load": look_bytes + summed.received + fate_bytes * FATES["load"],
+    }
+    by_operation["background save"] = by_operation["save"] + 3 * fate_bytes
+    padded = {what: 4096 * world * n for what, n in (("attach", 4), ("save", 9), ("load", 16))}
+    return {
+        "ranks": world,
+        "bytes received": {what: round(size) for what, size in by_operation.items()},
+        "of these by rank 0 alone": {"sums": summed.received, "entries of files": entries.received},
+        "parts": {
+            "a fate": fate_bytes,
+            "all places": answer,
+            "its own place": own_place,
+            "what rank 0 saw of the checkpoint": look_bytes,
+        },
+        "bytes before": padded | {"sums": own_sums * world, "places": own_place * world},
+        "seconds of Python": {
+            "load, rank 0": fates.seconds / 100 * FATES["load"] + packing_s,
+            "load, another rank": fates.seconds / 100 * FATES["load"] + taking_s,
+            "attach": described.seconds,
+            "sums of 405B, rank 0": summed.seconds,
+        },
+        "sums of 405B, peak bytes": sums_peak,
+        "sums": len(joined.copies),
+    }
+
+
+def _entry(rank: int) -> FileEntry:
+    digest = f"{random.Random(rank).getrandbits(256):064x}"
+    return FileEntry(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", 10**10, digest)
+
+
+def measured() -> dict[str, Any]:
+    """Counts of real ranks: of each operation those of the rank that has most, and of the last."""
+    pool = RankPool(REAL, gloo=True)
+    out: dict[str, Any] = {}
+    try:
+        for zero in (1, 3):
+            with tempfile.TemporaryDirectory() as folder:
+                found = pool.run(REAL, counts, zero, folder, timeout_s=300)
+            for what in found[0]:
+                out[f"{what}, ZeRO-{zero}"] = {
+                    name: [rank[what][name] for rank in found] for name in found[0][what]
+                }
+    finally:
+        pool.close()
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    paper = manifest()
+    places = stages(paper)
+    rows = [on_paper(world, paper, places) for world in (SIZES[:2] if args.tiny else SIZES)]
+    last = rows[-1]
+    result = {
+        "real ranks": measured(),
+        "on paper": rows,
+        "machine": description(),
+        "claims": [
+            *(
+                claim(f"bytes received, {what}", size - last["parts"]["its own place"], MOST_BYTES)
+                for what, size in last["bytes received"].items()
+            ),
+            claim("seconds of a load's Python", last["seconds of Python"]["load"], MOST_LOAD_S),
+            claim(
+                "seconds of the sums of 405B",
+                last["seconds of Python"]["sums of 405B"],
+                MOST_SUMS_S,
+            ),
+            claim(
+                "peak bytes of the sums of 405B", last["sums of 405B, peak bytes"], MOST_SUMS_BYTES
+            ),
+        ],
+    }
+    print(json.dumps(result, indent=1))
+    if not args.tiny:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
