@@ -32,7 +32,8 @@ from megatron_ucp.reshard.options import CONVERT, EXPORT, IMPORT
 @dataclass(frozen=True)
 class Verb:
     """One command. `help` is its line in the list of commands, `description` what `--help` says;
-    `add` adds its arguments, `options` are those by name (see `add_options`)."""
+    `add` adds its arguments, `options` are those by name (see `add_options`). `is_shared`:
+    processes that torchrun starts do its work together."""
 
     name: str
     help: str
@@ -41,6 +42,7 @@ class Verb:
     run: Callable[[Any], int]
     add: Callable[[argparse.ArgumentParser], None]
     options: dict[str, str] = field(default_factory=dict[str, str])
+    is_shared: bool = False
 
 
 def _nothing(parser: argparse.ArgumentParser) -> None:
@@ -321,7 +323,7 @@ def run_convert(args: Any) -> int:
         to=to,
         target=target,
         allow=allowed(args),
-        **named(args, "latest", "tag", "rules", "ds_config"),
+        **named(args, "latest", "tag", "rules", "ds_config", "ranks"),
     )
     return show(args, found)
 
@@ -331,7 +333,7 @@ def run_convert(args: Any) -> int:
 
 _EXPORT_OPTIONS = (
     *("dtype", "max_shard_size", "tag", "rules", "config", "family"),
-    *("tokenizer", "merge", "verify", "force"),
+    *("tokenizer", "merge", "verify", "force", "ranks"),
 )
 _EXPORT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -405,7 +407,7 @@ def run_import_hf(args: Any) -> int:
         target=target,
         padded_vocab=args.padded_vocab_size,
         allow=allowed(args),
-        **named(args, "latest", "family", "ds_config"),
+        **named(args, "latest", "family", "ds_config", "ranks"),
     )
     return show(args, found)
 
@@ -598,6 +600,7 @@ never touched. `plan` is the dry run. Weights for transformers are written by `e
             "--latest": "let the pointer (`latest`) of the folder above name OUTPUT; it does "
             "anyway where that folder is a run of the same format without one"
         },
+        is_shared=True,
     ),
     Verb(
         "export-hf",
@@ -620,6 +623,7 @@ DeepSpeed nor Megatron is needed.""",
             "--verify": "read the files back and compare them with the checkpoint, bit by bit",
             "--force": "replace OUTPUT, if this command wrote it and nobody changed it since",
         },
+        is_shared=True,
     ),
     Verb(
         "import-hf",
@@ -636,6 +640,7 @@ OUTPUT is the new tag folder: it must not exist, and appears as a whole or not a
             "--latest": "let `latest` of the folder above name OUTPUT; it does anyway where that "
             "folder is a run without one"
         },
+        is_shared=True,
     ),
     Verb(
         "rules",

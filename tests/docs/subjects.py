@@ -118,7 +118,8 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "conversions",
-        "reshard/test_convert*, reshard/test_upstream, reshard/test_rules, reshard/test_vocabulary",
+        "reshard/test_convert*, reshard/test_upstream, reshard/test_rules, reshard/test_vocabulary, "
+        "reshard/test_work_sharing, reshard/test_launched",
         "plain torch puts the files together; stock DeepSpeed loads them",
     ),
     (
