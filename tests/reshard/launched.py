@@ -1,6 +1,6 @@
 """Conversions by processes as torchrun starts them, one of which dies, hangs or has no room.
 
-    python -m tests.reshard.launched SOURCE FOLDER kill --trials 10 --seed 1
+    python -m tests.reshard.launched SOURCE FOLDER full kill --trials 10 --seed 1
 
 Prints a line of JSON for each trial. The package is imported once: every process is a fork of this
 one.
@@ -29,6 +29,7 @@ from tests.reshard.killed import WROTE
 
 LOADED = (convert, torch.distributed)
 WAYS = (["--to", "universal"], ["--mesh", "dp=4,zero=3"], ["--mesh", "dp=2,zero=1"])
+WHAT = ("whole", "flag", "full", "missing", "stop", "kill")
 Words = Sequence[str]
 
 
@@ -108,41 +109,44 @@ def main_() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("source")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("what", choices=["whole", "kill", "stop", "full", "flag", "missing"])
+    parser.add_argument("what", choices=WHAT, nargs="+")
     parser.add_argument("--trials", type=int, default=1)
-    parser.add_argument("--world", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     dice = random.Random(args.seed)
-    if args.what in ("kill", "stop"):
-        module.FileOnItsWay.wrote = slowly
     launched._SILENT_S, launched._MEET_S = 4.0, 4.0
-    lasts = 0.0
-    for number in range(args.trials):
-        output = args.folder / "out" / f"{args.what}{number}"
-        words = ["convert", args.source, str(output), *WAYS[number % len(WAYS)]]
-        world, before = args.world, dict[int, Callable[[], Any]]()
-        if args.what == "flag":
-            words += ["--latestt"]
-        if args.what == "full":
-            before[world - 1] = small_disk
-        if args.what == "missing":
-            before[1] = lambda: os._exit(7)
-        log = args.folder / "log" / f"{args.what}{number}"
-        if args.what in ("kill", "stop") and number < len(WAYS):
-            whole = [*words]
-            whole[2] += ".whole"
-            whole_trial = Trial(log.with_suffix(".whole"), whole, world, {}).end()
-            lasts = max(lasts, whole_trial["s"])
-        trial = Trial(log, words, world, before)
-        victim = dice.randrange(world)
-        if args.what in ("kill", "stop"):
-            share = dice.uniform(0.1, 1.0) if args.what == "kill" else 0.5
-            time.sleep(share * lasts)
-            os.kill(trial.pids[victim], signal.SIGKILL if args.what == "kill" else signal.SIGSTOP)
-        found = trial.end(stopped=[victim] if args.what == "stop" else [])
-        there, left = output.exists(), output.with_name(f".{output.name}.saving").exists()
-        print(json.dumps({**found, "victim": victim, "there": there, "left": left}), flush=True)
+    for what in args.what:
+        if what in ("kill", "stop"):
+            module.FileOnItsWay.wrote = slowly
+        for number in range(args.trials if what == "kill" else 1):
+            print(json.dumps(trial(args, what, number, dice)), flush=True)
+
+
+LASTS: dict[int, float] = {}  # how long each way lasts whom nobody disturbs
+
+
+def trial(args: Any, what: str, number: int, dice: random.Random) -> dict[str, Any]:
+    """One command that three processes share; `what` happens to one of them."""
+    name, way = f"{what}{number}", number % len(WAYS)
+    output, log = args.folder / "out" / name, args.folder / "log"
+    words, world, victim = ["convert", args.source, str(output), *WAYS[way]], 3, dice.randrange(3)
+    before = dict[int, Callable[[], Any]]()
+    if what == "flag":
+        words += ["--latestt"]
+    if what == "full":
+        before[2] = small_disk
+    if what == "missing":
+        before[1] = lambda: os._exit(7)
+    if what in ("kill", "stop") and way not in LASTS:
+        whole = [*words[:2], str(args.folder / f"whole{way}"), *words[3:]]
+        LASTS[way] = Trial(log / f"whole{way}", whole, world, {}).end()["s"]
+    started = Trial(log / name, words, world, before)
+    if what in ("kill", "stop"):
+        time.sleep(LASTS[way] * (dice.uniform(0.1, 1.0) if what == "kill" else 0.5))
+        os.kill(started.pids[victim], signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+    found = started.end(stopped=[victim] if what == "stop" else [])
+    there, left = output.exists(), output.with_name(f".{output.name}.saving").exists()
+    return {**found, "what": what, "victim": victim, "there": there, "left": left}
 
 
 if __name__ == "__main__":
