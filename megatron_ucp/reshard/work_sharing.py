@@ -22,8 +22,8 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import SummedRun, check_runs
 from megatron_ucp.reshard.files import FileSource
 from megatron_ucp.reshard.folder import FolderOutput
-from megatron_ucp.reshard.options import check_switch
 from megatron_ucp.reshard.messages import Ranks
+from megatron_ucp.reshard.options import check_switch
 
 
 class SharedFileSource(FileSource):
@@ -31,7 +31,8 @@ class SharedFileSource(FileSource):
 
     def check(self, thorough: bool) -> None:
         """Compares every record that a rank read from with its CRC-32: the records of a file on one
-        rank, to which the others send what they have of them. Collective. Raises DamagedFileError."""
+        rank, to which the others send what they have of them. Collective. Raises
+        DamagedFileError."""
         given: dict[int, tuple[list[SummedRun], dict[tuple[str, str], Record]]] = {}
         for run in self._runs:
             given.setdefault(_checker_of(run.file), ([], {}))[0].append(run)

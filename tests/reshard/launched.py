@@ -138,8 +138,8 @@ def trial(args: Any, what: str, number: int, dice: random.Random) -> dict[str, A
     if what == "missing":
         before[1] = lambda: os._exit(7)
     if what in ("kill", "stop") and way not in LASTS:
-        whole = [*words[:2], str(args.folder / f"whole{way}"), *words[3:]]
-        LASTS[way] = Trial(log / f"whole{way}", whole, world, {}).end()["s"]
+        whole = [*words[:2], str(args.folder / f"calm{way}"), *words[3:]]
+        LASTS[way] = Trial(log / f"calm{way}", whole, world, {}).end()["s"]
     started = Trial(log / name, words, world, before)
     if what in ("kill", "stop"):
         time.sleep(LASTS[way] * (dice.uniform(0.1, 1.0) if what == "kill" else 0.5))
