@@ -154,7 +154,7 @@ def run_plan(args: Any) -> int:
         )
     else:
         refuse_unused_size(args, target, args.path)
-        found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config"))
+        found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config", "rates"))
     if args.picture:
         plan.draw(found, args.picture)
     if args.json:
@@ -183,9 +183,8 @@ def _simulated(args: Any, target: Any) -> Any:
         )
     sizes = plan.paper_sizes(args.simulate, args.sizes)
     source = Mesh.parse(args.source_mesh)
-    return plan.simulate(
-        args.simulate, sizes, source, target.with_zero_of(source), parsed_config(args.ds_config)
-    )
+    config, target = parsed_config(args.ds_config), target.with_zero_of(source)
+    return plan.simulate(args.simulate, sizes, source, target, config, args.rates)
 
 
 def _print_plan(found: Any) -> None:
@@ -201,6 +200,14 @@ def _print_plan(found: Any) -> None:
         f"all ranks read {total / 1e6:,.1f} MB, {total / found.stored_bytes:.3f} times the states "
         "of the checkpoint"
     )
+    if found.forecast:
+        from megatron_ucp.reshard.forecast import chart
+
+        rows = chart(found.forecast)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for *numbers, bar, limit in rows:
+            cells = (f"{text:>{width}}" for text, width in zip(numbers, widths, strict=False))
+            print("  ".join([*cells, f"{bar:{widths[-2]}}", limit]))
     print_notes(found.notes)
 
 
@@ -549,6 +556,9 @@ meshes are enough.""",
         run_plan,
         add_plan,
         {
+            "--rates RATES": "also foretell the load in seconds, on more and fewer ranks too: "
+            "storage=1GB/s,shared=50GB/s,network=10GB/s,latency=20us,open=1ms are taken where "
+            "nothing else is said (storage: of one rank; shared: of all together)",
             "--picture FILE": "draw who reads what from whom into a PNG, PDF or SVG file",
             "--sizes SIZES": "of the model of --simulate: "
             "layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",

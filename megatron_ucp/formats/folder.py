@@ -230,6 +230,7 @@ class LocalFolder(Folder):
         self._before_names = {".": "", "/": "/"}.get(self._path, f"{self._path}/")
         self._entries: dict[str, dict[str, os.DirEntry[str]]] = {}
         self._opened = 0
+        self.opened = set[str]()  # names of files
 
     def __str__(self) -> str:
         return self._path
@@ -270,6 +271,7 @@ class LocalFolder(Folder):
 
     def _count_open(self) -> None:
         self._opened += 1
+        self.opened.add(name)
         _allow_descriptors(self._opened)
 
     def _entries_of(self, below: str) -> dict[str, os.DirEntry[str]]:
