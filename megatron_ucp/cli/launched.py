@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from megatron_ucp.errors import RankError
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MEET_S = 300.0  # until all have imported what they need
 _BEAT_S = 1.0
@@ -214,9 +214,9 @@ class Launched:
             self._store.wait(keys, timedelta(seconds=_END_S))
 
 
-def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+def _within(seconds: float, ask: Callable[[], Answer]) -> Answer | None:
     """What the store says; None where it is gone, or does not answer in time."""
-    answers: list[T] = []
+    answers: list[Answer] = []
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):
