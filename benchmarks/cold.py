@@ -81,6 +81,7 @@ def main() -> None:
     layers, width, vocabulary = SIZES[args.sizes]
     sizes = f"layers={layers},hidden={width},heads=12,ffn={4 * width},vocab={vocabulary}"
     rates: dict[str, list[float]] = {"load": [], "dd": [], "warm": []}
+    worked: dict[str, list[float]] = {"load": [], "warm": []}
     with tempfile.TemporaryDirectory(dir=args.folder) as held:
         source = written(Path(held), f"{sizes},positions=1024,tied=1")
         engine = engine_of(args.sizes)
@@ -89,19 +90,27 @@ def main() -> None:
             for way in ("load", "warm"):
                 if way == "load":
                     forget(source)
-                started = time.perf_counter()
+                started, busy = time.perf_counter(), time.process_time()
                 report = ucp.load(engine, source, family="gpt")
                 seconds[way] = time.perf_counter() - started
+                worked[way].append(time.process_time() - busy)
             by_dd = dd(source)
             if turn:  # the first one makes the optimizer's states
                 for way, took in seconds.items():
                     rates[way].append(report.read_bytes / took)
                 rates["dd"].append(by_dd)
                 texts = {name: f"{values[-1] / 1e9:.2f} GB/s" for name, values in rates.items()}
-                print(texts, flush=True)
+                busy = {way: f"{values[-1]:.2f} s" for way, values in worked.items()}
+                print(texts, "of processors:", busy, flush=True)
     ratio = statistics.median(rates["load"]) / statistics.median(rates["dd"])
     print(f"load / dd, cold: {ratio:.2f}, at least {LEAST}; load {os.getloadavg()}")
-    tree = {"machine": description(), "rates": rates, "ratio": ratio, "least": LEAST}
+    tree = {
+        "machine": description(),
+        "rates": rates,
+        "busy": worked,
+        "ratio": ratio,
+        "least": LEAST,
+    }
     if args.sizes != "tiny":
         known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         RESULTS.write_text(json.dumps({**known, args.sizes: tree}, indent=1) + "\n")
