@@ -237,7 +237,6 @@ class LocalFolder(Folder):
         self._before_names = {".": "", "/": "/"}.get(self._path, f"{self._path}/")
         self._entries: dict[str, dict[str, os.DirEntry[str]]] = {}
         self._opened = 0
-        self.opened = set[str]()  # names of files
 
     def __str__(self) -> str:
         return self._path
@@ -278,7 +277,6 @@ class LocalFolder(Folder):
 
     def _count_open(self) -> None:
         self._opened += 1
-        self.opened.add(name)
         _allow_descriptors(self._opened)
 
     def _entries_of(self, below: str) -> dict[str, os.DirEntry[str]]:
@@ -464,6 +462,9 @@ class _ToldFile(StoredFile):
             self._opened.read(start_byte, target)
         else:
             target[:] = known
+
+    def will_read(self, start_byte: int, size_bytes: int) -> None:
+        self._opened.will_read(start_byte, size_bytes)
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         self._opened.read_rows(starts, size_bytes, target, places)

@@ -20,7 +20,7 @@ from megatron_ucp.errors import UcpError, UsageError
 # that is merged along a tree, each message of which has room for 512 bytes. The same for any number
 # of ranks; a test counts them. Ranks of a known family, whose modules say their layouts, also agree
 # on these: one fate and one value.
-FATES, VALUES, OF_FAMILY, OPTIONS = 13, 5, 1, 1
+FATES, VALUES, OF_FAMILY, OPTIONS = 14, 6, 1, 1
 NUMBER_BYTES, MESSAGE_BYTES = 8, 512
 # Of a parameter's state, in what ranks merge beside: its sum, and the bytes that were filled.
 SUM_BYTES = 64
@@ -93,11 +93,13 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Opening:
-    """Files of a checkpoint by name: those that every rank opens (`by_all`), all that the ranks
-    compare with each other, each a share (`checked`), and the random states of each rank that
-    saved (`random_states`), which ranks of the same mesh take again. `saved_on` is that mesh."""
+    """Files of a checkpoint by name: those that rank 0 opens for all (`by_first`; it tells the
+    others `look_bytes` of what it saw), all that the ranks compare with each other, each a share
+    (`checked`), and the random states of each rank that saved (`random_states`), which ranks of the
+    same mesh take again. `saved_on` is that mesh."""
 
-    by_all: frozenset[str] = frozenset()
+    by_first: frozenset[str] = frozenset()
+    look_bytes: int = 0
     checked: tuple[str, ...] = ()
     random_states: tuple[str, ...] = ()
     saved_on: Mesh | None = None
@@ -105,7 +107,7 @@ class Opening:
     def files_of(self, rank: int, mesh: Mesh, read: Collection[str]) -> int:
         """How many files a rank opens that reads states from some."""
         share = self.checked[rank :: mesh.world]
-        own = self.by_all | {*read, *share, *self.random_states[:1]}
+        own = {*read, *share, *self.random_states[:1], *(() if rank else self.by_first)}
         if self.saved_on is not None and self.saved_on.has_ranks_of(mesh):
             own |= {*self.random_states[rank : rank + 1]}
         return len(own)
@@ -130,7 +132,7 @@ def forecast(target: Manifest, planned: Planner, opening: Opening, rates: Rates)
     most = max(one.read_bytes for one in shares.values())
     every = round(sum(one.read_bytes for one in shares.values()) / len(shares) * world)
     files = max(opening.files_of(rank, target.mesh, one.files) for rank, one in shares.items())
-    steps, messages, received = agreement(target, world)
+    steps, messages, received = agreement(target, world, opening.look_bytes)
     parts = {
         "storage": most / rates.storage,
         "shared storage": every / rates.shared,
@@ -154,14 +156,15 @@ def forecast(target: Manifest, planned: Planner, opening: Opening, rates: Rates)
     )
 
 
-def agreement(target: Manifest, world: int) -> tuple[int, int, int]:
-    """Steps of a load; messages that rank 0, which is the busiest one, receives in them, and about
-    how many bytes. On one rank nobody sends anything."""
+def agreement(target: Manifest, world: int, look_bytes: int = 0) -> tuple[int, int, int]:
+    """Steps of a load; messages that the busiest rank receives in them, and about how many bytes,
+    with what rank 0 saw of the checkpoint. On one rank nobody sends anything."""
     fates, values = how_often(target)
     depth = _depth(world)
     sums = sum(len(target.states_of(name)) for name in target.holders) * SUM_BYTES
     received = (fates + OPTIONS) * NUMBER_BYTES + values * MESSAGE_BYTES + sums
-    return fates + values, depth * (fates + values), depth * received
+    told = look_bytes if world > 1 else 0
+    return fates + values, depth * (fates + values), depth * received + told
 
 
 def how_often(target: Manifest) -> tuple[int, int]:

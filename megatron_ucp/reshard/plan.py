@@ -20,13 +20,13 @@ from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.family import Family, Model, Sizes
-from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.writer import state_file
-from megatron_ucp.formats.folder import LocalFolder
+from megatron_ucp.formats.folder import Look, LookingFolder
 from megatron_ucp.formats.per_rank import RANDOM_STATES
 from megatron_ucp.formats.pt.refs import ITEMSIZE
-from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint, open_folder
 from megatron_ucp.reshard.convert import refuse_unused
 from megatron_ucp.reshard.forecast import (
     Forecast,
@@ -36,6 +36,7 @@ from megatron_ucp.reshard.forecast import (
     forecast,
     over_ranks,
 )
+from megatron_ucp.reshard.messages import packed
 from megatron_ucp.reshard.options import needed_target, parsed_config
 from megatron_ucp.reshard.target import Conversion, SourceSettings, target_manifest, with_stages
 
@@ -118,7 +119,7 @@ def plan(
     asked = needed_target(mesh, target, "a plan is")
     config, known = parsed_config(ds_config), _rates(rates)
     with open_checkpoint(path, tag, rules) as source:
-        opening = _opening_of(source)
+        opening = Opening() if known is None else _opening_of(path, tag, source)
         origin = SourceSettings(source, rules is not None)
         asked = asked.with_zero_of(source.manifest.mesh)
         refuse_unused(asked)
@@ -144,13 +145,18 @@ def _rates(given: Rates | str | None) -> Rates | None:
     return Rates.parse(given) if isinstance(given, str) else given
 
 
-def _opening_of(source: Checkpoint) -> Opening:
-    """What the ranks of a load open of a checkpoint before they read its states."""
-    folder, names = source.folder, source.folder.names()
-    random_states = tuple(name for name in names if name.startswith(RANDOM_STATES))
-    opened = folder.opened if isinstance(folder, LocalFolder) else ()
+def _opening_of(path: str | Path, tag: str | None, source: Checkpoint) -> Opening:
+    """What the ranks of a load open of a checkpoint before they read its states: rank 0 looks into
+    it, here as there."""
+    found = find_checkpoint(path, tag)
+    folder = LookingFolder(found.folder)
+    with open_folder(folder, found.notes, CallerModel()) as opened:
+        _ = opened.extras
+    look = folder.look or Look()
+    random_states = tuple(name for name in folder.names() if name.startswith(RANDOM_STATES))
     saved_on = None if source.recorded is None else source.recorded.mesh
-    return Opening(frozenset(opened), tuple(source.file_names), random_states, saved_on)
+    files, told = frozenset(look.sizes), len(packed((found, look)))
+    return Opening(files, told, tuple(source.file_names), random_states, saved_on)
 
 
 def _forecasts(

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import megatron_ucp as ucp
-from megatron_ucp.formats.folder import LocalFolder
+from megatron_ucp.formats.folder import LocalFile
 from megatron_ucp.reshard.messages import Ranks
 from tests.engines.convert_jobs import close, make
 
@@ -20,7 +20,7 @@ def counted(setup: Any, folder: str) -> dict[str, Any]:
     ways = {name: getattr(Ranks, name) for name in ("lowest", "agreed", "delivered")}
     subclasses = [one for one in _below(Ranks) if "move" in vars(one)]
     moves = {one: one.move for one in subclasses}
-    opens = LocalFolder.open
+    opens = LocalFile.__init__
 
     def named(name: str) -> Any:
         def call(self: Ranks, *args: Any) -> Any:
@@ -36,10 +36,9 @@ def counted(setup: Any, folder: str) -> dict[str, Any]:
 
         return move
 
-    def opening(self: LocalFolder, name: str) -> Any:
-        if (Path(folder) / name).exists():
-            files.add(name)
-        return opens(self, name)
+    def opening(self: LocalFile, path: Any) -> None:
+        files.add(Path(path).name)
+        opens(self, path)
 
     for kind in subclasses:
         kind.move = moving(kind)
@@ -47,7 +46,7 @@ def counted(setup: Any, folder: str) -> dict[str, Any]:
         patched = {name: named(name) for name in ways}
         with (
             mock.patch.multiple(Ranks, **patched),
-            mock.patch.object(LocalFolder, "open", opening),
+            mock.patch.object(LocalFile, "__init__", opening),
         ):
             report = ucp.load(engine, folder)
     finally:
