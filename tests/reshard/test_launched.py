@@ -89,4 +89,6 @@ def test_killed_at_random_moments(source: Path, tmp_path: Path, trials: int) -> 
         for rank in {0, 1, 2} - {victim}:
             text = one["err"][rank]
             assert one["codes"][rank] == 2, one
-            assert f"rank {victim} died" in text or f"rank {victim} did not come" in text, one
+            named = [f"rank {victim} died", f"rank {victim} did not come"]
+            named += ["the first node did not come"] if victim == 0 else []
+            assert any(words in text for words in named), one
