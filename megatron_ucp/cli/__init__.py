@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_ucp import __version__, say
+from megatron_ucp.cli.launched import Launched, is_launched
 from megatron_ucp.cli.output import EXIT_CODES, UNUSABLE, Parser, add_options, nearest, print_json
 from megatron_ucp.cli.verbs import VERBS
-from megatron_ucp.errors import DamagedFileError, UcpError, UsageError
+from megatron_ucp.errors import DamagedFileError, RankError, UcpError, UsageError
 
 COMMANDS = tuple(verb.name for verb in VERBS)
+_SHARED = tuple(verb.name for verb in VERBS if verb.is_shared)
 INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of a program that SIGINT, SIGPIPE ended
 COMPLETION = "--print-completion"
 # Names come from foreign files: nothing that a terminal obeys, nothing that turns text around, no
@@ -66,8 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _flushed(words: list[str]) -> int:
     """The exit code, when all that was printed is where it belongs; also of `--help`."""
     sys.stdout.flush()  # fails at once where there is none
+    command = next((word for word in words if not word.startswith("-")), "")
+    if command not in _SHARED or not is_launched():
+        return _run_and_flush(words)
+    with Launched(lambda told: _tell(told, words, is_rank_0=False), UNUSABLE) as ranks:
+        return _run_and_flush(words, ranks)
+
+
+def _run_and_flush(words: list[str], ranks: Launched | None = None) -> int:
     try:
-        return _run(words)
+        return _run(words, ranks)
     finally:
         sys.stdout.flush()
 
@@ -78,19 +88,32 @@ def _forget_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(words: list[str]) -> int:
-    """The exit code of the command. Everything that can go wrong is told as an error of ours."""
+def _run(words: list[str], ranks: Launched | None = None) -> int:
+    """The exit code of the command, which `ranks` share. Everything that can go wrong is told as an
+    error of ours; what is the same on all ranks, by rank 0."""
+    is_rank_0 = ranks is None or ranks.rank == 0
     try:
+        if ranks is not None:
+            ranks.form()
         if words and not words[0].startswith("-"):
             _require_command(words[0])
         args = _parser(COMPLETION in words).parse_args(words)
         if args.run is None:
             _parser().print_help()
             return 0
+        args.ranks = ranks is not None
         with say.by_command_line(args.quiet):
             return int(args.run(args))
+    except RankError as error:
+        told = error if ranks is None else ranks.name_gone(error)
     except UcpError as error:
+        if not is_rank_0:
+            return UNUSABLE
         told = error
+    except KeyboardInterrupt:
+        if ranks is None or ranks.lost is None:
+            raise
+        told = ranks.lost
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -105,13 +128,13 @@ def _run(words: list[str]) -> int:
             "there is not enough memory for what the checkpoint asks for",
             fix="use a larger machine; if the checkpoint is small, distrust it",
         )
-    _tell(told, words)
+    _tell(told, words, is_rank_0)
     return UNUSABLE
 
 
-def _tell(told: UcpError, words: list[str]) -> None:
-    """An error, with --json as JSON on standard output."""
-    if "--json" in words:
+def _tell(told: UcpError, words: list[str], is_rank_0: bool = True) -> None:
+    """An error, with --json as JSON on standard output, which is rank 0's alone."""
+    if "--json" in words and is_rank_0:
         said = {**vars(told), "id": told.id, "help": told.help}
         facts = {key: value for key, value in said.items() if value not in (None, "")}
         print_json({"error": type(told).__name__, **facts}, UNUSABLE)

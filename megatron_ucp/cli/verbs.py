@@ -32,7 +32,8 @@ from megatron_ucp.reshard.options import CONVERT, EXPORT, IMPORT
 @dataclass(frozen=True)
 class Verb:
     """One command. `help` is its line in the list of commands, `description` what `--help` says;
-    `add` adds its arguments, `options` are those by name (see `add_options`)."""
+    `add` adds its arguments, `options` are those by name (see `add_options`). `is_shared`:
+    processes that torchrun starts do its work together."""
 
     name: str
     help: str
@@ -41,6 +42,7 @@ class Verb:
     run: Callable[[Any], int]
     add: Callable[[argparse.ArgumentParser], None]
     options: dict[str, str] = field(default_factory=dict[str, str])
+    is_shared: bool = False
 
 
 def _nothing(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +154,7 @@ def run_plan(args: Any) -> int:
         )
     else:
         refuse_unused_size(args, target, args.path)
-        found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config"))
+        found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config", "rates"))
     if args.picture:
         plan.draw(found, args.picture)
     if args.json:
@@ -181,9 +183,8 @@ def _simulated(args: Any, target: Any) -> Any:
         )
     sizes = plan.paper_sizes(args.simulate, args.sizes)
     source = Mesh.parse(args.source_mesh)
-    return plan.simulate(
-        args.simulate, sizes, source, target.with_zero_of(source), parsed_config(args.ds_config)
-    )
+    config, target = parsed_config(args.ds_config), target.with_zero_of(source)
+    return plan.simulate(args.simulate, sizes, source, target, config, args.rates)
 
 
 def _print_plan(found: Any) -> None:
@@ -199,6 +200,14 @@ def _print_plan(found: Any) -> None:
         f"all ranks read {total / 1e6:,.1f} MB, {total / found.stored_bytes:.3f} times the states "
         "of the checkpoint"
     )
+    if found.forecast:
+        from megatron_ucp.reshard.forecast import chart
+
+        rows = chart(found.forecast)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for *numbers, bar, limit in rows:
+            cells = (f"{text:>{width}}" for text, width in zip(numbers, widths, strict=False))
+            print("  ".join([*cells, f"{bar:{widths[-2]}}", limit]))
     print_notes(found.notes)
 
 
@@ -321,7 +330,7 @@ def run_convert(args: Any) -> int:
         to=to,
         target=target,
         allow=allowed(args),
-        **named(args, "latest", "tag", "rules", "ds_config"),
+        **named(args, "latest", "tag", "rules", "ds_config", "ranks"),
     )
     return show(args, found)
 
@@ -331,7 +340,7 @@ def run_convert(args: Any) -> int:
 
 _EXPORT_OPTIONS = (
     *("dtype", "max_shard_size", "tag", "rules", "config", "family"),
-    *("tokenizer", "merge", "verify", "force"),
+    *("tokenizer", "merge", "verify", "force", "ranks"),
 )
 _EXPORT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -405,7 +414,7 @@ def run_import_hf(args: Any) -> int:
         target=target,
         padded_vocab=args.padded_vocab_size,
         allow=allowed(args),
-        **named(args, "latest", "family", "ds_config"),
+        **named(args, "latest", "family", "ds_config", "ranks"),
     )
     return show(args, found)
 
@@ -547,6 +556,9 @@ meshes are enough.""",
         run_plan,
         add_plan,
         {
+            "--rates RATES": "also foretell the load in seconds, on more and fewer ranks too: "
+            "storage=1GB/s,shared=50GB/s,network=10GB/s,latency=20us,open=1ms are taken where "
+            "nothing else is said (storage: of one rank; shared: of all together)",
             "--picture FILE": "draw who reads what from whom into a PNG, PDF or SVG file",
             "--sizes SIZES": "of the model of --simulate: "
             "layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",
@@ -598,6 +610,7 @@ never touched. `plan` is the dry run. Weights for transformers are written by `e
             "--latest": "let the pointer (`latest`) of the folder above name OUTPUT; it does "
             "anyway where that folder is a run of the same format without one"
         },
+        is_shared=True,
     ),
     Verb(
         "export-hf",
@@ -620,6 +633,7 @@ DeepSpeed nor Megatron is needed.""",
             "--verify": "read the files back and compare them with the checkpoint, bit by bit",
             "--force": "replace OUTPUT, if this command wrote it and nobody changed it since",
         },
+        is_shared=True,
     ),
     Verb(
         "import-hf",
@@ -636,6 +650,7 @@ OUTPUT is the new tag folder: it must not exist, and appears as a whole or not a
             "--latest": "let `latest` of the folder above name OUTPUT; it does anyway where that "
             "folder is a run without one"
         },
+        is_shared=True,
     ),
     Verb(
         "rules",

@@ -47,6 +47,10 @@ class ByteFile(ABC):
         for start, place in zip(starts, places, strict=True):
             self.read_into(record, start, target[place : place + size_bytes])
 
+    def will_read(self, record: Record, start_byte: int, size_bytes: int) -> None:
+        """Says that these bytes of a record are read soon. A hint, which most files don't need."""
+        return
+
     def check(self, record: Record) -> None:
         """Compares the record's bytes with its CRC-32, 1 MiB at a time; nothing is read without
         checksums. Raises DamagedFileError when they differ."""
@@ -125,6 +129,9 @@ class OpenFile(ByteFile, Closing):
 
     def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
         self._read_run(source.name, source.offset_bytes, source.size_bytes, start_byte, target)
+
+    def will_read(self, record: Record, start_byte: int, size_bytes: int) -> None:
+        self.stored.will_read(record.offset_bytes + start_byte, size_bytes)
 
     def _read_run(
         self, name: str, offset_bytes: int, size_bytes: int, start_byte: int, target: memoryview

@@ -61,6 +61,9 @@ class StoredFile(Closing):
         for start, place in zip(starts, places, strict=True):
             self.read(start, target[place : place + size_bytes])
 
+    def will_read(self, start_byte: int, size_bytes: int) -> None:
+        """Says that these bytes are read soon, so that storage may begin with them."""
+
     def bytes_at(self, start_byte: int, size_bytes: int) -> bytes:
         """Bytes of the file. Raises as `read`."""
         data = bytearray(size_bytes)
@@ -199,6 +202,10 @@ class LocalFile(StoredFile):
                 expected = f"{len(target)} bytes from byte {start_byte}"
                 _damaged(self.path, "the file is truncated", expected, f"{done} bytes")
             done += count
+
+    def will_read(self, start_byte: int, size_bytes: int) -> None:
+        with suppress(OSError):  # a hint, which a file system need not take
+            os.posix_fadvise(self.fd, start_byte, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         """Many short rows cost little more than their system calls."""
@@ -455,6 +462,9 @@ class _ToldFile(StoredFile):
             self._opened.read(start_byte, target)
         else:
             target[:] = known
+
+    def will_read(self, start_byte: int, size_bytes: int) -> None:
+        self._opened.will_read(start_byte, size_bytes)
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         self._opened.read_rows(starts, size_bytes, target, places)

@@ -246,9 +246,9 @@ def most(number: int) -> int:
         return -ranks.lowest(-number)[0]
 
 
-def total(*numbers: int) -> list[int]:
+def total(*numbers: int, ranks: Ranks | None = None) -> list[int]:
     """For each number the sum over all ranks. Collective."""
-    block = merging(lambda own, other: [*map(int.__add__, own, other)])
+    block = merging(lambda own, other: [*map(int.__add__, own, other)], ranks=ranks)
     with block:
         block.value = [*numbers]
     return block.result

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from megatron_ucp.formats.tags import (
     iteration_of_name,
     pointers_to,
 )
-from megatron_ucp.reshard.files import FileSource
+from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder import FolderOutput, FolderSink, check_source, require_plain
 from megatron_ucp.reshard.options import (
@@ -42,6 +43,7 @@ from megatron_ucp.reshard.options import (
 )
 from megatron_ucp.reshard.target import Conversion, SourceSettings
 from megatron_ucp.reshard.transfer import TransferRun, transfer
+from megatron_ucp.reshard.work_sharing import as_rank_error, ranks_of, require_same, source_of
 from megatron_ucp.reshard.writers import native, torch_dist, universal
 
 # ---- table
@@ -261,6 +263,7 @@ def convert(
     rules: str | Path | None = None,
     ds_config: Mapping[str, Any] | str | Path | None = None,
     allow: Collection[str] = (),
+    ranks: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
     """Writes a checkpoint as a new tag folder of another mesh or format. Not needed to resume: an
@@ -284,7 +287,10 @@ def convert(
             does not say is as in the source.
         allow: What may happen besides exact copies: "mean", "narrow", "per_rank",
             "replicas", "stale".
-        progress: `progress(done, total)` counts bytes.
+        ranks: Whether all ranks of torch.distributed's default group write the folder together,
+            each a share of the bytes. Each of them then calls this, with the same arguments.
+            Default: only the process that calls it works, whatever groups there are.
+        progress: `progress(done, total)` counts bytes; with `ranks` those of this rank.
 
     Returns:
         What was done: path, meshes, files, bytes, seconds, notes.
@@ -298,18 +304,22 @@ def convert(
         >>> import megatron_ucp as ucp
         >>> done = ucp.convert("runs/llama", "dp3/global_step80", mesh="dp=3,zero=1")
     """
-    started, folder = time.perf_counter(), Path(plain_path(dst))
-    asked, row = _check_arguments(folder, to, mesh, target, latest, allow)
-    writing = Writing(folder, row, latest, allow, progress, started)
-    config = parsed_config(ds_config)
-    with open_checkpoint(src, tag, rules) as source:
-        check_source(source, folder, allow)
-        refuse_lost_moments(source.manifest, str(source.folder))
-        origin = SourceSettings(source, rules is not None)
-        wanted = _wanted(origin, asked, row, config, allow)
-        origin.take_values(wanted.target.mesh if row.for_ranks else None, allow)
-        output = row.plan(origin, wanted, config, folder)
-        mesh = str(wanted.target.mesh) if row.for_ranks else row.name
+    started, together = time.perf_counter(), ranks_of(ranks)
+    with as_rank_error("the conversion"), ExitStack() as opened:
+        with agree.together(together):
+            folder = Path(plain_path(dst))
+            asked, row = _check_arguments(folder, to, mesh, target, latest, allow)
+            config = parsed_config(ds_config)
+            source = opened.enter_context(open_checkpoint(src, tag, rules))
+            check_source(source, folder, allow)
+            refuse_lost_moments(source.manifest, str(source.folder))
+            origin = SourceSettings(source, rules is not None)
+            wanted = _wanted(origin, asked, row, config, allow)
+            origin.take_values(wanted.target.mesh if row.for_ranks else None, allow)
+            output = row.plan(origin, wanted, config, folder)
+            mesh = str(wanted.target.mesh) if row.for_ranks else row.name
+        require_same(output, together, dst=folder, to=row.name, mesh=mesh, latest=latest)
+        writing = Writing(folder, row, latest, allow, progress, started, ranks)
         return writing.write(source, output, str(source.manifest.written_on), mesh, origin.notes)
 
 
@@ -328,8 +338,8 @@ def _wanted(
 
 @dataclass(frozen=True)
 class Writing:
-    """A folder that is written from the files of a checkpoint, in a format: `latest`, `allow` and
-    `progress` as of `convert`, `started` as a clock says it."""
+    """A folder that is written from the files of a checkpoint, in a format: `latest`, `allow`,
+    `progress` and `ranks` as of `convert`, `started` as a clock says it."""
 
     folder: Path
     to: Writable
@@ -337,6 +347,7 @@ class Writing:
     allow: Collection[str]
     progress: Progress | None
     started: float
+    ranks: bool = False
 
     def write(
         self,
@@ -347,18 +358,21 @@ class Writing:
         notes: Sequence[str],
     ) -> Converted:
         """Writes it, and its pointer. Raises a UcpError."""
-        values, run = FileSource(source, str(source.folder)), TransferRun(progress=self.progress)
-        sink = FolderSink(self.folder, output)
-        transfer(values, sink, frozenset(self.allow), run=run, alone=True)
-        steps = int(source.extras.counters.get("global_steps", 0))
+        values = source_of(source, str(source.folder), ranks=self.ranks)
+        run = TransferRun(progress=self.progress)
+        sink = FolderSink(self.folder, output, self.ranks)
+        transfer(values, sink, frozenset(self.allow), run=run, alone=not self.ranks)
+        steps, ranks = int(source.extras.counters.get("global_steps", 0)), ranks_of(self.ranks)
+        pointer = agree.of_first(lambda: point_at(self.folder, self.to, self.latest, steps), ranks)
+        read_bytes, written_bytes = agree.total(values.read_bytes, run.done, ranks=ranks)
         return Converted(
             str(self.folder),
             source_mesh,
             mesh,
             files=len(output.files),
-            read_bytes=values.read_bytes,
-            written_bytes=run.done,
-            pointer=point_at(self.folder, self.to, self.latest, steps),
+            read_bytes=read_bytes,
+            written_bytes=written_bytes,
+            pointer=pointer,
             proved=checked(source),
             notes=(*source.notes, *notes),
             seconds=time.perf_counter() - self.started,

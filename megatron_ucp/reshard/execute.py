@@ -126,6 +126,7 @@ STAGING_BYTES = 8 * 2**20
 ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
+AHEAD_BYTES, AHEAD_STEP_BYTES = 32 * 2**20, 4 * 2**20
 SHORT_GAP_BYTES = 32 * 2**10  # a disk reads on over it anyway
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
@@ -183,12 +184,42 @@ def execute(
     tensor_of, staging = functools.cache(target), staging or Staging()
     reading = _Reading(places, tensor_of, staging, is_summed, over_gaps)
     ordered = sorted(plan.ops, key=reading.file_order)
-    advance = _advancing(plan, places, progress)
+    advance, ahead = _advancing(plan, places, progress), _Ahead(ordered, places)
+    reading.advance = ahead.advance
     for _, ops in itertools.groupby(ordered, key=reading.record_of):
         reading.read_record(ops)
         advance(reading.counts.read_bytes)
     fill_padding(plan.fills, target)
     return reading.counts
+
+
+class _Ahead:
+    """Lets storage begin with what is read next, in the order of the files, while this thread
+    sums and copies what came: up to AHEAD_BYTES. Regions with gaps are left out."""
+
+    def __init__(self, ordered: Sequence[Op], places: dict[Slot, Where]) -> None:
+        self._steps, self._told_bytes = _steps_of(ordered, places), 0
+
+    def advance(self, read_bytes: int) -> None:
+        """So many bytes were read."""
+        while self._told_bytes < read_bytes + AHEAD_BYTES:
+            step = next(self._steps, None)
+            if step is None:
+                return
+            where, start, size = step
+            self._told_bytes += size
+            if self._told_bytes > read_bytes:
+                where.file.will_read(where.record, start, size)
+
+
+def _steps_of(ordered: Sequence[Op], places: dict[Slot, Where]) -> Iterator[tuple[Where, int, int]]:
+    """The bytes of operations, as much at once as storage is told of: place, first byte, size."""
+    for op in ordered:
+        where, side = places[op.sources[0].slot], op.sources[0]
+        if span(op.shape, side.strides) == math.prod(op.shape):
+            first, size = _byte_offset(where, side), math.prod(op.shape) * ITEMSIZE[where.dtype]
+            for at in range(0, size, AHEAD_STEP_BYTES):
+                yield where, first + at, min(AHEAD_STEP_BYTES, size - at)
 
 
 def _advancing(
@@ -308,10 +339,16 @@ def _read_rows(where: Where, side: Side, shape: Ints, into: _Rows, counts: Count
 
 
 def read_run(
-    where: Where, offset_bytes: int, into: memoryview, counts: Counts, checksums: bool = True
+    where: Where,
+    offset_bytes: int,
+    into: memoryview,
+    counts: Counts,
+    checksums: bool = True,
+    advance: Callable[[int], object] = bool,
 ) -> None:
-    """Reads a contiguous run, in the bytes of its record, into memory, and notes its CRC-32."""
-    size = len(into)
+    """Reads a contiguous run, in the bytes of its record, into memory, and notes its CRC-32.
+    `advance` is told how many bytes `counts` has, before each piece that is read."""
+    size, before = len(into), counts.read_bytes
     counts.read_bytes += size
     if not checksums or not where.record.crc32:
         where.file.read_into(where.record, offset_bytes, into)
@@ -319,6 +356,7 @@ def read_run(
         return
     crc = 0
     for at in range(0, size, CRC_CHUNK_BYTES):
+        advance(before + at)
         chunk = into[at : at + CRC_CHUNK_BYTES]
         where.file.read_into(where.record, offset_bytes + at, chunk)
         crc = isal_zlib.crc32(chunk, crc)
@@ -435,6 +473,7 @@ class _Reading:
         over_gaps: int,
     ) -> None:
         self.counts = Counts()
+        self.advance: Callable[[int], object] = bool
         self._places, self._target, self._staging = places, target, staging
         self._is_summed, self._over_gaps = is_summed, over_gaps
 
@@ -471,7 +510,7 @@ class _Reading:
             return _blocks_of(op.source, op.shape, where, out, most, self._over_gaps)
         if way == "run":
             start = _byte_offset(where, op.source)
-            read_run(where, start, bytes_of(out), self.counts, checksums)
+            read_run(where, start, bytes_of(out), self.counts, checksums, self.advance)
         else:
             first_byte = op.target.offset * tensor.element_size()
             into = _Rows(bytes_of(tensor), first_byte, op.target.strides)

@@ -42,10 +42,11 @@ THREADS = min(os.cpu_count() or 1, 8)  # each has windows of its own
 WIDE_WINDOW_BYTES = 52 * 2**20 // THREADS
 
 
-def pool() -> ThreadPoolExecutor:
+def pool(processes: int = 1) -> ThreadPoolExecutor:
     """A thread for each core: reading, summing and copying let go of the interpreter. torch's own
-    threads would be too many."""
-    return ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
+    threads would be too many. Of `processes` that share the cores each has as many."""
+    threads = max(1, THREADS // processes)
+    return ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Memory:

@@ -21,7 +21,7 @@ from megatron_ucp.errors import PlanError, SaveError, UsageError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import MODEL, MODEL_PARTITION
-from megatron_ucp.formats.file_layout import FileLayout, FilePiece
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece, nothing_around
 from megatron_ucp.formats.output_folder import OutFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.tags import require_no_pointer
@@ -143,6 +143,18 @@ class OutputFolder:
     def compare(self) -> None:
         """Nothing was recorded of what a folder gets."""
 
+    def _make_files(self) -> None:
+        """Makes all files in their sizes, so that no machine has to learn of a new name. Undoes
+        the folder where the disk refuses."""
+        with ExitStack() as undo, self._as_save_error():
+            undo.callback(self._held.close)
+            for file in self.output.files:
+                path = self.aside / file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "wb") as out:
+                    out.truncate(file.size_bytes)
+            undo.pop_all()
+
     def lost(self) -> Lost:
         """What was looked at as it was written."""
         return self._lost
@@ -184,22 +196,76 @@ def _require_whole(path: Path, size_bytes: int) -> None:
         raise PlanError(what, file=path, expected=size_bytes, found=found)
 
 
-# ------------------------------------------------ by the threads of one process
+# ------------------------------------------------ by the threads of one process, or of all ranks
 
 
 class FolderSink(OutputFolder):
-    """A folder that is written by the threads of one process."""
+    """A folder that is written by the threads of one process; with `ranks` by those of all ranks,
+    each its share of the bytes. Rank 0 makes the folder then and names it."""
+
+    def __init__(self, folder: Path, output: FolderOutput, ranks: bool = False) -> None:
+        super().__init__(folder, output)
+        self.rank, self.world = agree.world() if ranks else (0, 1)
+
+    def __enter__(self) -> Self:
+        if self.rank == 0:
+            super().__enter__()
+        if self.rank == 0 and self.world > 1:
+            self._make_files()
+        return self
 
     def move(self, source: WindowSource, parts: Sequence[Proved], run: TransferRun) -> None:
         """Several pieces at a time, each window by window: read, summed, written."""
-        readers, run.total = Readers(source, parts), self.output.size_bytes
-        places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
+        files = share_of(self.output.files, self.rank, self.world)
+        readers = Readers(source, parts)
+        run.total = sum(piece.size_bytes for file in files for piece in file.pieces)
+        places = {(self.aside / file.name).parent for file in files} - {self.aside}
         writer = _Threads(self.aside, readers, run)
-        with self._as_save_error(), pool() as threads:
+        beside = int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) if self.world > 1 else 1
+        with self._as_save_error(), pool(beside) as threads:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)
-            writer.write(threads, self.output.files)
+            writer.write(threads, files)
         self._lost = readers.overflows.found
+
+    def finish(self) -> None:
+        """Each rank brings what it wrote to disk: other machines can't do it for it."""
+        if self.rank == 0:
+            super().finish()
+        else:
+            with self._as_save_error():
+                self._bring_to_disk()
+
+    def publish(self) -> None:
+        if self.rank == 0:
+            super().publish()
+
+
+def share_of(files: Sequence[FileLayout], rank: int, world: int) -> list[FileLayout]:
+    """What one of several ranks writes, so that each has about as many bytes: the largest things
+    first, each to the rank that has least. A file with checksums, such as a .pt file, is written as
+    a whole by one rank, as its end follows from all of it. Of one without, such as a .safetensors
+    file, ranks write runs of pieces.
+
+    Of files of 8, 4, 4 and 1 GB the first of two ranks writes that of 8, the other one 4 + 4, and
+    the first one that of 1."""
+    if world == 1:
+        return [*files]
+    runs = [
+        (file, pieces)
+        for file in files
+        for pieces in (_jobs_of(file.pieces) if file.around is nothing_around else [file.pieces])
+    ]
+    sizes = [(sum(piece.size_bytes for piece in pieces), set[int]()) for _, pieces in runs]
+    own: dict[str, FileLayout] = {}
+    for taker, (file, pieces) in zip(evenly(sizes, world), runs, strict=True):
+        blobs = file.blobs if pieces[:1] == file.pieces[:1] else ()  # they go with the first run
+        if taker == rank:
+            held = own.get(file.name, replace(file, pieces=(), blobs=()))
+            own[file.name] = replace(
+                held, pieces=[*held.pieces, *pieces], blobs=[*held.blobs, *blobs]
+            )
+    return [*own.values()]
 
 
 @dataclass
@@ -571,12 +637,7 @@ class RanksFolderSink(OutputFolder):
     def __enter__(self) -> Self:
         if self.rank == 0:
             super().__enter__()
-            with ExitStack() as undo, self._as_save_error():
-                undo.callback(self._held.close)
-                for file in self.output.files:  # so that no machine has to learn of a new name
-                    with open(self.aside / file.name, "wb") as out:
-                        out.truncate(file.size_bytes)
-                undo.pop_all()
+            self._make_files()
         return self
 
     def __exit__(self, *_: object) -> None:

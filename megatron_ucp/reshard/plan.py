@@ -20,11 +20,23 @@ from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.family import Family, Model, Sizes
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.writer import state_file
+from megatron_ucp.formats.folder import Look, LookingFolder
+from megatron_ucp.formats.per_rank import RANDOM_STATES
 from megatron_ucp.formats.pt.refs import ITEMSIZE
-from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint, open_folder
 from megatron_ucp.reshard.convert import refuse_unused
+from megatron_ucp.reshard.forecast import (
+    Forecast,
+    Opening,
+    RankShare,
+    Rates,
+    forecast,
+    over_ranks,
+)
+from megatron_ucp.reshard.messages import packed
 from megatron_ucp.reshard.options import needed_target, parsed_config
 from megatron_ucp.reshard.target import Conversion, SourceSettings, target_manifest, with_stages
 
@@ -54,13 +66,15 @@ class RankReads:
 
 @dataclass(frozen=True)
 class Preview:
-    """A resume that was planned. `stored_bytes` is what the source holds of states, each once."""
+    """A resume that was planned. `stored_bytes` is what the source holds of states, each once;
+    `forecast` says how it goes on other numbers of ranks, too, where rates were given."""
 
     source_mesh: str
     mesh: str
     ranks: tuple[RankReads, ...]
     stored_bytes: int
     notes: tuple[str, ...] = ()
+    forecast: tuple[Forecast, ...] = ()
 
 
 @say.shown("plan", "ranks")
@@ -72,6 +86,7 @@ def plan(
     tag: str | None = None,
     rules: str | Path | None = None,
     ds_config: Mapping[str, Any] | str | Path | None = None,
+    rates: Rates | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Preview:
     """What each rank of a job on another mesh would read of a checkpoint: the dry run of a resume.
@@ -85,6 +100,8 @@ def plan(
         tag: The tag in `path`, where it is not the newest.
         rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
         ds_config: The DeepSpeed config of the job, or its file.
+        rates: What the cluster can do, such as "storage=2GB/s,latency=50us" (`forecast.Rates`), for
+            a forecast of its load in seconds, on more and on fewer ranks, too.
         progress: `progress(done, total)` counts ranks.
 
     Returns:
@@ -100,8 +117,9 @@ def plan(
         [3543680, 3543552, 3543552]
     """
     asked = needed_target(mesh, target, "a plan is")
-    config = parsed_config(ds_config)
+    config, known = parsed_config(ds_config), _rates(rates)
     with open_checkpoint(path, tag, rules) as source:
+        opening = Opening() if known is None else _opening_of(path, tag, source)
         origin = SourceSettings(source, rules is not None)
         asked = asked.with_zero_of(source.manifest.mesh)
         refuse_unused(asked)
@@ -112,7 +130,57 @@ def plan(
             return source.folder.name_of(source.where(slot).file.path)
 
         notes = (*source.notes, *origin.notes, *staged)
-        return of_manifests(source.manifest, manifest, file_of, progress, notes)
+        found = of_manifests(source.manifest, manifest, file_of, progress, notes)
+        if known is None:
+            return found
+
+        def on(size: Target) -> Manifest:
+            return target_manifest(with_stages(origin.wanted(size, config))[0])
+
+        rows = _forecasts(source.manifest, asked, on, file_of, opening, known)
+        return replace(found, forecast=rows)
+
+
+def _rates(given: Rates | str | None) -> Rates | None:
+    return Rates.parse(given) if isinstance(given, str) else given
+
+
+def _opening_of(path: str | Path, tag: str | None, source: Checkpoint) -> Opening:
+    """What the ranks of a load open of a checkpoint before they read its states: rank 0 looks into
+    it, here as there."""
+    found = find_checkpoint(path, tag)
+    folder = LookingFolder(found.folder)
+    with open_folder(folder, found.notes, CallerModel()) as opened:
+        _ = opened.extras
+    look = folder.look or Look()
+    random_states = tuple(name for name in folder.names() if name.startswith(RANDOM_STATES))
+    saved_on = None if source.recorded is None else source.recorded.mesh
+    files, told = frozenset(look.sizes), len(packed((found, look)))
+    return Opening(files, told, tuple(source.file_names), random_states, saved_on)
+
+
+def _forecasts(
+    source: Manifest,
+    asked: Target,
+    on: Callable[[Target], Manifest],
+    file_of: Callable[[Slot], str],
+    opening: Opening,
+    rates: Rates,
+) -> tuple[Forecast, ...]:
+    """That of the mesh that was asked for, and of others with more and less data parallelism, whose
+    manifest is what it is `on` them."""
+
+    def of_size(dp: int) -> Forecast:
+        manifest = on(replace(asked, mesh=replace(asked.mesh, dp=dp)))
+        reads = _Reads(source, manifest, file_of)
+
+        def planned(rank: int) -> RankShare:
+            found = reads.of_rank(rank)
+            return RankShare(found.read_bytes, frozenset(found.files), found.peak_bytes)
+
+        return forecast(manifest, planned, opening, rates)
+
+    return over_ranks(asked.mesh, of_size)
 
 
 @say.shown("plan", "ranks")
@@ -122,6 +190,7 @@ def simulate(
     source_mesh: Mesh,
     target: Target,
     config: Mapping[str, object] | None = None,
+    rates: Rates | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Preview:
     """The same for a model and meshes that need not exist: bf16 with fp32 masters and Adam's
@@ -131,12 +200,22 @@ def simulate(
     for mesh in (source_mesh, target.mesh):
         Model(found, sizes).check_cut(mesh.tp)  # heads, which shapes alone do not show
     layers = found.layers([spec.name for spec in whole.params]) if found.layers else None
-    chosen = [
-        replace(one, dtype=one.dtype or "bfloat16", stages=one.stages or "layers").completed(said)
-        for one, said in ((Target(source_mesh), {}), (target, config or {}))
-    ]
-    of = [target_manifest(Conversion(whole, one, family, layers)) for one in chosen]
-    return of_manifests(of[0], of[1], lambda slot: state_file(of[0], slot), progress)
+    known = _rates(rates)
+
+    def on(one: Target, said: Mapping[str, object] = config or {}) -> Manifest:
+        one = replace(one, dtype=one.dtype or "bfloat16", stages=one.stages or "layers")
+        return target_manifest(Conversion(whole, one.completed(said), family, layers))
+
+    source = on(Target(source_mesh), {})
+
+    def file_of(slot: Slot) -> str:
+        return state_file(source, slot)
+
+    preview = of_manifests(source, on(target), file_of, progress)
+    if known is None:
+        return preview
+    rows = _forecasts(source, target, on, file_of, Opening(), known)
+    return replace(preview, forecast=rows)
 
 
 def paper_manifest(family: Family, sizes: Sizes) -> Manifest:

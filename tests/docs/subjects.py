@@ -118,13 +118,14 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "conversions",
-        "reshard/test_convert*, reshard/test_upstream, reshard/test_rules, reshard/test_vocabulary",
+        "reshard/test_convert*, reshard/test_upstream, reshard/test_rules, "
+        "reshard/test_vocabulary, reshard/test_work_sharing, reshard/test_launched",
         "plain torch puts the files together; stock DeepSpeed loads them",
     ),
     (
         "commands",
         "reshard/test_cli, reshard/test_commands, reshard/test_main*, reshard/test_verify, "
-        "reshard/test_preview, reshard/test_doctor, reshard/test_rule*",
+        "reshard/test_preview, reshard/test_forecast, reshard/test_doctor, reshard/test_rule*",
         "what a user reads: text, JSON, exit codes",
     ),
     (

@@ -2,6 +2,7 @@
 and no others."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,3 +224,37 @@ def test_progress_counts_the_bytes_that_are_wanted(file: Path, tensor: torch.Ten
         )
     assert said == [(ROWS * 256 * 4,) * 2]
     assert torch.equal(out.view(ROWS, 256), tensor[:, :256])
+
+
+def test_storage_is_told_of_what_is_read_next(
+    file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte once, before it is read, not more than a bound ahead; nothing of rows with gaps."""
+    step, most = 16 * 2**10, 48 * 2**10
+    monkeypatch.setattr(execute, "AHEAD_STEP_BYTES", step)
+    monkeypatch.setattr(execute, "AHEAD_BYTES", most)
+    monkeypatch.setattr(execute, "CRC_CHUNK_BYTES", step)
+    told, read = list[tuple[int, int]](), [0]
+    into = PtFile.read_into
+
+    def will_read(_: PtFile, record: object, start: int, size: int) -> None:
+        told.append((start, start + size))
+        assert start < read[0] + most
+
+    def read_into(self: PtFile, source: Any, start_byte: int, target: memoryview) -> None:
+        assert told and told[-1][1] >= start_byte + len(target)
+        into(self, source, start_byte, target)
+        read[0] = start_byte + len(target)
+
+    monkeypatch.setattr(PtFile, "will_read", will_read)
+    monkeypatch.setattr(PtFile, "read_into", read_into)
+    out, elems = torch.zeros(ROWS * COLUMNS), ROWS * COLUMNS
+    with PtFile(file) as opened:
+        where, plan = where_of(opened), plan_of((elems,), (0, (1,)), (0, (1,)))
+        execute.execute(plan, lambda _: where, lambda _: out)
+        assert torch.equal(out.view(ROWS, COLUMNS), tensor)
+        assert told == [(at, at + step) for at in range(0, 4 * elems, step)]
+        told.clear()
+        columns = plan_of((ROWS, 256), (0, (COLUMNS, 1)), (0, (256, 1)))
+        execute.execute(columns, lambda _: where, lambda _: out)
+        assert told == []

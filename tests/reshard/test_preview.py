@@ -283,9 +283,12 @@ def test_text_and_json(sources: Sources, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["plan", folder, "--tag", "filled", "--mesh", "dp=4,zero=3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     head = {"schema_version", "exit_code"}
-    assert found.keys() - head == {"source_mesh", "mesh", "ranks", "stored_bytes", "notes"}
+    assert found.keys() - head == {
+        *("source_mesh", "mesh", "ranks", "stored_bytes", "notes", "forecast")
+    }
     meshes = [Mesh(**found[name]) for name in ("source_mesh", "mesh")]
     assert meshes == [Mesh(dp=2, zero=1), Mesh(dp=4, zero=3)] and found["notes"] == []
+    assert found["forecast"] == []
     first = found["ranks"][0]
     assert first.keys() == {
         "rank",

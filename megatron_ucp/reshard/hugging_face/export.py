@@ -43,6 +43,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 )
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.check import Difference, weight_differences, weight_of
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.files import FileSource
@@ -73,6 +74,7 @@ from megatron_ucp.reshard.transfer import (
     TransferRun,
     transfer,
 )
+from megatron_ucp.reshard.work_sharing import as_rank_error, ranks_of, require_same, source_of
 
 # ---- exported
 #
@@ -514,7 +516,7 @@ def publish(aside: Path, folder: Path, force: bool = False) -> None:
 # not on the mesh that saved it. The folder appears whole or not at all.
 
 
-_OF_FILES = ("tag", "rules", "family", "verify", "force", "allow")
+_OF_FILES = ("tag", "rules", "family", "verify", "force", "allow", "ranks")
 LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
 
 
@@ -533,6 +535,7 @@ def export_hf(
     verify: bool = False,
     force: bool = False,
     allow: Collection[str] = (),
+    ranks: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
     """Writes the weights of a checkpoint as a folder that
@@ -557,7 +560,8 @@ def export_hf(
         verify: Whether to read the files back and compare them with the source, bit by bit.
         force: Whether to replace a folder that an earlier export wrote, and nobody changed.
         allow: What may happen besides exact copies and rounding: "mean", "stale", "weights".
-        progress: `progress(done, total)` counts bytes.
+        ranks: Whether all ranks write the folder of a checkpoint together, as of `convert`.
+        progress: `progress(done, total)` counts bytes; with `ranks` those of this rank.
 
     Returns:
         What was done. `loadable` is false where no config was found: the weights are there, and
@@ -581,7 +585,7 @@ def export_hf(
             "PeftModel.from_pretrained(base, OUTPUT).merge_and_unload().save_pretrained(FOLDER)",
         )
     asked = _Asked(dtype, max_shard_size, config, tokenizer, tag, rules, family)
-    asked = replace(asked, verify=verify, force=force, allow=allow)
+    asked = replace(asked, verify=verify, force=force, allow=allow, ranks=ranks)
     if hasattr(src, LIVE_EXPORT):
         return _of_engine(src, dst, asked)
     if hasattr(src, "save_checkpoint"):
@@ -608,6 +612,7 @@ class _Asked:
     verify: bool = False
     force: bool = False
     allow: Collection[str] = ()
+    ranks: bool = False
 
 
 @say.shown("export-hf", ends=True)
@@ -615,19 +620,25 @@ def _of_files(
     src: str | Path, dst: str | Path, asked: _Asked, *, progress: Progress | None = None
 ) -> Exported:
     """The export of a checkpoint on disk."""
-    started, folder = time.perf_counter(), Path(plain_path(dst))
-    dtype = check_output(folder, asked.dtype, asked.allow, asked.force)
-    asked = replace(asked, dtype=dtype, max_shard_size=parse_size(asked.max_shard_size))
-    names = _pipe_names(asked)
-    told = CallerModel(names=names, weights="weights" in asked.allow)
-    with ExitStack() as opened:
-        source = opened.enter_context(open_checkpoint(src, asked.tag, asked.rules, told))
-        check_source(source, folder, asked.allow)
-        mesh = str(source.manifest.written_on)
-        prepared = _prepared(source, asked)
-        moved = _write(prepared, folder, asked, progress)
+    started, ranks = time.perf_counter(), ranks_of(asked.ranks)
+    with as_rank_error("the export"), ExitStack() as opened:
+        with agree.together(ranks):
+            folder = Path(plain_path(dst))
+            dtype = check_output(folder, asked.dtype, asked.allow, asked.force)
+            asked = replace(asked, dtype=dtype, max_shard_size=parse_size(asked.max_shard_size))
+            told = CallerModel(names=_pipe_names(asked), weights="weights" in asked.allow)
+            source = opened.enter_context(open_checkpoint(src, asked.tag, asked.rules, told))
+            check_source(source, folder, asked.allow)
+            prepared = _prepared(source, asked)
+            values, written = _values(prepared, asked.ranks), _Written(prepared, folder, asked)
+            output = prepared.out.output(values, prepared.beside, written.publish)
+        require_same(output, ranks, dst=folder, dtype=prepared.out.dtype)
+        run, sink = TransferRun(progress=progress), FolderSink(folder, output, asked.ranks)
+        transfer(values, sink, frozenset(asked.allow), run=run, alone=not asked.ranks)
+        read_bytes, written_bytes = agree.total(values.read_bytes, run.done, ranks=ranks)
         seen = "read back and equal" if asked.verify else checked(prepared.source)
-        sizes = *moved, time.perf_counter() - started
+        sizes = read_bytes, written_bytes, time.perf_counter() - started
+        mesh = str(source.manifest.written_on)
         return prepared.out.exported(folder, mesh, sizes, asked.verify, prepared.notes, seen)
 
 
@@ -671,22 +682,11 @@ def _prepared(source: Checkpoint, asked: _Asked) -> _Prepared:
     return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes)
 
 
-def _write(
-    prepared: _Prepared, folder: Path, asked: _Asked, progress: Progress | None
-) -> tuple[int, int]:
-    """Bytes read, and bytes written."""
-    values, run = _values(prepared), TransferRun(progress=progress)
-    written = _Written(prepared, folder, asked)
-    output = prepared.out.output(values, prepared.beside, written.publish)
-    transfer(values, FolderSink(folder, output), frozenset(asked.allow), run=run, alone=True)
-    return values.read_bytes, run.done
-
-
-def _values(prepared: _Prepared) -> FileSource:
+def _values(prepared: _Prepared, ranks: bool) -> FileSource:
     """What is written."""
     source, file = prepared.source, str(prepared.source.folder)
     is_copy = prepared.readable is not source
-    return FileSource(prepared.readable, file, masters=source if is_copy else None)
+    return source_of(prepared.readable, file, source if is_copy else None, ranks)
 
 
 def _of_engine(engine: Any, dst: str | Path, asked: _Asked) -> Exported:

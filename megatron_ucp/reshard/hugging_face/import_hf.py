@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_ucp.formats.deepspeed.writer import RunSettings
 from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.convert import NATIVE, Converted, Writing, refuse_unused
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.folder import check_source, require_plain
@@ -36,6 +38,7 @@ from megatron_ucp.reshard.options import (
     plain_path,
 )
 from megatron_ucp.reshard.target import CLIP_GRAD, VERSION, Conversion, target_manifest, with_stages
+from megatron_ucp.reshard.work_sharing import as_rank_error, ranks_of, require_same
 from megatron_ucp.reshard.writers import native_output
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
@@ -53,6 +56,7 @@ def import_hf(
     padded_vocab: int | None = None,
     ds_config: Mapping[str, Any] | str | Path | None = None,
     allow: Collection[str] = (),
+    ranks: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
     """Writes a folder of a Hugging Face model as native files for a mesh, with fp32 master weights
@@ -71,7 +75,8 @@ def import_hf(
         ds_config: The DeepSpeed config of the job, or its file; the training dtype is else that of
             the tensors.
         allow: What may happen besides exact copies: "narrow" rounds a folder in fp64.
-        progress: `progress(done, total)` counts bytes.
+        ranks: Whether all ranks write the folder together, as of `convert`.
+        progress: `progress(done, total)` counts bytes; with `ranks` those of this rank.
 
     Returns:
         What was done, as of `convert`.
@@ -85,20 +90,26 @@ def import_hf(
         >>> import megatron_ucp as ucp
         >>> done = ucp.import_hf("hf", "start/global_step0", mesh="tp=2,dp=2,zero=1")
     """
-    started, folder = time.perf_counter(), Path(plain_path(dst))
-    asked, config = _checked(folder, mesh, target, latest, allow), parsed_config(ds_config)
-    writing = Writing(folder, NATIVE, latest, allow, progress, started)
-    twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
-    model = _model(twin.family, _padded(sizes, padded_vocab), asked.mesh.tp, str(src))
-    with HuggingFaceCheckpoint(LocalFolder(src), twin.shares, twin.specs) as source:
-        check_source(source, folder, allow)
-        wanted, staged = _wanted(model, architecture, asked, source, config)
-        settings = _settings(wanted.target, config)
-        output = native_output(source, target_manifest(wanted), settings, wanted, folder)
-        of, mesh = f"Hugging Face {twin.family}", str(asked.mesh)
+    started, together = time.perf_counter(), ranks_of(ranks)
+    with as_rank_error("the import"), ExitStack() as opened:
+        with agree.together(together):
+            folder = Path(plain_path(dst))
+            asked, config = _checked(folder, mesh, target, latest, allow), parsed_config(ds_config)
+            twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
+            model = _model(twin.family, _padded(sizes, padded_vocab), asked.mesh.tp, str(src))
+            source = HuggingFaceCheckpoint(LocalFolder(src), twin.shares, twin.specs)
+            opened.enter_context(source)
+            check_source(source, folder, allow)
+            wanted, staged = _wanted(model, architecture, asked, source, config)
+            settings = _settings(wanted.target, config)
+            manifest = target_manifest(wanted)
+            output = native_output(source, manifest, settings, wanted, folder)
+        require_same(output, together, dst=folder, mesh=str(asked.mesh), latest=latest)
         notes = replica_notes(source.manifest) + staged + _notes(sizes, padded_vocab)
         notes += twin.notes
-        return writing.write(source, output, of, mesh, notes)
+        writing = Writing(folder, NATIVE, latest, allow, progress, started, ranks)
+        of = f"Hugging Face {twin.family}"
+        return writing.write(source, output, of, str(asked.mesh), notes)
 
 
 def _model(family: str, sizes: Sizes, tp: int, file: str) -> Model:
