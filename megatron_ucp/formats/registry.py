@@ -12,7 +12,7 @@ from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.folder import Folder, LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat, refuse_unnamed
-from megatron_ucp.formats.megatron.distcp import INDEX_FILE, read_index
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE
 from megatron_ucp.formats.megatron.dp_reshardable import DpReshardableCheckpoint
 from megatron_ucp.formats.megatron.legacy import LegacyFormat
 from megatron_ucp.formats.megatron.params import split_keys
@@ -34,6 +34,9 @@ class TorchDistFormat:
         return folder.is_file(INDEX_FILE)
 
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
+        # it takes numpy, whose import is felt by who opens another format
+        from megatron_ucp.formats.megatron.index import read_index
+
         check_backend(folder)
         index = folder.made(INDEX_FILE, lambda: read_index(folder))
         states = split_keys(index.tensors, folder / INDEX_FILE)
