@@ -90,7 +90,10 @@ class Launched:
         except (RuntimeError, ValueError, KeyError) as error:
             raise self._not_met("the first node", str(error)) from error
         self._store = dist.PrefixStore(turn, own)
-        missing = self._meet()
+        try:
+            missing = self._meet()
+        except RuntimeError:  # who keeps the store is gone
+            missing = [0]
         if missing:
             self._say_gone(missing)
             raise self._not_met(_named(missing), f"{self.world - len(missing)} processes came")
@@ -100,7 +103,10 @@ class Launched:
         threading.Thread(target=self._watch, name="ucp-watch", daemon=True).start()
         group = dist.PrefixStore(f"{turn}/group", first)
         ranks: dict[str, Any] = {"rank": self.rank, "world_size": self.world}
-        dist.init_process_group("gloo", store=group, timeout=_LONGEST, **ranks)
+        try:
+            dist.init_process_group("gloo", store=group, timeout=_LONGEST, **ranks)
+        except (RuntimeError, ValueError) as error:
+            raise self._not_met("the connection to one", str(error)) from error
 
     @property
     def _keeps_store(self) -> bool:
