@@ -12,7 +12,7 @@ from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.folder import Folder, LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat, refuse_unnamed
-from megatron_ucp.formats.megatron.distcp import INDEX_FILE, read_index
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE
 from megatron_ucp.formats.megatron.dp_reshardable import DpReshardableCheckpoint
 from megatron_ucp.formats.megatron.legacy import LegacyFormat
 from megatron_ucp.formats.megatron.params import split_keys
@@ -35,6 +35,8 @@ class TorchDistFormat:
 
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
         check_backend(folder)
+        from megatron_ucp.formats.megatron.index import read_index
+
         index = folder.made(INDEX_FILE, lambda: read_index(folder))
         states = split_keys(index.tensors, folder / INDEX_FILE)
         flat = states.flat and not told.weights

@@ -21,7 +21,8 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.byte_files import Record
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
-from megatron_ucp.formats.megatron.distcp import DistcpFile, Index, read_index
+from megatron_ucp.formats.megatron.distcp import DistcpFile
+from megatron_ucp.formats.megatron.index import Index, read_index
 from megatron_ucp.formats.megatron.torch_dist import COMMON_KEY
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state

@@ -17,7 +17,8 @@ from megatron_ucp.core.names import Keeper
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.distcp import DistcpFile, read_index, tiling_fault
+from megatron_ucp.formats.megatron.distcp import DistcpFile
+from megatron_ucp.formats.megatron.index import read_index, tiling_fault
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
     CommonFile,

@@ -18,7 +18,7 @@ from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.deepspeed import manifest, run
 from megatron_ucp.formats.deepspeed import universal as universal_reader
 from megatron_ucp.formats.megatron import checkpoint as megatron_folder
-from megatron_ucp.formats.megatron import distcp, legacy
+from megatron_ucp.formats.megatron import index, legacy
 from megatron_ucp.formats.registry import open_checkpoint
 from tests.formats import megatron_files
 from tests.formats.megatron_files import copied, rewritten
@@ -35,7 +35,7 @@ HELPERS = {
     ],
     "universal": [(universal_reader, "alone"), (universal_reader, "param_groups")],
     megatron_files.LEGACY: [(legacy, "global_name"), (megatron_folder, "layout_of")],
-    "td_full_tp2dp2": [(distcp, "tiling_fault"), (megatron_folder, "layout_of")],
+    "td_full_tp2dp2": [(index, "untiled"), (megatron_folder, "layout_of")],
 }
 PLANTED = [(case, *helper) for case, helpers in HELPERS.items() for helper in helpers]
 ODD: list[Any] = [None, 5, -1, "x", 2.5, True, [], {}, [[]], {"x": []}, ("x",), 10**400]

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamSpec
@@ -32,12 +32,15 @@ from megatron_ucp.formats.megatron.buffers import (
     parts_of,
     registered_names,
 )
-from megatron_ucp.formats.megatron.distcp import Index, StoredTensor, chunk_name
+from megatron_ucp.formats.megatron.distcp import StoredTensor, chunk_name
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.params import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.run_state import loss_scale_of
 from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
 from megatron_ucp.formats.pt.refs import TensorRef
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.megatron.index import Index
 
 _PREFIX = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 _KEY = re.compile(
@@ -63,7 +66,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
     buckets are not those of the run that the arguments describe."""
 
     def __init__(
-        self, folder: Folder, told: CallerModel, index: Index, states: NamedStates
+        self, folder: Folder, told: CallerModel, index: "Index", states: NamedStates
     ) -> None:
         self._buckets: list[tuple[PlacedBuffer, int]] = []  # of each flat buffer, with its number
         super().__init__(folder, told, index, states)

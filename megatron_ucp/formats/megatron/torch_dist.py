@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
@@ -21,7 +21,7 @@ from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES, OF_VALUES
 from megatron_ucp.formats.megatron.checkpoint import MegatronFolder, not_proved
-from megatron_ucp.formats.megatron.distcp import INDEX_FILE, DistcpFile, Index, StoredTensor
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE, DistcpFile, StoredTensor
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
@@ -35,6 +35,9 @@ from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
 from megatron_ucp.formats.proof import are_masters_of, boxes_of, elems_in
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.megatron.index import Index
 
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
 COMMON_KEY = "common_state/shard_0_1"  # since megatron-core 0.19 the object with the common tree
@@ -56,7 +59,7 @@ class TorchDistCheckpoint(MegatronFolder):
     """
 
     def __init__(
-        self, folder: Folder, told: CallerModel, index: Index, states: NamedStates
+        self, folder: Folder, told: CallerModel, index: "Index", states: NamedStates
     ) -> None:
         super().__init__(folder, told)
         self.index, self.states = index, states

@@ -1,0 +1,341 @@
+"""Opening the index of a checkpoint of Megatron-core with as many chunks as a save of thousands of
+ranks has: seconds and peak memory of the rank that reads it, and of those to which it is sent.
+
+    python -m benchmarks.index         # two minutes
+    python -m benchmarks.index --tiny  # to see that it runs
+
+The files are those of a mixture of experts of 10^12 parameters (64 layers of 128 experts), saved by
+data-parallel ranks that cut each parameter anew; they exist by their names and sizes alone. Each
+measurement is a process of its own. Writes benchmarks/results/index.json.
+"""
+
+import argparse
+import json
+import pickle
+import random
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import description
+from benchmarks.tool import claim
+from megatron_ucp.core.box import Ints, flat_boxes
+
+RESULTS = Path(__file__).parent / "results" / "index.json"
+LAYERS, EXPERTS, HIDDEN, EXPERT_HIDDEN, VOCABULARY = 64, 128, 8192, 5120, 128000
+FILES = 2048
+STATES = (
+    "",
+    "optimizer.state.fp32_param.",
+    "optimizer.state.exp_avg.",
+    "optimizer.state.exp_avg_sq.",
+)
+ONE_S, OTHERS_S, ONE_BYTES, OTHERS_BYTES = 10.0, 1.0, 10**9, 3 * 10**8
+# chunks of a parameter of a state: 1.2 million, and 5 million
+MANY, MORE = 18, 72
+
+
+def main() -> int:
+    args = parse()
+    if args.job:
+        print(json.dumps(JOBS[args.job](Path(args.folder))))
+        return 0
+    layers, experts = (2, 4) if args.tiny else (LAYERS, EXPERTS)
+    result: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="index_") as name:
+        for what, cuts in (("many", MANY), ("more", MORE)):
+            folder = Path(name, what)
+            count = write_folder(folder, layers, experts, 4 if args.tiny else cuts)
+            size = (folder / ".metadata").stat().st_size
+            result[what] = {"chunks": count, "bytes": size}
+            for job in JOBS:
+                result[what][job] = measured(job, folder)
+        found = result["many"]
+        rows = [
+            claim("seconds of the rank that reads", found["read"]["seconds"], ONE_S),
+            claim("memory of the rank that reads", found["read"]["peak_bytes"], ONE_BYTES),
+            claim("seconds of a rank that is told", found["told"]["seconds"], OTHERS_S),
+            claim("memory of a rank that is told", found["told"]["peak_bytes"], OTHERS_BYTES),
+        ]
+    result |= {"claims": rows, "machine": description()}
+    print(json.dumps(result, indent=1))
+    if not args.tiny:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def measured(job: str, folder: Path) -> dict[str, Any]:
+    """What a process of its own says of a job."""
+    command = [sys.executable, "-m", "benchmarks.index", "--job", job, "--folder", str(folder)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(found.stdout)
+
+
+# ------------------------------------------------ jobs
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Of the rank that reads the file: it opens the folder, and sends the arrays."""
+    from megatron_ucp.formats.folder import LocalFolder
+    from megatron_ucp.formats.megatron.index import check_files, parsed_index
+
+    started = time.perf_counter()
+    opened = LocalFolder(folder)
+    index = parsed_index((folder / ".metadata").read_bytes(), str(folder / ".metadata"))
+    parsed_s = time.perf_counter() - started
+    check_files(opened, index)
+    checked_s = time.perf_counter() - started
+    data = pickle.dumps(index)
+    sent_s = time.perf_counter() - started
+    (folder / "told").write_bytes(data)
+    found = opened_as(index, opened)
+    return {
+        "seconds parsed": parsed_s,
+        "seconds with the files": checked_s,
+        "seconds with what is sent": sent_s,
+        "bytes sent": len(data),
+        "seconds": sent_s + found["seconds"],
+        "opened": found,
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """Of another rank, which gets the arrays."""
+    from megatron_ucp.formats.folder import LocalFolder
+    from megatron_ucp.formats.megatron import index as of_arrays
+
+    data = (folder / "told").read_bytes()
+    started = time.perf_counter()
+    index: of_arrays.Index = pickle.loads(data)  # which this benchmark wrote
+    got_s = time.perf_counter() - started
+    found = opened_as(index, LocalFolder(folder))
+    return {
+        "seconds unpickled": got_s,
+        "seconds": got_s + found["seconds"],
+        "opened": found,
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def opened_as(index: Any, folder: Any) -> dict[str, Any]:
+    """Seconds until the checkpoint's manifest is there."""
+    from megatron_ucp.formats.megatron.params import split_keys
+
+    started = time.perf_counter()
+    states = split_keys(index.tensors, folder / ".metadata")
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "parameters": len(states.weights)}
+
+
+JOBS = {"read": read, "told": told}
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# ------------------------------------------------ the folder
+
+
+def write_folder(folder: Path, layers: int, experts: int, cuts: int) -> int:
+    """A folder with an index and files of the sizes that it says; returns the chunks."""
+    folder.mkdir()
+    draw = random.Random(0)
+    ends = dict.fromkeys(range(FILES), 0)
+    index = IndexWriter()
+    for key, shape, boxes in drawn(draw, layers, experts, cuts):
+        for state in STATES:
+            index.tensor(state + key, "float32" if state else "bfloat16", shape)
+            for number, (start, size) in enumerate(boxes):
+                file = (number * 7919 + len(index.places)) % FILES
+                length = 1600 + 2 * draw.randrange(1, 10**6)
+                index.chunk(start, size, f"__{file}_0.distcp", ends[file], length)
+                ends[file] += length
+    (folder / ".metadata").write_bytes(index.pickled())
+    for file, size in ends.items():
+        with open(folder / f"__{file}_0.distcp", "wb") as out:
+            out.truncate(size)
+    return len(index.places)
+
+
+def drawn(
+    draw: random.Random, layers: int, experts: int, cuts: int
+) -> Iterator[tuple[str, Ints, Sequence[tuple[Ints, Ints]]]]:
+    """The key of each weight, its shape, and the first element and shape of each chunk."""
+    prefix = "decoder.layers."
+    stacked = {
+        "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
+        "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
+        "input_layernorm.weight": (HIDDEN,),
+        "pre_mlp_layernorm.weight": (HIDDEN,),
+        "mlp.router.weight": (experts, HIDDEN),
+    }
+    mixture = {
+        "linear_fc1.weight": (2 * EXPERT_HIDDEN, HIDDEN),
+        "linear_fc2.weight": (HIDDEN, EXPERT_HIDDEN),
+    }
+    for name, shape in stacked.items():
+        boxes = [
+            ((layer, *start), (1, *size))
+            for layer in range(layers)
+            for start, size in cut(draw, shape, cuts)
+        ]
+        yield prefix + name, (layers, *shape), boxes
+    for name, shape in mixture.items():
+        boxes = [
+            ((layer, expert, *start), (1, 1, *size))
+            for layer in range(layers)
+            for expert in range(experts)
+            for start, size in cut(draw, shape, cuts)
+        ]
+        yield f"{prefix}mlp.experts.experts.{name}", (layers, experts, *shape), boxes
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        yield name, (VOCABULARY, HIDDEN), [*cut(draw, (VOCABULARY, HIDDEN), cuts)]
+    yield "decoder.final_layernorm.weight", (HIDDEN,), [*cut(draw, (HIDDEN,), cuts)]
+
+
+def cut(draw: random.Random, shape: Ints, cuts: int) -> Iterator[tuple[Ints, Ints]]:
+    """A tensor in runs of its elements, as partitions own them, each in blocks."""
+    elems = 1
+    for size in shape:
+        elems *= size
+    runs = max(1, cuts * 2 // 5) if len(shape) > 1 else cuts  # a run is up to three blocks
+    borders = [0, *sorted(draw.sample(range(1, elems), runs - 1)), elems]
+    for low, high in pairwise(borders):
+        for box in flat_boxes(shape, low, high):
+            yield box.start, box.shape
+
+
+class IndexWriter:
+    """Writes the pickle that torch would write of `Metadata`, without its objects."""
+
+    def __init__(self) -> None:
+        self._memo: dict[Any, int] = {}
+        self._count = 0
+        self._entries: list[tuple[str, str, Ints, list[tuple[Ints, Ints]]]] = []
+        self.places: list[tuple[str, Ints, str, int, int]] = []
+
+    def tensor(self, key: str, dtype: str, shape: Ints) -> None:
+        self._entries.append((key, dtype, shape, []))
+
+    def chunk(self, start: Ints, size: Ints, file: str, at: int, length: int) -> None:
+        key, _, _, chunks = self._entries[-1]
+        chunks.append((start, size))
+        self.places.append((key, start, file, at, length))
+
+    def pickled(self) -> bytes:
+        return b"".join(self._opcodes())
+
+    def _opcodes(self) -> Iterator[bytes]:
+        metadata, files = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint"
+        yield b"\x80\x04" + self._object(metadata, "Metadata") + self._put() + b"}" + self._put()
+        yield b"(" + self._text("state_dict_metadata") + b"}" + self._put() + b"("
+        for key, dtype, shape, chunks in self._entries:
+            yield self._text(key) + self._object(metadata, "TensorStorageMetadata") + self._put()
+            yield b"}" + self._put() + b"(" + self._text("properties")
+            yield self._object(metadata, "TensorProperties") + self._put() + b"("
+            yield self._class("torch", dtype)
+            yield self._class("torch.serialization", "_get_layout") + self._text("torch.strided")
+            yield b"\x85" + self._put() + b"R" + self._put() + b"\x89"
+            yield self._class(metadata, "_MEM_FORMAT_ENCODING") + b"K\0\x85" + self._put()
+            yield b"R" + self._put() + b"\x89t" + self._put() + b"b"
+            yield self._text("size") + self._size(shape) + self._text("chunks")
+            yield b"]" + self._put()
+            for first in range(0, len(chunks), 1000):
+                yield b"("
+                for start, size in chunks[first : first + 1000]:
+                    yield self._object(metadata, "ChunkStorageMetadata") + self._put() + b"}"
+                    yield self._put() + b"(" + self._text("offsets") + self._size(start)
+                    yield self._text("sizes") + self._size(size) + b"ub"
+                yield b"e"
+            yield b"ub"
+        yield b"u" + self._text("planner_data") + b"N" + self._text("storage_data") + b"}"
+        yield self._put()
+        for first in range(0, len(self.places), 1000):
+            yield b"("
+            for key, start, file, at, length in self.places[first : first + 1000]:
+                yield self._object(metadata, "MetadataIndex") + self._put() + b"}" + self._put()
+                yield b"(" + self._text("fqn") + self._text(key) + self._text("index") + b"N"
+                yield self._text("offset") + self._size(start) + b"ub"
+                yield self._object(f"{files}.filesystem", "_StorageInfo") + self._put() + b"}"
+                yield self._put() + b"(" + self._text("relative_path") + self._text(file)
+                yield self._text("offset") + number(at) + self._text("length") + number(length)
+                yield b"ub"
+            yield b"u"
+        yield self._text("version") + self._text("1.0.0") + b"ub."
+
+    def _put(self) -> bytes:
+        self._count += 1
+        return b"\x94"
+
+    def _get(self, key: Any, made: bytes) -> bytes | None:
+        """A reference to what was made before; None for what is made now."""
+        known = self._memo.get(key)
+        if known is None:
+            return None
+        return b"h" + bytes([known]) if known < 256 else b"j" + struct.pack("<I", known)
+
+    def _text(self, text: str) -> bytes:
+        if (known := self._get(text, b"")) is not None:
+            return known
+        self._memo[text] = self._count
+        data = text.encode()
+        return b"\x8c" + bytes([len(data)]) + data + self._put()
+
+    def _class(self, module: str, name: str) -> bytes:
+        if (known := self._get((module, name), b"")) is not None:
+            return known
+        code = self._text(module) + self._text(name) + b"\x93"
+        self._memo[module, name] = self._count
+        return code + self._put()
+
+    def _object(self, module: str, name: str) -> bytes:
+        return self._class(module, name) + b")\x81"
+
+    def _size(self, value: Ints) -> bytes:
+        if (known := self._get(value, b"")) is not None:
+            return known
+        code = self._class("torch", "Size") + (b"(" if len(value) > 3 else b"")
+        code += (
+            b"".join(map(number, value))
+            + (b")", b"\x85", b"\x86", b"\x87", b"t")[min(len(value), 4)]
+        )
+        code += self._put() + b"\x85" + self._put() + b"R"
+        self._memo[value] = self._count
+        return code + self._put()
+
+
+def number(value: int) -> bytes:
+    """A whole number from 0 on."""
+    if value < 256:
+        return b"K" + bytes([value])
+    if value < 65536:
+        return b"M" + struct.pack("<H", value)
+    if value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little")
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="few chunks; nothing is written")
+    parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,529 @@
+"""The index of a checkpoint that torch's distributed checkpointing wrote (`.metadata`): every
+tensor with its chunks, and every other object, by place.
+
+It is kept as arrays, some 40 bytes a chunk: a run of thousands of ranks writes a million chunks,
+of which one rank reads a hundred. A `StoredTensor` and its `Chunk`s are made of the arrays where
+somebody asks for them.
+
+Source: `Metadata` of torch.distributed.checkpoint (torch 2.13), as Megatron-core 0.16.1 fills it.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.values import InertObject
+from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, some_of
+from megatron_ucp.formats import expect
+from megatron_ucp.formats.folder import Folder
+from megatron_ucp.formats.megatron.arguments import OF_METADATA
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE, ArchivePlace, Chunk, StoredTensor
+from megatron_ucp.formats.megatron.index_pickle import (
+    MOST,
+    EntryReader,
+    IntArray,
+    ListedChunks,
+    is_file_name,
+    listed_chunks,
+)
+from megatron_ucp.formats.pt.unpickle import loads
+
+MAX_INDEX_BYTES = 16 * 2**30  # of 100 million chunks
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
+_MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
+_MAX_AT_ONCE = 1500  # chunks of which each is compared with each other one
+
+# ---- index
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Tensors and other objects by key. A tensor that the files list under a further key, at the
+    same places, is here once, under the first of them.
+
+    Tensor number t has the key `keys[t]`, a dtype and a shape; its chunks are the rows `firsts[t]`
+    to `firsts[t + 1]` of the arrays behind them. Row r begins at `starts[r]` of its tensor and has
+    the shape `sizes[r]` (of a tensor with fewer dims than others the first ones count); its archive
+    is in file number `file_numbers[r]` of `files`, at a byte and of a size. It is pickled as it is,
+    for one rank to send it to others.
+    """
+
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[Ints, ...]
+    firsts: IntArray
+    starts: IntArray
+    sizes: IntArray
+    file_numbers: IntArray
+    offsets_bytes: IntArray
+    sizes_bytes: IntArray
+    files: tuple[str, ...]
+    objects: Mapping[str, ArchivePlace]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was made of the arrays."""
+        return Index, tuple(getattr(self, field.name) for field in fields(self))
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Each tensor, made where it is asked for."""
+        return StoredTensors(self)
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of all tensors."""
+        return len(self.file_numbers)
+
+    @cached_property
+    def file_names(self) -> list[str]:
+        """Every file that something lies in."""
+        used = {self.files[number] for number in np.unique(self.file_numbers).tolist()}
+        return sorted(used | {place.file for place in self.objects.values()})
+
+    def chunks_in(self, file: str) -> Sequence[tuple[StoredTensor, Chunk]]:
+        """What a file has of tensors, in the order of the index."""
+        order, ends = self._rows_by_file
+        number = self._number_of_file.get(file)
+        if number is None:
+            return ()
+        rows = order[ends[number] : ends[number + 1]]
+        owners = np.searchsorted(self.firsts, rows, side="right") - 1
+        out: list[tuple[StoredTensor, Chunk]] = []
+        for row, owner in zip(rows.tolist(), owners.tolist(), strict=True):
+            tensor = self.tensors[self.keys[owner]]
+            out.append((tensor, tensor.chunks[row - int(self.firsts[owner])]))
+        return out
+
+    @cached_property
+    def _number_of_file(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.files)}
+
+    @cached_property
+    def _rows_by_file(self) -> tuple[IntArray, IntArray]:
+        """The rows in the order of their files, and where those of each file begin."""
+        counts = np.bincount(self.file_numbers, minlength=len(self.files))
+        order = np.argsort(self.file_numbers, kind="stable")
+        return order, np.concatenate(([0], np.cumsum(counts)))
+
+    def objects_in(self, file: str) -> Mapping[str, ArchivePlace]:
+        """The objects of a file, by key."""
+        return self._objects_by_file.get(file, {})
+
+    @cached_property
+    def _objects_by_file(self) -> Mapping[str, Mapping[str, ArchivePlace]]:
+        out: dict[str, dict[str, ArchivePlace]] = {}
+        for key, place in self.objects.items():
+            out.setdefault(place.file, {})[key] = place
+        return out
+
+
+class StoredTensors(Mapping[str, StoredTensor]):
+    """The tensors of an index by key."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._numbers = {key: number for number, key in enumerate(index.keys)}
+        self._made: dict[str, StoredTensor] = {}
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        if key not in self._made:
+            index, number = self._index, self._numbers[key]
+            first, last = index.firsts[number : number + 2].tolist()
+            shape = index.shapes[number]
+            chunks = StoredChunks(index, range(first, last), len(shape))
+            self._made[key] = StoredTensor(key, index.dtypes[number], shape, chunks)
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index.keys)
+
+    def __len__(self) -> int:
+        return len(self._index.keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers
+
+
+class StoredChunks(Sequence[Chunk]):
+    """The chunks of one tensor: rows of an index."""
+
+    def __init__(self, index: Index, rows: range, dims: int) -> None:
+        self._index, self._rows, self._dims = index, rows, dims
+
+    @property
+    def starts(self) -> IntArray:
+        """Where each begins."""
+        return self._index.starts[self._rows.start : self._rows.stop, : self._dims]
+
+    @property
+    def sizes(self) -> IntArray:
+        """The shape of each."""
+        return self._index.sizes[self._rows.start : self._rows.stop, : self._dims]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, number: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Chunk]: ...
+    def __getitem__(self, number: int | slice) -> Chunk | list[Chunk]:
+        if isinstance(number, slice):
+            return [self[at] for at in range(*number.indices(len(self)))]
+        index, row = self._index, self._rows[number]
+        place = ArchivePlace(
+            index.files[index.file_numbers[row]],
+            int(index.offsets_bytes[row]),
+            int(index.sizes_bytes[row]),
+        )
+        start, shape = (each[row, : self._dims].tolist() for each in (index.starts, index.sizes))
+        return Chunk(tuple(start), tuple(shape), place)
+
+
+# ---- reading
+
+
+def read_index(folder: Folder) -> Index:
+    """The index of a folder, compared with itself and with the files that lie there.
+
+    Raises NotFoundError that names every file which is missing; DamagedFileError for an index that
+    can't be, for chunks that overlap or leave gaps, and for a file that is shorter than the index
+    says; UnsafePickleError, UnsupportedError.
+    """
+    index = parsed_index(folder.small(INDEX_FILE, MAX_INDEX_BYTES), folder / INDEX_FILE)
+    check_files(folder, index)
+    return index
+
+
+def parsed_index(data: bytes, path: str) -> Index:
+    """What the bytes of an index say, compared with itself. Raises as `read_index`.
+
+    What torch writes is read many chunks at a time. Whatever else may stand in a pickle is read one
+    by one, which takes fifty times as long, and says what is wrong.
+    """
+    listed = listed_chunks(data, path)
+    if listed is not None:
+        index = _of_listed(listed, path)
+        if index is not None:
+            return index
+    return _one_by_one(loads(data, file=path, allow=OF_METADATA, max_bytes=len(data)), path)
+
+
+def _of_listed(listed: ListedChunks, path: str) -> Index | None:
+    """The index of arrays; None where anything is wrong with them."""
+    read = EntryReader(path)
+    try:
+        kinds = [read.kind_of(key, entry) for key, entry in listed.tensors.items()]
+    except UcpError:
+        return None
+    shapes = [shape for _, shape in kinds]
+    offsets, sizes = listed.offsets_bytes, listed.sizes_bytes
+    dims = np.repeat(np.array([len(shape) for shape in shapes], int), np.diff(listed.firsts))
+    if (
+        not all(map(is_file_name, listed.files))
+        or any(len(shape) > listed.starts.shape[1] for shape in shapes)
+        or (sizes < 1).any()
+        or (listed.dims != dims).any()
+    ):
+        return None
+    index = Index(
+        tuple(listed.tensors),
+        tuple(dtype for dtype, _ in kinds),
+        tuple(shapes),
+        listed.firsts,
+        listed.starts,
+        listed.sizes,
+        listed.file_numbers,
+        offsets,
+        sizes,
+        listed.files,
+        listed.objects,
+    )
+    return None if untiled(index) is not None else _without_copies(index)
+
+
+def _one_by_one(tree: Any, path: str) -> Index:
+    """The index that was unpickled without runs."""
+    read = EntryReader(path)
+    said = expect.kind(tree, InertObject, "the index", path).state
+    entries = expect.key(said, "state_dict_metadata", dict, path)
+    places = read.places(expect.key(said, "storage_data", dict, path))
+    tensors: list[StoredTensor] = []
+    objects: dict[str, ArchivePlace] = {}
+    for key, entry in entries.items():
+        if not read.is_tensor(key, entry):
+            objects[key] = read.taken(places, key, None)
+            continue
+        dtype, shape = read.kind_of(key, entry)
+        chunks: list[Chunk] = []
+        for one in expect.each(entry.state.get("chunks"), InertObject, key, path):
+            start, size = read.box(key, one)
+            chunks.append(Chunk(start, size, read.taken(places, key, start)))
+        if fault := tiling_fault(shape, chunks):
+            read.fail(f"the chunks of a tensor are not the whole of it: {fault}", key, shape)
+        tensors.append(StoredTensor(key, dtype, shape, chunks))
+    if places:
+        (key, start), *_ = places
+        read.fail("bytes are listed that belong to no entry", key, f"{len(places)}: {start}")
+    return _without_copies(_of_tensors(tensors, objects))
+
+
+def _of_tensors(tensors: Sequence[StoredTensor], objects: Mapping[str, ArchivePlace]) -> Index:
+    """The arrays of tensors that were read one by one."""
+    chunks = [chunk for tensor in tensors for chunk in tensor.chunks]
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    files = {
+        name: number for number, name in enumerate(dict.fromkeys(c.place.file for c in chunks))
+    }
+    return Index(
+        tuple(tensor.key for tensor in tensors),
+        tuple(tensor.dtype for tensor in tensors),
+        tuple(tensor.shape for tensor in tensors),
+        np.cumsum([0, *(len(tensor.chunks) for tensor in tensors)]),
+        _rows([chunk.start for chunk in chunks], dims, 0),
+        _rows([chunk.shape for chunk in chunks], dims, 1),
+        np.array([files[chunk.place.file] for chunk in chunks], np.int32),
+        np.array([chunk.place.offset_bytes for chunk in chunks], np.int64),
+        np.array([chunk.place.size_bytes for chunk in chunks], np.int64),
+        tuple(files),
+        objects,
+    )
+
+
+def _rows(values: Sequence[Ints], dims: int, filling: int) -> IntArray:
+    """Numbers of chunks as an array of as many dims."""
+    filled = [(*value, *(filling,) * (dims - len(value))) for value in values]
+    return np.array(filled, np.int64).reshape(len(values), dims)
+
+
+def _without_copies(index: Index) -> Index:
+    """Without tensors that are others under a further key: the same state, at the same places."""
+    arrays = (index.starts, index.sizes)
+    places = (index.file_numbers, index.offsets_bytes, index.sizes_bytes)
+    firsts: list[int] = index.firsts.tolist()
+    rows = index.firsts[:-1]
+    has_rows = np.diff(index.firsts) > 0
+    first_places = np.full((3, len(index.keys)), -1, np.int64)
+    for number, each in enumerate(places):
+        first_places[number, has_rows] = each[rows[has_rows]]
+    at_place: dict[tuple[int, ...], int] = {}
+    kept: list[int] = []
+    for number, place in enumerate(zip(*first_places.tolist(), strict=True)):
+        other = at_place.setdefault(place, number) if place[0] >= 0 else number
+        if other != number:
+            one, two = (slice(firsts[each], firsts[each + 1]) for each in (number, other))
+            is_same = (
+                one.stop - one.start == two.stop - two.start
+                and all(np.array_equal(each[one], each[two]) for each in (*arrays, *places))
+                and index.dtypes[number] == index.dtypes[other]
+                and index.shapes[number] == index.shapes[other]
+                and _state_of(index.keys[number]) == _state_of(index.keys[other])
+            )
+            if is_same:
+                continue
+        kept.append(number)
+    chosen = np.array(kept, np.int64)
+    counts = np.diff(index.firsts)
+    mask = np.zeros(len(index.keys), bool)
+    mask[chosen] = True
+    is_all = len(kept) == len(index.keys)
+    picked = np.repeat(mask, counts)
+    starts, sizes, numbers, offsets, lengths = (
+        _narrow(each if is_all else each[picked]) for each in (*arrays, *places)
+    )
+    return Index(
+        tuple(index.keys[number] for number in kept),
+        tuple(index.dtypes[number] for number in kept),
+        tuple(index.shapes[number] for number in kept),
+        np.concatenate(([0], np.cumsum(counts[chosen]))),
+        starts,
+        sizes,
+        numbers,
+        offsets,
+        lengths,
+        index.files,
+        index.objects,
+    )
+
+
+def _state_of(key: str) -> str | None:
+    """What the key of an optimizer's state begins with; None for a weight's."""
+    found = _STATE.match(key)
+    return found and found[0]
+
+
+def _narrow(values: IntArray) -> IntArray:
+    """The values in four bytes each, where they fit."""
+    fits = values.size == 0 or int(values.max()) < 2**31
+    return values.astype(np.int32, copy=False) if fits else values
+
+
+# ---- whether chunks are the whole of their tensors
+
+
+def untiled(index: Index) -> int | None:
+    """The number of a tensor of which the chunks may not be the whole, each element once; None
+    where all are.
+
+    Chunks that lie inside, and have as many elements in all as their tensor, are the whole of it
+    unless two overlap. Two don't where a plane lies between them that cuts no chunk: all chunks of
+    a tensor are divided along one dim at such planes, each part along the next dim, and so on,
+    until each part is one chunk. What can't be divided so is compared one by one.
+
+    Example: of [0, 2) x [0, 3), [2, 4) x [0, 3) and [0, 4) x [3, 4) no plane of dim 0 cuts none;
+    that at 3 of dim 1 does, and then that at 2 of dim 0.
+    """
+    counts = np.diff(index.firsts)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    starts, sizes = index.starts.astype(np.int64), index.sizes.astype(np.int64)
+    wholes = _rows(index.shapes, starts.shape[1], 1)
+    volumes = [math.prod(shape) for shape in index.shapes]
+    for number, volume in enumerate(volumes):
+        if volume > MOST or max(index.shapes[number], default=0) > MOST // 2:
+            return number
+    outside = np.flatnonzero(((starts > wholes[owner]) | (sizes > wholes[owner] - starts)).any(1))
+    if len(outside):
+        return int(owner[outside[0]])
+    volume = sizes.prod(1, dtype=np.int64)
+    sums = np.concatenate(([0], np.cumsum(volume)))
+    wrong = np.flatnonzero(np.diff(sums[index.firsts]) != np.array(volumes, np.int64))
+    if len(wrong):
+        return int(wrong[0])
+    some = volume > 0
+    owner = owner[some]
+    return _overlapping(owner, starts[some], (starts + sizes)[some])
+
+
+def _overlapping(owner: IntArray, starts: IntArray, stops: IntArray) -> int | None:
+    """The number of an owner of which two boxes overlap; None where no two do."""
+    part = owner.astype(np.int64)
+    count, before = len(np.unique(part)), 0
+    while count < len(part) and count != before:
+        before = count
+        for dim in range(starts.shape[1]):
+            low, high = starts[:, dim], stops[:, dim]
+            order = np.lexsort((low, part))
+            part_of, low, high = part[order], low[order], high[order]
+            number = np.cumsum(np.concatenate(([0], part_of[1:] != part_of[:-1])))
+            room = int(high.max()) + 1
+            if room > MOST // (count + 1):
+                return int(owner[0])
+            reached = np.maximum.accumulate(high + number * room) - number * room
+            begins = (part_of[1:] != part_of[:-1]) | (low[1:] >= reached[:-1])
+            part[order] = np.cumsum(np.concatenate(([0], begins)))
+            count = int(part[order[-1]]) + 1
+    if count == len(part):
+        return None
+    order = np.argsort(part, kind="stable")
+    _, firsts, counts = np.unique(part[order], return_index=True, return_counts=True)
+    for first, size in zip(firsts.tolist(), counts.tolist(), strict=True):
+        rows = order[first : first + size]
+        if size > _MAX_AT_ONCE:
+            return int(owner[rows[0]])
+        low = np.maximum(starts[rows][:, None], starts[rows][None])
+        high = np.minimum(stops[rows][:, None], stops[rows][None])
+        if (low < high).all(2).sum() > size:
+            return int(owner[rows[0]])
+    return None
+
+
+def tiling_fault(shape: Ints, chunks: Sequence[Chunk]) -> str:
+    """What is wrong with chunks that should be the whole of a tensor of `shape`, each element once;
+    "" where nothing is.
+
+    The borders of all chunks cut the tensor into cells; each cell must lie in one chunk.
+    """
+    for chunk in chunks:
+        inside = len(chunk.start) == len(chunk.shape) == len(shape)
+        if not inside or any(b > n for b, n in zip(chunk.stop, shape, strict=True)):
+            return f"one lies outside, at {chunk.start}"
+    numbers = [_border_numbers(dim, size, chunks) for dim, size in enumerate(shape)]
+    cells = math.prod(len(borders) - 1 for borders in numbers)
+    if cells > _MAX_CELLS:
+        whole = untiled(_of_tensors([StoredTensor("", "", shape, chunks)], {})) is None
+        return "" if whole else "they overlap or leave a gap"
+    seen: set[Ints] = set()
+    for chunk in chunks:
+        sides = zip(numbers, chunk.start, chunk.stop, strict=True)
+        for cell in itertools.product(*(range(known[a], known[b]) for known, a, b in sides)):
+            if cell in seen:
+                return f"two overlap at {chunk.start}"
+            seen.add(cell)
+    return "" if len(seen) == cells else f"they leave a gap ({cells - len(seen)} of {cells} cells)"
+
+
+def _border_numbers(dim: int, size: int, chunks: Sequence[Chunk]) -> dict[int, int]:
+    """The borders along a dim, each with its number."""
+    borders = {0, size}
+    for chunk in chunks:
+        borders |= {chunk.start[dim], chunk.stop[dim]}
+    return {at: number for number, at in enumerate(sorted(borders))}
+
+
+# ---- the files that lie there
+
+
+def check_files(folder: Folder, index: Index) -> None:
+    """Raises NotFoundError for files that are missing, DamagedFileError for one that is too short,
+    and where two entries share bytes."""
+    names = index.file_names
+    missing = [name for name in names if not folder.is_file(name)]
+    if missing:
+        raise NotFoundError(
+            "files that the index lists are missing",
+            file=folder / missing[0],
+            expected=f"{len(names)} files",
+            found=f"no {some_of(missing)}",
+            fix="restore them, or load another tag",
+        )
+    ends = _ends(folder, index)
+    for name in names:
+        size = folder.size_bytes(name)
+        if size < ends[name]:
+            raise DamagedFileError(
+                "a file is shorter than the index says",
+                file=folder / name,
+                expected=f"{ends[name]} bytes",
+                found=f"{size} bytes",
+            )
+
+
+def _ends(folder: Folder, index: Index) -> dict[str, int]:
+    """The end of the last entry of each file. Raises DamagedFileError for two that share bytes."""
+    numbers = {name: number for number, name in enumerate(index.files)}
+    objects = [*index.objects.values()]
+    for place in objects:
+        numbers.setdefault(place.file, len(numbers))
+    of_objects = [
+        [number(place) for place in objects]
+        for number in (
+            lambda place: numbers[place.file],
+            lambda place: place.offset_bytes,
+            lambda place: place.size_bytes,
+        )
+    ]
+    file, at, size = (
+        np.concatenate((each.astype(np.int64), np.array(more, np.int64)))
+        for each, more in zip(
+            (index.file_numbers, index.offsets_bytes, index.sizes_bytes), of_objects, strict=True
+        )
+    )
+    order = np.lexsort((at, file))
+    file, at, end = file[order], at[order], (at + size)[order]
+    shared = np.flatnonzero((file[1:] == file[:-1]) & (at[1:] < end[:-1]))
+    names = [*numbers]
+    if len(shared):
+        raise DamagedFileError(
+            "two entries of the index share bytes",
+            file=folder / names[file[shared[0]]],
+            found=f"at byte {at[shared[0] + 1]}",
+        )
+    last = np.flatnonzero(np.append(file[1:] != file[:-1], True)) if len(file) else []
+    return {names[file[row]]: int(end[row]) for row in last}

@@ -1,0 +1,335 @@
+"""The index of a torch_dist folder, read many chunks at a time: what is read one by one is the
+oracle, on golden folders, on damaged ones, and on synthetic ones of torch's own pickle."""
+
+import pickle
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.index import IndexWriter, drawn, write_folder
+from megatron_ucp.errors import DamagedFileError, UcpError
+from megatron_ucp.formats.folder import LocalFolder
+from megatron_ucp.formats.megatron import index as reader
+from megatron_ucp.formats.megatron import index_pickle
+from megatron_ucp.formats.megatron.arguments import OF_METADATA
+from megatron_ucp.formats.megatron.distcp import ArchivePlace, Chunk
+from megatron_ucp.formats.megatron.index import Index, parsed_index, read_index, untiled
+from megatron_ucp.formats.pt import unpickle
+from megatron_ucp.formats.pt.unpickle import loads
+from tests.formats.craft import mutated, pickle_of
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("megatron*/*/iter_0000003/.metadata"))
+
+
+def plain(index: Index) -> Any:
+    """All that an index says."""
+    tensors = {key: (one.dtype, one.shape, [*one.chunks]) for key, one in index.tensors.items()}
+    return tensors, dict(index.objects)
+
+
+def one_by_one(data: bytes) -> Index:
+    tree = loads(data, file="x", allow=OF_METADATA, max_bytes=len(data))
+    return reader._one_by_one(tree, "x")
+
+
+def outcome(read: Any, data: bytes) -> Any:
+    """What is read, or the error."""
+    try:
+        return plain(read(data))
+    except UcpError as error:
+        return type(error).__name__, error.problem, error.parameter, str(error.found)
+
+
+def taken(data: bytes) -> Index | None:
+    """What is read at once; None where it isn't."""
+    listed = index_pickle.listed_chunks(data, "x")
+    return None if listed is None else reader._of_listed(listed, "x")
+
+
+def synthetic(layers: int = 3, experts: int = 4, cuts: int = 12) -> bytes:
+    """The pickle of an index with some thousand chunks."""
+    writer = IndexWriter()
+    at = Counter[str]()
+    for key, shape, boxes in drawn(random.Random(1), layers, experts, cuts):
+        for state in ("", "optimizer.state.exp_avg."):
+            writer.tensor(state + key, "float32", shape)
+            for number, (start, size) in enumerate(boxes):
+                file = f"__{number % 7}_0.distcp"
+                writer.chunk(start, size, file, at[file], 1500 + number)
+                at[file] += 1500 + number
+    return writer.pickled()
+
+
+# ---- what torch writes
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.parts[-3])
+def test_golden_indexes_are_read_at_once(path: Path) -> None:
+    data = path.read_bytes()
+    found = taken(data)
+    assert found is not None and plain(found) == plain(one_by_one(data))
+    unpickler = index_pickle._RunUnpickler(data, "x")
+    unpickler.load()
+    chunks = sum(run.last - run.first for run in unpickler.runs) / 2
+    assert chunks > 0.9 * found.chunk_count
+
+
+def test_a_synthetic_index_is_what_torch_pickles() -> None:
+    """The benchmark's writer says what torch's classes unpickle, so its figures are of an index."""
+    data = synthetic()
+    metadata = pickle.loads(data)
+    again = pickle.dumps(metadata, protocol=4)
+    assert (
+        plain(parsed_index(again, "x")) == plain(parsed_index(data, "x")) == plain(one_by_one(data))
+    )
+    chunks = sum(len(one.chunks) for one in metadata.state_dict_metadata.values())
+    assert len(metadata.storage_data) == chunks > 800
+    found = taken(again)
+    assert found is not None and found.chunk_count == chunks
+
+
+def test_opcodes_that_are_read_one_by_one_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grow with the number of keys, not of chunks."""
+    read: list[int] = []
+
+    def counted(unpickler: Any) -> Any:
+        counts = 0
+
+        class Counting(dict[bytes, Any]):
+            def get(self, code: bytes, default: Any = None) -> Any:
+                nonlocal counts
+                counts += 1
+                return super().get(code, default)
+
+        monkeypatch.setattr(unpickler, "OPCODES", Counting(unpickler.OPCODES))
+        return lambda: counts
+
+    for cuts in (12, 120):
+        count = counted(index_pickle._RunUnpickler)
+        found = taken(synthetic(cuts=cuts))
+        assert found is not None
+        read += [count(), found.chunk_count]
+    few, chunks, more, many = read
+    assert many > 8 * chunks
+    # of thousands a few for each key; where all are read one by one, sixty for each chunk
+    assert more < 1.5 * few and more < many / 4
+
+
+def test_an_index_is_small_when_it_is_sent() -> None:
+    index = parsed_index(synthetic(layers=8, cuts=60), "x")
+    sent = pickle.dumps(index)
+    assert len(sent) < 56 * index.chunk_count
+    again: Index = pickle.loads(sent)
+    assert plain(again) == plain(index)
+    have, want = (
+        [(tensor.key, chunk) for tensor, chunk in one.chunks_in("__3_0.distcp")]
+        for one in (again, index)
+    )
+    assert have == want and want
+
+
+def test_what_a_file_holds_of_tensors(tmp_path: Path) -> None:
+    write_folder(tmp_path / "x", 2, 2, 5)
+    index = read_index(LocalFolder(tmp_path / "x"))
+    every = [
+        (tensor, chunk)
+        for name in index.file_names
+        for tensor, chunk in index.chunks_in(name)
+        if chunk.place.file == name
+    ]
+    assert len(every) == index.chunk_count == sum(len(one.chunks) for one in index.tensors.values())
+    assert all(chunk in [*tensor.chunks] for tensor, chunk in every[::17])
+    assert index.chunks_in("other") == ()
+
+
+# ---- what nobody writes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", GOLDEN[::3], ids=lambda path: path.parts[-3])
+def test_damaged_indexes_are_read_as_one_by_one(path: Path) -> None:
+    data, found = path.read_bytes(), Counter[str]()
+    for seed in range(60):
+        changed = mutated(data, seed)
+        want = outcome(one_by_one, changed)
+        assert outcome(lambda changed: parsed_index(changed, "x"), changed) == want, seed
+        found["error" if isinstance(want[0], str) else "index"] += 1
+    assert len(found) == 2, found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_runs_are_read_as_one_by_one(seed: int) -> None:
+    """A byte inside of a run: numbers, references, lengths, opcodes."""
+    rng, data = random.Random(seed), bytearray(synthetic(layers=2, experts=2, cuts=6))
+    for _ in range(rng.randint(1, 2)):
+        data[rng.randrange(2000, len(data) - 50)] ^= 1 << rng.randrange(8)
+    changed = bytes(data)
+    want = outcome(one_by_one, changed)
+    assert outcome(lambda changed: parsed_index(changed, "x"), changed) == want
+
+
+def _twice(metadata: Any) -> None:
+    chunks = metadata.state_dict_metadata["output_layer.weight"].chunks
+    chunks.append(chunks[0])
+
+
+def _lost(metadata: Any) -> None:
+    metadata.storage_data.pop(next(i for i in metadata.storage_data if i.fqn.startswith("outp")))
+
+
+def _left(metadata: Any) -> None:
+    metadata.state_dict_metadata.pop("output_layer.weight")
+
+
+def _overlaps(metadata: Any) -> None:
+    import torch
+
+    chunks = metadata.state_dict_metadata["output_layer.weight"].chunks
+    chunks[1].sizes = torch.Size((chunks[1].sizes[0] + 1, *chunks[1].sizes[1:]))
+
+
+def _gap(metadata: Any) -> None:
+    one = metadata.state_dict_metadata["output_layer.weight"]
+    one.size = type(one.size)((one.size[0] + 1, *one.size[1:]))
+
+
+def _bad_name(metadata: Any) -> None:
+    [*metadata.storage_data.values()][7].relative_path = "../x"
+
+
+def _negative(metadata: Any) -> None:
+    [*metadata.storage_data.values()][7].offset = -5
+
+
+def _compressed(metadata: Any) -> None:
+    [*metadata.storage_data.values()][7].transform_descriptors = ["zstd"]
+
+
+CHANGES = [_twice, _lost, _left, _overlaps, _gap, _bad_name, _negative, _compressed]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_what_is_wrong_is_said_as_one_by_one(change: Any) -> None:
+    metadata = pickle.loads(synthetic(layers=2, experts=2, cuts=6))
+    change(metadata)
+    data = pickle.dumps(metadata, protocol=4)
+    want = outcome(one_by_one, data)
+    assert isinstance(want[0], str) and "Error" in want[0], "nothing is wrong"
+    assert outcome(lambda data: parsed_index(data, "x"), data) == want
+
+
+def test_two_keys_of_the_same_places_are_one_tensor() -> None:
+    metadata = pickle.loads(synthetic(layers=2, experts=2, cuts=6))
+    key, other = "output_layer.weight", "lm_head.weight"
+    metadata.state_dict_metadata[other] = metadata.state_dict_metadata[key]
+    for index, place in [*metadata.storage_data.items()]:
+        if index.fqn == key:
+            metadata.storage_data[type(index)(other, index.offset)] = place
+    data = pickle.dumps(metadata, protocol=4)
+    found = taken(data)
+    assert found is not None and plain(found) == plain(one_by_one(data))
+    assert key in found.tensors and other not in found.tensors
+
+
+# ---- limits
+
+
+def test_a_large_index_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks it has, also where it is read one by one; what takes more opcodes than
+    torch does is refused."""
+    monkeypatch.setattr(unpickle, "MAX_OPERATIONS", 1000)
+    monkeypatch.setattr(unpickle, "MAX_PICKLE_BYTES", 1000)
+    data = synthetic()
+    assert plain(one_by_one(data)) == plain(parsed_index(data, "x"))
+    with pytest.raises(DamagedFileError, match="operations"):
+        one_by_one(pickle_of(b"N0" * 5000 + b"N"))
+    with pytest.raises(DamagedFileError, match="operations"):
+        parsed_index(pickle_of(b"N0" * 5000 + b"N"), "x")
+    with pytest.raises(DamagedFileError, match="larger"):
+        loads(data, file="x", allow=OF_METADATA)
+
+
+# ---- whether chunks are the whole
+
+
+def index_of(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> Index:
+    chunks = [
+        Chunk(tuple(start), tuple(size), ArchivePlace("x", number, 1))
+        for number, (start, size) in enumerate(boxes)
+    ]
+    return reader._of_tensors([reader.StoredTensor("a", "float32", shape, chunks)], {})
+
+
+def painted(shape: tuple[int, ...], boxes: list[tuple[Any, Any]]) -> bool:
+    """Whether each element is in one box."""
+    counts = np.zeros(shape, int)
+    for start, size in boxes:
+        if any(a + n > of for a, n, of in zip(start, size, shape, strict=True)):
+            return False
+        counts[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] += 1
+    return bool((counts == 1).all())
+
+
+def split(rng: random.Random, start: list[int], size: list[int]) -> list[tuple[Any, Any]]:
+    """A box in random parts."""
+    dims = [dim for dim, n in enumerate(size) if n > 1]
+    if not dims or rng.random() < 0.25:
+        return [(start, size)]
+    dim = rng.choice(dims)
+    at = rng.randrange(1, size[dim])
+    low, high, moved = [*size], [*size], [*start]
+    low[dim], high[dim], moved[dim] = at, size[dim] - at, start[dim] + at
+    return split(rng, start, low) + split(rng, moved, high)
+
+
+def test_random_tilings_and_what_is_none() -> None:
+    wholes = others = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 4)))
+        boxes = split(rng, [0] * len(shape), [*shape])
+        rng.shuffle(boxes)
+        assert untiled(index_of(shape, boxes)) is None
+        number, (start, size) = 0, boxes[0]
+        changed = [*boxes]
+        dim = rng.randrange(len(shape))
+        moved = [*start]
+        moved[dim] = max(0, moved[dim] + rng.choice((-1, 1)))
+        match rng.randrange(3):
+            case 0:
+                changed[number] = (moved, size)
+            case 1:
+                changed[number] = (start, [n + (d == dim) for d, n in enumerate(size)])
+            case _:
+                changed[number] = rng.choice(boxes)
+        is_whole = painted(shape, changed)
+        assert (untiled(index_of(shape, changed)) is None) == is_whole, seed
+        wholes, others = wholes + is_whole, others + (not is_whole)
+    assert wholes > 20 and others > 200
+
+
+def test_boxes_that_no_plane_divides() -> None:
+    around = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
+    assert untiled(index_of((3, 3), [*around, ((1, 1), (1, 1))])) is None
+    assert untiled(index_of((3, 3), [*around, ((0, 0), (1, 1))])) == 0
+
+
+def test_borders_at_many_places_are_no_damage() -> None:
+    """Each layer of a stack is cut at other places: the borders of all make a grid of more cells
+    than can be looked at one by one."""
+    rng, boxes = random.Random(0), list[tuple[Any, Any]]()
+    for layer in range(200):
+        rows = [0, *sorted(rng.sample(range(1, 9000), 3)), 9000]
+        for low, high in pairwise(rows):
+            at = rng.randrange(1, 7000)
+            boxes.append(((layer, low, 0), (1, high - low, at)))
+            boxes.append(((layer, low, at), (1, high - low, 7000 - at)))
+    index = index_of((200, 9000, 7000), boxes)
+    chunks = [*index.tensors["a"].chunks]
+    assert reader.tiling_fault((200, 9000, 7000), chunks) == ""
+    assert "gap" in reader.tiling_fault((200, 9000, 7000), chunks[1:])
