@@ -1,9 +1,11 @@
 """Flat buffers as arithmetic: which run of which parameter lies where in which partition."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
+from typing import Any, cast, overload
 
 from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
 from megatron_ucp.core.names import VALUE
@@ -263,6 +265,84 @@ class FlatBuffer:
     def used(self) -> int:
         """End of the last member; what follows is padding."""
         return max((member.start + self._width(member) for member in self.members), default=0)
+
+
+class ChunkBuffers(Sequence[FlatBuffer]):
+    """A buffer for each chunk of each parameter, made where somebody asks for it: the files of
+    thousands of ranks have hundreds of thousands of chunks, of which a rank reads some.
+
+    `counts` are the chunks of each parameter; `make("a", 3)` gives the buffer of chunk 3 of the
+    parameter "a", which is its only member. With counts of 2 and 3 buffer number 4 is that of chunk
+    2 of the second parameter.
+    """
+
+    def __init__(self, counts: Mapping[str, int], make: Callable[[str, int], FlatBuffer]) -> None:
+        self._names, self._make = [*counts], make
+        self._ends = [*accumulate(counts.values(), initial=0)]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._made: dict[int, FlatBuffer] = {}
+
+    def place(self, number: int) -> tuple[str, int]:
+        """The parameter and the chunk of a buffer."""
+        at = bisect_right(self._ends, number) - 1
+        return self._names[at], number - self._ends[at]
+
+    def of(self, param: str) -> range:
+        """The numbers of the buffers of a parameter."""
+        number = self._numbers.get(param)
+        return range(0) if number is None else range(*self._ends[number : number + 2])
+
+    @property
+    def params(self) -> Sequence[str]:
+        """All parameters."""
+        return self._names
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, number: int) -> FlatBuffer: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[FlatBuffer, ...]: ...
+    def __getitem__(self, number: int | slice) -> FlatBuffer | tuple[FlatBuffer, ...]:
+        if isinstance(number, slice):
+            return tuple(self[at] for at in range(*number.indices(len(self))))
+        if not -len(self) <= number < len(self):
+            raise IndexError(number)
+        number %= len(self)
+        if number not in self._made:
+            self._made[number] = self._make(*self.place(number))
+        return self._made[number]
+
+    def __eq__(self, other: object) -> bool:
+        is_alike = isinstance(other, ChunkBuffers | tuple)
+        return is_alike and tuple(self) == tuple(cast("Sequence[FlatBuffer]", other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As the tuple that it stands for."""
+        return tuple, ([*self],)
+
+
+class ChunkHolders(Mapping[str, tuple[tuple[int, int], ...]]):
+    """As `Manifest.holders`, of the buffers of chunks."""
+
+    def __init__(self, buffers: ChunkBuffers) -> None:
+        self._buffers = buffers
+
+    def __getitem__(self, param: str) -> tuple[tuple[int, int], ...]:
+        numbers = self._buffers.of(param)
+        if not numbers:
+            raise KeyError(param)
+        return tuple((number, 0) for number in numbers)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._buffers.params if self._buffers.of(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def alone(

@@ -353,7 +353,7 @@ class Chunks(Layout):
     `place` names it under CHUNK.
     """
 
-    held: tuple[tuple[tuple[Ints, Ints], ...], ...]
+    held: Sequence[tuple[tuple[Ints, Ints], ...]]
     dim: int = 0
 
     def pieces(

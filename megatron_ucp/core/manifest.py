@@ -9,7 +9,14 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.flat import ContradictionError, FlatBuffer, Member, Scalars
+from megatron_ucp.core.flat import (
+    ChunkBuffers,
+    ChunkHolders,
+    ContradictionError,
+    FlatBuffer,
+    Member,
+    Scalars,
+)
 from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Replicate
 from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
 from megatron_ucp.core.names import ITEMSIZE, Keeper
@@ -152,7 +159,7 @@ class Manifest:
     keeper: Keeper
     mesh: Mesh
     params: tuple[ParamSpec, ...]
-    buffers: tuple[FlatBuffer, ...]
+    buffers: Sequence[FlatBuffer]
     groups: tuple[ParamGroup, ...] = ()
     ties: tuple[Tie, ...] = ()
     files: tuple[FileEntry, ...] = ()
@@ -183,6 +190,8 @@ class Manifest:
     def __post_init__(self) -> None:
         if len(self.by_name) != len(self.params):
             raise ContradictionError("a parameter is listed twice")
+        if isinstance(self.buffers, ChunkBuffers):
+            return  # each is made of its parameter
         for buffer in self.buffers:
             for axis, index in buffer.at:
                 cut = axis in buffer.axes and self.mesh.size(axis) > 1
@@ -231,9 +240,11 @@ class Manifest:
         return {spec.name: spec for spec in self.params}
 
     @cached_property
-    def holders(self) -> dict[str, tuple[tuple[int, int], ...]]:
+    def holders(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
         """Parameter -> (buffer number, member number) of every buffer that holds it or a chunk of
         it, first stage first."""
+        if isinstance(self.buffers, ChunkBuffers):
+            return ChunkHolders(self.buffers)
         found: dict[str, list[tuple[int, int]]] = {}
         for b, buffer in enumerate(self.buffers):
             for m, member in enumerate(buffer.members):
@@ -300,6 +311,8 @@ class Manifest:
     @cached_property
     def uncut(self) -> frozenset[str]:
         """States that lie in some buffer otherwise than its masters (see `FlatBuffer.uncut`)."""
+        if isinstance(self.buffers, ChunkBuffers):
+            return frozenset()
         return frozenset(state for buffer in self.buffers for state in buffer.uncut)
 
     def cuts_of(self, buffer: FlatBuffer) -> list[Coords]:

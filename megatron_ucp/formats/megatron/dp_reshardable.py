@@ -116,11 +116,12 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         on_mesh = {name: self.cut(spec) for name, spec in trained.items()}
         numbers = self.group_numbers(trained.values())
         chunked: list[ParamSpec] = []
-        chunks: list[FlatBuffer] = []
-        for name in specs.keys() - trained.keys():
+        others = [name for name in specs if name not in trained]
+        for name in others:
             spec, held = self.whole(specs[name], HeldStates({VALUE: self.states.weights[name]}))
             chunked.append(spec)
-            chunks += self.chunk_buffers(name, held, None)
+            self._held[name] = held
+        self._chunks = self.chunk_buffers(dict.fromkeys(others))
         found = Manifest(
             Keeper.TORCH_DIST,
             self.saved_on,
@@ -129,7 +130,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             tuple(one.group for one in self.groups),
             run=self.described(),
         )
-        return self._proved(found, self._fitting(on_mesh), numbers, chunks)
+        return self._proved(found, self._fitting(on_mesh), numbers, [*self._chunks])
 
     def _proved(
         self,

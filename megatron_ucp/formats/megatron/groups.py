@@ -7,8 +7,9 @@ one is for. Until 0.18 those were the first four of `IDENTIFIERS`, so that group
 their rates alone overwrote each other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isfinite
 from typing import Any
 
@@ -143,7 +144,7 @@ class Membership:
         expert = spec.expert is not None and any(g.own.get(EXPERT_MARK) for g in self.groups)
         left = [n for n, g in enumerate(self.groups) if bool(g.own.get(EXPERT_MARK)) == expert]
         left = self._as_recorded(left, spec.name)
-        if len({repr(_values(self.groups[n])) for n in left}) == 1:
+        if len(self._kinds(left)) == 1:
             return left
         if self._has_own_rate(spec):
             left = self._narrowed(left, "max_lr", self.decoupled_lr)
@@ -153,9 +154,9 @@ class Membership:
         free = is_not_decayed(spec, self.decays_qk_norms)
         left = self._narrowed(left, "wd_mult", 0.0 if free else 1.0)
         for keys in (IDENTIFIERS, SCHEDULED):
-            if len({repr(_values(self.groups[n])) for n in left}) > 1:
+            if len(self._kinds(left)) > 1:
                 left = self._as_live(left, spec.name, keys)
-        alike = {repr(_values(self.groups[n])) for n in left}
+        alike = self._kinds(left)
         if len(alike) != 1:
             raise StateMismatchError(
                 "the files do not say which parameter group steps a parameter",
@@ -167,6 +168,14 @@ class Membership:
                 "weights alone (Python: load_optimizer_states=False)",
             )
         return left
+
+    def _kinds(self, numbers: Iterable[int]) -> set[str]:
+        """What some groups have, those that are alike once."""
+        return {self._texts[number] for number in numbers}
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        return [repr(_values(group)) for group in self.groups]
 
     def _as_recorded(self, left: list[int], name: str) -> list[int]:
         """The groups with the hyper-parameters that a manifest says; all, where it says none, or

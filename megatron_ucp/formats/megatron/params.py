@@ -4,10 +4,11 @@ and the optimizer's states that lie under names (`optimizer.state.STATE.KEY`).""
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast, overload
 
-from megatron_ucp.core.box import Ints, flat_index
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
@@ -39,6 +40,94 @@ class StoredBlock:
     offset_elems: int
 
 
+class Blocks(Sequence[StoredBlock]):
+    """The blocks of a parameter in one tensor, in the order of where they begin. They are rows of
+    arrays of all parameters of that tensor, and are made where somebody asks for them."""
+
+    def __init__(self, tensor: StoredTensor, grid: "_Grid", low: int, high: int) -> None:
+        self._tensor, self._grid, self._low, self._high = tensor, grid, low, high
+
+    def __len__(self) -> int:
+        return self._high - self._low
+
+    @overload
+    def __getitem__(self, number: int) -> StoredBlock: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[StoredBlock]: ...
+    def __getitem__(self, number: int | slice) -> StoredBlock | list[StoredBlock]:
+        if isinstance(number, slice):
+            return [self[at] for at in range(*number.indices(len(self)))]
+        grid, row = self._grid, range(self._low, self._high)[number]
+        start, stop = (tuple(each[row].tolist()) for each in (grid.starts, grid.stops))
+        chunk = self._tensor.chunks[int(grid.chunks[row])]
+        return StoredBlock(start, stop, self._tensor, chunk, int(grid.offsets[row]))
+
+    @property
+    def boxes(self) -> "Boxes":
+        """Where each begins and ends."""
+        return Boxes(self._grid, self._low, self._high)
+
+
+class Boxes(Sequence[tuple[Ints, Ints]]):
+    """Where each of some blocks begins and ends."""
+
+    def __init__(self, grid: "_Grid", low: int, high: int) -> None:
+        self._grid, self._low, self._high = grid, low, high
+
+    def __len__(self) -> int:
+        return self._high - self._low
+
+    @overload
+    def __getitem__(self, number: int) -> tuple[Ints, Ints]: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[tuple[Ints, Ints]]: ...
+    def __getitem__(self, number: int | slice) -> tuple[Ints, Ints] | list[tuple[Ints, Ints]]:
+        if isinstance(number, slice):
+            return [self[at] for at in range(*number.indices(len(self)))]
+        grid, row = self._grid, range(self._low, self._high)[number]
+        return tuple(grid.starts[row].tolist()), tuple(grid.stops[row].tolist())
+
+    def __eq__(self, other: object) -> bool:
+        """Of the arrays that all states of a parameter share at once, else one by one."""
+        if isinstance(other, Boxes) and self._grid is other._grid:
+            return (self._low, self._high) == (other._low, other._high)
+        return isinstance(other, Sequence) and tuple(self) == tuple(cast("Sequence[Any]", other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+class EachAlone(Sequence[tuple[tuple[Ints, Ints], ...]]):
+    """Boxes as `Chunks` asks for them: each alone in its chunk."""
+
+    def __init__(self, boxes: Sequence[tuple[Ints, Ints]]) -> None:
+        self._boxes = boxes
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    @overload
+    def __getitem__(self, number: int) -> tuple[tuple[Ints, Ints], ...]: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[tuple[tuple[Ints, Ints], ...]]: ...
+    def __getitem__(self, number: int | slice) -> Any:
+        if isinstance(number, slice):
+            return [(box,) for box in self._boxes[number]]
+        return (self._boxes[number],)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, EachAlone):
+            return self._boxes == other._boxes
+        return isinstance(other, Sequence) and tuple(self) == tuple(cast("Sequence[Any]", other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As the tuple that it stands for."""
+        return tuple, ([*self],)
+
+
 @dataclass(frozen=True)
 class StoredParam:
     """One state of one parameter: its blocks, sorted by where they begin, are the whole of it.
@@ -48,28 +137,31 @@ class StoredParam:
     shape: Ints
     dtype: str
     expert: tuple[int, int] | None
-    blocks: tuple[StoredBlock, ...]
+    blocks: Sequence[StoredBlock]
     rows: Ints = ()
 
     @property
-    def boxes(self) -> tuple[tuple[Ints, Ints], ...]:
+    def boxes(self) -> Sequence[tuple[Ints, Ints]]:
+        if isinstance(self.blocks, Blocks):
+            return self.blocks.boxes
         return tuple((block.start, block.stop) for block in self.blocks)
 
 
-def stored_params(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, StoredParam]:
+def stored_params(
+    tensors: Mapping[str, StoredTensor], file: str, grids: "Grids | None" = None
+) -> dict[str, StoredParam]:
     """Every parameter that lies in tensors, by canonical name; the tensors are by the keys of the
     model. Raises DamagedFileError where two keys are one parameter's, or a part of one or an expert
-    is missing."""
+    is missing. `grids` are those of other states of the same model."""
+    known = Grids() if grids is None else grids
     found = grouped(
-        (part.name, part)
-        for key, tensor in tensors.items()
-        for part in _parts(read_key(key), tensor)
+        (part.name, part) for key, tensor in tensors.items() for part in known.parts(key, tensor)
     )
     counts = _experts_by_layer(found, file)
     return {name: _joined(name, parts, counts, file) for name, parts in found.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
     """What one tensor holds of a parameter: all of it, or a part (see `Key`)."""
 
@@ -78,31 +170,104 @@ class _Part:
     part: str
     shape: Ints
     dtype: str
-    blocks: list[StoredBlock]
+    blocks: Blocks
 
 
-def _parts(key: Key, tensor: StoredTensor) -> Iterable[_Part]:
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """How the chunks of a tensor divide its parameters: the blocks of all of them as rows, those of
+    parameter number i from `ends[i]` to `ends[i + 1]`, of which row r begins `offsets[r]` elements
+    into chunk `chunks[r]`. `names` are those of the parameters, with the numbers of experts."""
+
+    names: list[tuple[str, int | None]]
+    ends: list[int]
+    starts: Any
+    stops: Any
+    chunks: Any
+    offsets: Any
+
+
+class Grids:
+    """How the chunks of tensors divide their parameters, made once for the states of a model that
+    are cut alike."""
+
+    def __init__(self) -> None:
+        self._of_key: dict[str, tuple[Key, Any, Any, _Grid]] = {}
+
+    def parts(self, key: str, tensor: StoredTensor) -> Iterator[_Part]:
+        """What a tensor holds of each of its parameters."""
+        starts, sizes = arrays_of(tensor)
+        known = self._of_key.get(key)
+        same = known is not None and all(
+            _is_same(*pair) for pair in ((known[1], starts), (known[2], sizes))
+        )
+        if known is None or not same or _leads(known[0], tensor) != len(known[3].names):
+            read = read_key(key)
+            grid = _grid(read, tensor.shape, starts, sizes, known and known[3])
+            known = self._of_key[key] = read, starts, sizes, grid
+        read, _, _, grid = known
+        shape, dtype, part = tensor.shape[len(read.stacked) :], tensor.dtype, read.part
+        for (name, expert), low, high in zip(grid.names, grid.ends, grid.ends[1:], strict=False):
+            yield _Part(name, expert, part, shape, dtype, Blocks(tensor, grid, low, high))
+
+
+def _leads(key: Key, tensor: StoredTensor) -> int:
+    """How many parameters lie in a tensor."""
+    return math.prod(tensor.shape[: len(key.stacked)])
+
+
+def arrays_of(tensor: StoredTensor) -> tuple[Any, Any]:
+    """Where the chunks of a tensor begin, and their shapes: a row for each."""
+    import numpy as np
+
+    chunks: Any = tensor.chunks
+    if hasattr(chunks, "starts"):
+        return chunks.starts, chunks.sizes
+    rows = ([chunk.start for chunk in chunks], [chunk.shape for chunk in chunks])
+    starts, sizes = (np.array(each, np.int64).reshape(len(chunks), -1) for each in rows)
+    return starts, sizes
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (one.shape == other.shape and bool((one == other).all()))
+
+
+def _grid(key: Key, shape: Ints, starts: Any, sizes: Any, other: _Grid | None) -> _Grid:
+    """How the chunks of a tensor divide the parameters that lie in it along its leading dims."""
+    import numpy as np
+
     lead = len(key.stacked)
-    shape = tensor.shape[lead:]
-    parts: dict[Ints, _Part] = {}
-    for index in itertools.product(*map(range, tensor.shape[:lead])):
-        name, expert = key.canonical(index)
-        parts[index] = _Part(name, expert, key.part, shape, tensor.dtype, [])
-    for chunk in tensor.chunks:
-        inner = math.prod(chunk.shape[lead:])
-        spans = [range(a, b) for a, b in zip(chunk.start[:lead], chunk.stop[:lead], strict=True)]
-        for index in itertools.product(*spans):
-            at = tuple(i - a for i, a in zip(index, chunk.start[:lead], strict=True))
-            offset = flat_index(at, chunk.shape[:lead]) * inner
-            block = StoredBlock(chunk.start[lead:], chunk.stop[lead:], tensor, chunk, offset)
-            parts[index].blocks.append(block)
-    return parts.values()
+    counts = shape[:lead]
+    count = math.prod(counts)
+    spans = sizes[:, :lead].prod(1, dtype=np.int64)
+    chunks = np.repeat(np.arange(len(starts)), spans)
+    # of a chunk that has several parameters, which of them in its own order
+    within = np.arange(len(chunks)) - np.repeat(np.cumsum(spans) - spans, spans)
+    number, left = np.zeros(len(chunks), np.int64), within
+    for dim in range(lead - 1, -1, -1):
+        size = sizes[chunks, dim].astype(np.int64)
+        number += (starts[chunks, dim] + left % size) * math.prod(counts[dim + 1 :])
+        left = left // size
+    inner = starts[:, lead:][chunks], sizes[:, lead:][chunks]
+    offsets = within * inner[1].prod(1, dtype=np.int64)
+    order = np.lexsort((*inner[0].T[::-1], number))
+    ends = np.searchsorted(number[order], np.arange(count + 1)).tolist()
+    if other is not None and len(other.names) == count:
+        names = other.names
+    else:
+        names = [key.canonical(index) for index in itertools.product(*map(range, counts))]
+    first, size = inner[0][order], inner[1][order]
+    return _Grid(names, ends, first, first + size, chunks[order], offsets[order])
 
 
 def _joined(name: str, parts: list[_Part], counts: Mapping[str, int], file: str) -> StoredParam:
     """The parameter of one part, or of several, one below the other."""
+    first, expert = parts[0], None
+    if first.expert is not None:
+        expert = first.expert, counts[_layer_of_expert(name, first.expert)]
+    if len(parts) == 1 and not first.part:
+        return StoredParam(name, first.shape, first.dtype, expert, first.blocks)
     order = in_order_of_rows(part.part for part in parts)
-    first = parts[0]
     kinds = {(part.dtype, part.shape[1:] if part.part else part.shape) for part in parts}
     if order is None or len(order) != len(parts) or len(kinds) > 1:
         raise DamagedFileError(
@@ -112,12 +277,6 @@ def _joined(name: str, parts: list[_Part], counts: Mapping[str, int], file: str)
             expected="one key, or one for each part of it, such as the gate and the up",
             found=", ".join(part.blocks[0].tensor.key for part in parts if part.blocks),
         )
-    expert = None
-    if first.expert is not None:
-        expert = first.expert, counts[_layer_of_expert(name, first.expert)]
-    if len(parts) == 1:
-        blocks = sorted(first.blocks, key=lambda block: block.start)
-        return StoredParam(name, first.shape, first.dtype, expert, tuple(blocks))
     blocks, rows = list[StoredBlock](), list[int]()
     for part in sorted(parts, key=lambda part: order.index(part.part)):
         blocks += [_below(block, sum(rows)) for block in part.blocks]
@@ -180,7 +339,7 @@ class HeldStates:
     stepped: bool = False
 
     @property
-    def boxes(self) -> tuple[tuple[Ints, Ints], ...]:
+    def boxes(self) -> Sequence[tuple[Ints, Ints]]:
         return next(iter(self.by_state.values())).boxes
 
 
@@ -262,8 +421,9 @@ def split_keys(tensors: Mapping[str, StoredTensor], file: str) -> NamedStates:
     every = [weights, *states.values()]
     copies = [pair for held in every for pair in _taken_copies(held)]
     check_known([state for state in states if state != MASTER], file)
-    named = stored_params(weights, file)
-    by_state = {state: stored_params(held, file) for state, held in states.items()}
+    grids = Grids()
+    named = stored_params(weights, file, grids)
+    by_state = {state: stored_params(held, file, grids) for state, held in states.items()}
     lost = {name for held in by_state.values() for name in held} - named.keys()
     if lost:
         raise DamagedFileError(
@@ -288,8 +448,10 @@ def _taken_copies(
 
 
 def _is_alike(one: StoredTensor, other: StoredTensor) -> bool:
-    boxes = [[(chunk.start, chunk.shape) for chunk in each.chunks] for each in (one, other)]
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and boxes[0] == boxes[1]
+    boxes = zip(arrays_of(one), arrays_of(other), strict=True)
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
+        _is_same(*pair) for pair in boxes
+    )
 
 
 def _check_alike(by_state: Mapping[str, Mapping[str, StoredParam]], file: str) -> None:

@@ -1,12 +1,12 @@
 """Megatron-core's distributed checkpoints (`torch_dist`), opened."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.flat import ChunkBuffers, FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layout import Chunks, Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamSpec
@@ -30,7 +30,13 @@ from megatron_ucp.formats.megatron.names import (
     is_cut_in_parts,
     second_matrix,
 )
-from megatron_ucp.formats.megatron.params import HeldStates, NamedStates, StoredBlock, StoredParam
+from megatron_ucp.formats.megatron.params import (
+    EachAlone,
+    HeldStates,
+    NamedStates,
+    StoredBlock,
+    StoredParam,
+)
 from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
 from megatron_ucp.formats.proof import are_masters_of, boxes_of, elems_in
 from megatron_ucp.formats.pt.file import PtFile
@@ -66,7 +72,8 @@ class TorchDistCheckpoint(MegatronFolder):
         is_file = folder.is_file(COMMON_FILE) or COMMON_KEY not in index.objects
         self._common_file = COMMON_FILE if is_file else None
         self.main_file = self.full_path(self._common_file or index.objects[COMMON_KEY].file)
-        self._chunks: list[dict[str, StoredBlock]] = []  # of each buffer of a chunk, by state
+        self._held: dict[str, HeldStates] = {}  # of each parameter with buffers of its chunks
+        self._chunks = ChunkBuffers({}, self._chunk_buffer)
         self._guarded(self._read)
 
     def _read(self) -> None:
@@ -125,20 +132,21 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def _build(self) -> Manifest:
         params: list[ParamSpec] = []
-        buffers: list[FlatBuffer] = []
+        groups: dict[str, int | None] = {}
         membership = self.membership()
         for name, weight in self.states.weights.items():
             spec = self._spec(weight)
             held = self.states.held(name) if spec.kind == "trainable" else None
             spec, held = self.whole(spec, held or HeldStates({VALUE: weight}))
             params.append(spec)
-            group = membership.number(spec) if held.stepped else None
-            buffers += self.chunk_buffers(name, held, group)
+            groups[name] = membership.number(spec) if held.stepped else None
+            self._held[name] = held
+        self._chunks = self.chunk_buffers(groups)
         found = Manifest(
             Keeper.TORCH_DIST if self.groups else Keeper.WEIGHTS,
             Mesh(),
             tuple(params),
-            tuple(buffers),
+            self._chunks,
             tuple(one.group for one in self.groups),
             run=self.described(),
         )
@@ -188,16 +196,21 @@ class TorchDistCheckpoint(MegatronFolder):
         """A parameter as chunks hold it whole, on no mesh."""
         if spec.kind == "trainable" and not held.stepped:
             spec = replace(spec, kind="frozen")
-        return replace(spec, layout=Chunks(tuple((box,) for box in held.boxes))), held
+        return replace(spec, layout=Chunks(EachAlone(held.boxes))), held
 
-    def chunk_buffers(self, name: str, held: HeldStates, group: int | None) -> Iterator[FlatBuffer]:
-        """A buffer for each chunk of a parameter."""
+    def chunk_buffers(self, groups: Mapping[str, int | None]) -> ChunkBuffers:
+        """A buffer for each chunk of some parameters, which are stepped in these groups."""
+        self._group_of = groups
+        counts = {name: len(self._held[name].boxes) for name in groups}
+        return ChunkBuffers(counts, self._chunk_buffer)
+
+    def _chunk_buffer(self, name: str, number: int) -> FlatBuffer:
+        held, group = self._held[name], self._group_of[name]
         scalars = {} if group is None else self.groups[group].scalars
         states = tuple((state, param.dtype) for state, param in held.by_state.items())
-        for number, (start, stop) in enumerate(held.boxes):
-            size = math.prod(b - a for a, b in zip(start, stop, strict=True))
-            self._chunks.append({s: param.blocks[number] for s, param in held.by_state.items()})
-            yield alone(name, size, states, group, scalars, axes=(), chunk=number)
+        start, stop = held.boxes[number]
+        size = math.prod(b - a for a, b in zip(start, stop, strict=True))
+        return alone(name, size, states, group, scalars, axes=(), chunk=number)
 
     # ------------------------------------------------ what the operations ask for
 
@@ -267,7 +280,8 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def where_in_chunk(self, number: int, state: str) -> Where:
         """Place of a state of the number-th buffer of a chunk."""
-        return self._where(self._chunks[number][state])
+        name, chunk = self._chunks.place(number)
+        return self._where(self._held[name].by_state[state].blocks[chunk])
 
     def _where(self, block: StoredBlock) -> Where:
         tensor, chunk = block.tensor, block.chunk
