@@ -1,5 +1,6 @@
 """Opening the index of a checkpoint of Megatron-core with as many chunks as a save of thousands of
-ranks has: seconds and peak memory of the rank that reads it, and of those to which it is sent.
+ranks has: seconds of processor time and peak memory of the rank that reads it, and of those to which it
+is sent.
 
     python -m benchmarks.index         # two minutes
     python -m benchmarks.index --tiny  # to see that it runs
@@ -132,8 +133,8 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 def opened_as(index: Any, folder: Any) -> dict[str, Any]:
-    """Seconds until the checkpoint's manifest is there, and a plan of one rank's part: half of eight
-    experts of a layer."""
+    """Seconds until the checkpoint's manifest is there, and a plan of one rank's part of it: a half
+    of eight experts of a layer."""
     from megatron_ucp.core.flat import alone
     from megatron_ucp.core.layout import Shard
     from megatron_ucp.core.manifest import Manifest, Slot
@@ -206,7 +207,8 @@ def write_folder(folder: Path, layers: int, experts: int, cuts: int) -> int:
                 length = 1600 + 2 * draw.randrange(1, 10**6)
                 index.chunk(start, size, f"__{file}_0.distcp", ends[file], length)
                 ends[file] += length
-    (folder / ".metadata").write_bytes(index.pickled())
+    with open(folder / ".metadata", "wb", 2**20) as out:
+        out.writelines(index.opcodes())
     for name in ("common.pt", "metadata.json"):  # of another run: the groups and what else is small
         shutil.copy(SMALL_FILES / name, folder)
     for file, size in ends.items():
@@ -281,9 +283,9 @@ class IndexWriter:
         self.places.append((key, start, file, at, length))
 
     def pickled(self) -> bytes:
-        return b"".join(self._opcodes())
+        return b"".join(self.opcodes())
 
-    def _opcodes(self) -> Iterator[bytes]:
+    def opcodes(self) -> Iterator[bytes]:
         metadata, files = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint"
         yield b"\x80\x04" + self._object(metadata, "Metadata") + self._put() + b"}" + self._put()
         yield b"(" + self._text("state_dict_metadata") + b"}" + self._put() + b"("

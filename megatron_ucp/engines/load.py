@@ -74,10 +74,12 @@ def load(
     rng: bool | None = None,
     loader: ResumableLoader | None = None,
     per_rank: Callable[[str, list[Any]], Any] | None = None,
+    read: str | None = None,
 ) -> Report:
     """Fills a live engine from a checkpoint that any engine on any number of ranks wrote, or from
     what `hold` keeps in memory. Collective. The default of `hyper`, `family`, `checksums`, `allow`,
-    `rng`, `loader` and `per_rank` is what `attach` got; where it got nothing, what is said here.
+    `rng`, `loader`, `per_rank` and `read` is what `attach` got; where it got nothing, what is said
+    here.
 
     Args:
         engine: A DeepSpeed engine, attached or not, or what `attach_megatron` returned.
@@ -101,6 +103,9 @@ def load(
         loader: A `ResumableLoader`, which goes on where the save was.
         per_rank: `per_rank(name, values)` makes one value, on another mesh, of those that differed
             from rank to rank.
+        read: Who reads what several ranks hold alike, such as the weights of a run without ZeRO:
+            one of them for all ("once"), or each ("each"), where storage is faster than the
+            network. Default: once where more than 8 ranks hold it.
 
     Returns:
         What was done: step, meshes, bytes, seconds, `client_state`, `notes`.
@@ -116,7 +121,7 @@ def load(
         80
     """
     named: dict[str, Any] = {"hyper": hyper, "family": family, "checksums": checksums}
-    named |= {"allow": allow, "rng": rng, "loader": loader, "per_rank": per_rank}
+    named |= {"allow": allow, "rng": rng, "loader": loader, "per_rank": per_rank, "read": read}
     given = options_of_load(
         engine,
         load_optimizer_states=load_optimizer_states,

@@ -98,8 +98,9 @@ class KeepsPosition(Protocol):
 @dataclass(frozen=True)
 class LoadOptions:
     """What a load is asked for; see `load`. `loader` is the data loader whose position is
-    restored. `apart` is what differs from rank to rank in the checkpoint, and `own` what this rank
-    gets of it (None: what all share), both known once its files were looked at."""
+    restored. `read` says who reads what several ranks hold alike. `apart` is what differs from rank
+    to rank in the checkpoint, and `own` what this rank gets of it (None: what all share), both
+    known once its files were looked at."""
 
     optimizer: bool = True
     scheduler: bool = True
@@ -111,6 +112,7 @@ class LoadOptions:
     loader: KeepsPosition | None = None
     family: Any = None
     per_rank: Callable[[str, list[Any]], Any] | None = None
+    read: str | None = None
     apart: PerRank = field(default_factory=PerRank)
     own: OwnValues | None = None
 

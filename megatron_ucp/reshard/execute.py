@@ -146,6 +146,13 @@ class Counts:
     runs: list[SummedRun] = field(default_factory=list[SummedRun])
     records: dict[tuple[str, str], Record] = field(default_factory=dict[tuple[str, str], Record])
 
+    def __iadd__(self, other: "Counts") -> "Counts":
+        self.read_bytes += other.read_bytes
+        self.unsummed_bytes += other.unsummed_bytes
+        self.runs += other.runs
+        self.records |= other.records
+        return self
+
 
 def fresh(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A new contiguous tensor like another one, its values not set. On a CPU its memory is there

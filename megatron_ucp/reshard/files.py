@@ -126,6 +126,7 @@ class SharedFiles(FileSource):
         self._checkers = {path: number % world for number, path in enumerate(paths)}
         self.sums, self.read_by_all = (0, 0, 0), 0
         self._checksums, self._counts = checksums, Counts()
+        self._staging = Staging(WINDOW_BYTES)  # of windows
 
     def fill(
         self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
@@ -134,7 +135,18 @@ class SharedFiles(FileSource):
         of records of which an operation `is_summed`."""
         plan, where = joined([one.plan for one in parts]), self.places.__getitem__
         summed: OfOp = is_summed if self._checksums else lambda _: False
-        self._counts = execute(plan, where, into, is_summed=summed, progress=run.progress)
+        self._counts += execute(plan, where, into, is_summed=summed, progress=run.progress)
+
+    def fill_window(self, plan: Plan, memory: torch.Tensor, is_summed: OfOp) -> None:
+        """Fills a window of a slot by the plan of that window."""
+        self._counts += execute(
+            plan,
+            self.places.__getitem__,
+            lambda _: memory,
+            is_summed=is_summed if self._checksums else lambda _: False,
+            over_gaps=MOST_OVER_GAPS,
+            staging=self._staging,
+        )
 
     def check_records(self, slots: Iterable[Slot]) -> None:
         """Compares every record that holds some slots with its CRC-32, reading it again. Raises

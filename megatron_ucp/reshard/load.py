@@ -29,7 +29,7 @@ from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import find_checkpoint, open_folder
 from megatron_ucp.formats.tags import FoundTag
-from megatron_ucp.reshard import agree
+from megatron_ucp.reshard import agree, read_once
 from megatron_ucp.reshard.engine import (
     Engine,
     FingerprintCheck,
@@ -241,7 +241,11 @@ class EngineSink:
         """All bytes that this rank needs, straight into its memory."""
         plans = [one.plan for one in parts]
         self._read = source, joined(plans)
-        source.fill(parts, self.engine.tensor, run, lambda op: self._vouched_for(op) is None)
+        into, own_sum = self.engine.tensor, lambda op: self._vouched_for(op) is None
+        if isinstance(source, SharedFiles):
+            read_once.fill(source, parts, into, run, own_sum, self.options.read)
+        else:
+            source.fill(parts, into, run, own_sum)
         for plan in plans if self._recorded else ():
             self._loaded_bytes += _bytes_of(plan, self._target)
             self._sums |= sums_of(

@@ -100,6 +100,7 @@ def attach(
     checksums: bool | None = None,
     allow: Collection[str] | None = None,
     per_rank: Callable[[str, list[Any]], Any] | None = None,
+    read: str | None = None,
     save: str | None = None,
     rules: str | Path | None = None,
     **beside: Any,
@@ -123,6 +124,7 @@ def attach(
         checksums: As of `load`.
         allow: As of `load`.
         per_rank: As of `load`.
+        read: As of `load`.
         save: Who writes the files, and when: DeepSpeed's own code ("stock", the default), this
             package ("direct": the same files, faster), or this package while training goes on
             ("background": the call returns when a snapshot is taken; see `wait`).
@@ -156,6 +158,7 @@ def attach(
         "checksums": checksums,
         "allow": allow,
         "per_rank": per_rank,
+        "read": read,
         "save": save,
         "family": family,
         "loader": loader,
