@@ -1,6 +1,6 @@
 """Opening the index of a checkpoint of Megatron-core with as many chunks as a save of thousands of
-ranks has: seconds of processor time and peak memory of the rank that reads it, and of those to which it
-is sent.
+ranks has: seconds of processor time, and peak memory, of the rank that reads it and of those to
+which it is sent.
 
     python -m benchmarks.index         # two minutes
     python -m benchmarks.index --tiny  # to see that it runs

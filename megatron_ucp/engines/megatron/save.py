@@ -182,6 +182,38 @@ def runs_of(manifest: Manifest, param: str) -> list[OwnedBox]:
     return out
 
 
+def runs_of_rank(
+    manifest: Manifest, param: str, held: Mapping[int, BufferPart], rank: int
+) -> list[OwnedBox]:
+    """Those of `runs_of` of which a rank is the first that has them; `held` are its parts by the
+    number of their buffer. What other ranks have is not looked at."""
+    number, index = manifest.holders[param][0]
+    if number not in held:
+        return []
+    buffer, member = manifest.buffers[number], manifest.member(number, index)
+    _, cut, part = place = held[number]
+    low, high = buffer.owned(member, part)
+    if low >= high or rank != first_rank(manifest, place):
+        return []
+    pieces = manifest.pieces(member, cut)
+    share = tuple(piece.full for piece in pieces)
+    for other in manifest.cuts_of(buffer):
+        if other == cut:
+            break
+        if tuple(piece.full for piece in manifest.pieces(member, other)) == share:
+            return []
+    return [
+        OwnedBox(piece.full.start, piece.full.stop, place, index, piece.flat_start)
+        for piece in _contiguous(pieces, low, high)
+    ]
+
+
+def first_rank(manifest: Manifest, place: BufferPart) -> int:
+    """The first rank that has a part of a buffer: it writes it."""
+    number, cut, part = place
+    return manifest.mesh.rank_of((*manifest.buffers[number].at, *cut), part)
+
+
 def _contiguous(pieces: tuple[Piece, ...], low: int, high: int) -> Iterator[Piece]:
     """The flat range [low, high) of a rank's parameter as pieces."""
     for box in flat_boxes(pieces[0].view, low, high):
@@ -193,10 +225,11 @@ def _contiguous(pieces: tuple[Piece, ...], low: int, high: int) -> Iterator[Piec
 # ---- output
 #
 # A save of megatron-core's stack on paper: which chunk of which state lies where, and which rank
-# writes it. The same on every rank.
+# writes it.
 #
 # Chunks are cut as the ranks hold elements, each file is one rank's: so every rank writes what it
-# has itself, and nothing is gathered.
+# has itself, and nothing is gathered. What it has is all that a rank plans; the first one, who
+# writes the index, plans where the chunks of all others lie too.
 
 
 _STATES, _WEIGHTS = 0, 1  # the parts of an output
@@ -235,29 +268,44 @@ class SavedWeights:
 
 
 class StackOutput:
-    """The files of a save. `kind` is the optimizer's; `keys` are those of the model."""
+    """The files of a save, as one rank plans it. `kind` is the optimizer's; `keys` are those of the
+    model."""
 
-    def __init__(self, states: Manifest, kind: Kind, keys: ModelKeys) -> None:
-        self.states, self._kind = states, kind
-        self._runs = {
-            spec.name: [
-                part for run in runs_of(states, spec.name) for part in _cut(run, spec, keys)
-            ]
-            for spec in states.params
-        }
-        params, wishes = states.by_name, list(self._wishes())
+    def __init__(self, states: Manifest, kind: Kind, keys: ModelKeys, rank: int) -> None:
+        self.states, self._kind, self._rank = states, kind, rank
+        held = {part[0]: part for part in states.parts_of(rank)}
+        own = {s.name: runs_of_rank(states, s.name, held, rank) for s in states.params}
+        self._runs = self._cut(own, keys)
+        every = self._runs
+        if rank == 0:
+            every = self._cut({s.name: runs_of(states, s.name) for s in states.params}, keys)
+        else:
+            keys = replace(keys, extra_states=())
+        params, wishes = states.by_name, list(self._wishes(every))
         self.plan: TorchDistPlan = plan_torch_dist(params, wishes, keys, kind=kind)
-        self._slots: dict[tuple[int, str], list[int]] = {}  # buffers of (part, parameter)
+        self._slots: dict[tuple[int, str, tuple[Ints, Ints]], int] = {}  # the buffer of a box
         self.parts = self._part(_STATES), self._part(_WEIGHTS)
 
     @cached_property
     def files(self) -> tuple[FileLayout, ...]:
-        """All of them."""
-        return tuple(self.plan.layouts(self._slot))
+        """This rank's, and on the first one all others, of which their ranks alone know what is in
+        them."""
+        return tuple(self.plan.layouts(self._slot, self._rank))
 
-    def _wishes(self) -> Iterator[Wish]:
+    def _cut(
+        self, runs: Mapping[str, Sequence[OwnedBox]], keys: ModelKeys
+    ) -> dict[str, list[OwnedBox]]:
+        """The runs of each parameter in boxes that lie under one key each."""
+        return {
+            name: [part for run in found for part in _cut(run, self.states.by_name[name], keys)]
+            for name, found in runs.items()
+        }
+
+    def _wishes(self, every: Mapping[str, Sequence[OwnedBox]]) -> Iterator[Wish]:
         for spec in self.states.params:
-            runs = self._runs[spec.name]
+            runs = every[spec.name]
+            if not runs:
+                continue
             boxes = tuple((run.start, run.stop) for run in runs)
             owners = tuple(self.first_rank(run.place) for run in runs)
             yield Wish(spec.name, WEIGHT, spec.dtype, boxes, owners)
@@ -271,13 +319,12 @@ class StackOutput:
         return [(s, d) for s, d in found if s != VALUE and not (s == MASTER and is_master)]
 
     def first_rank(self, place: BufferPart) -> int:
-        """The first rank that has a part of a buffer: it writes it."""
-        number, cut, part = place
-        return self.states.mesh.rank_of((*self.states.buffers[number].at, *cut), part)
+        """As the function."""
+        return first_rank(self.states, place)
 
     @cached_property
     def written(self) -> set[tuple[str, BufferPart]]:
-        """What is read of each parameter: of copies one."""
+        """What is read of each parameter, of what this rank has: of copies one."""
         return {(name, run.place) for name, runs in self._runs.items() for run in runs}
 
     def stands_for(self, part: int, slot: Slot) -> str | None:
@@ -307,14 +354,14 @@ class StackOutput:
         wants: list[Want] = []
         for spec in self.states.params:
             held = ((VALUE, spec.dtype),) if part == _WEIGHTS else tuple(self._stored(spec))
-            if not held:
-                continue
             runs = self._runs[spec.name]
+            if not held or not runs:
+                continue
             blocks = Chunks(tuple(((run.start, run.stop),) for run in runs))
             specs.append(replace(spec, layout=blocks, on_mesh=None, order=None))
             numbers = range(len(buffers), len(buffers) + len(runs))
-            self._slots[part, spec.name] = [*numbers]
             for chunk, run in enumerate(runs):
+                self._slots[part, spec.name, (run.start, run.stop)] = len(buffers)
                 buffers.append(alone(spec.name, run.elems, held, axes=(), chunk=chunk))
             slots = (Slot(number, (), 0, state) for number in numbers for state, _ in held)
             wants += [(slot, slot.state) for slot in slots]
@@ -325,7 +372,7 @@ class StackOutput:
         """What a chunk is read into: the part, and its slot."""
         wish = chunk.wish
         part, state = (_WEIGHTS, VALUE) if wish.state == WEIGHT else (_STATES, wish.state)
-        return part, Slot(self._slots[part, wish.param][chunk.number], (), 0, state)
+        return part, Slot(self._slots[part, wish.param, chunk.box], (), 0, state)
 
 
 def _cut(run: OwnedBox, spec: ParamSpec, keys: ModelKeys) -> Iterator[OwnedBox]:
@@ -426,7 +473,8 @@ class PlannedSave:
     ) -> None:
         self.structure = structure
         keys = keys_of_chunks(stack.chunks, present.manifest.by_name)
-        self.output = StackOutput(present.manifest, kind_of(stack.optimizer), keys)
+        rank, _ = agree.world()
+        self.output = StackOutput(present.manifest, kind_of(stack.optimizer), keys, rank)
         self._weights = SavedWeights(present)
         self._source = UnsteppedMemories(file, present, self._weights)
         self._parts: Sequence[Proved] = ()

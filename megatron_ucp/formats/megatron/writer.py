@@ -383,12 +383,15 @@ class TorchDistPlan:
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     copies: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def layouts(self, slot_of: Callable[[PlannedChunk], tuple[int, Slot]]) -> Iterator[FileLayout]:
+    def layouts(
+        self, slot_of: Callable[[PlannedChunk], tuple[int, Slot]], rank: int | None = None
+    ) -> Iterator[FileLayout]:
         """The files; `slot_of` gives the part of an output, and the slot of it, that a chunk is
-        read into."""
+        read into. Of other files than that of a `rank` no chunks are given."""
         held: dict[str, list[PlannedChunk]] = {name: [] for name in self.sizes}
         for chunk in self.chunks:
-            held[chunk.file].append(chunk)
+            if rank is None or chunk.file == _file_of(rank):
+                held[chunk.file].append(chunk)
         for name, size in self.sizes.items():
             chunks, objects = held[name], self.objects.values()
             blobs = [(at, partial(bytes, data)) for file, at, data in objects if file == name]
