@@ -34,9 +34,10 @@ class TorchDistFormat:
         return folder.is_file(INDEX_FILE)
 
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
-        check_backend(folder)
+        # it takes numpy, whose import is felt by who opens another format
         from megatron_ucp.formats.megatron.index import read_index
 
+        check_backend(folder)
         index = folder.made(INDEX_FILE, lambda: read_index(folder))
         states = split_keys(index.tensors, folder / INDEX_FILE)
         flat = states.flat and not told.weights
