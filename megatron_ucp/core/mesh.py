@@ -386,6 +386,14 @@ class Mesh:
         making their list, which has all ranks of a large mesh."""
         return self.index(rank, "edp") if EXPERTS & {*axes} else self.partition_of(rank)
 
+    def holders(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that hold the same as a rank of a buffer that `axes` cut or place, and no
+        partition divides; that rank alone where these axes tell all ranks apart."""
+        spread = {*axes}
+        if spread & {"dp", "cp", "sp", "edp"}:
+            return (rank,)
+        return self.expert_data_group(rank) if EXPERTS & spread else self.partition_group(rank)
+
     def partition_of(self, rank: int) -> int:
         """Which one of the dense partitions a rank has: its place in `partition_group`."""
         at = self.coord(rank)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import EXPERTS, Mesh
 from megatron_ucp.core.names import ITEMSIZE
@@ -29,23 +30,18 @@ from megatron_ucp.reshard.transfer import Proved, TransferRun
 ONCE, EACH = READS = ("once", "each")
 MOST_EACH = 8  # copies of which each rank reads its own, where nobody says how
 _UNDER_WAY = 4  # rounds
-Ranks = tuple[int, ...]
 
 # ---- on paper
 
 
-def holders(mesh: Mesh, manifest: Manifest, number: int, rank: int) -> Ranks:
+def holders(mesh: Mesh, manifest: Manifest, number: int, rank: int) -> Ints:
     """The ranks that hold the same as a rank of a buffer, which it holds; that rank alone where
     each has a part of its own.
 
     Example: at dp=4, tp=2 rank 1 holds the same as ranks 3, 5 and 7 of a buffer that is not cut.
     """
     buffer = manifest.buffers[number]
-    if buffer.partitions > 1 or {*buffer.axes} & {"dp", "cp", "sp", "edp"} or mesh.world == 1:
-        return (rank,)
-    if EXPERTS & {*buffer.spread}:
-        return mesh.expert_data_group(rank)
-    return mesh.partition_group(rank)
+    return (rank,) if buffer.partitions > 1 else mesh.holders(rank, buffer.spread)
 
 
 def is_read_once(read: str | None, copies: int) -> bool:
@@ -58,7 +54,7 @@ class SharedPart:
     """The wants of a part that `ranks` hold alike; `number` is that of the part."""
 
     number: int
-    ranks: Ranks
+    ranks: Ints
     wants: tuple[Want, ...]
 
     def windows(self, target: Manifest) -> Iterator[tuple[Want, int, int]]:
@@ -83,7 +79,7 @@ def shared_parts(parts: Sequence[Proved], read: str | None, rank: int) -> list[S
     rank, with all of their buffer."""
     out: list[SharedPart] = []
     for one in parts:
-        target, by_ranks = one.part.target, dict[tuple[bool, Ranks], list[Want]]()
+        target, by_ranks = one.part.target, dict[tuple[bool, Ints], list[Want]]()
         kept = {fill.slot.place for fill in one.plan.fills if fill.is_kept}
         for want in one.part.wants:
             slot = want[0]
@@ -174,7 +170,7 @@ class _Groups:
     alone take part in that."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Ranks, str], Any] = {}
+        self._made: dict[tuple[Ints, str], Any] = {}
 
     def __enter__(self) -> "_Groups":
         return self
@@ -184,14 +180,14 @@ class _Groups:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
-    def of(self, ranks: Ranks, device: torch.device) -> Any:
+    def of(self, ranks: Ints, device: torch.device) -> Any:
         """The group for memory of a device."""
         key = ranks, device.type
         if key not in self._made:
             self._made[key] = self._group(ranks, device)
         return self._made[key]
 
-    def _group(self, ranks: Ranks, device: torch.device) -> Any:
+    def _group(self, ranks: Ints, device: torch.device) -> Any:
         from torch.distributed.distributed_c10d import _get_object_coll_device
 
         # a world of NCCL alone sends nothing that lies on a CPU
