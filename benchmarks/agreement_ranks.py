@@ -65,15 +65,15 @@ def counted(found: dict[str, dict[str, int]], what: str) -> Iterator[None]:
 
         return moved
 
+    of_disk: dict[str, Any] = {name: counting(name, one) for name, one in stocks.items()}
+    of_ranks: dict[str, Any] = {name: counting(name, getattr(Ranks, name)) for name in AGREEMENTS}
     dist.barrier()
     with (
-        mock.patch.multiple(os, **{name: counting(name, one) for name, one in stocks.items()}),
+        mock.patch.multiple(os, **of_disk),
         mock.patch.object(builtins, "open", counting("open", builtins.open)),
         mock.patch.object(DefaultRanks, "move", moving(DefaultRanks.move)),
         mock.patch.object(SideGroup, "move", moving(SideGroup.move)),
-        mock.patch.multiple(
-            Ranks, **{name: counting(name, getattr(Ranks, name)) for name in AGREEMENTS}
-        ),
+        mock.patch.multiple(Ranks, **of_ranks),
     ):
         yield
     found[what] = {

@@ -60,6 +60,12 @@ def note(text: str) -> None:
     _log(logging.WARNING, f"note: {text}")
 
 
+def note_of_rank(text: str) -> None:
+    """As `note`, of whichever rank knows it: rank 0 may be the one that it is about."""
+    _set_up()
+    LOGGER.log(logging.WARNING, f"note: {text}")
+
+
 def ended(text: str, notes: Sequence[str] = ()) -> None:
     """The line of an operation, which ends with the number of its notes, and then the notes."""
     line(with_count(text, notes))

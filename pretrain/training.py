@@ -132,7 +132,7 @@ class Run:
             of_run = saved.args if saved and early.use_checkpoint_args else None
             self.args = complete(given, world, of_run)
             self._each = list(complete_each(given, of_run))
-        with agree.together() as shared:
+        with agree.gathering() as shared:
             shared.value = same_data.identity(self.args) if dist.get_rank() == 0 else None
         setattr(self.args, same_data.NAME, shared.values[0])
         return saved
@@ -141,7 +141,7 @@ class Run:
         """The flags, of which an elastic run takes what it loads from --save once it has saved."""
         if not given.get("elastic") or not given.get("save"):
             return given
-        with agree.together() as shared:
+        with agree.gathering() as shared:
             shared.value = dist.get_rank() == 0 and not nothing_there(given["save"])
         return elastic.resumed_flags(given) if shared.values[0] else given
 

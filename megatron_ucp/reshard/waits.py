@@ -71,7 +71,7 @@ class _Watch:
         late = [other for other in range(world) if not store.check([f"{key} of {other}"])]
         if late and self.step is step:
             named = ", ".join(map(str, late[:_MOST])) + (" ..." if len(late) > _MOST else "")
-            say.note(
+            say.note_of_rank(
                 f"rank {rank} has waited for {time.monotonic() - step.since:.0f} s in {step.what}: "
                 f"{len(late)} of {world} ranks have not come to it: rank {named}"
             )

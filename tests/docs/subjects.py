@@ -60,6 +60,11 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
         "kills between any two operations; two processes",
     ),
     (
+        "agreement of ranks",
+        "reshard/test_agree, engines/test_steps, engines/test_waits",
+        "any number of ranks as threads; a failure planted at each step, on each rank",
+    ),
+    (
         "what every move guarantees",
         "reshard/test_transfer, reshard/test_execute, reshard/test_overflows, reshard/test_pages, "
         "reshard/test_copied_layout, reshard/test_range_writer, */test_read_once",

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import megatron_ucp as ucp
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.messages import DefaultRanks
 from tests.engines import model, tensor_jobs
 from tests.engines.model import SEQUENCE, VOCAB, Setup
 from tests.engines.resize_jobs import kind_of
@@ -187,22 +188,31 @@ _BROKEN = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection close
 def breaks_at(number: int) -> Iterator[list[int]]:
     """Inside, the collective of that number breaks on all ranks, and those after it; what is
     counted."""
-    count = [0]
+    count, inside = [0], [False]  # of an agreement: its messages are no collectives of their own
 
     def breaking(real: Any) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
+            if inside[0]:
+                return real(*args, **kwargs)
             count[0] += 1
             if count[0] > number:
                 raise RuntimeError(_BROKEN)
-            return real(*args, **kwargs)
+            inside[0] = real in agreements
+            try:
+                return real(*args, **kwargs)
+            finally:
+                inside[0] = False
 
         return collective
 
+    agreements = [getattr(DefaultRanks, name) for name in ("lowest", "agreed", "delivered")]
     names = ("all_gather", "all_gather_into_tensor", "broadcast", "batch_isend_irecv", "barrier")
     with ExitStack() as left:
-        for name in names:
-            new = breaking(getattr(dist, name))
-            left.enter_context(mock.patch.object(dist, name, new))
+        for owner, real in [
+            *((dist, getattr(dist, name)) for name in names),
+            *((DefaultRanks, one) for one in agreements),
+        ]:
+            left.enter_context(mock.patch.object(owner, real.__name__, breaking(real)))
         yield count
 
 
