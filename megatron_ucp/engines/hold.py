@@ -4,7 +4,6 @@ stay, `load` fills the new engine with it; `resize` does both where the world st
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 from megatron_ucp import say
@@ -20,9 +19,8 @@ from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender, LoadOptions, Report
 from megatron_ucp.reshard.fingerprint import (
-    JoinedSums,
     diverged,
-    join_sums,
+    joined_sums,
     recorded_as,
     recorded_in,
     sums_of_rank,
@@ -68,10 +66,10 @@ def lent(holder: Lender, state: RunState, extras: Extras, options: HoldOptions) 
     """Puts together what all ranks have besides elements, which the `holder` has. Collective.
     Raises a UcpError on every rank."""
     manifest = holder.manifest
-    own = agree.merging(join_sums, partial(table_of, manifest))
-    with own:
-        own.value = JoinedSums(sums_of_rank(holder) if options.checksums else {})
-    table, apart = own.result
+    with agree.together():
+        own = sums_of_rank(holder) if options.checksums else {}
+    joined = joined_sums(own)
+    table, apart = agree.of_first(lambda: table_of(manifest, joined))
     files = agree.gather(state.files)
     manifest = replace(manifest, run={**state.facts, **recorded_as(table, apart)})
     run = RunInMemory(

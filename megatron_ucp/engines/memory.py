@@ -44,9 +44,9 @@ from megatron_ucp.formats.tags import content_id, find_tag, has_state_files
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions
 from megatron_ucp.reshard.fingerprint import (
-    JoinedSums,
+    Table,
     diverged,
-    join_sums,
+    joined_sums,
     recorded_as,
     sums_of_rank,
     table_of,
@@ -684,11 +684,12 @@ class MemorySteps:
     def _settle(self, step: "_Step", started: float, blocked: float, turn: SaveTurn) -> None:
         """Brings a step to where it counts. Collective, among the ranks of the turn."""
         life = step.life
-        sums = agree.merging(join_sums, ranks=turn)
-        with _as_save_error(), sums:
+        with _as_save_error(), agree.together(turn):
             turn.ranks.exchange(*life.messages(step.memory))
-            sums.value = JoinedSums(sums_of_rank(life.view(step.memory)))
-        share, run = step.share(), step.text(sums.result)
+            own = sums_of_rank(life.view(step.memory))
+        joined = joined_sums(own, turn)
+        sums = agree.of_first(lambda: table_of(step.run.original, joined), turn)
+        share, run = step.share(), step.text(*sums)
         with _as_save_error(), agree.together(turn), turn.right.changing("says what is kept"):
             life.folder.write_aside(share, run)
         with _as_save_error(), agree.together(turn), turn.right.changing("counts in memory"):
@@ -848,12 +849,11 @@ class _Step:
         where = life.id, self.turn, life.rank, self.id, self.steps
         return KeptShare(*where, stamp(), life.parts_in_all, self.run_id, slots, self.origin)
 
-    def text(self, sums: JoinedSums) -> str | None:
+    def text(self, table: Table, apart: Sequence[str]) -> str | None:
         """What is said of the run, where this rank says it for its machine."""
         if not self.life.is_first_here:
             return None
         manifest = self.run.original
-        table, apart = table_of(manifest, sums)
         ids = {RUN: self.run_id, ORIGIN: self.origin}
         manifest = replace(manifest, run={**manifest.run, **recorded_as(table, apart), **ids})
         notes = [*self.run.notes, *diverged(apart)]

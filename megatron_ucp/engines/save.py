@@ -43,7 +43,7 @@ from megatron_ucp.reshard.fingerprint import (
     JoinedSums,
     Sums,
     diverged,
-    join_sums,
+    joined_sums,
     recorded_as,
     table_of,
 )
@@ -292,11 +292,10 @@ def _settled(
 ) -> SaveReport:
     """Writes what was taken, and brings it to disk; then rank 0 gives the files their names.
     Collective, in the background among the ranks of the `turn`."""
-    sums = agree.merging(join_sums, ranks=turn, to_all=False)
-    with as_save_error(), sums:
+    with as_save_error(), agree.together(turn):
         own = taken.writer.write()
         size_bytes = own.size_bytes + _write_beside(request.aside, taken.state.files, sync)
-        sums.value = JoinedSums(own.sums)
+    sums = joined_sums(own.sums, turn)
     sizes = agree.gather(size_bytes, turn)
     others = agree.delivered(own.ranges, turn)
     entries = agree.merging(add, ranks=turn, to_all=False)
@@ -307,7 +306,7 @@ def _settled(
         entries.value = [*lines, *beside]
     with as_save_error():
         size_bytes, notes = agree.of_first(
-            lambda: _published(request, taken, entries.merged, sums.merged, sync), turn
+            lambda: _published(request, taken, entries.merged, sums, sync), turn
         )
     seconds = time.perf_counter() - started
     return SaveReport(

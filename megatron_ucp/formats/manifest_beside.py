@@ -119,7 +119,7 @@ class ManifestBeside:
         return data
 
 
-_DIGEST_BYTES = 8  # of a SHA-256 that other ranks are told: they compare files, and not attackers
+_DIGEST_BYTES = 6  # of a SHA-256 that other ranks are told: they compare files, and not attackers
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import of_runs, shifted, standard
 from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.messages import Ranks
 from megatron_ucp.reshard.options import read_json
 
 RULE = "stepped as"  # among the settings of a parameter: what its optimizer computes, such as AdamW
@@ -186,8 +187,8 @@ def _runs(shape: Ints, steps: Ints) -> tuple[list[int], list[int], int]:
 # ------------------------------------------------ all ranks together
 
 
-# parameter, state, dtype, share, its holder
-_CopyKey = tuple[str, str, str, Box, tuple[int, Any]]
+# parameter, state, dtype, the share as (start, stop), its holder: of plain values, which are sent
+_CopyKey = tuple[str, str, str, tuple[Ints, Ints], tuple[int, Any]]
 _Partitions = tuple[tuple[int, int], ...]  # ranges [first, last) of them, in order
 
 
@@ -203,8 +204,8 @@ class JoinedSums:
     def __init__(self, own: Sums | None = None) -> None:
         self.copies: dict[_CopyKey, dict[_Partitions, int]] = {}
         self.apart: set[str] = set()
-        for (*copy, part), sum_ in (own or {}).items():
-            key: Any = tuple(copy)
+        for (name, state, dtype, box, holder, part), sum_ in (own or {}).items():
+            key = name, state, dtype, (box.start, box.stop), holder
             self._add(key, {((part, part + 1),): sum_})
 
     def join(self, other: "JoinedSums") -> "JoinedSums":
@@ -217,31 +218,61 @@ class JoinedSums:
     def _add(self, key: _CopyKey, sums: Mapping[_Partitions, int]) -> None:
         own = self.copies.setdefault(key, {})
         for parts, sum_ in sums.items():
-            while True:
-                if own.setdefault(parts, sum_) != sum_:
-                    self.apart.add(key[0])
+            if own.setdefault(parts, sum_) != sum_:
+                self.apart.add(key[0])
+            while len(own) > 1:  # else it is the one set of partitions that is known
                 near = next((one for one in own if one != parts and _both(one, parts)), None)
                 if near is None:
                     break
-                sum_ = own.pop(near) ^ own.pop(parts)
-                parts = _both(near, parts) or parts
+                sum_, parts = own.pop(near) ^ own.pop(parts), _both(near, parts) or parts
+                if own.setdefault(parts, sum_) != sum_:
+                    self.apart.add(key[0])
 
     def shares(self) -> dict[tuple[str, str, str, Box], int]:
         """The sum of each share that is there as a whole; of copies that differ one, and the
         parameter is in `apart`."""
         out: dict[tuple[str, str, str, Box], int] = {}
-        for (name, state, dtype, box, _), sums in self.copies.items():
-            if len(sums) > 1:  # ranks hold partitions that overlap: nobody can add them up
-                continue
+        for (name, state, dtype, share, _), sums in self.copies.items():
+            box = Box(*share)
             for sum_ in sums.values():
                 if out.setdefault((name, state, dtype, box), sum_) != sum_:
                     self.apart.add(name)
         return out
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether sums of partitions that overlap are left, which nobody can add up."""
+        return any(len(sums) > 1 for sums in self.copies.values())
 
-def join_sums(own: JoinedSums, other: JoinedSums) -> JoinedSums:
-    """Both as one: what `agree.merging` takes."""
-    return own.join(other)
+
+def joined_sums(own: Sums, ranks: Ranks | None = None) -> JoinedSums:
+    """The sums of all ranks, on rank 0; elsewhere of some of them. Collective.
+
+    Where several ranks hold one partition, sums may meet that overlap: rank 0 and 1 have the
+    partitions 0 and 1 together, rank 2 and 3 have 1 and 2. Then the sums of all partitions go to
+    rank 0 one by one.
+    """
+    block = agree.merging(JoinedSums.join, lambda joined: joined.overlaps, ranks)
+    with block:
+        block.value = JoinedSums(own)
+    found: JoinedSums = block.merged
+    if block.result:
+        every = agree.merging(_every_one, ranks=ranks, to_all=False)
+        with every:
+            every.value = {**own}, set[str]()
+        sums, apart = every.merged
+        found = JoinedSums(sums)
+        found.apart |= apart
+    return found
+
+
+def _every_one(one: tuple[Sums, set[str]], other: tuple[Sums, set[str]]) -> Any:
+    """The sums of all partitions, and the parameters of which two are not alike."""
+    sums, apart = one[0], one[1] | other[1]
+    for key, sum_ in other[0].items():
+        if sums.setdefault(key, sum_) != sum_:
+            apart.add(key[0])
+    return sums, apart
 
 
 def _both(one: _Partitions, other: _Partitions) -> _Partitions | None:
@@ -316,10 +347,10 @@ def of_memories(held: Holder) -> Fingerprint:
     """The fingerprint of what all ranks hold. Collective; nothing is moved but sums. Raises
     ForeignFileError where copies differ."""
     manifest = held.manifest
-    block = agree.merging(join_sums, partial(table_of, manifest))
-    with block:
-        block.value = JoinedSums(sums_of_rank(held))
-    table, apart = block.result
+    with agree.together():
+        own = sums_of_rank(held)
+    joined = joined_sums(own)
+    table, apart = agree.of_first(lambda: table_of(manifest, joined))
     require_alike(apart, "the live engine")
     return Fingerprint(table, settings_of(manifest))
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -47,6 +48,7 @@ from megatron_ucp.reshard.fingerprint import (
     Table,
     compared_with,
     is_held,
+    joined_sums,
     recorded_in,
     require_alike,
     require_recorded,
@@ -292,10 +294,10 @@ class EngineSink:
         if self._read is None:
             return
         (source, plan), manifest = self._read, self.engine.manifest
-        block = agree.merging(_Filled.join, self._compared)
+        joined = joined_sums(self._sums)
+        block = agree.merging(_Filled.join, partial(self._compared, joined))
         with block:
-            own = _inexact(plan, manifest)
-            block.value = _Filled(*own, JoinedSums(self._sums), self._sizes, self._loaded_bytes)
+            block.value = _Filled(*_inexact(plan, manifest), self._sizes, self._loaded_bytes)
         found: _Comparison = block.result
         self._rounds = bool(found.rounded)
         self.notes[:0] = _of_all_ranks(manifest, found.rounded, found.averaged)
@@ -310,11 +312,11 @@ class EngineSink:
             require_alike([] if "replicas" in self.options.allow else found.apart, source.file)
             require_recorded(found.wrong, self._recorded, source.file)
 
-    def _compared(self, filled: "_Filled") -> "_Comparison":
+    def _compared(self, sums: JoinedSums, filled: "_Filled") -> "_Comparison":
         """What all ranks are to know of what they filled together."""
         if not self._recorded:
             return _Comparison(filled.rounded, filled.averaged)
-        table, apart = table_of(self._target, filled.sums)
+        table, apart = table_of(self._target, sums)
         same, wrong = compared_with(table, self._recorded)
         every = {(name, state) for name, states in self._recorded.items() for state in states}
         return _Comparison(
@@ -401,17 +403,15 @@ def _of_all_ranks(target: Manifest, rounded: int, averaged: int) -> list[str]:
 @dataclass
 class _Filled:
     """What some ranks filled: the parameters of which they rounded and averaged elements, as bits;
-    the sums of what was recorded, the bytes of each state, and of all of it."""
+    the bytes of each state, and of all of it."""
 
     rounded: int
     averaged: int
-    sums: JoinedSums
     sizes: Counter[StateKey]
     loaded_bytes: int
 
     def join(self, other: "_Filled") -> "_Filled":
         """Both as one."""
-        self.sums.join(other.sums)
         self.sizes.update(other.sizes)
         return replace(
             self,

@@ -20,7 +20,7 @@ from megatron_ucp.reshard.fingerprint import (
     JoinedSums,
     Table,
     compared_with,
-    join_sums,
+    joined_sums,
     require_alike,
     require_recorded,
     sums_of_rank,
@@ -263,8 +263,10 @@ class MemorySink:
         """Raises ForeignFileError where what ranks hold now is not what the run had."""
         if not self._recorded:
             return
-        with agree.merging(join_sums, self._compared) as block:
-            block.value = JoinedSums(sums_of_rank(self.held))
+        with agree.together():
+            own = sums_of_rank(self.held)
+        joined = joined_sums(own)
+        agree.of_first(lambda: self._compared(joined))
 
     def _compared(self, sums: JoinedSums) -> None:
         table, apart = table_of(self.held.manifest, sums)

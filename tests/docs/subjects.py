@@ -61,7 +61,7 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "agreement of ranks",
-        "reshard/test_agree, engines/test_steps, engines/test_waits",
+        "reshard/test_agree, reshard/test_joined_sums, engines/test_steps, engines/test_waits",
         "any number of ranks as threads; a failure planted at each step, on each rank",
     ),
     (
