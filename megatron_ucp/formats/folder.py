@@ -457,6 +457,8 @@ class _ToldFile(StoredFile):
         return self._file
 
     def read(self, start_byte: int, target: memoryview) -> None:
+        if not len(target):  # memory of nothing may be read-only
+            return
         known = self._reads.get((start_byte, len(target)))
         if known is None:
             self._opened.read(start_byte, target)

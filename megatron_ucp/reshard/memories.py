@@ -338,14 +338,26 @@ class Memories:
             if number < len(rounds) and rounds[number]:
                 packed = self._packed(rounds[number], kept).to(self._device)
                 messages.append(dist.P2POp(dist.isend, packed, taker))
-        for one in dist.batch_isend_irecv(messages) if messages else ():
-            one.wait()
+        for one in self._started(messages, kept):
+            with kept:
+                one.wait()
         for message in came.values():
             message.memory = message.memory.cpu()  # once: a window asks for many runs of it
         for taken in mine:
             with kept:
                 if kept.error is None:
                     put(taken.window, self._put_together(taken, came, room))
+
+    def _started(self, messages: list[Any], kept: agree.KeptBack) -> list[Any]:
+        """Begins messages. On a CPU each by itself: where one can't go, as a rank died, those whom
+        the others are for do not wait for ever."""
+        if self._device.type != "cpu":
+            return dist.batch_isend_irecv(messages) if messages else []
+        works: list[Any] = []
+        for one in messages:
+            with kept:
+                works.append(one.op(one.tensor, one.peer))
+        return works
 
     def _to_come(self, mine: Sequence[_Taken]) -> dict[int, _Message]:
         """Memory for what others send of some windows, by the rank that does."""

@@ -313,7 +313,10 @@ def main(argv: list[str] | None = None) -> int:
         own = lines(args.folder)[before:]
         saves = sum("counted" in line for line in own)
         begins = next((line["begins"] for line in own if "begins" in line), None)
-        print(json.dumps({"life": number, "begins": begins, "saves": saves, "wrong": wrong}))
+        print(
+            json.dumps({"life": number, "begins": begins, "saves": saves, "wrong": wrong}),
+            flush=True,
+        )
         failed += bool(wrong)
     return int(bool(failed))
 
