@@ -309,13 +309,18 @@ def steps_beside() -> str:
 def many_ranks() -> str:
     manifest, table = results("save")["manifest"], results("inspect")["manifest"]
     model = results("derive")
+    last = results("agreement")["on paper"][-1]
+    now, before = (last[key]["load"] / 1e6 for key in ("bytes received", "bytes before"))
     memory = model["peak memory in bytes"] / 2**20
     return (
         f"The manifest of a run on {manifest['ranks']:,} ranks with {manifest['parameters']:.1e} "
         f"parameters has {manifest['bytes'] / 1e6:.0f} MB; `inspect` of one that lists "
         f"{table['files']:,} files takes {table['seconds']:.2f} s. A model of DeepSeek-V3's shape "
         f"({model['elements'] / 1e9:.0f} billion elements) for {model['ranks']:,} ranks: a plan "
-        f"takes {model['plan']['ratio']:.1f} s, and its process {memory:.0f} MiB at most."
+        f"takes {model['plan']['ratio']:.1f} s, and its process {memory:.0f} MiB at most.\n\n"
+        f"A load on {last['ranks']:,} ranks brings a rank {now:.1f} MB of agreement, where a "
+        f"gather from all ranks brought {before:,.0f} MB, and "
+        f"{last['seconds of Python']['load, rank 0']:.2f} s of Python on the busiest one."
     )
 
 
