@@ -65,6 +65,10 @@ class together:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         ranks = self._ranks or default_ranks()
         told = _as_ucp_error(error)
+        if ranks.world == 1:  # nothing is sent
+            if told is not None:
+                _raise(_Failure(0, told), 0, error, told)
+            return
         with waiting(_caller(), ranks):
             (first,) = ranks.lowest(ranks.world if told is None else ranks.rank)
             if first == ranks.world:

@@ -226,6 +226,12 @@ class OneRank(Ranks):
         """Nobody is there."""
         raise NotImplementedError
 
+    def agreed(
+        self, value: _T, merge: Callable[[_T, _T], _T], conclude: Callable[[_T], Any]
+    ) -> tuple[_T, Any]:
+        """Nothing is sent."""
+        return value, conclude(value)
+
 
 class DefaultRanks(Ranks):
     """The ranks of torch's default process group, on whatever device it sends from."""
