@@ -2,10 +2,12 @@
 it lists."""
 
 import hashlib
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import MAX_BYTES, from_json, to_json
@@ -48,7 +50,7 @@ class ManifestBeside:
     def _read(self, file: StoredFile, state_files: set[str]) -> None:
         read: list[Manifest] = []
 
-        def look() -> "_Listed":
+        def look() -> "_ToBeTold":
             text = file.whole(MAX_BYTES)
             if not file.keeps_folder():
                 raise NotFoundError(
@@ -58,9 +60,9 @@ class ManifestBeside:
                 )
             read.append(from_json(text, file.path))
             self._compare_names(read[0], state_files)
-            return _Listed.of(read[0], self.folder.names())
+            return _ToBeTold(read[0], self.folder.names())
 
-        listed = self.folder.made(FILE_NAME, look)
+        listed: Any = self.folder.made(FILE_NAME, look)
         if read:
             self.files = {entry.name: entry for entry in read[0].files}
             self.manifest = read[0]
@@ -135,12 +137,30 @@ class _Listed:
     @classmethod
     def of(cls, manifest: Manifest, names: Sequence[str]) -> "_Listed":
         """What is told of a manifest beside files of such names."""
-        entries = {entry.name: entry for entry in manifest.files}
-        found = [entries.pop(name, _NOT_LISTED) for name in names]
+        plain = {entry.name: entry for entry in manifest.files if _is_plain(entry)}
+        found = [plain.pop(name, _NOT_LISTED) for name in names]
         sizes = array("q", [one.size_bytes for one in found])
         digests = b"".join(_first_bytes(one) for one in found)
         text = to_json(replace(manifest, files=()))
-        return cls(text, sizes, digests, tuple(entries.values()))
+        odd = [entry for entry in manifest.files if not _is_plain(entry)]
+        return cls(text, sizes, digests, (*plain.values(), *odd))
+
+
+class _ToBeTold:
+    """A manifest, and the names beside it: other ranks get `_Listed` of it."""
+
+    def __init__(self, manifest: Manifest, names: Sequence[str]) -> None:
+        self._manifest, self._names = manifest, names
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        listed = _Listed.of(self._manifest, self._names)
+        return _Listed, (listed.text, listed.sizes, listed.digests, listed.others)
+
+
+def _is_plain(entry: FileEntry) -> bool:
+    """Whether a line of the manifest is one that a save wrote, and no damage."""
+    is_digest = re.fullmatch("([0-9a-f]{64})?", entry.sha256) is not None
+    return is_digest and 0 <= entry.size_bytes < 2**63
 
 
 _NOT_LISTED = FileEntry("", -1)

@@ -20,7 +20,7 @@ from megatron_ucp.errors import UcpError, UsageError
 # that is merged along a tree, each message of which has room for 512 bytes. The same for any number
 # of ranks; a test counts them. Ranks of a known family, whose modules say their layouts, also agree
 # on these: one fate and one value.
-FATES, VALUES, OF_FAMILY, OPTIONS = 14, 6, 1, 1
+FATES, VALUES, OF_FAMILY, OPTIONS = 14, 7, 1, 1
 NUMBER_BYTES, MESSAGE_BYTES = 8, 512
 # Of a parameter's state, in what ranks merge beside: its sum, and the bytes that were filled.
 SUM_BYTES = 64

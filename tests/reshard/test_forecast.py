@@ -72,8 +72,8 @@ def test_seconds_are_arithmetic(tmp_path: Path) -> None:
         assert row.most_bytes == pytest.approx(stored / row.ranks, rel=0.001)
         reading = max(row.most_bytes / 2e9, row.all_bytes / 10e9)
         levels = row.ranks.bit_length() - 1
-        assert row.messages == levels * row.steps == levels * 22
-        agreeing = 2 * 22 * levels * 1e-3 + row.received_bytes / 1e9
+        assert row.messages == levels * row.steps == levels * 23
+        agreeing = 2 * 23 * levels * 1e-3 + row.received_bytes / 1e9
         assert row.seconds == pytest.approx(reading + row.files * 0.01 + agreeing)
     assert [row.limit for row in rows[:3]] == ["storage", "shared storage", "shared storage"]
     # what a rank receives grows with the levels of the tree alone
