@@ -320,9 +320,9 @@ def is_of_ranks(error: BaseException) -> bool:
 
 
 @contextmanager
-def as_rank_error(what: str, left: str = "") -> Iterator[None]:
+def as_rank_error(what: str, left: str = "", fix: str = "") -> Iterator[None]:
     """Inside, collectives that break are a RankError: `what` did not finish, and `left` says what
-    is left of the run."""
+    is left of the run; `fix` says what to do, where that is something else than for an engine."""
     try:
         yield
     except (RuntimeError, ValueError) as error:  # the latter for a group that is gone
@@ -331,7 +331,8 @@ def as_rank_error(what: str, left: str = "") -> Iterator[None]:
         raise RankError(
             f"{what} did not finish: a rank died, or messages between ranks failed",
             found=str(error).strip().partition("\n")[0][:200],
-            fix=f"{left or _LEFT}. Look at the other ranks' output; build the world again (process "
+            fix=fix
+            or f"{left or _LEFT}. Look at the other ranks' output; build the world again (process "
             "groups, model, engine) of the ranks that are there, and load the newest save",
         ) from error
 

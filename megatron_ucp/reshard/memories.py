@@ -20,6 +20,7 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender
 from megatron_ucp.reshard.execute import NEVER, TORCH_DTYPES, OfOp, TensorOf, UsedUp
+from megatron_ucp.reshard.messages import device_of_messages
 from megatron_ucp.reshard.transfer import Lost, Proved, Rounding, TransferRun
 
 # ---- memories
@@ -446,9 +447,7 @@ def _device() -> torch.device:
     """Where messages of the default group lie."""
     if not dist.is_initialized():
         return torch.device("cpu")
-    from torch.distributed.distributed_c10d import _get_object_coll_device
-
-    return torch.device(_get_object_coll_device(dist.group.WORLD))
+    return torch.device(device_of_messages())
 
 
 # ---- shared memories

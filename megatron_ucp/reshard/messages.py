@@ -233,6 +233,14 @@ class OneRank(Ranks):
         return value, conclude(value)
 
 
+def device_of_messages() -> str:
+    """Where messages of the default process group lie: on a CPU, if it sends from there."""
+    import torch.distributed as dist
+
+    devices = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl", or "cuda:nccl"
+    return "cpu" if "cpu:" in devices else devices.partition(":")[0]
+
+
 class DefaultRanks(Ranks):
     """The ranks of torch's default process group, on whatever device it sends from."""
 
@@ -243,8 +251,7 @@ class DefaultRanks(Ranks):
         import torch.distributed as dist
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        devices = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl", or "cuda:nccl"
-        self._device = "cpu" if "cpu:" in devices else devices.partition(":")[0]
+        self._device = device_of_messages()
 
     def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
         import torch.distributed as dist

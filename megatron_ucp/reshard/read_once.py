@@ -25,6 +25,7 @@ from megatron_ucp.core.plan import Slot, Want, Windows
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import OfOp, TensorOf
 from megatron_ucp.reshard.files import WINDOW_BYTES, SharedFiles
+from megatron_ucp.reshard.messages import device_of_messages
 from megatron_ucp.reshard.transfer import Proved, TransferRun
 
 ONCE, EACH = READS = ("once", "each")
@@ -188,10 +189,8 @@ class _Groups:
         return self._made[key]
 
     def _group(self, ranks: Ints, device: torch.device) -> Any:
-        from torch.distributed.distributed_c10d import _get_object_coll_device
-
         # a world of NCCL alone sends nothing that lies on a CPU
-        fits = _get_object_coll_device(dist.group.WORLD) == "cpu" or device.type != "cpu"
+        fits = device_of_messages() == "cpu" or device.type != "cpu"
         if fits and len(ranks) == dist.get_world_size():
             return dist.group.WORLD
         backend = None if fits else "gloo"

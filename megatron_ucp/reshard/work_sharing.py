@@ -11,11 +11,9 @@ each read a part of one record of the source; its CRC-32 is put together from bo
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-from megatron_ucp.errors import RankError
 from megatron_ucp.formats.byte_files import Record
 from megatron_ucp.formats.checkpoint import Readable
 from megatron_ucp.reshard import agree
@@ -75,17 +73,12 @@ def require_same(output: FolderOutput, ranks: Ranks, **options: Any) -> None:
         agree.require_same({**told, "files": hashlib.sha256(files.encode()).hexdigest()})
 
 
-@contextmanager
-def as_rank_error(what: str) -> Iterator[None]:
+def as_rank_error(what: str) -> AbstractContextManager[None]:
     """Inside, messages between ranks that break are a RankError."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:  # the latter for a group that is gone
-        if not agree.is_of_ranks(error):
-            raise
-        raise RankError(
-            f"{what} did not finish: a rank died, or messages between ranks failed",
-            found=str(error).strip().partition("\n")[0][:200],
-            fix="nothing has the name of the output; look at what the other ranks say, then start "
-            "all of them again",
-        ) from error
+    return agree.as_rank_error(what, fix=_FIX)
+
+
+_FIX = (
+    "nothing has the name of the output; look at what the other ranks say, then start all of them "
+    "again"
+)
