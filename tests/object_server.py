@@ -84,19 +84,25 @@ class Request:
 # ---- the server's process
 
 
+class Stored:
+    """An object as it was put."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.etag, self.time_s = data, etag(data), time.time()
+
+
 @dataclass
 class Upload:
     key: str
     parts: dict[int, bytes] = field(default_factory=dict)
 
 
-class Stored:
+class Store:
     """Objects, uploads, faults and what was asked, under one lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.objects: dict[str, bytes] = {}
-        self.times: dict[str, float] = {}
+        self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, Upload] = {}
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
@@ -104,9 +110,9 @@ class Stored:
         self.made_uploads = 0
 
     def put(self, key: str, data: bytes) -> str:
-        self.objects[key] = data
-        self.times[key] = time.time()
-        return etag(data)
+        """The ETag. Whoever has the lock calls it."""
+        self.objects[key] = held = Stored(data)
+        return held.etag
 
     def faults_of(self, name: str, key: str) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -143,6 +149,8 @@ class Handler(BaseHTTPRequestHandler):
         self.query = {k: v[0] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
         self.name = self.request_name()
         self.told = Request(self.name, self.key, began_s=began)
+        with self.stored.lock:
+            self.stored.requests.append(self.told)
         try:
             if self.server.refusing:
                 raise HangUp
@@ -156,8 +164,6 @@ class Handler(BaseHTTPRequestHandler):
         except (HangUp, ConnectionError):
             self.close_connection = True
         self.told.took_s = time.monotonic() - began
-        with self.stored.lock:
-            self.stored.requests.append(self.told)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 
@@ -235,8 +241,8 @@ class Handler(BaseHTTPRequestHandler):
         if wanted is not None:
             if held is None:
                 return 404
-            return 0 if wanted in ("*", etag(held)) else 412
-        if unwanted is not None and held is not None and unwanted in ("*", etag(held)):
+            return 0 if wanted in ("*", held.etag) else 412
+        if unwanted is not None and held is not None and unwanted in ("*", held.etag):
             return 412 if self.command in ("PUT", "POST") else 304
         return 0
 
@@ -248,20 +254,21 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(404)
         if status := self.condition():
             return self.refuse(status)
-        headers = {"ETag": etag(held), "Accept-Ranges": "bytes"}
-        headers["Last_Modified"] = formatdate(self.stored.times[self.key], usegmt=True)
+        headers = {"ETag": held.etag, "Accept-Ranges": "bytes"}
+        headers["Last_Modified"] = formatdate(held.time_s, usegmt=True)
+        size = len(held.data)
         if self.command == "HEAD":
-            return self.answer(200, Length=str(len(held)), **headers)
-        low, high = 0, len(held)
+            return self.answer(200, Length=str(size), **headers)
+        low, high = 0, size
         if unit := self.headers.get("Range"):
             first, _, last = unit.removeprefix("bytes=").partition("-")
-            low = int(first) if first else max(0, len(held) - int(last))
-            high = min(len(held), int(last) + 1) if first and last else len(held)
-            if low >= len(held):
+            low = int(first) if first else max(0, size - int(last))
+            high = min(size, int(last) + 1) if first and last else size
+            if low >= size:
                 return self.refuse(416)
-            headers["Content_Range"] = f"bytes {low}-{high - 1}/{len(held)}"
+            headers["Content_Range"] = f"bytes {low}-{high - 1}/{size}"
         self.told.first_byte = low
-        self.answer(206 if unit else 200, memoryview(held)[low:high], **headers)
+        self.answer(206 if unit else 200, memoryview(held.data)[low:high], **headers)
 
     on_head = on_get
 
@@ -275,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.stored.lock:
             held = self.stored.objects.get(unquote(self.headers["x-amz-copy-source"]).strip("/"))
             status = 404 if held is None else self.condition()
-            made = "" if status or held is None else self.stored.put(self.key, held)
+            made = "" if status or held is None else self.stored.put(self.key, held.data)
         if status:
             return self.refuse(status)
         self.answer_xml("CopyObjectResult", f"<ETag>{escape(made)}</ETag>")
@@ -307,10 +314,10 @@ class Handler(BaseHTTPRequestHandler):
                 name = prefix + below + delimiter
                 text = f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
             else:
-                when = time.gmtime(self.stored.times[bucket + name])
-                text = f"<Contents><Key>{escape(name)}</Key><Size>{len(held[name])}</Size>"
+                when, size = time.gmtime(held[name].time_s), len(held[name].data)
+                text = f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size>"
                 text += f"<LastModified>{time.strftime('%Y-%m-%dT%H:%M:%S.000Z', when)}"
-                text += f"</LastModified><ETag>{escape(etag(held[name]))}</ETag></Contents>"
+                text += f"</LastModified><ETag>{escape(held[name].etag)}</ETag></Contents>"
             if name > after:
                 entries[name] = text
         shown = list(entries)[: self.stored.page]
@@ -381,7 +388,7 @@ class Listener(ThreadingHTTPServer):
     request_queue_size = 256
     refusing = False
 
-    def __init__(self, stored: Stored, port: int = 0, handler: Any = Handler) -> None:
+    def __init__(self, stored: Store, port: int = 0, handler: Any = Handler) -> None:
         self.stored = stored
         super().__init__(("127.0.0.1", port), handler)
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -400,7 +407,7 @@ class Control:
     """What a test asks the server's process to do, one method each."""
 
     def __init__(self) -> None:
-        self.stored = Stored()
+        self.stored = Store()
         self.listener = Listener(self.stored)
 
     def port(self) -> int:
@@ -437,7 +444,7 @@ class Control:
 
     def objects(self) -> dict[str, int]:
         with self.stored.lock:
-            return {key: len(data) for key, data in sorted(self.stored.objects.items())}
+            return {key: len(held.data) for key, held in sorted(self.stored.objects.items())}
 
     def uploads(self) -> dict[str, str]:
         with self.stored.lock:
@@ -451,11 +458,11 @@ class Control:
                     self.stored.put(f"{prefix}/{path.relative_to(folder)}", data)
 
     def copy_out(self, prefix: str, folder: str) -> None:
-        for key, data in sorted(self.stored.objects.items()):
+        for key, held in sorted(self.stored.objects.items()):
             if key.startswith(f"{prefix}/"):
                 path = Path(folder, key.removeprefix(f"{prefix}/"))
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+                path.write_bytes(held.data)
 
     def refuse(self) -> None:
         if not self.listener.refusing:
