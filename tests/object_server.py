@@ -17,7 +17,6 @@ CREATE, PART, COMPLETE, ABORT, UPLOADS.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -495,17 +494,17 @@ def main() -> None:
 # ---- the side of a test
 
 
-class ObjectServer:
-    """The server's process, which a test starts, asks and tells. `endpoint` is its address."""
+class Served:
+    """A server in a process of its own, which ends with its standard input. `endpoint` is its
+    address."""
 
-    def __init__(self) -> None:
-        words = [sys.executable, "-m", "tests.object_server"]
-        root = Path(__file__).parents[1]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(words, cwd=root, stdin=pipe, stdout=pipe, text=True)
+    def __init__(self, *words: str) -> None:
+        root, pipe = Path(__file__).parents[1], subprocess.PIPE
+        command = [sys.executable, *words]
+        self._process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
         assert self._process.stdout is not None
-        port, control = self._process.stdout.readline().split()
-        self.endpoint, self.control = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{control}"
+        self._ports = self._process.stdout.readline().split()
+        self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
 
     def __enter__(self) -> Self:
         return self
@@ -523,6 +522,48 @@ class ObjectServer:
             "AWS_SECRET_ACCESS_KEY": "tests",
             "AWS_REGION": "us-east-1",
         }
+
+    def pause(self) -> None:
+        """The host hangs: connections are taken, and nothing is answered."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+
+
+class MotoServer(Served):
+    """moto's S3, which is written by others than this package."""
+
+    def __init__(self) -> None:
+        super().__init__("-c", SERVES_MOTO)
+        self.empty()
+
+    def empty(self) -> None:
+        """No objects, and one bucket, `bucket`."""
+        for method, path in (("POST", "moto-api/reset"), ("PUT", "bucket")):
+            said = HttpRequest(f"{self.endpoint}/{path}", b"", method=method)
+            urlopen(said, timeout=60).close()
+
+
+SERVES_MOTO = """
+import logging, os, sys
+from moto.server import ThreadedMotoServer
+logging.disable()
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+class ObjectServer(Served):
+    """The server above, which a test asks and tells."""
+
+    def __init__(self) -> None:
+        super().__init__("-m", "tests.object_server")
+        self.control = f"http://127.0.0.1:{self._ports[1]}"
 
     def ask(self, what: str, **said: Any) -> Any:
         """Calls a method of `Control`."""
@@ -544,20 +585,6 @@ class ObjectServer:
 
     def counts(self) -> Counter[str]:
         return Counter(request.name for request in self.requests())
-
-    def pause(self) -> None:
-        """The host hangs: connections are taken, and nothing is answered."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGCONT)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":
