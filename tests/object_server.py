@@ -463,6 +463,11 @@ class Control:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(held.data)
 
+    def remove(self, prefix: str) -> None:
+        with self.stored.lock:
+            for key in [key for key in self.stored.objects if key.startswith(f"{prefix}/")]:
+                del self.stored.objects[key]
+
     def refuse(self) -> None:
         if not self.listener.refusing:
             self.listener.refuse()
