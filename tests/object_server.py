@@ -217,9 +217,9 @@ class Handler(BaseHTTPRequestHandler):
         if "trickle" not in self.faults:
             yield body
             return
-        step = max(1, int(self.faults["trickle"] / 10))
+        step = max(1, int(self.faults["trickle"] / 100))
         for start in range(0, len(body), step):
-            time.sleep(0.1)
+            time.sleep(0.01)
             yield body[start : start + step]
 
     def answer_xml(self, root: str, inner: str, status: int = 200) -> None:
@@ -462,6 +462,18 @@ class Control:
                 path = Path(folder, key.removeprefix(f"{prefix}/"))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(held.data)
+
+    def replace_after(self, key: str, path: str, gets: int) -> None:
+        """Another object takes the place of one, once that was read so often."""
+        data = Path(path).read_bytes()
+
+        def wait() -> None:
+            while sum(one.name == "GET" and one.key == key for one in self.stored.requests) < gets:
+                time.sleep(0.0005)
+            with self.stored.lock:
+                self.stored.put(key, data)
+
+        threading.Thread(target=wait, daemon=True).start()
 
     def remove(self, prefix: str) -> None:
         with self.stored.lock:

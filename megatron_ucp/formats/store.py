@@ -723,7 +723,7 @@ def upload(path: StorePath, chunks: StreamedBytes, size_bytes: int) -> None:
     import obstore
 
     if size_bytes <= PART_BYTES:
-        put_object(path, b"".join(chunks))
+        put_object(path, b"".join(bytes(chunk) for chunk in chunks))
         return
     client, raised = _of(path), list[BaseException]()
     part_bytes = max(PART_BYTES, -(-size_bytes // _PARTS))
