@@ -54,8 +54,8 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "object stores",
-        "test_object_server",
-        "moto's S3; a server of the tests' own, with faults",
+        "reshard/test_store_faults, test_object_server",
+        "moto's S3; the disk; a server of the tests' own, with faults",
     ),
     (
         "tags, pointers, locks, retention",
