@@ -734,7 +734,7 @@ def upload(path: StorePath, chunks: Iterable[bytes], size_bytes: int) -> None:
     """Writes an object in parts, as `chunks` gives its bytes; there is nothing of it before the
     last one. Raises StoreError, and what `chunks` raises."""
     if size_bytes <= PART_BYTES:
-        put_object(path, b"".join(chunks))
+        put_object(path, b"".join(bytes(chunk) for chunk in chunks))
         return
     part_bytes = max(PART_BYTES, -(-size_bytes // _PARTS))
     parts: Queue[bytes | None] = Queue(maxsize=2)  # None: there will be no more
