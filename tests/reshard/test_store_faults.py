@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.cli import main
+from megatron_ucp.formats import store
 from megatron_ucp.formats.store import StoreOptions, configure
 from tests.object_server import ObjectServer
 from tests.reshard import paper, twins
@@ -338,6 +339,31 @@ def test_a_write_that_fails(verbs: Verbs, tmp_path: Path, verb: str, plan: Plan)
     nothing_whole(verbs)
     verbs.server.ask("remove", prefix=OUT)
     assert verbs(verb, out=f"s3://{OUT}")[0] == DONE
+
+
+IN_PARTS = (
+    Plan("status", "CREATE", 503, times=2, right=True),
+    Plan("status", "CREATE", 403),
+    Plan("status", "PART", 500, times=3, right=True),
+    Plan("status", "PART", 503),
+    Plan("status", "PART", 503, after=2),
+    Plan("cut", "PART", 100, times=2, right=True),
+    Plan("lost", "PART", times=2, right=True),
+    Plan("delay", "PART", 30),
+    Plan("status", "COMPLETE", 503, times=1, right=True),
+    Plan("status", "COMPLETE", 403),
+    Plan("lost", "COMPLETE", times=1, right=True),
+)
+
+
+@pytest.mark.parametrize("plan", IN_PARTS, ids=str)
+def test_a_write_in_parts_that_fails(
+    verbs: Verbs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    """As large objects are written, with smaller parts than S3 would take."""
+    monkeypatch.setattr(store, "PART_BYTES", 4096)
+    test_a_write_that_fails(verbs, tmp_path, MAKERS[2], plan)
+    assert verbs.server.count("PART") or plan.request == "CREATE"
 
 
 def nothing_whole(verbs: Verbs) -> None:
