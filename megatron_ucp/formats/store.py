@@ -22,7 +22,7 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path, PurePosixPath
 from queue import Full, Queue
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import (
@@ -201,6 +201,13 @@ class StoreOptions:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "StoreOptions":
         """Of the section `store` of a config. Raises UsageError."""
+        if not isinstance(cast("object", given), Mapping):
+            raise UsageError(
+                "store says how object stores are asked",
+                expected='such as {"timeout_s": 30, "endpoint": "http://minio:9000"}',
+                found=repr(given)[:200],
+                fix="give a mapping",
+            )
         own = {"timeout_s", "give_up_s", "writer"}
         for name in ("timeout_s", "give_up_s"):
             value = given.get(name, 1.0)

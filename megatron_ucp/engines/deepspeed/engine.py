@@ -77,6 +77,7 @@ from megatron_ucp.reshard.options import (
     options_of,
     plain_path,
     require_known,
+    use_store,
 )
 
 _STOCK_LOAD = "_load_checkpoint"  # what DeepSpeed's load_checkpoint reads a tag's model with
@@ -133,7 +134,8 @@ def attach(
         beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
             `snapshot_bytes`, `keep_snapshot`; see `BackgroundOptions`. What is kept in memory
             between saves: `keep`, `every`, `copies`, `folder`, `client_state`; see
-            `MemoryOptions`. Other options are refused.
+            `MemoryOptions`. How object stores are asked: `store`, see docs/stores.md. Other options
+            are refused.
 
     Returns:
         The engine.
@@ -242,6 +244,7 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
     attachment = _Attachment(
         dict(options), by_install, {name: engine.__dict__.get(name) for name in _REPLACED}
     )
+    use_store(options)
     save_options = SaveOptions.of(options)
     beside, in_memory = background_options(options), memory_options(options)
     model = _model_of(engine, options.get("family"), options.get("rules"), save_options)
