@@ -5,14 +5,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import megatron_ucp as ucp
+from megatron_ucp.formats import store
 from megatron_ucp.formats.store import StoreOptions, configure
 from tests.engines.canonical import canonical
 from tests.engines.model import Setup, make_engine, train
 
 
 def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any) -> Any:
-    """A job of ranks that were started before the store was."""
+    """A job of ranks that were started before the store was. What is larger than a page goes in
+    parts."""
     os.environ.update(environment)
+    store.PART_BYTES, before = 4096, store.PART_BYTES
     configure(StoreOptions(timeout_s=2, give_up_s=2))
     try:
         return job(*args)
@@ -20,6 +23,7 @@ def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any
         for name in environment:
             os.environ.pop(name)
         configure(StoreOptions())
+        store.PART_BYTES = before
 
 
 def saved_and_loaded(setup: Setup, other: Setup, url: str, way: str) -> dict[str, Any]:
