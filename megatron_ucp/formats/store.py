@@ -233,6 +233,7 @@ def configure(options: StoreOptions) -> None:
     global _options
     _options = options
     _client.cache_clear()
+    _KEEPS.clear()
 
 
 def options() -> StoreOptions:
