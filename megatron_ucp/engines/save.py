@@ -28,7 +28,7 @@ from megatron_ucp.errors import DamagedFileError, RankError, SaveError, StoreErr
 from megatron_ucp.formats import locks, output_folder
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.formats.output_folder import Syncs, aside_of
-from megatron_ucp.formats.store import Location, StorePath, absolute, location
+from megatron_ucp.formats.store import Location, StorePath, absolute, is_url, location
 from megatron_ucp.formats.tags import (
     LATEST,
     names_a_later_save,
@@ -107,6 +107,8 @@ class SaveReport:
         if self.is_under_way:
             return f"saving step {self.global_steps:,} ({self.path}) in the background"
         where = "on disk on every rank" if self.durable else "not synced to disk, as asked"
+        if is_url(self.path):
+            where = "in the object store"
         is_apart = self.blocked_seconds and self.blocked_seconds < self.seconds
         blocked = f"; training waited {say.duration(self.blocked_seconds)}" if is_apart else ""
         return (
