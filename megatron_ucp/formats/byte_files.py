@@ -12,7 +12,7 @@ from isal.isal_zlib import crc32_combine
 
 from megatron_ucp.errors import DamagedFileError, UsageError
 from megatron_ucp.formats.folder import Closing, StoredFile
-from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef
 from megatron_ucp.formats.store import open_file
 
 _CHUNK_BYTES = 2**20
@@ -50,6 +50,10 @@ class ByteFile(ABC):
 
     def will_read(self, record: Record, start_byte: int, size_bytes: int) -> None:
         """Says that these bytes of a record are read soon. A hint, which most files don't need."""
+        return
+
+    def will_locate(self, storage: StorageRef) -> None:
+        """Says that the record of a storage is looked up soon. A hint as well."""
         return
 
     def check(self, record: Record) -> None:

@@ -512,7 +512,8 @@ class _ToldFile(StoredFile):
             target[:] = known
 
     def will_read(self, start_byte: int, size_bytes: int) -> None:
-        self._opened.will_read(start_byte, size_bytes)
+        if (start_byte, size_bytes) not in self._reads:
+            self._opened.will_read(start_byte, size_bytes)
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         self._opened.read_rows(starts, size_bytes, target, places)

@@ -134,6 +134,12 @@ class PtFile(OpenFile):
             )
         return record
 
+    def will_locate(self, storage: StorageRef) -> None:
+        name = f"{self.root}/data/{storage.key}"
+        if name in self._entries:
+            header_bytes = LOCAL.size + len(name.encode())
+            self.stored.will_read(self._entries[name].header_bytes, header_bytes)
+
     def read_into(
         self, source: Record | StorageRef | TensorRef, start_byte: int, target: memoryview
     ) -> None:
