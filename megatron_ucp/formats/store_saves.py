@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import RankError, SaveError, StoreError, UcpError
@@ -93,11 +92,15 @@ class Attempt:
     base: str | None
     older: tuple[StorePath, ...] = ()
     is_committed: bool = False
+    is_open: bool = False  # the last write was asked for, and nobody knows whether it was made
 
     def commit(self, data: bytes, names: Iterable[str], name: str = FILE_NAME) -> None:
         """Writes the object that makes the tag whole, with the files of these `names`. Raises
         SaveError where another save did meanwhile, StoreError."""
-        if not put_if(self.tag / name, data, self.base):
+        self.is_open = True
+        is_made = put_if(self.tag / name, data, self.base)
+        self.is_open = False
+        if not is_made:
             raise SaveError(
                 "another job has saved into this tag meanwhile; what it saved is there",
                 file=self.tag,
@@ -115,6 +118,8 @@ class Attempt:
         that it replaced; and the claim, unless somebody may still write below it (not
         `is_known`): such objects would look like files that nobody else wrote. Raises
         StoreError."""
+        if self.is_open:  # if the manifest is there after all, its objects are too
+            return
         if self.is_committed:
             delete(self.older)
         else:
@@ -126,7 +131,10 @@ class Attempt:
         if self.aside != self.tag:
             return [path for path, _ in objects_below(self.aside)]
         return [
-            path for path, _ in objects_below(self.tag) if not _is_of_another(path, self.tag, "")
+            path
+            for path, _ in objects_below(self.tag)
+            # a manifest that is there is another save's, which came first
+            if not _is_of_another(path, self.tag, "") and path.name not in COMMITS
         ]
 
 
@@ -237,12 +245,16 @@ def _this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
+RECOVERY_SCRIPT = "zero_to_fp32.py"  # which DeepSpeed puts beside its files, and no manifest lists
+
+
 def _objects_of(tag: StorePath, manifest: bytes) -> list[StorePath]:
     """The objects that a manifest lists, but itself."""
     with suppress(UcpError):
         read = from_json(manifest, str(tag / FILE_NAME))
         below = str(read.run.get(STORED_IN, ""))
-        return [tag / below / entry.name for entry in read.files]
+        names = [*(entry.name for entry in read.files), RECOVERY_SCRIPT]
+        return [tag / below / name for name in names]
     return []
 
 
@@ -340,7 +352,7 @@ def notes_of_left_overs(folder: StorePath) -> list[str]:
         if one.claim:
             at = f"{one.claim.get('pid', '?')} on {one.claim.get('host', '?')}"
             who = f"; process {at} claims it, since {one.claim.get('since', '?')}"
-        amount = f"{len(one.objects)} objects, {say.amount(one.size_bytes)}"
+        amount = f"{len(one.objects)} objects, {one.size_bytes:,} bytes"
         notes.append(f"{one.tag.name}: left over of a save that was not finished: {amount}{who}")
     if uploads := open_uploads(folder):
         notes.append(f"{len(uploads)} open uploads, such as {uploads[0]}")
