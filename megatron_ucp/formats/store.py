@@ -443,6 +443,8 @@ class StoredObject(StoredFile):
     """An object that is read by ranges. All ranges are of one version of it: one that was replaced
     meanwhile is refused."""
 
+    ahead_bytes = 128 * 2**20  # in memory; with less, 30 ms for each request are waited for
+
     def __init__(self, path: StorePath, size_bytes: int, e_tag: str | None) -> None:
         self._at, self.path, self.size_bytes, self._e_tag = path, str(path), size_bytes, e_tag
         self._ahead: dict[int, tuple[int, Future[memoryview]]] = {}  # by the first byte: its end
