@@ -10,12 +10,15 @@ from megatron_ucp.formats.store import StoreOptions, configure
 from tests.engines.canonical import canonical
 from tests.engines.model import Setup, make_engine, train
 
+PART = "TESTS_PART_BYTES"
+
 
 def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any) -> Any:
-    """A job of ranks that were started before the store was. What is larger than a page goes in
-    parts."""
+    """A job of ranks that were started before the store was. What is larger than PART goes in
+    parts, where `environment` says it."""
     os.environ.update(environment)
-    store.PART_BYTES, before = 4096, store.PART_BYTES
+    before = store.PART_BYTES
+    store.PART_BYTES = int(environment.get(PART, before))
     configure(StoreOptions(timeout_s=2, give_up_s=2))
     try:
         return job(*args)
