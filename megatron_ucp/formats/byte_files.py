@@ -11,8 +11,8 @@ from typing import NoReturn
 from isal.isal_zlib import crc32_combine
 
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats.folder import Closing, StoredFile
-from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.formats.folder import AHEAD_BYTES, Closing, StoredFile
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef
 from megatron_ucp.formats.store import open_file
 
 _CHUNK_BYTES = 2**20
@@ -48,8 +48,17 @@ class ByteFile(ABC):
         for start, place in zip(starts, places, strict=True):
             self.read_into(record, start, target[place : place + size_bytes])
 
+    @property
+    def ahead_bytes(self) -> int:
+        """How much is asked for before it is read."""
+        return AHEAD_BYTES
+
     def will_read(self, record: Record, start_byte: int, size_bytes: int) -> None:
         """Says that these bytes of a record are read soon. A hint, which most files don't need."""
+        return
+
+    def will_locate(self, storage: StorageRef) -> None:
+        """Says that the record of a storage is looked up soon. A hint as well."""
         return
 
     def check(self, record: Record) -> None:
@@ -130,6 +139,10 @@ class OpenFile(ByteFile, Closing):
 
     def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
         self._read_run(source.name, source.offset_bytes, source.size_bytes, start_byte, target)
+
+    @property
+    def ahead_bytes(self) -> int:
+        return self.stored.ahead_bytes
 
     def will_read(self, record: Record, start_byte: int, size_bytes: int) -> None:
         self.stored.will_read(record.offset_bytes + start_byte, size_bytes)

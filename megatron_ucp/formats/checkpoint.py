@@ -179,6 +179,11 @@ class Checkpoint(ABC):
     def where(self, slot: Slot) -> Where:
         """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
 
+    def will_place(self, slots: Iterable[Slot]) -> None:
+        """Says that the places of these are looked up soon. A hint, which most formats don't
+        need."""
+        return
+
     @property
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""

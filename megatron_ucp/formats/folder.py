@@ -22,6 +22,7 @@ from megatron_ucp.core.manifest import FileEntry
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
 
 MAX_JSON_BYTES = 256 * 2**20
+AHEAD_BYTES = 32 * 2**20  # of a disk, which keeps them itself
 _T = TypeVar("_T")
 
 
@@ -51,6 +52,7 @@ class StoredFile(Closing):
 
     path: str
     size_bytes: int
+    ahead_bytes: int = AHEAD_BYTES  # how much of it is asked for before it is read
 
     @abstractmethod
     def read(self, start_byte: int, target: memoryview) -> None:
@@ -400,6 +402,7 @@ class _LookedAtFile(StoredFile):
 
     def __init__(self, file: StoredFile, folder: LookingFolder, name: str) -> None:
         self.path, self.size_bytes = file.path, file.size_bytes
+        self.ahead_bytes = file.ahead_bytes
         self._file, self._folder, self._name = file, folder, name
 
     def read(self, start_byte: int, target: memoryview) -> None:
@@ -493,6 +496,7 @@ class _ToldFile(StoredFile):
             raise UsageError("the file has been closed", file=self.path, fix="open it again")
         if self._file is None:
             self._file = self._open_here()
+            self.ahead_bytes = self._file.ahead_bytes
             if self._file.size_bytes != self.size_bytes:
                 _damaged(
                     self.path,
@@ -512,7 +516,8 @@ class _ToldFile(StoredFile):
             target[:] = known
 
     def will_read(self, start_byte: int, size_bytes: int) -> None:
-        self._opened.will_read(start_byte, size_bytes)
+        if (start_byte, size_bytes) not in self._reads:
+            self._opened.will_read(start_byte, size_bytes)
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         self._opened.read_rows(starts, size_bytes, target, places)

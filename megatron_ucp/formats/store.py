@@ -470,6 +470,8 @@ class StoredObject(StoredFile):
     """An object that is read by ranges. All ranges are of one version of it: one that was replaced
     meanwhile is refused."""
 
+    ahead_bytes = 128 * 2**20  # in memory; with less, 30 ms for each request are waited for
+
     def __init__(self, path: StorePath, size_bytes: int, e_tag: str | None) -> None:
         self._at, self.path, self.size_bytes, self._e_tag = path, str(path), size_bytes, e_tag
         self._ahead: dict[int, tuple[int, Future[memoryview]]] = {}  # by the first byte: its end
@@ -495,6 +497,9 @@ class StoredObject(StoredFile):
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         """Several rows at a time, each by a request of its own; those that are near by one."""
+        if self._is_asked(starts[0]):
+            super().read_rows(starts, size_bytes, target, places)
+            return
         joined: list[tuple[int, int, list[tuple[int, int]]]] = []  # first byte, end, rows in it
         for start, place in zip(starts, places, strict=True):
             if joined and 0 <= start - joined[-1][1] <= _GAP_BYTES // 16:
@@ -515,6 +520,8 @@ class StoredObject(StoredFile):
     def will_read(self, start_byte: int, size_bytes: int) -> None:
         """Asks for these bytes now; together with those before them where they are neighbours."""
         end = start_byte + size_bytes
+        if any(first in self._blocks for first in self._block_starts(start_byte, size_bytes)):
+            return
         if self._told is not None:
             first, told = self._told
             if 0 <= start_byte - told <= _GAP_BYTES and end - first <= _JOINED_BYTES:
@@ -522,6 +529,11 @@ class StoredObject(StoredFile):
                 return
         self._ask()
         self._told = start_byte, end
+
+    def _is_asked(self, at: int) -> bool:
+        """Whether a byte is on its way."""
+        asked = [(first, end) for first, (end, _) in self._ahead.items()]
+        return any(first <= at < end for first, end in (*asked, self._told or (0, 0)))
 
     def _ask(self) -> None:
         """Sends the request for what was told."""

@@ -126,7 +126,7 @@ STAGING_BYTES = 8 * 2**20
 ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
-AHEAD_BYTES, AHEAD_STEP_BYTES = 32 * 2**20, 4 * 2**20
+AHEAD_STEP_BYTES = 4 * 2**20
 SHORT_GAP_BYTES = 32 * 2**10  # a disk reads on over it anyway
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
@@ -202,14 +202,15 @@ def execute(
 
 class _Ahead:
     """Lets storage begin with what is read next, in the order of the files, while this thread
-    sums and copies what came: up to AHEAD_BYTES. Regions with gaps are left out."""
+    sums and copies what came: as much as that storage wants. Regions with gaps are left out."""
 
     def __init__(self, ordered: Sequence[Op], places: dict[Slot, Where]) -> None:
         self._steps, self._told_bytes = _steps_of(ordered, places), 0
+        self._ahead_bytes = max((one.file.ahead_bytes for one in places.values()), default=0)
 
     def advance(self, read_bytes: int) -> None:
         """So many bytes were read."""
-        while self._told_bytes < read_bytes + AHEAD_BYTES:
+        while self._told_bytes < read_bytes + self._ahead_bytes:
             step = next(self._steps, None)
             if step is None:
                 return

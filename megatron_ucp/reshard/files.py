@@ -90,7 +90,10 @@ class FileSource:
 
     def locate(self, one: Proved) -> None:
         """Looks up where the sources of a plan lie. Raises a UcpError."""
-        for slot in one.plan.sources - self.places.keys():
+        sources = one.plan.sources - self.places.keys()
+        if isinstance(self.checkpoint, Checkpoint):
+            self.checkpoint.will_place(sources)
+        for slot in sources:
             self.places[slot] = self.checkpoint.where(slot)
 
     def windows(self, one: Proved) -> "FileWindows":

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ SAMPLES = 16  # parameters of one partition whose masters are compared with the 
 COMPARED = (Keeper.ZERO_1_OR_2, Keeper.BF16)  # the optimizers that keep masters beside weights
 # slot of the masters, fragment, name, weight, file of the weight
 _Sample = tuple[Slot, Fragment, str, TensorRef, str]
+_Place = tuple[ByteFile, Record, str, int]  # with the dtype, and an element of the record
 
 
 def check_file(
@@ -151,9 +152,26 @@ def check_weights(
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
     run. Of at most that many parameters, evenly chosen, as many runs are compared as `spread`
     gives."""
-    for sample in _sampled(run, rank, most):
-        fragment = sample[1]
-        _check_runs(run, sample, *spread(fragment.high - fragment.low, runs, run_elems))
+    samples = [
+        (sample, *spread(sample[1].high - sample[1].low, runs, run_elems))
+        for sample in _sampled(run, rank, most)
+    ]
+    _will_check(run, samples)
+    for sample, starts, elems in samples:
+        _check_runs(run, sample, starts, elems)
+
+
+def _will_check(run: NativeRun, samples: Sequence[tuple[_Sample, range, int]]) -> None:
+    """Says what is compared next, first where it lies and then all of it: an object store answers
+    many requests in the time of one."""
+    run.will_place(sample[0] for sample, _, _ in samples)
+    for (*_, weight, beside), _, _ in samples:
+        run.file(beside).will_locate(weight.storage)
+    for sample, starts, elems in samples:
+        for file, record, dtype, first in _places(run, sample):
+            for start in starts:
+                size = ITEMSIZE[dtype]
+                file.will_read(record, (first + start) * size, elems * size)
 
 
 def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:
@@ -185,7 +203,7 @@ def _check_runs(run: NativeRun, sample: _Sample, starts: range, run_elems: int) 
             found=f"shape {weight.shape}",
             fix="put the files of one save into the folder",
         )
-    ours, theirs = _runs(run, sample, where, starts, run_elems)
+    ours, theirs = (_elements(*place, starts, run_elems) for place in _places(run, sample))
     if not is_rounded(ours, theirs):
         model = run.file(beside)
         for file, record in ((where.file, where.record), (model, model.record(weight.storage))):
@@ -203,17 +221,15 @@ def _check_runs(run: NativeRun, sample: _Sample, starts: range, run_elems: int) 
         )
 
 
-def _runs(
-    run: NativeRun, sample: _Sample, where: Where, starts: range, run_elems: int
-) -> tuple[Any, Any]:
-    """Masters and weights of runs of a fragment."""
-    _, fragment, _, weight, beside = sample
+def _places(run: NativeRun, sample: _Sample) -> tuple[_Place, _Place]:
+    """Where a fragment begins, as masters and as weights."""
+    slot, fragment, _, weight, beside = sample
+    where, model = run.where(slot), run.file(beside)
     first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
-    model, at = run.file(beside), weight.offset_elems + fragment.low
-    record, dtype = model.record(weight.storage), weight.storage.dtype
+    record, at = model.record(weight.storage), weight.offset_elems + fragment.low
     return (
-        _elements(where.file, where.record, where.dtype, first, starts, run_elems),
-        _elements(model, record, dtype, at, starts, run_elems),
+        (where.file, where.record, where.dtype, first),
+        (model, record, weight.storage.dtype, at),
     )
 
 

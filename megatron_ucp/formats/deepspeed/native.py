@@ -5,7 +5,7 @@ adds layouts and the order of parameters that stage 0 does not store, and every 
 with it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +132,12 @@ class NativeCheckpoint(NativeRun):
         return held_by(self, rank) if self._ranks_have_files else super().of_rank(rank)
 
     # ------------------------------------------------ where slots lie
+
+    def will_place(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            ref, name = self._ref(slot, self.manifest.buffers[slot.buffer])
+            if isinstance(ref, TensorRef):
+                self.file(name).will_locate(ref.storage)
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees

@@ -58,6 +58,7 @@ class PtFile(OpenFile):
         may name, as for `unpickle.loads`."""
         super().__init__(file)
         self._allow = allow
+        self._looked_up: set[str] = set()  # records whose headers were read, or are asked for
         self.vouched = vouched
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
@@ -134,6 +135,13 @@ class PtFile(OpenFile):
             )
         return record
 
+    def will_locate(self, storage: StorageRef) -> None:
+        name = f"{self.root}/data/{storage.key}"
+        if name in self._entries and name not in self._looked_up:
+            self._looked_up.add(name)
+            header_bytes = LOCAL.size + len(name.encode())
+            self.stored.will_read(self._entries[name].header_bytes, header_bytes)
+
     def read_into(
         self, source: Record | StorageRef | TensorRef, start_byte: int, target: memoryview
     ) -> None:
@@ -178,6 +186,7 @@ class PtFile(OpenFile):
         """The record, its payload found through its local header, which must be the one that the
         directory means."""
         entry, raw = self._entries[name], name.encode()
+        self._looked_up.add(name)
         header = self.stored.bytes_at(entry.header_bytes, LOCAL.size + len(raw))
         mark, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(header)
         offset_bytes = entry.header_bytes + LOCAL.size + name_bytes + extra_bytes
