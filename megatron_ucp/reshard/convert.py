@@ -29,7 +29,7 @@ from megatron_ucp.formats.tags import (
     iteration_of_name,
     pointers_to,
 )
-from megatron_ucp.reshard import agree
+from megatron_ucp.reshard import agree, dcp
 from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder import FolderOutput, FolderSink, check_source, require_plain
 from megatron_ucp.reshard.options import (
@@ -86,7 +86,13 @@ TORCH_DIST = Writable(
     as_source=True,
     numbered=True,
 )
-WRITABLE = {row.name: row for row in (NATIVE, UNIVERSAL, TORCH_DIST)}
+_NO_PLACE = (
+    *("dtype", "stages", "sub_group_size", "alignment", "round_robin"),
+    *("grad_accum_fp32", "offloaded"),
+)
+DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE)
+ACCELERATE = Writable("accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE)
+WRITABLE = {row.name: row for row in (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE)}
 
 
 def writable(name: str | None, given: Target | None) -> Writable:

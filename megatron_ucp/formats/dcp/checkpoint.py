@@ -61,6 +61,7 @@ MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 _OTHER_MODEL = re.compile(r"pytorch_model_fsdp_[1-9]\d*")
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")  # Trainer's, Accelerate's
 TRAINER_STATE = "trainer_state.json"
+INDEX_DIGESTS = "dcp_indices"  # of a manifest's run: the SHA-256 of each index
 MAX_INDEXED = 2**20  # elements of a tensor that is a plain value
 _BUFFERS = re.compile(
     r"(.+\.)?(running_mean|running_var|num_batches_tracked|inv_freq|expert_bias|"
