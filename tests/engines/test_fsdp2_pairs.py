@@ -182,3 +182,98 @@ def test_deepspeed_into_fsdp2(
     with_a_fault = found["begun"]["states"]["model.norm.weight"]["exp_avg"]
     with_a_fault[-1] += 1e-3
     assert unlike(found["begun"], source["states"]) == ["model.norm.weight exp_avg"]
+
+
+# ---- Megatron
+
+
+def as_megatron(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of transformers' Llama as megatron-core's modules have them, by plain torch: queries,
+    keys and values of a group of heads after each other in one matrix, gate and up too."""
+    out = {
+        "embedding.word_embeddings.weight": found["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": found["model.norm.weight"],
+        "output_layer.weight": found["lm_head.weight"],
+    }
+    for layer in range(2):
+        here, there = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        q, k, v = (found[f"{here}.self_attn.{n}_proj.weight"] for n in "qkv")
+        groups = [each.chunk(2) for each in (q, k, v)]
+        out[f"{there}.self_attention.linear_qkv.weight"] = torch.cat(
+            [part for group in zip(*groups, strict=True) for part in group]
+        )
+        up = [found[f"{here}.mlp.{n}_proj.weight"] for n in ("gate", "up")]
+        out[f"{there}.mlp.linear_fc1.weight"] = torch.cat(up)
+        out |= {
+            f"{there}.self_attention.linear_proj.weight": found[f"{here}.self_attn.o_proj.weight"],
+            f"{there}.mlp.linear_fc2.weight": found[f"{here}.mlp.down_proj.weight"],
+            f"{there}.input_layernorm.weight": found[f"{here}.input_layernorm.weight"],
+            f"{there}.pre_mlp_layernorm.weight": found[f"{here}.post_attention_layernorm.weight"],
+        }
+    return out
+
+
+def unlike_megatron(held: Any, states: Any) -> list[str]:
+    """As `unlike`, of a stack of megatron-core's."""
+    names = [*held["weights"]]
+    kinds = {"fp32": held["weights"]}
+    for state in ("exp_avg", "exp_avg_sq"):
+        kinds[state] = {name: held["states"][name][state] for name in names}
+    out: list[str] = []
+    whole = {(n, s): v for s, found in kinds.items() for n, v in as_megatron(found).items()}
+    assert whole.keys() == states["full"].keys()
+    out += [f"{name} {s}" for (name, s), v in whole.items() if not same_bits(v, states["full"][name, s])]
+    steps = {float(held["states"][name]["step"]) for name in names}
+    out += [f"{key} {value}" for key, value in states["scalars"].items() if {value} != steps]
+    for name, own in states["hyper"].items():
+        dims = whole[name, "fp32"].ndim
+        (group,) = [g for g in held["groups"] if (g["weight_decay"] > 0) == (dims > 1)]
+        out += [f"{name} {key}" for key in SETTINGS if tuple_of(group[key]) != tuple_of(own[key])]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "tp"),
+    [((2, "fsdp", "accelerate"), 2, 2), ((4, "fsdp", "plain"), 2, 1), ((4, "tp", "plain"), 2, 2)],
+    ids=str,
+)
+def test_fsdp2_into_megatron(
+    runs: Runs, ranks: RankPool, tmp_path: Path, source: Any, world: int, tp: int
+) -> None:
+    folder, held = runs.fsdp2(*source)
+    job, options = fsdp2_jobs.resume_stack, {"tp": tp, "folder": folder, "timeout_s": 200}
+    refused = ranks.run(world, job, **options)[0]["error"]
+    assert refused.startswith("NotFoundError") and "config.json" in refused, "heads are not told"
+    config = Path(folder) / "config.json"
+    config.write_bytes((Path(runs.model) / "config.json").read_bytes())
+    try:
+        found = ranks.run(world, job, steps=MORE, **options)[0]
+    finally:
+        config.unlink()
+    assert found["error"] == ""
+    assert unlike_megatron(held, found["states"]) == []
+    assert near(found["losses"], held["more"])
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    moment = found["states"]["full"][name, "exp_avg"]
+    moment[:2] = moment[:2].flip(0).clone()
+    assert unlike_megatron(held, found["states"]) == [f"{name} exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "to", "target"),
+    [(2, 2, "dcp", (2, "fsdp", "plain")), (2, 1, "accelerate", (4, "fsdp", "accelerate"))],
+    ids=str,
+)
+def test_megatron_into_fsdp2(
+    runs: Runs, tmp_path: Path, world: int, tp: int, to: str, target: Any
+) -> None:
+    folder, source = runs.megatron(world, tp)
+    ucp.convert(folder, tmp_path / "out", to=to)
+    ranks_there, kind, layout = target
+    found = fsdp2_runs.run(
+        ranks_there,
+        *(kind, "-", "--model", runs.model, "--layout", layout),
+        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
+    )
+    assert unlike_megatron(found["begun"], source["states"]) == []
+    assert near(found["losses"], source["losses"])
