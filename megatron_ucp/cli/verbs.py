@@ -301,8 +301,8 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         choices=_FORMATS,
         metavar="FORMAT",
         help="native (DeepSpeed's own files for one mesh; the default with --mesh), universal (the "
-        "default without), torch_dist (for Megatron-LM), dcp (for FSDP2), accelerate (for FSDP2 under "
-        "Accelerate or Trainer)",
+        "default without), torch_dist (for Megatron-LM), dcp (for FSDP2), accelerate (for "
+        "FSDP2 under Accelerate or Trainer)",
     )
     add_target(parser)
     add_allow(parser, CONVERT)

@@ -31,8 +31,7 @@ from megatron_ucp.formats.dcp.checkpoint import (
     SCHEDULERS,
     TRAINER_STATE,
 )
-from megatron_ucp.formats.dcp.writer import FolderPlan
-from megatron_ucp.formats.dcp.writer import Path as KeyPath
+from megatron_ucp.formats.dcp.writer import IndexedFolder, KeyPath
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.optimizers import DECOUPLED, rule_of
 from megatron_ucp.formats.output_folder import entry_of
@@ -69,7 +68,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Layout:
+class FolderKeys:
     """How a folder is laid out: the folder and the path of the model and of its optimizer in the
     dictionaries that the program saves. `folders` are those that Accelerate looks into."""
 
@@ -78,26 +77,28 @@ class Layout:
     folders: tuple[str, str] = ("", "")
 
 
-PLAIN = Layout()
-ACCELERATE = Layout(optimizer=("optimizer",), folders=(f"{MODEL_FOLDER}/", f"{OPTIMIZER_FOLDER}/"))
+_PLAIN_KEYS = FolderKeys()
+_ACCELERATE = FolderKeys(
+    optimizer=("optimizer",), folders=(f"{MODEL_FOLDER}/", f"{OPTIMIZER_FOLDER}/")
+)
 
 
 def plain(
     origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
 ) -> FolderOutput:
-    """One folder with `model` and `optim`, as `dcp.save({"model": ..., "optim": ...})` writes it."""
-    return _output(origin, wanted, folder, PLAIN)
+    """One folder, as `dcp.save({"model": ..., "optim": ...})` writes it."""
+    return _output(origin, wanted, folder, _PLAIN_KEYS)
 
 
 def accelerate(
     origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
 ) -> FolderOutput:
     """Two folders beside each other, as Accelerate's FSDP2 plugin and Trainer have them."""
-    return _output(origin, wanted, folder, ACCELERATE)
+    return _output(origin, wanted, folder, _ACCELERATE)
 
 
 def _output(
-    origin: SourceSettings, wanted: Conversion, folder: Path, layout: Layout
+    origin: SourceSettings, wanted: Conversion, folder: Path, layout: FolderKeys
 ) -> FolderOutput:
     refuse_muon(wanted, "folder for FSDP2")
     match_ties(wanted.source, wanted.file)
@@ -109,7 +110,7 @@ def _output(
 class _Written:
     """A folder on paper."""
 
-    def __init__(self, origin: SourceSettings, wanted: Conversion, layout: Layout) -> None:
+    def __init__(self, origin: SourceSettings, wanted: Conversion, layout: FolderKeys) -> None:
         self.origin, self.wanted, self.layout = origin, wanted, layout
         self.notes: list[str] = []
         self.source = with_model(wanted.source)
@@ -117,9 +118,9 @@ class _Written:
         self.groups = [self._as_torch(one) for one in named_groups(wanted)]
         self._check_states()
         self.shares, self.specs, self.config = self._names()
-        model = FolderPlan(layout.folders[0])
+        model = IndexedFolder(layout.folders[0])
         same = layout.folders[0] == layout.folders[1]
-        optimizer = model if same else FolderPlan(layout.folders[1])
+        optimizer = model if same else IndexedFolder(layout.folders[1])
         self.model, self.optimizer = model, optimizer
         self.plans = [model] if same else [model, optimizer]
         self.buffers: list[FlatBuffer] = []
@@ -175,7 +176,15 @@ class _Written:
             for one in shape:
                 size *= one
             self.buffers.append(
-                alone(share.param, size, tuple(states.items()), group, scalars, axes=(), chunk=share.chunk)
+                alone(
+                    share.param,
+                    size,
+                    tuple(states.items()),
+                    group,
+                    scalars,
+                    axes=(),
+                    chunk=share.chunk,
+                )
             )
             self.held.setdefault(share.param, share.held(spec))
             for state, dtype in states.items():
@@ -191,7 +200,7 @@ class _Written:
             return {state: dtype for state, dtype in states.items() if state != VALUE}
         return {VALUE: states[VALUE]}
 
-    def _place(self, tensor: str, state: str) -> tuple[FolderPlan, KeyPath]:
+    def _place(self, tensor: str, state: str) -> tuple[IndexedFolder, KeyPath]:
         if state in (MASTER, VALUE):
             return self.model, (*self.layout.model, tensor)
         return self.optimizer, (*self.layout.optimizer, "state", tensor, state)
@@ -203,7 +212,8 @@ class _Written:
 
         params = [self.shares[name].param for name in names]
         found = {
-            (self._group_of.get(p), tuple(sorted(self.source.scalars_of(p).items()))) for p in params
+            (self._group_of.get(p), tuple(sorted(self.source.scalars_of(p).items())))
+            for p in params
         }
         if len(found) > 1:
             raise StateMismatchError(
@@ -342,7 +352,7 @@ class _Written:
             (aside / plan.index_file).write_bytes(plan.index_bytes())
         for name, text in self._beside().items():
             (aside / name).write_text(text, encoding="utf-8")
-        if self.layout is ACCELERATE and self._scheduler is not None:
+        if self.layout is _ACCELERATE and self._scheduler is not None:
             for name in SCHEDULERS:
                 out = Output(name)
                 out.tree = out.adopt(dict(self._scheduler))
@@ -360,14 +370,12 @@ class _Written:
         out: dict[str, str] = {}
         if self.config is not None:
             out[CONFIG_FILE] = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
-        if self.layout is ACCELERATE:
+        if self.layout is _ACCELERATE:
             steps = self.origin.extras.counters.get("global_steps", 0)
             out[TRAINER_STATE] = json.dumps({"global_step": steps}) + "\n"
         return out
 
-    def _publish(
-        self, folder: Path, target: Manifest, names: Sequence[str], aside: Path
-    ) -> None:
+    def _publish(self, folder: Path, target: Manifest, names: Sequence[str], aside: Path) -> None:
         listed = [*names, *self._beside()]
         listed += [name for name in SCHEDULERS if (aside / name).is_file()]
         entries = tuple(_entry(aside, name, name in names) for name in listed)

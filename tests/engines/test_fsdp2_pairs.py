@@ -54,7 +54,9 @@ class Runs:
         folder = str(self.folder / key)
         if key not in self._made:
             options = {"setup": setup, "folder": folder, "model": self.model, "more": MORE}
-            self._made[key] = self._ranks.run(world, fsdp2_jobs.trained, timeout_s=200, **options)[0]
+            self._made[key] = self._ranks.run(world, fsdp2_jobs.trained, timeout_s=200, **options)[
+                0
+            ]
         return folder, self._made[key]
 
     def megatron(self, world: int, tp: int) -> tuple[str, Any]:
@@ -222,7 +224,9 @@ def unlike_megatron(held: Any, states: Any) -> list[str]:
     out: list[str] = []
     whole = {(n, s): v for s, found in kinds.items() for n, v in as_megatron(found).items()}
     assert whole.keys() == states["full"].keys()
-    out += [f"{name} {s}" for (name, s), v in whole.items() if not same_bits(v, states["full"][name, s])]
+    out += [
+        f"{name} {s}" for (name, s), v in whole.items() if not same_bits(v, states["full"][name, s])
+    ]
     steps = {float(held["states"][name]["step"]) for name in names}
     out += [f"{key} {value}" for key, value in states["scalars"].items() if {value} != steps]
     for name, own in states["hyper"].items():

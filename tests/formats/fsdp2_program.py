@@ -180,7 +180,11 @@ def loaded(args: argparse.Namespace, module: Any, optimizer: Any) -> int:
         optimizer.zero_grad()
         tree = parts(args, module, optimizer)
         dcp.load(tree, checkpoint_id=args.load)
-        optim = {k.removeprefix("optimizer."): v for k, v in tree.items() if k in tree and k.startswith("optimizer.")}
+        optim = {
+            k.removeprefix("optimizer."): v
+            for k, v in tree.items()
+            if k in tree and k.startswith("optimizer.")
+        }
         weights = {k: v for k, v in tree.items() if not k.startswith("optimizer.")}
         set_model_state_dict(module, weights)
         set_optimizer_state_dict(module, optimizer, optim, options=FLAT)

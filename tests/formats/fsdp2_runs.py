@@ -47,5 +47,9 @@ def _start(
     command = [sys.executable, str(PROGRAM), kind, folder, str(rank), str(world)]
     command += ["--store", f"{place}/store", "--report", report, *options]
     return subprocess.Popen(
-        command, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )

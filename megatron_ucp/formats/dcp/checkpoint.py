@@ -6,9 +6,10 @@ parameter is whole in the index, in the chunks that ranks had of it, whatever me
 say no placements, and need none.
 """
 
+import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layout import Chunks, Layout
-from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup, ParamSpec, Tie
+from megatron_ucp.core.manifest import FILE_NAME, RECORDED, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
@@ -36,7 +37,7 @@ from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, ten
 from megatron_ucp.formats.dcp.keys import (
     SCHEDULER,
     TRAIN_STATE,
-    Group,
+    GroupKeys,
     Keys,
     params_keys,
     read_keys,
@@ -47,8 +48,14 @@ from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Chunk, DistcpFile, StoredTensor
 from megatron_ucp.formats.megatron.torch_dist import check_backend
-from megatron_ucp.formats.optimizers import check_known, is_element
+from megatron_ucp.formats.optimizers import (
+    check_known,
+    counts_steps,
+    is_element,
+    untold_states,
+)
 from megatron_ucp.formats.param_groups import param_groups
+from megatron_ucp.formats.proof import Bounds
 from megatron_ucp.formats.pt.archive import contiguous
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, number_in
@@ -69,9 +76,10 @@ _BUFFERS = re.compile(
     r"rope\.cache)"
 )
 # what Megatron-LM writes beside the model in every format
-_OF_MEGATRON = re.compile(r"(common_state/|checkpoint_version$|args($|\.)|opt_param_scheduler|rng_state)")
+_OF_MEGATRON = re.compile(
+    r"(common_state/|checkpoint_version$|args($|\.)|opt_param_scheduler|rng_state)"
+)
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
-Box = tuple[Ints, Ints]
 
 
 class Below(Folder):
@@ -123,7 +131,7 @@ class IndexFolder:
 
 
 @dataclass(frozen=True)
-class Stored:
+class KeyedTensor:
     """A tensor by its key, and the folder that it lies in."""
 
     where: IndexFolder
@@ -131,7 +139,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """What a chunk of a stored tensor has of a parameter: `boxes` of it, one after the other along
     the layout's dim, all of which lie from element `first` of the chunk on. `name` is that of the
     tensor, `number` that of the chunk."""
@@ -140,7 +148,7 @@ class Block:
     number: int
     first: int
     elems: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[Bounds, ...]
 
 
 class DcpCheckpoint(Checkpoint):
@@ -153,6 +161,7 @@ class DcpCheckpoint(Checkpoint):
         self.told = told
         with self.closed_on_failure():
             self._folders = self._index_folders()
+            _ = self.evidence
             self._by_file = {
                 one.file(name): one for one in self._folders for name in one.index.file_names
             }
@@ -161,8 +170,9 @@ class DcpCheckpoint(Checkpoint):
             self._objects = {key: one for one in self._folders for key in one.index.objects}
             self.keys = self._read_keys()
             self.groups, self._group_of = self._read_groups()
+            self._check_states()
             self._ties: tuple[Tie, ...] = ()
-            self._blocks: list[Block] = []
+            self._blocks: list[TensorBlock] = []
             self._state_keys: dict[str, dict[str, str]] = {}
             self.manifest = self._build()
 
@@ -204,8 +214,8 @@ class DcpCheckpoint(Checkpoint):
     def _index_file(self) -> str:
         return self.full_path(f"{self._folders[-1].name}{INDEX_FILE}")
 
-    def _all_tensors(self) -> dict[str, Stored]:
-        out: dict[str, Stored] = {}
+    def _all_tensors(self) -> dict[str, KeyedTensor]:
+        out: dict[str, KeyedTensor] = {}
         for one in self._folders:
             for key in one.index.tensors:
                 if key in out:
@@ -216,7 +226,7 @@ class DcpCheckpoint(Checkpoint):
                         found=f"{out[key].where.name} and {one.name}",
                         fix="restore the folders of one save",
                     )
-                out[key] = Stored(one, one.index.tensors[key])
+                out[key] = KeyedTensor(one, one.index.tensors[key])
         return out
 
     def _read_keys(self) -> Keys:
@@ -315,13 +325,37 @@ class DcpCheckpoint(Checkpoint):
                 )
         return tuple(out), numbers
 
-    def _settings(self, group: Group) -> ParamGroup:
+    def _settings(self, group: GroupKeys) -> ParamGroup:
         tree = {name: self._value(key) for name, key in group.settings.items()}
         for name, value in tree.items():
             if isinstance(value, TensorRef):
-                raise expect.other_structure(f"{group.settings[name]}: a value", value, self.main_file)
+                raise expect.other_structure(
+                    f"{group.settings[name]}: a value", value, self.main_file
+                )
         (plain,) = param_groups([tree], _no_tensors)
         return replace(plain, optimizer=_class_name(plain.settings))
+
+    def _check_states(self) -> None:
+        """Raises StateMismatchError for a parameter that lacks a state which its optimizer keeps
+        after the first step, where any parameter has some."""
+        if not any(self.keys.states.values()):
+            return
+        for name, number in self._group_of.items():
+            settings, found = self.groups[number].settings, {*self.keys.states.get(name, ())}
+            lost = untold_states(settings, found)
+            if counts_steps(settings, found) and "step" not in found:
+                lost.append("step")
+            if lost:
+                raise StateMismatchError(
+                    "states of the optimizer are missing",
+                    file=self._index_file,
+                    parameter=name,
+                    expected="those that its other parameters have; one that got no gradient has "
+                    "none",
+                    found=f"no {', '.join(lost)}",
+                    fix="load the weights alone (Python: load_optimizer_states=False, "
+                    'allow={"weights"})',
+                )
 
     # ------------------------------------------------ structure
 
@@ -447,7 +481,10 @@ class DcpCheckpoint(Checkpoint):
         spec = ParamSpec(param, shape, dtype, kind, layout, order=part.order, expert=expert)
         spec = self._on_mesh(spec)
         first = MASTER if group is not None else VALUE
-        own = ((first, dtype), *((s, self._stored[k].tensor.dtype) for s, k in states[name].items()))
+        own = (
+            (first, dtype),
+            *((s, self._stored[k].tensor.dtype) for s, k in states[name].items()),
+        )
         scalars = {} if group is None else self._scalars_of[tensors[0]]
         buffers = [
             alone(param, block.elems, own, group, scalars, axes=(), chunk=number)
@@ -560,7 +597,7 @@ class DcpCheckpoint(Checkpoint):
 
     # ------------------------------------------------ blocks
 
-    def _blocks_of(self, name: str, part: TensorPart, shape: Ints) -> Iterator[Block]:
+    def _blocks_of(self, name: str, part: TensorPart, shape: Ints) -> Iterator[TensorBlock]:
         """What each chunk of a tensor has of a parameter of a `shape`."""
         tensor = self._tensor_name(name, part)
         for number, chunk in enumerate(self._stored[self.keys.weights[tensor]].tensor.chunks):
@@ -571,9 +608,9 @@ class DcpCheckpoint(Checkpoint):
             elems = math.prod(b - a for a, b in zip(start, stop, strict=True))
             if elems:
                 boxes = tuple(_in_param(part, shape, (start, stop)))
-                yield Block(tensor, number, first, elems, boxes)
+                yield TensorBlock(tensor, number, first, elems, boxes)
             elif not math.prod(shape) and not number:
-                yield Block(tensor, number, 0, 0, (((0,) * len(shape), shape),))
+                yield TensorBlock(tensor, number, 0, 0, (((0,) * len(shape), shape),))
 
     def _place(self, key: str, number: int, first: int, elems: int) -> Where:
         """So many elements of a chunk of a tensor, from `first` on."""
@@ -616,8 +653,21 @@ class DcpCheckpoint(Checkpoint):
 
     @cached_property
     def evidence(self) -> ManifestBeside:
+        """Raises ForeignFileError where a program saved over what the manifest describes."""
+        from megatron_ucp.formats.megatron.index import MAX_INDEX_BYTES
+
         found = ManifestBeside(self.folder, ())
         self._closing.callback(found.close)
+        run = {} if found.manifest is None else found.manifest.run
+        for name, digest in expect.key_or(run, INDEX_DIGESTS, {}, self.folder).items():
+            data = self.folder.small(name, MAX_INDEX_BYTES) if name in self.folder else b""
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise ForeignFileError(
+                    "the index is not the one that the manifest describes",
+                    file=self.folder / name,
+                    fix=f"remove {FILE_NAME}, where a program saved into this folder again; else "
+                    "restore the files of one save",
+                )
         return found
 
     @property
@@ -627,7 +677,9 @@ class DcpCheckpoint(Checkpoint):
             out.append("weights alone: no states of an optimizer")
         if self.keys.left:
             out.append(f"left out: other weights beside the model: {some_of(self.keys.left)}")
-        lower = sorted({s.dtype for s in self.manifest.params if s.kind == "trainable"} - {"float32"})
+        lower = sorted(
+            {s.dtype for s in self.manifest.params if s.kind == "trainable"} - {"float32"}
+        )
         if lower and self.groups:
             out.append(
                 f"the run stepped its weights in {', '.join(lower)}, without masters in fp32: what "
@@ -641,9 +693,7 @@ class DcpCheckpoint(Checkpoint):
             for key in self.keys.beside
             if key.endswith("._extra_state") and key in self._objects and self._object(key) is None
         }
-        return Extras(
-            self._counters, self._scheduler(), LossScale(), None, {}, stateless=stateless
-        )
+        return Extras(self._counters, self._scheduler(), LossScale(), None, {}, stateless=stateless)
 
     def _scheduler(self) -> Mapping[str, Any] | None:
         """The scheduler's state: of a file beside the folders, or flat among the keys."""
@@ -723,9 +773,9 @@ def _in_slice(part: TensorPart, start: Ints, stop: Ints) -> tuple[Ints, Ints, in
     return (low - within.first, *start[1:]), (high - within.first, *stop[1:]), first
 
 
-def _in_param(part: TensorPart, shape: Ints, box: Box) -> Iterator[Box]:
-    """The boxes of a parameter of a `shape` that a box of one of its tensors is, one after the other
-    along the dim along which the layout joins them."""
+def _in_param(part: TensorPart, shape: Ints, box: Bounds) -> Iterator[Bounds]:
+    """The boxes of a parameter of a `shape` that a box of one of its tensors is, one after the
+    other along the dim along which the layout joins them."""
     start, stop = box
     if part.stacked:
         start, stop = (0, *start), (1, *stop)
@@ -744,13 +794,15 @@ def _in_param(part: TensorPart, shape: Ints, box: Box) -> Iterator[Box]:
         yield start, stop
 
 
-def _of_joined(boxes: Sequence[Box], dim: int, start: Ints, stop: Ints) -> Iterator[Box]:
+def _of_joined(boxes: Sequence[Bounds], dim: int, start: Ints, stop: Ints) -> Iterator[Bounds]:
     at = 0
     for first, last in boxes:
         width = last[dim] - first[dim]
         low, high = max(start[dim], at), min(stop[dim], at + width)
         if low < high:
-            moved = [tuple(f + n for f, n in zip(first, each, strict=True)) for each in (start, stop)]
+            moved = [
+                tuple(f + n for f, n in zip(first, each, strict=True)) for each in (start, stop)
+            ]
             yield (
                 _with(moved[0], dim, first[dim] + low - at),
                 _with(moved[1], dim, first[dim] + high - at),

@@ -22,12 +22,12 @@ _BESIDE = (SCHEDULER, TRAIN_STATE, "dataloader.", "dataloader", "rng", "epoch", 
 _GROUPS = re.compile(r"((?:[^.]+\.)*?)param_groups\.")
 _INDEXED = re.compile(r"(\d+)\.([^.]+)")
 _BY_POSITION = re.compile(r"\d+\.[^.]+")
-MODEL = "model."
+_MODEL = "model."
 _AVERAGES = re.compile(r"(.*\.)?(model_)?(ema|averaged?|swa)(_model|_weights)?\.")
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupKeys:
     """One parameter group: the key of each of its settings. `params` is the key of the list of its
     parameters' names; where settings lie by parameter, `names` are these."""
 
@@ -44,7 +44,7 @@ class Keys:
 
     weights: Mapping[str, str]
     states: Mapping[str, Mapping[str, str]]
-    groups: tuple[Group, ...] = ()
+    groups: tuple[GroupKeys, ...] = ()
     beside: tuple[str, ...] = ()
     prefix: str = ""
     optimizer: str = ""
@@ -84,7 +84,10 @@ def read_keys(
     if optimizer is not None:
         _refuse_positions(states, file)
     found = _groups(groups, file)
-    names = {*states, *(name for one in found for name in (*one.names, *listed.get(one.params, ())))}
+    names = {
+        *states,
+        *(name for one in found for name in (*one.names, *listed.get(one.params, ()))),
+    }
     here = {*tensors}
     weights = [key for key in rest if key in here]
     prefix, left = _weights_prefix(weights, sorted(names), known, file)
@@ -135,11 +138,13 @@ def _refuse_positions(states: Collection[str], file: str) -> None:
         )
 
 
-def _groups(groups: Mapping[str, Mapping[str, str]], file: str) -> tuple[Group, ...]:
+def _groups(groups: Mapping[str, Mapping[str, str]], file: str) -> tuple[GroupKeys, ...]:
     """Groups by number, each with its list of parameters; or the settings of each parameter."""
-    numbered = {name: keys for name, keys in groups.items() if name.isdecimal() and "params" in keys}
+    numbered = {
+        name: keys for name, keys in groups.items() if name.isdecimal() and "params" in keys
+    }
     if not numbered:
-        return tuple(Group(keys, names=(name,)) for name, keys in groups.items())
+        return tuple(GroupKeys(keys, names=(name,)) for name, keys in groups.items())
     if odd := sorted({*groups} - {*numbered}):
         raise DamagedFileError(
             "parameter groups are listed in two ways",
@@ -156,7 +161,7 @@ def _groups(groups: Mapping[str, Mapping[str, str]], file: str) -> tuple[Group, 
             found=", ".join(map(str, numbers)),
         )
     return tuple(
-        Group({k: v for k, v in keys.items() if k != "params"}, keys["params"])
+        GroupKeys({k: v for k, v in keys.items() if k != "params"}, keys["params"])
         for keys in (numbered[str(number)] for number in numbers)
     )
 
@@ -190,12 +195,12 @@ def _weights_prefix(
             most = max(counts.values())
             fitting = [p for p, count in counts.items() if count == most > 0] or fitting
         own = [key for key in weights if not key.startswith(_BESIDE)]
-        inside = [key.startswith((MODEL, *(_averages(own)))) for key in own]
+        inside = [key.startswith((_MODEL, *(_averages(own)))) for key in own]
         if not known:
-            fitting = [MODEL] if own and all(inside) else [""]
+            fitting = [_MODEL] if own and all(inside) else [""]
     kept = [p for p in fitting if not _AVERAGES.fullmatch(p)] or fitting
-    prefix = MODEL if MODEL in kept else min(kept, key=len)
-    if len(kept) > 1 and prefix != MODEL:
+    prefix = _MODEL if _MODEL in kept else min(kept, key=len)
+    if len(kept) > 1 and prefix != _MODEL:
         raise UnsupportedError(
             "the folder holds several sets of weights with these names",
             file=file,

@@ -19,8 +19,8 @@ from megatron_ucp.formats.file_layout import Blob, Crcs, FileLayout, FilePiece
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, SUFFIX
 from megatron_ucp.formats.pt.archive import ArchiveLayout, tensor_archive
 
-Path = tuple[str | int, ...]  # of a value in the nested dictionaries that a program saves
-FILES = 8  # not as many as there are cores: every machine writes the same folder
+KeyPath = tuple[str | int, ...]  # of a value in the nested dictionaries that a program saves
+_FILES = 8  # not as many as there are cores: every machine writes the same folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class PlacedTensor:
 
 
 @dataclass
-class FolderPlan:
+class IndexedFolder:
     """One folder with an index. `name` is its own with a slash, "" for the checkpoint itself;
     `paths` are those of all keys, in the order in which they were added."""
 
     name: str = ""
-    paths: dict[str, Path] = field(default_factory=dict[str, Path])
+    paths: dict[str, KeyPath] = field(default_factory=dict[str, KeyPath])
     shapes: dict[str, tuple[str, Ints]] = field(default_factory=dict[str, tuple[str, Ints]])
     placed: list[PlacedTensor] = field(default_factory=list[PlacedTensor])
     known: dict[str, tuple[str, int, bytes]] = field(
@@ -65,11 +65,11 @@ class FolderPlan:
     )
     copies: dict[str, str] = field(default_factory=dict[str, str])
     _ends: dict[str, int] = field(
-        default_factory=lambda: {f"__{number}_0{SUFFIX}": 0 for number in range(FILES)}
+        default_factory=lambda: {f"__{number}_0{SUFFIX}": 0 for number in range(_FILES)}
     )
 
     def tensor(
-        self, path: Path, dtype: str, whole: Ints, start: Ints, shape: Ints, slot: Slot
+        self, path: KeyPath, dtype: str, whole: Ints, start: Ints, shape: Ints, slot: Slot
     ) -> str:
         """Adds a block of a tensor of the shape `whole`; returns its key."""
         key = self._key(path)
@@ -79,21 +79,21 @@ class FolderPlan:
         self.placed.append(PlacedTensor(key, dtype, start, shape, file, at, archive, slot))
         return key
 
-    def small_tensor(self, path: Path, value: Any) -> None:
+    def small_tensor(self, path: KeyPath, value: Any) -> None:
         """Adds a tensor of torch that is known, whole."""
         key = self._key(path)
         self.shapes[key] = str(value.dtype).removeprefix("torch."), tuple(value.shape)
         self._add(key, value)
 
-    def value(self, path: Path, value: Any) -> None:
+    def value(self, path: KeyPath, value: Any) -> None:
         """Adds a plain value."""
         self._add(self._key(path), value)
 
-    def copy(self, path: Path, key: str) -> None:
+    def copy(self, path: KeyPath, key: str) -> None:
         """Lists a tensor under a further key."""
         self.copies[self._key(path)] = key
 
-    def _key(self, path: Path) -> str:
+    def _key(self, path: KeyPath) -> str:
         key = ".".join(map(str, path))
         self.paths[key] = path
         return key
@@ -120,11 +120,11 @@ class FolderPlan:
         for file, size in self._ends.items():
             if size:
                 here = [one for one in self.placed if one.file == file]
-                blobs = [(at, partial(bytes, data)) for f, at, data in self.known.values() if f == file]
+                blobs = [
+                    (at, partial(bytes, data)) for f, at, data in self.known.values() if f == file
+                ]
                 pieces = [one.piece for one in here]
-                yield FileLayout(
-                    self.name + file, size, pieces, blobs, partial(_around, here)
-                )
+                yield FileLayout(self.name + file, size, pieces, blobs, partial(_around, here))
 
     def index_bytes(self) -> bytes:
         """The file `.metadata`: torch's own types, pickled as torch does."""
