@@ -29,7 +29,6 @@ from megatron_ucp.formats.dcp.checkpoint import (
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
     SCHEDULERS,
-    TRAINER_STATE,
 )
 from megatron_ucp.formats.dcp.writer import IndexedFolder, KeyPath
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
@@ -133,6 +132,16 @@ class _Written:
             self._tensor(tensor, names)
         self._settings(by_tensor)
         self._aliases()
+        if layout is _ACCELERATE and self._scheduler is None:
+            self.notes.append(
+                "the source has no scheduler of torch's: there is no scheduler.bin, so prepare the "
+                "program's own after load_state, or write it at that step"
+            )
+        elif self._scheduler is not None and layout is not _ACCELERATE:
+            self.notes.append(
+                "the scheduler's state has no place in this layout: build it at the step of the "
+                "run (last_epoch), or convert to accelerate"
+            )
 
     # ------------------------------------------------ what is written
 
@@ -362,7 +371,7 @@ class _Written:
     def _scheduler(self) -> Mapping[str, Any] | None:
         """The scheduler's state, where torch's classes have such a one."""
         found = self.origin.extras.scheduler
-        if found is None or "last_epoch" not in found or named_in([found]):
+        if found is None or "last_epoch" not in found or any(True for _ in named_in([found])):
             return None
         return found
 
@@ -370,9 +379,6 @@ class _Written:
         out: dict[str, str] = {}
         if self.config is not None:
             out[CONFIG_FILE] = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
-        if self.layout is _ACCELERATE:
-            steps = self.origin.extras.counters.get("global_steps", 0)
-            out[TRAINER_STATE] = json.dumps({"global_step": steps}) + "\n"
         return out
 
     def _publish(self, folder: Path, target: Manifest, names: Sequence[str], aside: Path) -> None:

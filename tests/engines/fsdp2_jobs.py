@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines import stack_jobs
+from tests.engines import cross_jobs, stack_jobs, tensor_jobs
 from tests.engines.autotp_states import canonical, tensor_place
 from tests.engines.stack_states import canonical as of_stack
 from tests.formats import fsdp2_program as program
@@ -115,7 +115,27 @@ def trained(setup: Plain, folder: str, model: str | None, steps: int = 3, more: 
     return found
 
 
-# ---- megatron-core's own stack
+# ---- megatron-core's model under DeepSpeed, and in its own stack
+
+
+def zero_of(zero: int, tp: int) -> cross_jobs.Zero:
+    return cross_jobs.Zero(tp=tp, layers=2, clip=0.0, seed=7, zero=zero)
+
+
+def pass_on(zero: int, tp: int, folder: str, out: str) -> None:
+    """Loads a folder into megatron-core's model under DeepSpeed, and saves it there."""
+    engine = cross_jobs.make(zero_of(zero, tp))
+    ucp.load(engine, folder)
+    engine.save_checkpoint(out, tag="tag")
+    tensor_jobs.close(engine)
+
+
+def pass_on_stack(tp: int, folder: str, out: str) -> None:
+    """Loads a folder into megatron-core's own stack, and saves it there."""
+    engine = stack_jobs.make(replace(stack_of(tp), seed=9))
+    ucp.load(engine.handle, folder)
+    stack_jobs.write(engine, Path(out), "ours")
+    stack_jobs.close(engine)
 
 
 def stack_of(tp: int = 1) -> stack_jobs.Mcore:

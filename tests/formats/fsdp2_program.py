@@ -210,17 +210,59 @@ def held(module: Any, optimizer: Any) -> dict[str, Any]:
     return {"weights": weights, "states": optim.get("state"), "groups": optim.get("param_groups")}
 
 
-# ---- Trainer
+# ---- Accelerate, and Trainer
+
+
+def as_on_accelerators() -> None:
+    """Accelerate takes its plugin on accelerators alone; all else is as it would be there."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def by_accelerate(args: argparse.Namespace) -> dict[str, Any]:
+    """By an Accelerator's `save_state` and `load_state`."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    as_on_accelerators()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    module = model(args.model, torch.float32)
+    optimizer = torch.optim.AdamW(groups(module, args.rate), lr=RATE, eps=EPSILON)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    module, optimizer = accelerator.prepare(module, optimizer)
+    if not args.no_schedule:
+        schedule = accelerator.prepare(schedule)
+    first, begun = 0, {}
+    if args.load:
+        accelerator.load_state(args.load)
+        begun = copy.deepcopy(held(module, optimizer.optimizer))
+        first = int(next(iter(optimizer.optimizer.state.values()))["step"])
+    losses: list[float] = []
+    for step in range(first, first + args.steps):
+        optimizer.zero_grad()
+        loss = loss_of(module, own_rows(step, "fsdp", args.rank, args.world))
+        accelerator.backward(loss)
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / args.world)
+    if args.folder != "-":
+        accelerator.save_state(args.folder)
+    return {"losses": losses, "begun": begun, **held(module, optimizer.optimizer)}
 
 
 def by_trainer(args: argparse.Namespace) -> dict[str, Any]:
     """By Trainer and Accelerate's FSDP2 plugin."""
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
     from transformers import Trainer, TrainingArguments
 
-    # Accelerate takes its plugin on accelerators alone; all else is as it would be there
-    state = PartialState(cpu=True)
     settings = TrainingArguments(
         output_dir=args.folder,
         use_cpu=True,
@@ -243,7 +285,7 @@ def by_trainer(args: argparse.Namespace) -> dict[str, Any]:
             "state_dict_type": "SHARDED_STATE_DICT",
         },
     )
-    state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    as_on_accelerators()
     rows = torch.cat([batch(step) for step in range(args.total)])
 
     class InOrder(Trainer):
@@ -261,7 +303,7 @@ def by_trainer(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("fsdp", "hsdp", "tp", "trainer"))
+    parser.add_argument("kind", choices=("fsdp", "hsdp", "tp", "trainer", "accelerate"))
     parser.add_argument("folder")
     parser.add_argument("rank", type=int)
     parser.add_argument("world", type=int)
@@ -272,6 +314,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rate", type=float, default=RATE)
     parser.add_argument("--decay", action="store_true")
+    parser.add_argument("--no-schedule", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--total", type=int, default=3)
     parser.add_argument("--report")
@@ -280,7 +323,8 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.world
     )
-    found = by_trainer(args) if args.kind == "trainer" else trained(args)
+    ways = {"trainer": by_trainer, "accelerate": by_accelerate}
+    found = ways.get(args.kind, trained)(args)
     if args.report and args.rank == 0:
         torch.save(found, args.report)
         Path(f"{args.report}.json").write_text(json.dumps(found["losses"]))
