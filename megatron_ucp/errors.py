@@ -177,6 +177,14 @@ class SaveError(UcpError):
     id = "disk-full"
 
 
+class StoreError(UcpError):
+    """An object store did not answer, refused, or sent something else than it was asked for, within
+    the time that requests are tried again. Nothing is said of what lies in it."""
+
+    fix = "look at the store, the network and the credentials, then try again"
+    id = "object-store"
+
+
 class RankError(UcpError):
     """Another rank failed; this rank stopped before it touched anything, or was marked unusable
     like all others."""

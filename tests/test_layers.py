@@ -130,6 +130,9 @@ def import_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
                 yield line, f"{layer} imports {name[0]}; only engines may"
             elif layer == "engines" and at_import:
                 yield line, f"engines imports {name[0]} outside a function"
+        elif name[0] == "obstore" and path == STORE:
+            if at_import:
+                yield line, "obstore, which need not be installed, is imported outside a function"
         elif (
             rules.libraries is not None and name[0] not in rules.libraries | sys.stdlib_module_names
         ):
@@ -145,9 +148,12 @@ def axis_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"the axis {node.value} is spelled out: ask the mesh"
 
 
+STORE = Path(PACKAGE, "formats", "store.py")  # alone knows the library of object stores
+
 # Readers are given a `Folder`: these alone find, read and write files on the local disk.
 ON_DISK = {
     *("folder.py", "locks.py", "output_folder.py", "rule_file.py", "tags.py", "registry.py"),
+    *("store.py", "store_saves.py"),
     *("pt/archive.py", "megatron/writer.py"),
 }
 OF_PATHS = {

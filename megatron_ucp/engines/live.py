@@ -4,7 +4,6 @@ groups, what its model computes, and whether a failed load left it unusable."""
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,6 +31,7 @@ from megatron_ucp.families.settings import architecture_of
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.optimizers import DECOUPLED, Kept, steps_as
+from megatron_ucp.formats.store import location
 from megatron_ucp.reshard.hugging_face.names import check_config, other_settings, settings_of
 
 # ---- live tensors
@@ -224,7 +224,7 @@ def check_model(source: Checkpoint, model: Model, module: Any) -> None:
     and for other attention heads than those of the run that saved a checkpoint."""
     keeper, says_model = source.manifest.keeper, RECORDED in source.manifest.run
     if keeper == Keeper.WEIGHTS or (keeper == Keeper.DCP and not says_model):
-        check_config(Path(str(source.folder)), model, architecture_of(module))
+        check_config(location(str(source.folder)), model, architecture_of(module))
     own = asdict(model.sizes)
     for name, saved in _recorded(source, "sizes").items():
         if name in _HEADS and own.get(name, saved) != saved:

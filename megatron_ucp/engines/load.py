@@ -1,7 +1,6 @@
 """`load`: any checkpoint into a live engine, of DeepSpeed or megatron-core, on any mesh."""
 
 import gc
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from megatron_ucp.engines.record import HANDLE, LOADED, go_on_with, record_of
 from megatron_ucp.engines.run_state import ResumableLoader
 from megatron_ucp.engines.values import reducing
 from megatron_ucp.errors import NotFoundError, UsageError
+from megatron_ucp.formats.store import Location, absolute, location
 from megatron_ucp.formats.tags import content_id, nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions, Report
@@ -129,7 +129,7 @@ def load(
         load_module_only=load_module_only,
         **named,
     )
-    where = {"path": os.path.abspath(path) if isinstance(path, str) else path, "tag": tag}
+    where = {"path": str(absolute(path)) if isinstance(path, str) else path, "tag": tag}
     agree.require_same(as_compared({**where, **given}))
     options = load_options(given)
     if allow is not None:  # what `attach` got is for all loads, whatever each has a use for
@@ -137,7 +137,7 @@ def load(
         check_acting(options.allow, _wanted(engine, options))
     # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
     if (kept := record_of(engine).memory) is not None and not isinstance(path, MemorySource):
-        kept.adopt_folder_of(Path(path))
+        kept.adopt_folder_of(location(path))
     return fill(engine, path, tag, options)
 
 
@@ -200,7 +200,7 @@ def _resumed(
     kept = record_of(engine).memory
     if kept is None:
         return resume(live, path, tag, options), None
-    newer = kept.look(live, Path(path), tag, options)
+    newer = kept.look(live, location(path), tag, options)
     if newer.held is None:
         try:
             report, share = resume(live, path, tag, options), None
@@ -231,7 +231,7 @@ def go_on(
     run_id: str,
     origin: str,
     steps: int,
-    files: Iterable[Path],
+    files: Iterable[Location],
     share: Any = None,
 ) -> None:
     """The engine was filled, has come to `steps`, and goes on with the run of that id, or from the
@@ -262,7 +262,7 @@ def no_checkpoint(folder: Any) -> bool:
 def origin_of(folder: str | Path) -> str:
     """What a checkpoint without an id is known by; of it the first rank's counts."""
     with suppress(OSError):
-        return content_id(Path(folder)) if not agree.world()[0] else ""
+        return content_id(location(folder)) if not agree.world()[0] else ""
     return ""
 
 
@@ -281,7 +281,11 @@ def fill(
     if not options.module_only:
         is_file = not (report.run_id or report.run_origin or isinstance(path, MemorySource))
         origin = origin_of(report.path) if is_file else report.run_origin
-        files = () if isinstance(path, MemorySource) else (Path(path), Path(path).absolute().parent)
+        files = (
+            ()
+            if isinstance(path, MemorySource)
+            else (location(path), location(path).absolute().parent)
+        )
         go_on(engine, report.run_id, origin, report.global_steps, files, life)
     engine.__dict__[LOADED] = report
     say.ended(str(report), report.notes)

@@ -9,8 +9,8 @@ import socket
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,19 @@ from megatron_ucp.core.manifest import FileEntry
 from megatron_ucp.engines.background import SnapshotMemory
 from megatron_ucp.engines.save import Written
 from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.file_layout import ByKey, FileLayout
 from megatron_ucp.formats.output_folder import Syncs
 from megatron_ucp.formats.pt.archive import ArchiveLayout, archive_of
+from megatron_ucp.formats.store import Location, StorePath, location, upload
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.folder import FileRange, RangeWriter, WrittenRange, record_crcs
+from megatron_ucp.reshard.folder import (
+    FileRange,
+    RangeWriter,
+    WrittenRange,
+    chunks_of,
+    in_file_order,
+    record_crcs,
+)
 from megatron_ucp.reshard.threads import Alongside
 
 # ---- live archive
@@ -41,12 +50,12 @@ class LiveArchive:
     """The file `path`, in which the storage of a key lies from byte `layout.places[key]` on.
     `memory` has the bytes of each storage where they are now, flat, on any device."""
 
-    path: Path
+    path: Location
     layout: ArchiveLayout
     memory: Mapping[str, torch.Tensor]
 
 
-def live_archive(value: object, path: Path) -> LiveArchive:
+def live_archive(value: object, path: Location) -> LiveArchive:
     """What `torch.save(value, path)` would write. Raises what `pickle` raises for a value that it
     can't take, RuntimeError for memory that is saved under two dtypes."""
     stream = io.BytesIO()
@@ -93,7 +102,7 @@ class _Pickler(pickle.Pickler):
 # ---- the files that stock DeepSpeed wrote
 
 
-def entries_in(aside: Path, paths: Iterable[Path], sync: Syncs) -> list[FileEntry]:
+def entries_in(aside: Location, paths: Iterable[Location], sync: Syncs) -> list[FileEntry]:
     """The manifest's lines about files in a folder aside, which are on disk; folders in it that
     hold them come to disk too. Raises OSError."""
     for folder in sorted({path.parent for path in paths} - {aside}):
@@ -106,8 +115,8 @@ class StockFiles:
     """The files that DeepSpeed's own code wrote on this rank into the folder `aside`. `summing`
     makes the sums for the fingerprint meanwhile."""
 
-    aside: Path
-    paths: Sequence[Path]
+    aside: Location
+    paths: Sequence[Location]
     sync: Syncs
     summing: Alongside
 
@@ -160,7 +169,7 @@ class Replicas:
 
 
 # what a rank holds as others do, and the records of it in its own files: path, place, name
-SharedRecords = tuple[str, list[tuple[Path, int, str]]]
+SharedRecords = tuple[str, list[tuple[Location, int, str]]]
 
 
 class RankFiles:
@@ -168,7 +177,11 @@ class RankFiles:
     later; without one, everything is written as it comes."""
 
     def __init__(
-        self, aside: Path, replicas: Replicas, sync: Syncs, snapshot: SnapshotMemory | None = None
+        self,
+        aside: Location,
+        replicas: Replicas,
+        sync: Syncs,
+        snapshot: SnapshotMemory | None = None,
     ) -> None:
         self.aside, self.replicas, self.sync, self.snapshot = aside, replicas, sync, snapshot
         self.summing: Alongside | None = None  # makes the sums for the fingerprint
@@ -177,11 +190,11 @@ class RankFiles:
         self._around_bytes = 0
         self._copies: dict[int, torch.Tensor] = {}  # by the first byte of the engine's memory
         self._begins: list[int] = []  # of copies, in order
-        self._owners: dict[Path, int] = {}  # ranks that end files in which others write
+        self._owners: dict[Location, int] = {}  # ranks that end files in which others write
 
-    def save(self, state_dict: object, path: str | Path) -> None:
+    def save(self, state_dict: object, path: str | os.PathLike[str]) -> None:
         """In the place of `torch.save`. Raises what that raises, and OSError."""
-        archive = live_archive(state_dict, Path(path))
+        archive = live_archive(state_dict, location(path))
         with open(archive.path, "wb") as file:
             file.truncate(archive.layout.size_bytes)
         self._archives.append(archive)
@@ -279,7 +292,78 @@ class RankFiles:
         self._writer.close()
 
 
-def _range(path: Path, record: int, memory: torch.Tensor, turn: int, turns: int) -> FileRange:
+class StoreRankFiles(RankFiles):
+    """The files of one save on this rank, in an object store: each is sent by the rank that has
+    it, from its begin to its end, at once or from a snapshot."""
+
+    def __init__(
+        self,
+        aside: Location,
+        replicas: Replicas,
+        sync: Syncs,
+        snapshot: SnapshotMemory | None = None,
+    ) -> None:
+        super().__init__(aside, replicas, sync, snapshot)
+        self._waiting: list[LiveArchive] = []
+        self._size_bytes = 0
+
+    def save(self, state_dict: object, path: str | os.PathLike[str]) -> None:
+        archive = live_archive(state_dict, location(path))
+        copies: dict[str, torch.Tensor] = {}
+        for key, memory in archive.memory.items():
+            copy = None if self.snapshot is None else self.snapshot.copy(memory)
+            if copy is not None:
+                copies[key] = copy
+                self._copies[memory.data_ptr()] = copy
+        self._archives.append(replace(archive, memory={}))
+        if self.snapshot is not None and len(copies) == len(archive.memory):
+            self._waiting.append(replace(archive, memory=copies))
+        else:
+            self._send(replace(archive, memory={**archive.memory, **copies}))
+
+    def _send(self, archive: LiveArchive) -> None:
+        """Sends a file. Raises StoreError."""
+        layout, memory = archive.layout, archive.memory
+        at = layout.places
+        sizes = {at[key]: len(one) for key, one in memory.items()}
+        read = {at[key]: partial(chunks_of, one) for key, one in memory.items()}
+        whole = FileLayout(
+            archive.path.name,
+            layout.size_bytes,
+            (),
+            around=lambda crcs: layout.around(ByKey(at, crcs)),
+        )
+        upload(
+            cast("StorePath", archive.path),
+            in_file_order(whole, sizes, read, is_lasting=True),
+            layout.size_bytes,
+        )
+        self._size_bytes += layout.size_bytes
+
+    def shared(self) -> SharedRecords:
+        """Nothing: an object has one owner."""
+        return self.replicas.identity, []
+
+    def share(self, ranks: Sequence[SharedRecords]) -> None:
+        """From then on no memory of the engine is needed."""
+        self.replicas = Replicas()
+        self._begins = sorted(self._copies)
+
+    def write(self) -> Written:
+        """Sends what waits, in this thread. Raises StoreError."""
+        for archive in self._waiting:
+            with self.sync.right.changing(f"writes {archive.path}"):
+                self._send(archive)
+        self._waiting.clear()
+        sums = {} if self.summing is None else self.summing.result()
+        return Written(self._size_bytes, sums, {})
+
+    def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
+        """Each file is whole already. Raises StoreError."""
+        return entries_in(self.aside, [archive.path for archive in self._archives], self.sync)
+
+
+def _range(path: Location, record: int, memory: torch.Tensor, turn: int, turns: int) -> FileRange:
     """The share of a record that one of several ranks writes."""
     step = -(-len(memory) // turns)
     step += -step % _ALIGNED_BYTES

@@ -12,7 +12,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,6 +24,7 @@ from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.per_rank import RANDOM_STATES
+from megatron_ucp.formats.store import Location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import KeepsPosition, LoadOptions
 
@@ -485,7 +485,7 @@ class RunState:
         cls,
         read: Callable[[], tuple[Mapping[str, Any], LiveValues]],
         drawn_now: Callable[[], DrawnState],
-        folder: Path,
+        folder: Location,
         notes: Sequence[str] = (),
     ) -> "RunState":
         """What `read` gives on each rank: facts, and the values that the rank has for itself. Those

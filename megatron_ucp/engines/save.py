@@ -7,7 +7,6 @@ and every older tag as they were.
 """
 
 import math
-import os
 import threading
 import time
 import uuid
@@ -17,19 +16,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import add
-from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, TAG, FileEntry, Manifest
-from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.manifest import MOVED_LATEST, TAG, FileEntry, Manifest
 from megatron_ucp.engines.background import Background, SaveTurn, background_of
 from megatron_ucp.engines.record import SAVED, run_of
 from megatron_ucp.engines.run_state import ResumableLoader, RunState
-from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UcpError
+from megatron_ucp.errors import DamagedFileError, RankError, SaveError, StoreError, UcpError
 from megatron_ucp.formats import locks, output_folder
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.formats.output_folder import Syncs, aside_of
+from megatron_ucp.formats.store import Location, StorePath, absolute, location
 from megatron_ucp.formats.tags import (
     LATEST,
     names_a_later_save,
@@ -47,7 +45,7 @@ from megatron_ucp.reshard.fingerprint import (
     recorded_as,
     table_of,
 )
-from megatron_ucp.reshard.folder import WrittenRange
+from megatron_ucp.reshard.folder import WrittenRange, save_error_of
 from megatron_ucp.reshard.options import SAVES, STOCK, check_fields, check_given, options_for
 
 # ---- options, and the report
@@ -169,11 +167,12 @@ class SaveRequest(ABC):
     the one that the program itself reads (None: no pointer moves)."""
 
     engine: Any
-    folder: Path
+    folder: Location
     tag: str
     steps: int
     options: SaveOptions
     pointer: str | None
+    claimed: Location | None = field(default=None, kw_only=True)  # where a store takes the files
 
     @abstractmethod
     def take(self, sync: Syncs, left: ExitStack) -> PendingSave:
@@ -181,14 +180,14 @@ class SaveRequest(ABC):
         Collective. Raises a UcpError on every rank."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         """The folder that the save becomes."""
         return self.folder / self.tag
 
     @property
-    def aside(self) -> Path:
+    def aside(self) -> Location:
         """Where the files are written."""
-        return aside_of(self.folder, self.tag)
+        return self.claimed or aside_of(self.folder, self.tag)
 
     @property
     def background(self) -> Background | None:
@@ -201,7 +200,7 @@ class SaveRequest(ABC):
         locks.require_left(self.aside)
         own = {one.name: getattr(self.options, one.name) for one in fields(self.options)}
         options = {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
-        return {"save_dir": os.path.abspath(self.folder), "tag": self.tag}, options
+        return {"save_dir": str(absolute(self.folder)), "tag": self.tag}, options
 
 
 def require_one_save(asked: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
@@ -223,7 +222,7 @@ def save_engine(request: SaveRequest) -> SaveReport:
     if background is not None:
         if background.options.busy == "skip" and agree.any_of(background.is_busy):
             say.note(f"a save was skipped: that of {background.what} is still under way")
-            return _unfinished(Path(background.what), request.steps)
+            return _unfinished(location(background.what), request.steps)
         with agree.together():
             background.wait()
     try:
@@ -240,7 +239,7 @@ def save_engine(request: SaveRequest) -> SaveReport:
     return report if report.is_under_way else _ended(engine, report)
 
 
-def _unfinished(path: Path, steps: int, mesh: str = "", seconds: float = 0.0) -> SaveReport:
+def _unfinished(path: Location, steps: int, mesh: str = "", seconds: float = 0.0) -> SaveReport:
     """The report of a save that goes on in the background, `seconds` after it began."""
     return SaveReport(
         str(path), mesh, steps, 0, seconds, 0.0, blocked_seconds=seconds, is_under_way=True
@@ -259,6 +258,7 @@ def _begun(request: SaveRequest) -> SaveReport:
     started = time.perf_counter()
     sync = Syncs(request.options.durable, right=PublishRight(request.aside))
     with as_rank_error(request.folder, request.tag), ExitStack() as left:
+        request = _claimed(request, sync, left)
         taken = request.take(sync, left)
         settle = partial(_settled, request, taken, sync, started)
         if request.background is None:
@@ -268,6 +268,22 @@ def _begun(request: SaveRequest) -> SaveReport:
         rest = partial(_in_background, request, settle, left.pop_all(), seconds)
         request.background.start(str(request.path), rest, sync.right)
         return _unfinished(request.path, request.steps, mesh, seconds)
+
+
+def _claimed(request: SaveRequest, sync: Syncs, left: ExitStack) -> SaveRequest:
+    """A save into a store claims its tag first: where the files go is told to all ranks. Until
+    `left` ends the claim is this save's. Collective. Raises SaveError on every rank."""
+    if not isinstance(request.folder, StorePath):
+        return request
+    with as_save_error(), agree.together():
+        asked = request.asked()
+    require_one_save(asked)
+
+    def claim() -> Location:
+        return left.enter_context(output_folder.begin(request.folder, request.tag, sync.right))
+
+    with as_save_error():
+        return replace(request, claimed=agree.of_first(claim))
 
 
 def _in_background(
@@ -324,7 +340,7 @@ def _settled(
     )
 
 
-def _write_beside(aside: Path, files: Mapping[str, bytes], sync: Syncs) -> int:
+def _write_beside(aside: Location, files: Mapping[str, bytes], sync: Syncs) -> int:
     """Writes the small files that this rank has for itself; returns their bytes. Raises OSError,
     SaveError."""
     for name, data in files.items():
@@ -367,25 +383,28 @@ def flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def publish(
-    aside: Path, folder: Path, manifest: Manifest, pointer: str | None, sync: output_folder.Syncs
+    aside: Location,
+    folder: Location,
+    manifest: Manifest,
+    pointer: str | None,
+    sync: output_folder.Syncs,
 ) -> list[str]:
     """Gives the files their names: the folder gets its manifest, then the tag's name; then the
     pointers to the newest tag are replaced: all that the folder has, and the program's own
     `pointer` (None: no pointer moves), unless they name a later save. Returns lines about those
     that can't name the tag, or don't. Raises SaveError, which says what is there, where that
     stopped half-way, or where the save was given up; OSError where nothing has a name yet."""
-    tag, name, wanted, text = output_folder.tag_of(aside), pointer or LATEST, "", to_json(manifest)
+    tag, name, wanted = output_folder.tag_of(aside), pointer or LATEST, ""
     try:
-        output_folder.commit(aside, text, sync)
+        output_folder.commit(aside, manifest, sync)
         moving, notes = pointers_to(folder, tag, pointer) if pointer is not None else ({}, [])
         for name, wanted in moving.items():
             later = partial(names_a_later_save, folder / name, manifest)
             if not output_folder.move_pointer(folder / name, wanted, sync, unless=later):
                 notes.append(f"`{name}` names a later save of this run, and stays as it is")
         return notes + ([_NO_LOCKS] if sync.right.is_unlocked else [])
-    except OSError as error:
-        written = folder / tag / FILE_NAME
-        if not written.is_file() or written.read_text(encoding="utf-8") != text:
+    except (OSError, StoreError) as error:
+        if not _counts(folder / tag, manifest):
             raise
         named = read_pointer(folder / name) if (folder / name).is_file() else "nothing"
         if named == wanted or pointer is None:
@@ -396,11 +415,24 @@ def publish(
             )
         raise SaveError(
             what,
-            file=error.filename or folder / name,
+            file=(error.filename if isinstance(error, OSError) else error.file) or folder / name,
             expected=f"`{name}` names {wanted}" if pointer else None,
-            found=f"{type(error).__name__}: {error.strerror or error}",
+            found=_reason(error),
             fix=f'mend the folder and save again; until then load this tag by name: tag="{tag}"',
         ) from error
+
+
+def _counts(tag: Location, manifest: Manifest) -> bool:
+    """Whether a tag is there and is the save with this manifest."""
+    with suppress(OSError, UcpError):
+        return output_folder.manifest_of(tag).save_id == manifest.save_id
+    return False
+
+
+def _reason(error: OSError | StoreError) -> str:
+    if isinstance(error, StoreError):
+        return f"{error.problem}: {error.found}"
+    return f"{type(error).__name__}: {error.strerror or error}"
 
 
 _NO_LOCKS = (
@@ -417,10 +449,12 @@ def as_save_error(problem: str = SAVE_FAILED) -> Iterator[None]:
         yield
     except DamagedFileError as error:  # what `together` makes of an OSError
         raise SaveError(problem, file=error.file, found=error.found) from error
+    except StoreError as error:
+        raise save_error_of(error, problem) from error
 
 
 @contextmanager
-def as_rank_error(folder: Path, tag: str) -> Iterator[None]:
+def as_rank_error(folder: Location, tag: str) -> Iterator[None]:
     """Inside, collectives that break (as they do when a rank dies) are a save that did not
     finish."""
     try:
@@ -460,7 +494,7 @@ def stamp(*seen: float | None) -> float:
         return _last_stamp
 
 
-def _stamp_in(folder: Path) -> float | None:
+def _stamp_in(folder: Location) -> float | None:
     """The latest stamp of the tags that a folder names now."""
     with suppress(OSError):  # what is wrong with a pointer is said when it moves
         tags = {tag for tag in pointers_in(folder).values() if tag}  # mostly one, for both
@@ -470,7 +504,7 @@ def _stamp_in(folder: Path) -> float | None:
 
 
 def completed(
-    manifest: Manifest, entries: Iterable[FileEntry], facts: Mapping[str, Any], folder: Path
+    manifest: Manifest, entries: Iterable[FileEntry], facts: Mapping[str, Any], folder: Location
 ) -> Manifest:
     """The manifest beside the files of a save in a folder: these, and what else is known of the
     save."""
@@ -479,7 +513,7 @@ def completed(
     return replace(manifest, files=files, save_id=uuid.uuid4().hex, run=run)
 
 
-def prune(folder: Path, keep: int | None, engine: Any, sync: output_folder.Syncs) -> list[str]:
+def prune(folder: Location, keep: int | None, engine: Any, sync: output_folder.Syncs) -> list[str]:
     """Lines about older tags of an engine's run, of those that stay each once. The save, of which
     `sync` is, is done by now: what can't be removed is said, and no error."""
     if keep is None:

@@ -25,7 +25,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,6 +79,7 @@ from megatron_ucp.formats.per_rank import (
 )
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, tensor_object
 from megatron_ucp.formats.pt.unpickle import VouchedClasses, loads, with_tensors
+from megatron_ucp.formats.store import Location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at, tensor_of
 
@@ -794,7 +794,7 @@ class LiveValues:
             frozenset(names["buffer"]), frozenset(names["client"]), bool(names["schedule"])
         )
 
-    def text(self, path: Path, what: PerRank) -> str:
+    def text(self, path: Location, what: PerRank) -> str:
         """The file with this rank's values of all that differs. Raises SaveError where no load
         would take as much."""
         text = text_of(

@@ -11,8 +11,9 @@ from typing import NoReturn
 from isal.isal_zlib import crc32_combine
 
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats.folder import Closing, LocalFile, StoredFile
+from megatron_ucp.formats.folder import Closing, StoredFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.formats.store import open_file
 
 _CHUNK_BYTES = 2**20
 
@@ -121,7 +122,7 @@ class OpenFile(ByteFile, Closing):
 
     def __init__(self, file: StoredFile | str | os.PathLike[str]) -> None:
         """`file` is what a folder opened, or the path of a local one."""
-        self.stored = file if isinstance(file, StoredFile) else LocalFile(file)
+        self.stored = file if isinstance(file, StoredFile) else open_file(file)
         self.path, self.size_bytes = self.stored.path, self.stored.size_bytes
 
     def close(self) -> None:

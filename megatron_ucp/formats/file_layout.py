@@ -4,7 +4,7 @@ lies at which byte, and what stands around the pieces.
 Every format says its files in this one way, so whoever writes them needs to know no format.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ucp.core.plan import Slot
@@ -12,6 +12,23 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 
 Blob = tuple[int, bytes]  # the byte of the file that it begins at, and its bytes
 Crcs = Mapping[int, int]  # the CRC-32 of each piece of a file, by the byte that it begins at
+
+
+class ByKey(Mapping[str, int]):
+    """The CRC-32s of storages by their keys, each asked for when it is needed: whoever writes a
+    file from its begin to its end makes them one by one."""
+
+    def __init__(self, places: Mapping[str, int], crcs: Crcs) -> None:
+        self._places, self._crcs = places, crcs
+
+    def __getitem__(self, key: str) -> int:
+        return self._crcs[self._places[key]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 @dataclass(frozen=True, slots=True)

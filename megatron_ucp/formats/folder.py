@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -121,8 +122,21 @@ class Folder(ABC):
     def size_bytes(self, name: str) -> int: ...
 
     @abstractmethod
+    def modified(self, name: str) -> float:
+        """When a file was written last, in seconds since the epoch."""
+
+    @abstractmethod
     def open(self, name: str) -> StoredFile:
         """Opens a regular file. Raises NotFoundError, DamagedFileError."""
+
+    def known(self, name: str) -> str:
+        """What another rank needs to open the same file without looking for it."""
+        return ""
+
+    def open_known(self, name: str, size_bytes: int, known: str) -> StoredFile:
+        """A file of which another rank said its size, and what is `known` of it. Raises as
+        `open`."""
+        return self.open(name)
 
     def small(self, name: str, max_bytes: int) -> bytes:
         """A small file whole. Raises as `open`, and DamagedFileError for a larger one."""
@@ -271,13 +285,13 @@ class LocalFolder(Folder):
     def size_bytes(self, name: str) -> int:
         return os.stat(self / name).st_size
 
-    def open(self, name: str) -> StoredFile:
-        self._count_open()
-        return LocalFile(self / name)
+    def modified(self, name: str) -> float:
+        return os.stat(self / name).st_mtime
 
-    def _count_open(self) -> None:
+    def open(self, name: str) -> StoredFile:
         self._opened += 1
         _allow_descriptors(self._opened)
+        return LocalFile(self / name)
 
     def _entries_of(self, below: str) -> dict[str, os.DirEntry[str]]:
         """What lies in the folder, or in one below it; nothing where there is none."""
@@ -306,41 +320,63 @@ class Look:
     names: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     answers: dict[tuple[str, str], Any] = field(default_factory=dict)  # by question and name
     sizes: dict[str, int] = field(default_factory=dict)  # of files that were opened
+    known: dict[str, str] = field(default_factory=dict)  # of these, what `Folder.known` says
     reads: dict[str, dict[tuple[int, int], bytes]] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
 
 
-class LookingFolder(LocalFolder):
-    """A folder of the local disk, which keeps what it answers as long as `look` is there."""
+class _Through(Folder):
+    """A folder that asks another one."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
+    def __init__(self, base: Folder) -> None:
+        self._base = base
+
+    def __str__(self) -> str:
+        return str(self._base)
+
+    def __truediv__(self, name: str) -> str:
+        return self._base / name
+
+    def name_of(self, path: str) -> str:
+        return self._base.name_of(path)
+
+    def modified(self, name: str) -> float:
+        return self._base.modified(name)
+
+
+class LookingFolder(_Through):
+    """A folder that keeps what it answers as long as `look` is there."""
+
+    def __init__(self, base: Folder) -> None:
+        super().__init__(base)
         self.look: Look | None = Look()
 
     def names(self, below: str = "") -> list[str]:
+        there = self._base.names(below)
         if self.look is not None and below not in self.look.names:
-            entries = self._entries_of(below)
-            there = sorted(entries)
-            self.look.names[below] = "\n".join(there), bytes(entries[n].is_file() for n in there)
-        return super().names(below)
+            prefix = f"{below}/" if below else ""
+            are_files = bytes(self._base.is_file(f"{prefix}{name}") for name in there)
+            self.look.names[below] = "\n".join(there), are_files
+        return there
 
     def __contains__(self, name: str) -> bool:
-        return self._kept("in", name, super().__contains__(name))
+        return self._kept("in", name, name in self._base)
 
     def is_file(self, name: str) -> bool:
-        return self._kept("is file", name, super().is_file(name))
+        return self._kept("is file", name, self._base.is_file(name))
 
     def is_folder(self, name: str) -> bool:
-        return self._kept("is folder", name, super().is_folder(name))
+        return self._kept("is folder", name, self._base.is_folder(name))
 
     def size_bytes(self, name: str) -> int:
-        return self._kept("size", name, super().size_bytes(name))
+        return self._kept("size", name, self._base.size_bytes(name))
 
-    def open(self, name: str) -> LocalFile:
-        self._count_open()
-        file = _LookedAtFile(self / name, self, name)
+    def open(self, name: str) -> StoredFile:
+        file = _LookedAtFile(self._base.open(name), self, name)
         if self.look is not None:
             self.look.sizes[name] = file.size_bytes
+            if known := self._base.known(name):
+                self.look.known[name] = known
         return file
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
@@ -359,26 +395,38 @@ class LookingFolder(LocalFolder):
         return answer
 
 
-class _LookedAtFile(LocalFile):
+class _LookedAtFile(StoredFile):
     """A file of a folder that keeps what it answers."""
 
-    def __init__(self, path: str, folder: LookingFolder, name: str) -> None:
-        super().__init__(path)
-        self._folder, self._name = folder, name
+    def __init__(self, file: StoredFile, folder: LookingFolder, name: str) -> None:
+        self.path, self.size_bytes = file.path, file.size_bytes
+        self._file, self._folder, self._name = file, folder, name
 
     def read(self, start_byte: int, target: memoryview) -> None:
-        super().read(start_byte, target)
+        self._file.read(start_byte, target)
         if (look := self._folder.look) is not None:
             reads = look.reads.setdefault(self._name, {})
             reads[start_byte, len(target)] = bytes(target)
 
+    def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
+        self._file.read_rows(starts, size_bytes, target, places)
 
-class ToldFolder(LocalFolder):
-    """A folder of which another rank said what it saw (`look`). What nobody said is looked up on
-    the local disk: a file is opened there when its bytes are read."""
+    def will_read(self, start_byte: int, size_bytes: int) -> None:
+        self._file.will_read(start_byte, size_bytes)
 
-    def __init__(self, path: str | os.PathLike[str], look: Look) -> None:
-        super().__init__(path)
+    def keeps_folder(self) -> bool:
+        return self._file.keeps_folder()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ToldFolder(_Through):
+    """A folder of which another rank said what it saw (`look`). What nobody said is looked up
+    here: a file is opened when its bytes are read."""
+
+    def __init__(self, base: Folder, look: Look) -> None:
+        super().__init__(base)
         self._look = look
         self._names = {
             below: names.split("\n") if names else [] for below, (names, _) in look.names.items()
@@ -390,33 +438,31 @@ class ToldFolder(LocalFolder):
         }
 
     def names(self, below: str = "") -> list[str]:
-        return [*self._names[below]] if below in self._names else super().names(below)
+        return [*self._names[below]] if below in self._names else self._base.names(below)
 
     def __contains__(self, name: str) -> bool:
         if name in self._is_file:
             return True
-        return self._answered("in", name, super().__contains__)
+        return self._answered("in", name, self._base.__contains__)
 
     def is_file(self, name: str) -> bool:
         if self._is_file.get(name):
             return True
-        return self._answered("is file", name, super().is_file)
+        return self._answered("is file", name, self._base.is_file)
 
     def is_folder(self, name: str) -> bool:
-        return self._answered("is folder", name, super().is_folder)
+        return self._answered("is folder", name, self._base.is_folder)
 
     def size_bytes(self, name: str) -> int:
-        return self._answered("size", name, super().size_bytes)
+        return self._answered("size", name, self._base.size_bytes)
 
     def open(self, name: str) -> StoredFile:
-        if name not in self._look.sizes:
-            return super().open(name)
-        return _ToldFile(self / name, self._look.sizes[name], self._look.reads.get(name, {}), self)
-
-    def open_here(self, path: str) -> LocalFile:
-        """The file itself."""
-        self._count_open()
-        return LocalFile(path)
+        look = self._look
+        if name not in look.sizes:
+            return self._base.open(name)
+        size, known = look.sizes[name], look.known.get(name, "")
+        open_here = partial(self._base.open_known, name, size, known)
+        return _ToldFile(self / name, size, look.reads.get(name, {}), open_here)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
         return self._look.made[key] if key in self._look.made else make()
@@ -434,19 +480,19 @@ class _ToldFile(StoredFile):
         path: str,
         size_bytes: int,
         reads: Mapping[tuple[int, int], bytes],
-        folder: ToldFolder,
+        open_here: Callable[[], StoredFile],
     ) -> None:
         self.path, self.size_bytes = path, size_bytes
-        self._reads, self._folder = reads, folder
-        self._file: LocalFile | None = None
+        self._reads, self._open_here = reads, open_here
+        self._file: StoredFile | None = None
         self._is_closed = False
 
     @property
-    def _opened(self) -> LocalFile:
+    def _opened(self) -> StoredFile:
         if self._is_closed:
             raise UsageError("the file has been closed", file=self.path, fix="open it again")
         if self._file is None:
-            self._file = self._folder.open_here(self.path)
+            self._file = self._open_here()
             if self._file.size_bytes != self.size_bytes:
                 _damaged(
                     self.path,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.errors import SaveError
+from megatron_ucp.formats.store import Location
 from megatron_ucp.formats.tags import is_unfinished
 
 _LOCK = ".lock"
@@ -40,7 +41,7 @@ class PublishRight:
     moment can't be called back; `hangs` says which it is, and `done` what the save has changed.
     """
 
-    def __init__(self, aside: Path | None = None) -> None:
+    def __init__(self, aside: Location | None = None) -> None:
         self.aside = aside  # the folder that the save writes into
         self.until: float | None = None  # time.monotonic() after which nothing is published
         self.says: Callable[[str], None] = lambda what: None  # is told what happens now
@@ -91,10 +92,10 @@ class PublishRight:
 
 _ONE_CHANGE_S = 0.2
 _GIVEN_UP: "weakref.WeakSet[PublishRight]" = weakref.WeakSet()
-_OWN: "dict[Path, Claim]" = {}  # those of this process, by the path of their file
+_OWN: "dict[Location, Claim]" = {}  # those of this process, by the path of their file
 
 
-def require_left(aside: Path) -> None:
+def require_left(aside: Location) -> None:
     """Raises SaveError where a save of this process that was given up may still change a folder
     that it writes into: it hangs in the operating system, and can't be stopped."""
     for right in [*_GIVEN_UP]:
@@ -114,7 +115,7 @@ class Claim:
     makes anew, so that a save that hangs stands in nobody's way."""
 
     def __init__(
-        self, path: Path, handle: int, doing: str, right: PublishRight, is_small: bool
+        self, path: Location, handle: int, doing: str, right: PublishRight, is_small: bool
     ) -> None:
         self._path, self._handle = path, handle
         self._right, self._is_small = right, is_small
@@ -154,14 +155,14 @@ class Claim:
             os.close(handle)
 
 
-def lock_of(aside: Path) -> Path:
+def lock_of(aside: Location) -> Location:
     """The file that says who writes an unfinished folder, or file."""
     return aside.with_name(aside.name + _LOCK)
 
 
-def claims_in(folder: Path) -> set[Path]:
+def claims_in(folder: Location) -> set[Location]:
     """What is unfinished in a folder: somebody writes it, or was killed."""
-    out: set[Path] = set()
+    out: set[Location] = set()
     for name in os.listdir(folder):
         bare = name.removesuffix(_LOCK)
         if is_unfinished(bare):
@@ -170,7 +171,7 @@ def claims_in(folder: Path) -> set[Path]:
 
 
 @contextmanager
-def writing(aside: Path, right: PublishRight | None = None) -> Iterator[None]:
+def writing(aside: Location, right: PublishRight | None = None) -> Iterator[None]:
     """Inside, nobody else writes or clears away what lies under the name, as long as the save has
     its right. Raises SaveError, which says who does; OSError."""
     with _released(_claimed_soon(aside, _WRITES, right)):
@@ -178,14 +179,14 @@ def writing(aside: Path, right: PublishRight | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def in_turn(aside: Path, right: PublishRight | None = None) -> Iterator[None]:
+def in_turn(aside: Location, right: PublishRight | None = None) -> Iterator[None]:
     """As `writing`, of something small: waits for others. Raises SaveError, OSError."""
     with _released(_claimed_soon(aside, _WRITES, right, patient=True)):
         yield
 
 
 @contextmanager
-def removing(aside: Path, right: PublishRight | None = None) -> Iterator[bool]:
+def removing(aside: Location, right: PublishRight | None = None) -> Iterator[bool]:
     """As `writing`, of what shall go. False inside where somebody writes it. Raises OSError."""
     claim = _claim(aside, _REMOVES, right or PublishRight())
     if claim is None:
@@ -204,7 +205,7 @@ def _released(claim: Claim) -> Iterator[None]:
 
 
 def _claimed_soon(
-    aside: Path, doing: str, right: PublishRight | None, patient: bool = False
+    aside: Location, doing: str, right: PublishRight | None, patient: bool = False
 ) -> Claim:
     """A claim, behind one that clears away, or behind all of them."""
     until, right = time.monotonic() + _PATIENCE_S, right or PublishRight()
@@ -216,7 +217,7 @@ def _claimed_soon(
     return claim
 
 
-def _refusal(aside: Path, holder: dict[str, Any]) -> SaveError:
+def _refusal(aside: Location, holder: dict[str, Any]) -> SaveError:
     own = _OWN.get(lock_of(aside))
     since = holder.get("since", "a moment ago")
     found = f"process {holder.get('pid', '?')} on {holder.get('host', 'a machine unknown')}"
@@ -233,7 +234,9 @@ def _refusal(aside: Path, holder: dict[str, Any]) -> SaveError:
     )
 
 
-def _claim(aside: Path, doing: str, right: PublishRight, is_small: bool = False) -> Claim | None:
+def _claim(
+    aside: Location, doing: str, right: PublishRight, is_small: bool = False
+) -> Claim | None:
     """A claim; None where another process has it, or another save of this one."""
     path = lock_of(aside)
     while True:
@@ -250,7 +253,7 @@ def _claim(aside: Path, doing: str, right: PublishRight, is_small: bool = False)
             os.close(handle)
 
 
-def _is_taken_over(path: Path) -> bool:
+def _is_taken_over(path: Location) -> bool:
     """Whether a save of this process that was given up has let go of a claim by now."""
     own = _OWN.get(path)
     return own is not None and own.taken_over()
@@ -265,7 +268,7 @@ def _lock(handle: int) -> bool | None:
     return True
 
 
-def _is_at(handle: int, path: Path) -> bool:
+def _is_at(handle: int, path: Location) -> bool:
     """Whether an open file still has its name."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), os.lstat(path))
@@ -313,7 +316,7 @@ def is_alive(said: Mapping[str, Any]) -> bool | None:
     return said.get("started") == _started(said.get("pid"))
 
 
-def _holder(path: Path) -> dict[str, Any]:
+def _holder(path: Location) -> dict[str, Any]:
     """What a claim says of its process; nothing where it does not say it yet."""
     with contextlib.suppress(OSError, ValueError):
         said = json.loads(path.read_text(encoding="utf-8"))

@@ -17,13 +17,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, RUN, TAG, FileEntry, Manifest
-from megatron_ucp.core.manifest_json import from_json
+from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.errors import SaveError, UcpError, UsageError, some_of
+from megatron_ucp.formats import store_saves
 from megatron_ucp.formats.locks import (
     PublishRight,
     claims_in,
@@ -33,6 +35,7 @@ from megatron_ucp.formats.locks import (
     writing,
 )
 from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.store import AGAIN, STORED_IN, Location, StorePath
 from megatron_ucp.formats.tags import (
     SAVING,
     is_unfinished,
@@ -56,18 +59,23 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 _rmtree = shutil.rmtree
 
 
-def aside_of(save_dir: Path, tag: str) -> Path:
-    """The folder that a save of the tag goes into."""
+def aside_of(save_dir: Location, tag: str) -> Location:
+    """The folder that a save of the tag goes into. In a store, where nothing is renamed, it is the
+    tag's own, unless `begin` gives another one."""
+    if isinstance(save_dir, StorePath):
+        return save_dir / tag
     return save_dir / f".{tag}{SAVING}"
 
 
-def tag_of(aside: Path) -> str:
+def tag_of(aside: Location) -> str:
     """The tag whose save goes into a folder."""
+    if isinstance(aside, StorePath):
+        return aside.parent.name if aside.name.startswith(AGAIN) else aside.name
     return aside.name.removeprefix(".").removesuffix(SAVING)
 
 
 @contextmanager
-def begin(save_dir: Path, tag: str, right: PublishRight | None = None) -> Iterator[Path]:
+def begin(save_dir: Location, tag: str, right: PublishRight | None = None) -> Iterator[Location]:
     """The folder that a save of the tag goes into, that save's alone as long as it has its `right`.
     Behind the block it is gone, unless `commit` gave it the tag's name; what killed saves left went
     before.
@@ -76,13 +84,17 @@ def begin(save_dir: Path, tag: str, right: PublishRight | None = None) -> Iterat
     OSError.
     """
     _require_free_for_a_tag(save_dir, tag)
+    if isinstance(save_dir, StorePath):
+        with store_saves.attempt(save_dir / tag, "saves") as attempt:
+            yield attempt.aside
+        return
     save_dir.mkdir(parents=True, exist_ok=True)
     with held(aside_of(save_dir, tag), right) as aside:
         _sweep(claims_in(save_dir) - {aside})
         yield aside
 
 
-def _sweep(unfinished: set[Path]) -> None:
+def _sweep(unfinished: set[Location]) -> None:
     """Removes what nobody writes any more; what another user left is in nobody's way."""
     for left in unfinished:
         with suppress(OSError), removing(left) as nobody_writes:
@@ -90,7 +102,7 @@ def _sweep(unfinished: set[Path]) -> None:
                 clear(left)
 
 
-def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
+def _require_free_for_a_tag(save_dir: Location, tag: str) -> None:
     require_no_pointer(save_dir / tag)
     if not tag or "/" in tag or tag.startswith("."):
         raise UsageError(
@@ -101,7 +113,7 @@ def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
             fix="give such a name, without / and with no dot at its beginning",
             id="no-such-tag",
         )
-    if (save_dir / tag).exists() and not (save_dir / tag).is_dir():
+    if (save_dir / tag).is_file():
         raise UsageError(
             "a file has the name of the tag",
             file=save_dir / tag,
@@ -112,9 +124,13 @@ def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
 
 
 @contextmanager
-def held(aside: Path, right: PublishRight | None = None) -> Iterator[Path]:
+def held(aside: Location, right: PublishRight | None = None) -> Iterator[Location]:
     """A new folder under the name of an unfinished one, this save's alone as long as it has its
     `right`; gone behind the block. Raises SaveError where another one writes it, OSError."""
+    if isinstance(aside, StorePath):
+        with store_saves.attempt(aside, "writes", is_shared=False):
+            yield aside
+        return
     right = right or PublishRight()
     with writing(aside, right):
         clear(aside)  # of a process that was killed
@@ -128,7 +144,7 @@ def held(aside: Path, right: PublishRight | None = None) -> Iterator[Path]:
                 clear(aside)
 
 
-def clear(path: Path) -> None:
+def clear(path: Location) -> None:
     """Removes a folder with all that lies in it, a file, or a link alone; also one that is being
     removed already. Raises OSError."""
     with suppress(FileNotFoundError):
@@ -138,7 +154,7 @@ def clear(path: Path) -> None:
             _rmtree(path)
 
 
-def entry_of(path: Path, name: str | None = None) -> FileEntry:
+def entry_of(path: Location, name: str | None = None) -> FileEntry:
     """The manifest's line about a file, under its `name` in the tag folder. The SHA-256 is of the
     zip directory of a .pt file, which holds the CRC-32 of every record; of all bytes of any other
     file."""
@@ -159,9 +175,9 @@ class Syncs:
     seconds: float = 0.0
     right: PublishRight = field(default_factory=PublishRight, repr=False, compare=False)
 
-    def __call__(self, path: Path) -> None:
-        """Returns when a file or a folder is on disk. Raises OSError."""
-        if not self.durable:
+    def __call__(self, path: Location) -> None:
+        """Returns when a file or a folder is on disk; what a store has taken is. Raises OSError."""
+        if not self.durable or isinstance(path, StorePath):
             return
         self.right.says(f"syncs {path}")
         started = time.perf_counter()
@@ -180,7 +196,7 @@ class OutFile:
     """A file that is written by places; several processes may write one. Made where it is not
     there. A context manager. Errors of the operating system name it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
 
@@ -210,10 +226,13 @@ class OutFile:
 
 
 def move_pointer(
-    path: Path, text: str, sync: Syncs, unless: Callable[[], bool] = lambda: False
+    path: Location, text: str, sync: Syncs, unless: Callable[[], bool] = lambda: False
 ) -> bool:
     """Lets a pointer name another tag; returns whether it does: not where `unless`, asked while
     nobody else moves it, says so. Raises OSError, SaveError."""
+    if isinstance(path, StorePath):
+        with sync.right.changing(f"replaces {path}", f"`{path.name}` names {text}"):
+            return store_saves.move_pointer(path, text, unless)
     with in_turn(aside_of(path.parent, path.name), sync.right):
         if unless():
             return False
@@ -221,14 +240,17 @@ def move_pointer(
         return True
 
 
-def replace_text(path: Path, text: str, sync: Syncs) -> None:
+def replace_text(path: Location, text: str, sync: Syncs) -> None:
     """Writes a small file whole or not at all; several processes that do so take turns. Raises
-    OSError, SaveError."""
+    OSError, SaveError, StoreError."""
+    if isinstance(path, StorePath):
+        store_saves.move_pointer(path, text, lambda: False)
+        return
     with in_turn(aside_of(path.parent, path.name), sync.right):
         _replace_text(path, text, sync)
 
 
-def _replace_text(path: Path, text: str, sync: Syncs, done: str = "") -> None:
+def _replace_text(path: Location, text: str, sync: Syncs, done: str = "") -> None:
     turn = aside_of(path.parent, path.name)
     # Of one save alone: its rename fails where a later save removed it, however long it hung.
     temporary = turn.with_name(f"{turn.name}.{uuid.uuid4().hex[:8]}")
@@ -244,21 +266,28 @@ def _replace_text(path: Path, text: str, sync: Syncs, done: str = "") -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _clear_others(turn: Path) -> None:
+def _clear_others(turn: Location) -> None:
     """Removes what saves left that were killed or given up while they replaced a small file."""
     for name in os.listdir(turn.parent):
         if name.startswith(f"{turn.name}.") and name != lock_of(turn).name:
             (turn.parent / name).unlink(missing_ok=True)
 
 
-def commit(aside: Path, manifest: str, sync: Syncs) -> Path:
+def commit(aside: Location, manifest: Manifest, sync: Syncs) -> Location:
     """Adds the manifest and gives the folder its tag's name; returns it. All other files are whole
     and on disk by now.
 
     Files in an older folder of that name that belong to no save are kept. Where the name is a link
     to a folder elsewhere, the link alone goes.
     """
-    replace_text(aside / FILE_NAME, manifest, sync)
+    if isinstance(aside, StorePath):
+        attempt = store_saves.attempt_at(aside)
+        if aside != attempt.tag:
+            manifest = replace(manifest, run={**manifest.run, STORED_IN: f"{aside.name}/"})
+        with sync.right.changing(f"names {attempt.tag}", f"{attempt.tag.name} is there and whole"):
+            attempt.commit(to_json(manifest).encode())
+        return attempt.tag
+    replace_text(aside / FILE_NAME, to_json(manifest), sync)
     folder = aside.with_name(tag_of(aside))
     if folder.is_dir():
         with sync.right.changing(f"links what users put into {folder}"):
@@ -322,7 +351,7 @@ def _exchange(new: Path, old: Path) -> None:
 
 
 def prune(
-    save_dir: Path, keep: int, run: str | None = None, right: PublishRight | None = None
+    save_dir: Location, keep: int, run: str | None = None, right: PublishRight | None = None
 ) -> list[str]:
     """Removes all but the `keep` newest whole tags that a run's saves wrote and the pointer to the
     newest one (`latest`, or Megatron's) has named; returns lines that say what went, what stayed.
@@ -359,20 +388,20 @@ def prune(
     return lines + [f"kept {some_of(tags)}: {reason}" for reason, tags in kept.items()]
 
 
-def retire(folder: Path, run: str, right: PublishRight | None = None) -> str:
+def retire(folder: Location, run: str, right: PublishRight | None = None) -> str:
     """Removes one tag of a run; returns a line that says so, or that it stayed. As `prune`, it
     leaves what is not whole or not that run's, and what somebody reads."""
     return _remove(folder, run, right or PublishRight())
 
 
-def _manifest_or_none(folder: Path) -> Manifest | None:
+def _manifest_or_none(folder: Location) -> Manifest | None:
     """The manifest of a tag; None where it has none that can be read."""
     with suppress(UcpError, OSError):
         return manifest_of(folder)
     return None
 
 
-def _not_ours(folder: Path, manifest: Manifest | None, run: str) -> str:
+def _not_ours(folder: Location, manifest: Manifest | None, run: str) -> str:
     """Why a tag is nothing that saves of a run wrote, and that is whole; empty where it is."""
     said = manifest.run if manifest is not None else {}
     if folder.is_symlink():
@@ -383,11 +412,13 @@ def _not_ours(folder: Path, manifest: Manifest | None, run: str) -> str:
         return f"it is a copy of {said[TAG]}"
     if said[RUN] != run:
         return "another run saved it"
-    wrong = _first_damaged(folder, manifest.files if manifest is not None else ())
+    files = manifest.files if manifest is not None else ()
+    below = str(said.get(STORED_IN, "")) if isinstance(folder, StorePath) else ""
+    wrong = _first_damaged(folder / below, files)
     return f"it is not whole: {wrong}" if wrong else ""
 
 
-def _first_damaged(folder: Path, files: Sequence[FileEntry]) -> str:
+def _first_damaged(folder: Location, files: Sequence[FileEntry]) -> str:
     """The first file of a tag that is not as its manifest says; empty where all are."""
     for entry in files:
         with suppress(UcpError, OSError):
@@ -399,8 +430,12 @@ def _first_damaged(folder: Path, files: Sequence[FileEntry]) -> str:
     return ""
 
 
-def _remove(folder: Path, run: str, right: PublishRight) -> str:
+def _remove(folder: Location, run: str, right: PublishRight) -> str:
     """Removes a tag where nobody reads or saves it, and it still is what it was."""
+    if isinstance(folder, StorePath):
+        still = partial(_not_ours, folder, _manifest_or_none(folder), run)
+        with right.changing(f"removes {folder}"):
+            return store_saves.remove_tag(folder, still)
     aside = aside_of(folder.parent, folder.name)
     with removing(aside, right) as nobody_writes:
         if not nobody_writes:
@@ -421,7 +456,7 @@ def _remove(folder: Path, run: str, right: PublishRight) -> str:
     return f"removed {folder.name}"
 
 
-def manifest_of(folder: Path) -> Manifest:
+def manifest_of(folder: Location) -> Manifest:
     """The manifest of a tag folder. Raises OSError, DamagedFileError."""
     path = folder / FILE_NAME
     return from_json(path.read_bytes(), str(path))

@@ -1,5 +1,6 @@
 """The table of formats: opens a checkpoint, whatever its format. A new one is one more row."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Format
 from megatron_ucp.formats.dcp.checkpoint import DcpFormat
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
-from megatron_ucp.formats.folder import Folder, LocalFolder
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat, refuse_unnamed
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE
 from megatron_ucp.formats.megatron.dp_reshardable import DpReshardableCheckpoint
@@ -21,6 +22,7 @@ from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint, check_
 from megatron_ucp.formats.per_rank import FILES as OF_RANKS
 from megatron_ucp.formats.per_rank import RANDOM_STATES
 from megatron_ucp.formats.rule_file import read_rules
+from megatron_ucp.formats.store import Location, folder_at, location
 from megatron_ucp.formats.tags import FoundTag, find_tag
 
 # ---- formats
@@ -62,7 +64,7 @@ FORMATS: tuple[Format, ...] = (
 
 
 def open_checkpoint(
-    path: str | Path,
+    path: str | os.PathLike[str],
     tag: str | None = None,
     rules: str | Path | RuleSet | None = None,
     told: CallerModel | None = None,
@@ -79,7 +81,7 @@ def open_checkpoint(
     known = told or CallerModel()
     if read is not None:
         known = replace(known, rules=read)
-    return open_folder(LocalFolder(found.folder), found.notes, known)
+    return open_folder(folder_at(found.folder), found.notes, known)
 
 
 def open_folder(folder: Folder, notes: Sequence[str], told: CallerModel) -> Checkpoint:
@@ -90,23 +92,23 @@ def open_folder(folder: Folder, notes: Sequence[str], told: CallerModel) -> Chec
     return checkpoint
 
 
-def checkpoint_folder(path: str | Path, tag: str | None = None) -> Path:
+def checkpoint_folder(path: str | os.PathLike[str], tag: str | None = None) -> Location:
     """The folder that `find_checkpoint` finds."""
     return find_checkpoint(path, tag).folder
 
 
-def find_checkpoint(path: str | Path, tag: str | None = None) -> FoundTag:
+def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> FoundTag:
     """The folder that holds the files of a checkpoint: a Hugging Face folder itself, or a tag
     folder. Raises NotFoundError, UsageError."""
-    if isinstance(path, str | Path) and tag is None and is_hugging_face(Path(path)):
-        return FoundTag(Path(path))
+    if isinstance(path, str | os.PathLike) and tag is None and is_hugging_face(location(path)):
+        return FoundTag(location(path))
     try:
         found = find_tag(path, tag)
     except NotFoundError:
-        if tag is None and Path(path).is_dir():  # it may be a model's, under names of its own
-            refuse_unnamed(LocalFolder(path))
+        if tag is None and location(path).is_dir():  # it may be a model's, under names of its own
+            refuse_unnamed(folder_at(path))
         raise
-    return replace(found, notes=(*found.notes, *_lost_manifest(LocalFolder(found.folder))))
+    return replace(found, notes=(*found.notes, *_lost_manifest(folder_at(found.folder))))
 
 
 def _lost_manifest(folder: Folder) -> list[str]:
@@ -123,14 +125,14 @@ LOST_MANIFEST = (
 )
 
 
-def is_hugging_face(folder: Path) -> bool:
+def is_hugging_face(folder: Location) -> bool:
     """Whether a folder is one of a Hugging Face model."""
-    return _HUGGING_FACE.recognises(LocalFolder(folder))
+    return _HUGGING_FACE.recognises(folder_at(folder))
 
 
-def is_megatron(folder: Path) -> bool:
+def is_megatron(folder: Location) -> bool:
     """Whether a tag folder is one that Megatron wrote, or that was written for it."""
-    opened = LocalFolder(folder)
+    opened = folder_at(folder)
     return any(row.recognises(opened) for row in _MEGATRON)
 
 

@@ -8,13 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import FILE_NAME, RUN, Manifest
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError, some_of
-from megatron_ucp.formats.folder import Folder, LocalFolder
+from megatron_ucp.formats.folder import Folder
+from megatron_ucp.formats.store import (
+    CLEAN_UP,
+    Location,
+    StorePath,
+    folder_at,
+    is_left_over,
+    location,
+)
 
 # ---- pointers
 #
@@ -47,13 +54,13 @@ def iteration_of_name(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def pointers_in(folder: Path) -> dict[str, str | None]:
+def pointers_in(folder: Location) -> dict[str, str | None]:
     """The pointers of a folder, and the tag that each names; None of one that names no tag."""
     there = [name for name in (LATEST, MEGATRON_LATEST) if (folder / name).is_file()]
     return {name: _tag_or_none(folder / name) for name in there}
 
 
-def newest_named(folder: Path) -> Named | None:
+def newest_named(folder: Location) -> Named | None:
     """The tag that the pointers name; None where there is none. Of two saves of one run that is the
     later one. Raises NotFoundError for a pointer that names no tag, and for two that disagree
     otherwise: which of them counts is the user's to say."""
@@ -80,7 +87,7 @@ def newest_named(folder: Path) -> Named | None:
     )
 
 
-def named_or_note(folder: Path) -> Named:
+def named_or_note(folder: Location) -> Named:
     """As `newest_named`, for what looks at all tags: where no tag is named, the note says why."""
     try:
         return newest_named(folder) or Named("", "")
@@ -88,7 +95,7 @@ def named_or_note(folder: Path) -> Named:
         return Named("", "", f"{error.problem}: {error.found}")
 
 
-def pointers_to(folder: Path, tag: str, own: str) -> tuple[dict[str, str], list[str]]:
+def pointers_to(folder: Location, tag: str, own: str) -> tuple[dict[str, str], list[str]]:
     """What each pointer of a folder says so that it names a tag: those that are there, and last of
     all the program's `own`; and lines about those that can't name it."""
     moving: dict[str, str] = {}
@@ -104,7 +111,7 @@ def pointers_to(folder: Path, tag: str, own: str) -> tuple[dict[str, str], list[
     return {**moving, own: _text_for(own, tag) or tag}, notes
 
 
-def names_a_later_save(pointer: Path, manifest: Manifest) -> bool:
+def names_a_later_save(pointer: Location, manifest: Manifest) -> bool:
     """Whether a pointer names a save of the same run that was made later than that of a manifest.
     Then it does not move: that of a process that hung would lead back.
 
@@ -122,9 +129,10 @@ def names_a_later_save(pointer: Path, manifest: Manifest) -> bool:
     return (named.saved_at or 0.0) > (manifest.saved_at or 0.0)
 
 
-def read_pointer(path: Path) -> str:
+def read_pointer(path: Location) -> str:
     """The text of a file like `latest`. Raises NotFoundError for one that names no folder."""
-    with open(path, encoding="utf-8-sig", errors="replace") as file:  # some editors add a mark
+    # some editors add a mark
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
         text = file.read(_MAX_NAME_CHARS + 2).strip()
     if (
         not text
@@ -145,7 +153,7 @@ def _text_for(pointer: str, tag: str) -> str | None:
     return None if iteration is None else str(iteration)
 
 
-def _tag_of(pointer: Path) -> str:
+def _tag_of(pointer: Location) -> str:
     """The tag that a pointer names. Raises NotFoundError."""
     text = read_pointer(pointer)
     if pointer.name == LATEST or text == _RELEASE:
@@ -155,13 +163,13 @@ def _tag_of(pointer: Path) -> str:
     return iteration_name(int(text))
 
 
-def _tag_or_none(pointer: Path) -> str | None:
+def _tag_or_none(pointer: Location) -> str | None:
     with suppress(NotFoundError):
         return _tag_of(pointer)
     return None
 
 
-def _bad_pointer(path: Path, expected: str, text: str) -> NotFoundError:
+def _bad_pointer(path: Location, expected: str, text: str) -> NotFoundError:
     return NotFoundError(
         "the pointer to the newest tag can't be used",
         file=path,
@@ -172,7 +180,7 @@ def _bad_pointer(path: Path, expected: str, text: str) -> NotFoundError:
     )
 
 
-def _manifest_of(tag: Path) -> Manifest | None:
+def _manifest_of(tag: Location) -> Manifest | None:
     """The manifest in a tag folder; None where there is none that can be read."""
     path = tag / FILE_NAME
     with suppress(OSError, UcpError):
@@ -180,7 +188,7 @@ def _manifest_of(tag: Path) -> Manifest | None:
     return None
 
 
-def saved_at(tag: Path) -> float | None:
+def saved_at(tag: Location) -> float | None:
     """When a tag was saved, in seconds since the epoch, as its manifest says; None where nothing
     says it."""
     manifest = _manifest_of(tag)
@@ -203,31 +211,23 @@ AS_SAFETENSORS = "save the model again: save_pretrained of transformers writes s
 class FoundTag:
     """The folder that a path leads to; `notes` say which other way was not taken."""
 
-    folder: Path
+    folder: Location
     notes: tuple[str, ...] = ()
 
 
-def tag_folder(path: str | Path, tag: str | None = None) -> Path:
+def tag_folder(path: str | os.PathLike[str], tag: str | None = None) -> Location:
     """The folder that `find_tag` finds."""
     return find_tag(path, tag).folder
 
 
-def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
+def find_tag(path: str | os.PathLike[str], tag: str | None = None) -> FoundTag:
     """The tag folder for a path that is a tag folder or the folder above it, whose pointer to the
     newest tag (see `pointers`) is always followed.
 
     Raises NotFoundError that lists what is there instead.
     """
     path = require_folder(path)
-    if is_unfinished(path.absolute().name):
-        raise NotFoundError(
-            "this is a save that was not finished",
-            file=path,
-            expected="a tag folder",
-            found=path.name,
-            fix="load another tag; the next save removes this folder",
-            id="missing-file",
-        )
+    _require_finished(path)
     if tag is not None:
         if not isinstance(cast("object", tag), str) or not tag or "/" in tag or tag in (".", ".."):
             raise UsageError(
@@ -247,7 +247,7 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
     if (path / LATEST_UNIVERSAL).is_file():
         tag = read_pointer(path / LATEST_UNIVERSAL)
         return FoundTag(_tag_folder(path, tag, f"the tag that `{LATEST_UNIVERSAL}` names"))
-    pickles, below = weights_as_pickles(LocalFolder(path)), checkpoints_below(path)
+    pickles, below = weights_as_pickles(folder_at(path)), checkpoints_below(path)
     if below:
         raise NotFoundError(
             "this folder holds no checkpoint, and folders below it do",
@@ -269,7 +269,7 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
     )
 
 
-def checkpoints_below(path: Path) -> list[str]:
+def checkpoints_below(path: Location) -> list[str]:
     """Names of folders in a folder that hold checkpoints, as trainers lay them out; the newest is
     the last."""
     found: list[tuple[float, str]] = []
@@ -285,7 +285,7 @@ def checkpoints_below(path: Path) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def require_no_pointer(folder: Path) -> None:
+def require_no_pointer(folder: Location) -> None:
     """Raises UsageError for a tag, or a converted folder, with the name of a pointer: that is a
     file beside the tags, and both can't be there."""
     if folder.name in POINTERS:
@@ -299,7 +299,7 @@ def require_no_pointer(folder: Path) -> None:
         )
 
 
-def require_folder(path: Any) -> Path:
+def require_folder(path: Any) -> Location:
     """A path that is a folder. Raises UsageError for what is no path, NotFoundError for one where
     there is no folder."""
     if not isinstance(path, str | os.PathLike):
@@ -309,7 +309,7 @@ def require_folder(path: Any) -> Path:
             found=repr(path)[:200],
             fix="give the path of a folder as text",
         )
-    path = Path(path)
+    path = location(path)
     if path.is_file():
         raise NotFoundError(
             "this is a file, and a folder is meant",
@@ -330,7 +330,7 @@ def require_folder(path: Any) -> Path:
     return path
 
 
-def _meant(path: Path) -> str:
+def _meant(path: Location) -> str:
     """The folder whose name is nearest to one that is not there, as the beginning of an advice."""
     near: list[str] = []
     with suppress(OSError):
@@ -349,7 +349,21 @@ def is_unfinished(name: str) -> bool:
     return name.startswith(".") and name.endswith(SAVING)
 
 
-def _tag_folder(path: Path, tag: str, what: str) -> Path:
+def _require_finished(path: Location) -> None:
+    """Raises NotFoundError for a save on its way, or what is left of one."""
+    if is_unfinished(path.absolute().name) or is_left_over(path):
+        raise NotFoundError(
+            "this is a save that was not finished",
+            file=path,
+            expected="a tag folder",
+            found=path.name,
+            fix="load another tag; "
+            + (CLEAN_UP if isinstance(path, StorePath) else "the next save removes this folder"),
+            id="missing-file",
+        )
+
+
+def _tag_folder(path: Location, tag: str, what: str) -> Location:
     if not (path / tag).is_dir():
         raise NotFoundError(
             f"{what} does not exist",
@@ -359,15 +373,16 @@ def _tag_folder(path: Path, tag: str, what: str) -> Path:
             fix="name a tag that exists (--tag; Python: tag=)",
             id="no-such-tag",
         )
+    _require_finished(path / tag)
     return path / tag
 
 
-def _tags(path: Path) -> str:
+def _tags(path: Location) -> str:
     found = sorted(p.name for p in path.iterdir() if p.is_dir() and has_state_files(p))
     return "tags: " + ", ".join(found) if found else "no tag folder with state files"
 
 
-def content_id(folder: Path) -> str:
+def content_id(folder: Location) -> str:
     """What a tag folder is known by that no manifest gives an id: a digest of the names, sizes and
     times of its files. A copy that keeps times has the same. Raises OSError."""
     digest = hashlib.sha256()
@@ -378,21 +393,21 @@ def content_id(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def nothing_there(path: str | Path) -> bool:
+def nothing_there(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is missing, or holds neither a pointer nor anything like a checkpoint: a
     run's first start."""
-    path = Path(path)
+    path = location(path)
     if not path.exists():
         return True
     return (
         path.is_dir()
         and not has_tags(path)
         and not any(path.glob("*.safetensors"))  # of a Hugging Face folder
-        and not weights_as_pickles(LocalFolder(path))
+        and not weights_as_pickles(folder_at(path))
     )
 
 
-def has_tags(path: Path) -> bool:
+def has_tags(path: Location) -> bool:
     """Whether a folder is a tag, has tags in it, or has what names one."""
     return path.is_dir() and (
         any((path / name).exists() for name in POINTERS)
@@ -401,9 +416,9 @@ def has_tags(path: Path) -> bool:
     )
 
 
-def has_state_files(path: Path) -> bool:
+def has_state_files(path: Location) -> bool:
     """Whether a folder looks like a tag's."""
-    return not is_unfinished(path.name) and holds_states(LocalFolder(path))
+    return not is_unfinished(path.name) and holds_states(folder_at(path))
 
 
 def holds_states(folder: Folder) -> bool:
@@ -411,9 +426,9 @@ def holds_states(folder: Folder) -> bool:
     return any(_is_state(folder, name) for name in folder.names())
 
 
-def state_files(path: Path) -> list[Path]:
+def state_files(path: Location) -> list[Location]:
     """What of a folder every tag of some format has."""
-    folder = LocalFolder(path)
+    folder = folder_at(path)
     return [path / name for name in folder.names() if _is_state(folder, name)]
 
 

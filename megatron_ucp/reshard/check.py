@@ -34,7 +34,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.byte_files import ByteFile, Record
 from megatron_ucp.formats.checkpoint import Checkpoint, apart_in
-from megatron_ucp.formats.folder import Folder, LocalFolder
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
 from megatron_ucp.formats.megatron.arguments import one_spelling
 from megatron_ucp.formats.per_rank import RankDifferences
@@ -49,6 +49,7 @@ from megatron_ucp.formats.registry import (
 )
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.formats.schedules import without_groups
+from megatron_ucp.formats.store import Location, folder_at, location
 from megatron_ucp.reshard.checksums import check_runs
 from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 from megatron_ucp.reshard.files import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
@@ -142,11 +143,11 @@ _FILE_BLOCK_BYTES = 2 * 2**20
 _ANYTHING = VouchedClasses(lambda key: True, None, {})  # names alone: nothing is made of them
 
 
-def damaged_files(folder: Path, deep: bool) -> tuple[list[Finding], int, int]:
+def damaged_files(folder: Location, deep: bool) -> tuple[list[Finding], int, int]:
     """What is wrong with each file, in the order of their names; with `deep` every record of those
     that can be opened is compared with its CRC-32. How many files were looked at, and the bytes of
     the records that were read."""
-    opened = LocalFolder(folder)
+    opened = folder_at(folder)
     listed = _listed(opened)
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     names = sorted({*listed, *(name for name in there if name.endswith((".pt", ".safetensors")))})
@@ -156,7 +157,7 @@ def damaged_files(folder: Path, deep: bool) -> tuple[list[Finding], int, int]:
         try:
             _open(opened, name, listed.get(name))
             if deep and name.endswith(".pt"):
-                read_bytes += _compare(folder / name, found)
+                read_bytes += _compare(opened, name, found)
         except UcpError as error:
             found.append(finding_of(error))
     return found, len(names), read_bytes
@@ -171,14 +172,14 @@ def _listed(folder: Folder) -> dict[str, FileEntry]:
         return {}
 
 
-def _compare(path: Path, found: list[Finding]) -> int:
+def _compare(folder: Folder, name: str, found: list[Finding]) -> int:
     """Adds each record with a wrong checksum; returns the bytes of all records."""
     total = 0
-    with PtFile(path, vouched=_ANYTHING) as file:
+    with PtFile(folder.open(name), vouched=_ANYTHING) as file:
         for record in file.records.values():
             total += record.size_bytes
             if _sum_of(file, record) != record.crc32:
-                found.append(Finding("a record has a wrong checksum", str(path), record.name))
+                found.append(Finding("a record has a wrong checksum", folder / name, record.name))
     return total
 
 
@@ -672,10 +673,10 @@ def _opened(
     twins = [is_hugging_face(checkpoint_folder(path)) for path in (a, b)]
     if twins[0] and not twins[1]:
         two = opened.enter_context(open_checkpoint(b, rules=rules_b))
-        told = told_by(Path(a), two.manifest)
+        told = told_by(location(a), two.manifest)
         return opened.enter_context(open_checkpoint(a, told=told)), two
     one = opened.enter_context(open_checkpoint(a, rules=rules))
-    told = told_by(Path(b), one.manifest) if twins[1] else None
+    told = told_by(location(b), one.manifest) if twins[1] else None
     return one, opened.enter_context(open_checkpoint(b, rules=rules_b, told=told))
 
 

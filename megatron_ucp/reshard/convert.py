@@ -12,14 +12,14 @@ from megatron_ucp import say
 from megatron_ucp.core.manifest import CONVERTED_FROM, FILE_NAME, TAG
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import UcpError, UsageError
+from megatron_ucp.errors import StoreError, UcpError, UsageError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import is_universal
 from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.registry import is_megatron, open_checkpoint
+from megatron_ucp.formats.store import Location, folder_at, location
 from megatron_ucp.formats.tags import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -51,7 +51,9 @@ from megatron_ucp.reshard.writers import native, torch_dist, universal
 # The formats that can be written: a row for each, beside those of `formats/registry` for reading.
 
 
-FolderPlan = Callable[[SourceSettings, Conversion, Mapping[str, Any] | None, Path], FolderOutput]
+FolderPlan = Callable[
+    [SourceSettings, Conversion, Mapping[str, Any] | None, Location], FolderOutput
+]
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def refuse_unused(target: Target, to: Writable = NATIVE) -> None:
 _OWN_NAME = re.compile(r"global_step\d+|iter_\d{7,}")
 
 
-def check_name(folder: Path, to: Writable, latest: bool) -> None:
+def check_name(folder: Location, to: Writable, latest: bool) -> None:
     """Raises UsageError where a pointer is asked for that can't name the folder."""
     if latest and not _can_name(to, folder.absolute().name):
         raise UsageError(
@@ -163,7 +165,7 @@ def _can_name(to: Writable, name: str) -> bool:
     return not to.numbered or iteration_of_name(name) is not None
 
 
-def point_at(folder: Path, to: Writable, latest: bool, iteration: int) -> str:
+def point_at(folder: Location, to: Writable, latest: bool, iteration: int) -> str:
     """Writes the pointer that belongs to a new folder, where that is asked for (`latest`), or where
     the folder above is a run of that format that has none; says what was done, or how to load the
     folder. `iteration` is that of the run."""
@@ -184,13 +186,13 @@ def point_at(folder: Path, to: Writable, latest: bool, iteration: int) -> str:
     try:
         for pointer, text in moving.items():
             output_folder.replace_text(parent / pointer, text, output_folder.Syncs())
-    except OSError as error:  # the output is whole all the same
+    except (OSError, StoreError) as error:  # the output is whole all the same
         return f"`{own}` could not be written ({type(error).__name__}): {by_path}"
     named = " and ".join(f"`{pointer}`" for pointer in moving)
     return "; ".join([f"{named} in {parent} now names {name}", *notes])
 
 
-def _left_alone(parent: Path, name: str, to: Writable) -> str:
+def _left_alone(parent: Location, name: str, to: Writable) -> str:
     """Why no pointer of a folder is written that nobody asked for; "" where it is a run of that
     format without one."""
     there = [one for one in to.pointers if (parent / one).is_file()]
@@ -200,17 +202,15 @@ def _left_alone(parent: Path, name: str, to: Writable) -> str:
     return "" if _is_run(parent, name, to) else f"no `{to.pointer}` was written"
 
 
-def _is_run(parent: Path, name: str, to: Writable) -> bool:
+def _is_run(parent: Location, name: str, to: Writable) -> bool:
     """Whether a program saved tags of the same kind into a folder: not merely that copies of tags,
     or what was converted, lie there. DeepSpeed keeps universal folders beside its own tags."""
     others = [path for path in parent.iterdir() if path.is_dir() and path.name != name]
-    tags = [
-        path for path in others if has_state_files(path) and not is_universal(LocalFolder(path))
-    ]
+    tags = [path for path in others if has_state_files(path) and not is_universal(folder_at(path))]
     return any(is_megatron(path) == to.numbered and _was_saved(path) for path in tags)
 
 
-def _was_saved(tag: Path) -> bool:
+def _was_saved(tag: Location) -> bool:
     """Whether a program saved this tag here, under this name: as its manifest says, else as
     DeepSpeed, transformers and Megatron-LM name their own."""
     if not (tag / FILE_NAME).is_file():
@@ -313,7 +313,7 @@ def convert(
     started, together = time.perf_counter(), ranks_of(ranks)
     with as_rank_error("the conversion"), ExitStack() as opened:
         with agree.together(together):
-            folder = Path(plain_path(dst))
+            folder = location(plain_path(dst))
             asked, row = _check_arguments(folder, to, mesh, target, latest, allow)
             config = parsed_config(ds_config)
             source = opened.enter_context(open_checkpoint(src, tag, rules))
@@ -347,7 +347,7 @@ class Writing:
     """A folder that is written from the files of a checkpoint, in a format: `latest`, `allow`,
     `progress` and `ranks` as of `convert`, `started` as a clock says it."""
 
-    folder: Path
+    folder: Location
     to: Writable
     latest: bool
     allow: Collection[str]
@@ -386,7 +386,7 @@ class Writing:
 
 
 def _check_arguments(
-    folder: Path,
+    folder: Location,
     to: str | None,
     mesh: Mesh | str | None,
     target: Target | Mesh | str | None,

@@ -25,6 +25,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.optimizers import rule_of
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.store import location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import of_runs, shifted, standard
 from megatron_ucp.reshard.engine import Holder
@@ -435,7 +436,7 @@ def of_path(
     a UcpError."""
     if is_kept(path):
         return _kept_in(str(path))
-    with open_checkpoint(Path(path), tag, rules=rules) as source:
+    with open_checkpoint(location(path), tag, rules=rules) as source:
         table = {} if source.recorded is None else recorded_in(source.recorded.run)
         if recorded:
             return Fingerprint(_required(table, str(source.folder)), settings_of(source.manifest))

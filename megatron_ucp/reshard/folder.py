@@ -11,19 +11,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, Protocol, Self, cast
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
 from megatron_ucp.core.grouping import grouped
-from megatron_ucp.errors import PlanError, SaveError, UsageError
+from megatron_ucp.errors import PlanError, SaveError, StoreError, UsageError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece, nothing_around
 from megatron_ucp.formats.output_folder import OutFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.formats.store import Location, StorePath, location, upload
 from megatron_ucp.formats.tags import require_no_pointer
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
@@ -46,7 +48,7 @@ from megatron_ucp.reshard.transfer import (
 
 
 _JOB_BYTES = 16 * 2**20  # of one file that a thread writes before it takes the next job
-FileRun = tuple[Path, int, int]  # file, first byte, how many bytes
+FileRun = tuple[Location, int, int]  # file, first byte, how many bytes
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class FolderOutput:
 
     parts: tuple[SinkPart, ...]
     files: tuple[FileLayout, ...]
-    close: Callable[[Path], None]
-    publish: Callable[[Path], object] = bool
+    close: Callable[[Location], None]
+    publish: Callable[[Location], object] = bool
     verb: str = "train"
 
     @property
@@ -103,12 +105,14 @@ class OutputFolder:
     what_failed = "the output could not be written; nothing is left of it"
     what_to_do = "free space or mend permissions, then try again"
 
-    def __init__(self, folder: Path, output: FolderOutput) -> None:
+    def __init__(
+        self, folder: Location, output: FolderOutput, aside: Location | None = None
+    ) -> None:
         output.prove()
         self.folder, self.output = folder, output
         self.parts, self.verb = output.parts, output.verb
         absolute = folder.absolute()
-        self.aside = output_folder.aside_of(absolute.parent, absolute.name)
+        self.aside = aside or output_folder.aside_of(absolute.parent, absolute.name)
         self._held = ExitStack()
         self._lost: Lost = {}
 
@@ -146,6 +150,8 @@ class OutputFolder:
     def _make_files(self) -> None:
         """Makes all files in their sizes, so that no machine has to learn of a new name. Undoes
         the folder where the disk refuses."""
+        if isinstance(self.aside, StorePath):
+            return
         with ExitStack() as undo, self._as_save_error():
             undo.callback(self._held.close)
             for file in self.output.files:
@@ -182,6 +188,8 @@ class OutputFolder:
                 found=f"{type(error).__name__}: {error}",
                 fix=self.what_to_do,
             ) from error
+        except StoreError as error:
+            raise save_error_of(error, self.what_failed) from error
 
     def publish(self) -> None:
         """Gives the folder its name. Raises UsageError where a save took it meanwhile."""
@@ -189,7 +197,19 @@ class OutputFolder:
             self.output.publish(self.aside)
 
 
-def _require_whole(path: Path, size_bytes: int) -> None:
+def save_error_of(error: StoreError, what_failed: str) -> SaveError:
+    """What an object store refused, as a save or an output that failed."""
+    return SaveError(
+        what_failed,
+        file=error.file,
+        expected=error.expected,
+        found=f"{error.problem}: {error.found}",
+        fix=error.what_to_do,
+        id=error.id,
+    )
+
+
+def _require_whole(path: Location, size_bytes: int) -> None:
     found = path.stat().st_size
     if found != size_bytes:
         what = "a file has another size than was planned"
@@ -203,7 +223,7 @@ class FolderSink(OutputFolder):
     """A folder that is written by the threads of one process; with `ranks` by those of all ranks,
     each its share of the bytes. Rank 0 makes the folder then and names it."""
 
-    def __init__(self, folder: Path, output: FolderOutput, ranks: bool = False) -> None:
+    def __init__(self, folder: Location, output: FolderOutput, ranks: bool = False) -> None:
         super().__init__(folder, output)
         self.rank, self.world = agree.world() if ranks else (0, 1)
 
@@ -216,7 +236,8 @@ class FolderSink(OutputFolder):
 
     def move(self, source: WindowSource, parts: Sequence[Proved], run: TransferRun) -> None:
         """Several pieces at a time, each window by window: read, summed, written."""
-        files = share_of(self.output.files, self.rank, self.world)
+        is_store = isinstance(self.aside, StorePath)
+        files = share_of(self.output.files, self.rank, self.world, is_store)
         readers = Readers(source, parts)
         run.total = sum(piece.size_bytes for file in files for piece in file.pieces)
         places = {(self.aside / file.name).parent for file in files} - {self.aside}
@@ -225,7 +246,7 @@ class FolderSink(OutputFolder):
         with self._as_save_error(), pool(beside) as threads:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)
-            writer.write(threads, files)
+            (writer.upload if is_store else writer.write)(threads, files)
         self._lost = readers.overflows.found
 
     def finish(self) -> None:
@@ -241,11 +262,13 @@ class FolderSink(OutputFolder):
             super().publish()
 
 
-def share_of(files: Sequence[FileLayout], rank: int, world: int) -> list[FileLayout]:
+def share_of(
+    files: Sequence[FileLayout], rank: int, world: int, are_whole: bool = False
+) -> list[FileLayout]:
     """What one of several ranks writes, so that each has about as many bytes: the largest things
     first, each to the rank that has least. A file with checksums, such as a .pt file, is written as
     a whole by one rank, as its end follows from all of it. Of one without, such as a .safetensors
-    file, ranks write runs of pieces.
+    file, ranks write runs of pieces; not where files `are_whole`, as those in a store.
 
     Of files of 8, 4, 4 and 1 GB the first of two ranks writes that of 8, the other one 4 + 4, and
     the first one that of 1."""
@@ -254,7 +277,11 @@ def share_of(files: Sequence[FileLayout], rank: int, world: int) -> list[FileLay
     runs = [
         (file, pieces)
         for file in files
-        for pieces in (_jobs_of(file.pieces) if file.around is nothing_around else [file.pieces])
+        for pieces in (
+            _jobs_of(file.pieces)
+            if file.around is nothing_around and not are_whole
+            else [file.pieces]
+        )
     ]
     sizes = [(sum(piece.size_bytes for piece in pieces), set[int]()) for _, pieces in runs]
     own: dict[str, FileLayout] = {}
@@ -273,7 +300,7 @@ class FileOnItsWay:
     """A file of which threads write pieces; `crcs` are those of what is there, `left` jobs are not
     done."""
 
-    path: Path
+    path: Location
     layout: FileLayout
     left: int
     crcs: dict[int, int] = field(default_factory=dict[int, int])
@@ -303,7 +330,7 @@ def write_around(out: OutFile, layout: FileLayout, crcs: Mapping[int, int]) -> N
 class _Threads:
     """Writes the pieces of files."""
 
-    def __init__(self, aside: Path, readers: Readers, run: TransferRun) -> None:
+    def __init__(self, aside: Location, readers: Readers, run: TransferRun) -> None:
         self._aside, self._readers, self._run = aside, readers, run
         self._memory = ThreadMemory()
 
@@ -318,6 +345,32 @@ class _Threads:
                 jobs.append((size, partial(self._pieces, on_its_way, pieces)))
         jobs.sort(key=lambda job: -job[0])
         in_threads(threads, [job for _, job in jobs], self._run.stopped)
+
+    def upload(self, threads: ThreadPoolExecutor, files: Sequence[FileLayout]) -> None:
+        """All files into a store, several at a time, each from its begin to its end."""
+        ordered = sorted(files, key=lambda file: -file.size_bytes)
+        in_threads(threads, [partial(self._object, file) for file in ordered], self._run.stopped)
+
+    def _object(self, layout: FileLayout) -> FileRun | None:
+        """One file."""
+        pieces = {piece.place: piece for piece in layout.pieces}
+        read = {at: partial(self._windows, piece) for at, piece in pieces.items()}
+        sizes = {at: piece.size_bytes for at, piece in pieces.items()}
+        chunks = in_file_order(layout, sizes, read)
+        upload(cast("StorePath", self._aside / layout.name), chunks, layout.size_bytes)
+        return None
+
+    def _windows(self, piece: FilePiece) -> Iterator[memoryview]:
+        """The bytes of a piece; a window's are gone with the next one."""
+        size = ITEMSIZE[piece.dtype]
+        step = self._readers.window_bytes(piece.part, piece.slot) // size
+        for low in range(0, piece.elems, step):
+            if self._run.stopped.is_set():
+                raise SaveError("the output was given up", file=self._aside)
+            window = self._memory.take(min(step, piece.elems - low), piece.dtype)
+            self._readers.fill(piece.part, piece.slot, low, window)
+            self._run.count(window.nbytes)
+            yield bytes_of(window)
 
     def _pieces(self, file: FileOnItsWay, pieces: Sequence[FilePiece]) -> FileRun | None:
         """Some pieces of a file that follow each other. Runs in a thread of its own."""
@@ -338,6 +391,91 @@ class _Threads:
             crc = crc32(data, crc)
             out.write(data, piece.place + low * size)
             self._run.count(window.nbytes)
+        return crc
+
+
+_IN_MEMORY_BYTES = 256 * 2**20  # of a record whose checksum is made before it is sent
+
+
+def in_file_order(
+    layout: FileLayout,
+    sizes: Mapping[int, int],
+    read: Mapping[int, Callable[[], Iterable[memoryview]]],
+    is_lasting: bool = False,
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file from its begin to its end, as a store takes them. `read` gives those of
+    each piece, by its first byte; `sizes` how many they are. The header of a record has its
+    checksum, so a record is read before it is sent: it is kept meanwhile, a large one in a
+    temporary file, unless what `read` gives is lasting and can be asked for twice."""
+    blobs = dict(layout.blobs)
+    known = _SummedWhenAsked(sizes, read, blobs, is_lasting)
+    around, pending, at = iter(layout.around(known)), None, 0
+    there = {place for place, size in sizes.items() if size}
+    starts = sorted({*there, *blobs})
+    while at < layout.size_bytes:
+        if at in there:
+            yield from known.chunks(at)
+            at += sizes[at]
+        if at in blobs:
+            data = blobs[at]()
+            yield data
+            at += len(data)
+        elif at not in there and at < layout.size_bytes:
+            pending = pending or next(around, None)
+            if pending is not None and pending[0] == at:
+                yield pending[1]
+                at, pending = at + len(pending[1]), None
+            else:  # nothing is there
+                later = [one for one in starts if one > at]
+                ends = [layout.size_bytes, *later[:1], *(pending or ())[:1]]
+                yield bytes(min(ends) - at)
+                at = min(ends)
+
+
+class _SummedWhenAsked(Mapping[int, int]):
+    """The CRC-32 of each piece of a file, made of its bytes when it is asked for; see
+    `in_file_order`."""
+
+    def __init__(
+        self,
+        sizes: Mapping[int, int],
+        read: Mapping[int, Callable[[], Iterable[memoryview]]],
+        blobs: Mapping[int, Callable[[], bytes]],
+        is_lasting: bool,
+    ) -> None:
+        self._sizes, self._read, self._blobs, self._is_lasting = sizes, read, blobs, is_lasting
+        self._sums: dict[int, int] = {}
+        self._kept: dict[int, IO[bytes]] = {}  # copies of what can't be asked for twice
+
+    def __getitem__(self, at: int) -> int:
+        if at not in self._sums:
+            self._sums[at] = crc32(self._blobs[at]()) if at in self._blobs else self._summed(at)
+        return self._sums[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((*self._sizes, *self._blobs))
+
+    def __len__(self) -> int:
+        return len(self._sizes) + len(self._blobs)
+
+    def chunks(self, at: int) -> Iterator[bytes | memoryview]:
+        """The bytes of a piece, as much at once as is written at a time."""
+        kept = self._kept.pop(at, None)
+        if kept is None:
+            yield from self._read[at]()
+            return
+        kept.seek(0)
+        while chunk := kept.read(CHUNK_BYTES):
+            yield chunk
+
+    def _summed(self, at: int) -> int:
+        crc = 0
+        if not self._is_lasting:
+            self._kept[at] = cast("IO[bytes]", SpooledTemporaryFile(_IN_MEMORY_BYTES))  # noqa: SIM115
+        for chunk in self._read[at]():
+            crc = crc32(chunk, crc)
+            if at in self._kept:
+                self._kept[at].write(chunk)
         return crc
 
 
@@ -375,7 +513,7 @@ def in_threads(
             one.cancel()
 
 
-def begin_sync(path: Path, start: int, size: int) -> None:
+def begin_sync(path: Location, start: int, size: int) -> None:
     """Lets the disk begin with `size` bytes of a file from `start` on while others are made. Only a
     hint: `sync_all` waits for all of them."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
@@ -385,9 +523,11 @@ def begin_sync(path: Path, start: int, size: int) -> None:
         os.close(handle)
 
 
-def sync_all(folder: Path) -> None:
+def sync_all(folder: Location) -> None:
     """Brings a folder with all that lies in it to disk: by one call for the whole file system,
-    where there is one."""
+    where there is one. What a store has taken is there."""
+    if isinstance(folder, StorePath):
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(handle):
@@ -405,7 +545,7 @@ def sync_all(folder: Path) -> None:
 # ------------------------------------------------ before anything is written
 
 
-def require_plain(folder: Path, may_replace: Callable[[], object] | None = None) -> None:
+def require_plain(folder: Location, may_replace: Callable[[], object] | None = None) -> None:
     """Raises UsageError for an output that exists, unless `may_replace` says that it may be
     replaced, or that has no plain name, or a pointer's."""
     require_no_pointer(folder.absolute())
@@ -421,7 +561,7 @@ def require_plain(folder: Path, may_replace: Callable[[], object] | None = None)
         )
 
 
-def require_free(folder: Path) -> None:
+def require_free(folder: Location) -> None:
     """Raises UsageError for an output that exists."""
     if folder.exists() or folder.is_symlink():
         raise UsageError(
@@ -434,11 +574,11 @@ def require_free(folder: Path) -> None:
         )
 
 
-def require_outside(folder: Path, source: Path) -> None:
+def require_outside(folder: Location, source: Location) -> None:
     """A `latest` in a tag folder would lead every load of that tag astray. Raises UsageError."""
-    parent = Path(os.path.realpath(folder)).parent  # of a loop of links, too
+    parent = _real(folder).parent
     beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    if Path(os.path.realpath(source)) in (parent, *parent.parents) or any(
+    if _real(source) in (parent, *parent.parents) or any(
         MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
     ):
         raise UsageError(
@@ -450,10 +590,15 @@ def require_outside(folder: Path, source: Path) -> None:
         )
 
 
-def check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> None:
+def _real(path: Location) -> Location:
+    """Without links; of a loop of them, too."""
+    return path if isinstance(path, StorePath) else Path(os.path.realpath(path))
+
+
+def check_source(source: Checkpoint, folder: Location, allow: Collection[str]) -> None:
     """Compares the files of a checkpoint with each other, all of them; the output lies elsewhere.
     Raises a UcpError."""
-    require_outside(folder, Path(str(source.folder)))
+    require_outside(folder, location(str(source.folder)))
     for name in source.file_names:
         source.check(name, allow)
 
@@ -483,7 +628,7 @@ class FileRange:
     """Flat bytes in `memory`, which come to byte `at` of a file. They are of the record that begins
     at byte `record` (None: nobody asks for its checksum)."""
 
-    path: Path
+    path: Location
     record: int | None
     at: int
     memory: torch.Tensor
@@ -502,7 +647,7 @@ class FileRange:
 class WrittenRange:
     """Bytes [at, at + size) of a file, which are written, and their CRC-32."""
 
-    path: Path
+    path: Location
     record: int
     at: int
     size: int
@@ -528,7 +673,7 @@ class RangeWriter:
         self.sync, self._wrote = sync, wrote
         self.waiting: list[FileRange] = []
         self.written: list[WrittenRange] = []
-        self._files: dict[Path, OutFile] = {}
+        self._files: dict[Location, OutFile] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -536,7 +681,7 @@ class RangeWriter:
         return sum(one.size for one in self.written)
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[Location]:
         """The files that this rank wrote something of."""
         return sorted(self._files)
 
@@ -592,7 +737,7 @@ class RangeWriter:
         if self._wrote is not None:
             self._wrote(one)
 
-    def file(self, path: Path) -> OutFile:
+    def file(self, path: Location) -> OutFile:
         """A file, which stays open until `close`. Raises OSError."""
         if path not in self._files:
             self._files[path] = OutFile(path)
@@ -622,13 +767,16 @@ class RanksFolderSink(OutputFolder):
 
     def __init__(
         self,
-        folder: Path,
+        folder: Location,
         output: FolderOutput,
         sync: output_folder.Syncs | None = None,
         snapshot: Snapshot | None = None,
+        aside: Location | None = None,
     ) -> None:
-        super().__init__(folder, output)
         self.rank, self.world = agree.world()
+        if isinstance(folder, StorePath):  # an object is sent by one rank
+            output = replace(output, files=_owned(output.files, self.world))
+        super().__init__(folder, output, aside)
         self.sync = sync or output_folder.Syncs()
         self.writer = RangeWriter(self.sync, self.wrote)
         self._snapshot = snapshot
@@ -679,7 +827,10 @@ class RanksFolderSink(OutputFolder):
 
     def _write_all(self) -> None:
         """What waits, then what stands around the pieces of this rank's files, whose CRC-32s are
-        known by then. Raises OSError."""
+        known by then. Raises OSError, StoreError."""
+        if isinstance(self.aside, StorePath):
+            self._upload_all(self.aside)
+            return
         self.writer.write_waiting()
         ranges = grouped((one.path, one) for one in self.writer.written)
         for file in self.own_files:
@@ -689,7 +840,23 @@ class RanksFolderSink(OutputFolder):
                 around = {piece.place: crcs.get(piece.place, 0) for piece in file.pieces}
                 write_around(self.writer.file(path), file, around)
 
+    def _upload_all(self, aside: StorePath) -> None:
+        """This rank's files, each from its begin to its end; all bytes wait in memory."""
+        waiting = grouped((one.path, one) for one in self.writer.waiting)
+        for file in self.own_files:
+            path = aside / file.name
+            ranges = grouped((one.record, one) for one in waiting.get(path, ()))
+            sizes = {piece.place: piece.size_bytes for piece in file.pieces}
+            read = {at: partial(_memory_of, ranges.get(at, [])) for at in sizes}
+            with self.sync.right.changing(f"writes {path}"):
+                upload(path, in_file_order(file, sizes, read, is_lasting=True), file.size_bytes)
+            for one in waiting.get(path, ()):
+                self.wrote(one)
+        self.writer.waiting.clear()
+
     def _bring_to_disk(self) -> None:
+        if isinstance(self.aside, StorePath):
+            return
         held = {self.aside / file.name for file in self.output.files}  # by those who wrote them
         for path in [*sorted({*self.aside.iterdir()} - held), self.aside]:
             self.sync(path)
@@ -729,9 +896,34 @@ class RanksFolderSink(OutputFolder):
         at = piece.place + low * memory.element_size()
         one = FileRange(self.aside / file.name, record, at, flat)
         if self._given is None or len(self._given) < len(flat):
-            self.writer.now([one])
+            if isinstance(self.aside, StorePath):  # it is sent in the order of the file
+                self.writer.later(replace(one, record=piece.place, memory=flat.cpu().clone()))
+            else:
+                self.writer.now([one])
             return
         kept = self._given[: len(flat)]
         if kept.data_ptr() != flat.data_ptr():  # it was rounded
             kept.copy_(flat)
         self.writer.later(replace(one, memory=kept))
+
+
+def _owned(files: Sequence[FileLayout], world: int) -> tuple[FileLayout, ...]:
+    """Files that each have an owner, so that each rank has about as many bytes."""
+    free = [file for file in files if file.owner is None]
+    takers = evenly([(file.size_bytes, set[int]()) for file in free], world)
+    owners = iter(takers)
+    return tuple(
+        replace(file, owner=next(owners)) if file.owner is None else file for file in files
+    )
+
+
+def _memory_of(ranges: Sequence[FileRange]) -> Iterator[memoryview]:
+    """The bytes of a piece, of which ranges are in memory."""
+    for one in sorted(ranges, key=lambda one: one.at):
+        yield from chunks_of(one.memory)
+
+
+def chunks_of(memory: torch.Tensor) -> Iterator[memoryview]:
+    """Flat bytes on any device, as much at once as is written at a time."""
+    for low in range(0, len(memory), CHUNK_BYTES):
+        yield bytes_of(memory[low : low + CHUNK_BYTES].cpu())

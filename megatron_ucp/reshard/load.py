@@ -2,13 +2,13 @@
 must agree on."""
 
 import functools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 from megatron_ucp import say
@@ -29,6 +29,7 @@ from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_unless
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import find_checkpoint, open_folder
+from megatron_ucp.formats.store import folder_at
 from megatron_ucp.formats.tags import FoundTag
 from megatron_ucp.reshard import agree, read_once
 from megatron_ucp.reshard.engine import (
@@ -448,7 +449,9 @@ def named(found: Mapping[str, Sequence[str]]) -> list[str]:
 # unusable, filled, refreshed and marked usable again. No collective stands inside the arithmetic.
 
 
-def resume(engine: Engine, path: str | Path, tag: str | None, options: LoadOptions) -> Report:
+def resume(
+    engine: Engine, path: str | os.PathLike[str], tag: str | None, options: LoadOptions
+) -> Report:
     """Fills an engine. Collective. Raises a UcpError on every rank; the engine is unchanged where
     metadata could show the reason, and refuses to step and to save where it could not."""
     started = time.perf_counter()
@@ -463,7 +466,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, options: LoadOptio
 
 
 def open_together(
-    path: str | Path, tag: str | None, told: CallerModel, opened: ExitStack
+    path: str | os.PathLike[str], tag: str | None, told: CallerModel, opened: ExitStack
 ) -> Checkpoint:
     """A checkpoint that all ranks open: rank 0 finds it, and looks into it; the others are told
     what it saw, and open the files alone of which they read more. It is closed with `opened`.
@@ -472,7 +475,7 @@ def open_together(
 
     def look() -> tuple[FoundTag, Look]:
         found = find_checkpoint(path, tag)
-        folder = LookingFolder(found.folder)
+        folder = LookingFolder(folder_at(found.folder))
         own.append(opened.enter_context(open_folder(folder, found.notes, told)))
         with suppress(UcpError):  # all ranks read it next, and say what is wrong with it
             _ = own[0].extras
@@ -482,7 +485,7 @@ def open_together(
     found, seen = agree.of_first(look)
     with agree.together():
         if not own:
-            folder = ToldFolder(found.folder, seen)
+            folder = ToldFolder(folder_at(found.folder), seen)
             own.append(opened.enter_context(open_folder(folder, found.notes, told)))
     return own[0]
 

@@ -28,7 +28,6 @@ from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.files import is_universal
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
-from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.distcp import SUFFIX
@@ -39,6 +38,7 @@ from megatron_ucp.formats.registry import (
     is_hugging_face,
     open_checkpoint,
 )
+from megatron_ucp.formats.store import Location, folder_at, location
 from megatron_ucp.formats.tags import (
     LATEST_UNIVERSAL,
     has_state_files,
@@ -60,7 +60,9 @@ from megatron_ucp.reshard.options import SECTION, options_of, parsed_config, pla
 # What a checkpoint is, from its directories and pickles alone.
 
 
-def describe(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
+def describe(
+    path: str | os.PathLike[str], tag: str | None = None, rules: str | Path | None = None
+) -> Manifest:
     """The manifest of a checkpoint: recorded beside it, or rebuilt from the files. Reads no tensor.
 
     Args:
@@ -86,7 +88,7 @@ def describe(path: str | Path, tag: str | None = None, rules: str | Path | None 
 
 
 def look(
-    path: str | Path, tag: str | None = None, rules: str | Path | RuleSet | None = None
+    path: str | os.PathLike[str], tag: str | None = None, rules: str | Path | RuleSet | None = None
 ) -> Manifest:
     """As `describe`, but a manifest is believed once every file that it lists is there with its
     size: none is opened.
@@ -95,17 +97,14 @@ def look(
     Raises a UcpError.
     """
     folder = checkpoint_folder(path, tag)
-    if (
-        rules is not None
-        or is_universal(LocalFolder(folder))
-        or not os.path.lexists(folder / FILE_NAME)
-    ):
+    if rules is not None or is_universal(folder_at(folder)) or FILE_NAME not in folder_at(folder):
         with open_checkpoint(folder, rules=rules) as checkpoint:
             files = tuple(
-                FileEntry(name, os.stat(folder / name).st_size) for name in checkpoint.file_names
+                FileEntry(name, checkpoint.folder.size_bytes(name))
+                for name in checkpoint.file_names
             )
             return replace(checkpoint.manifest, files=files)
-    opened = LocalFolder(folder)
+    opened = folder_at(folder)
     states = [name for name in opened.names() if name.endswith("_states.pt")]
     recorded = ManifestBeside(opened, states)
     recorded.close()
@@ -155,13 +154,13 @@ def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:
 class Newest:
     """The tag to resume from, and what was passed over on the way to it, with the reason."""
 
-    folder: Path
+    folder: Location
     passed_over: tuple[str, ...]
 
 
 def newest_whole(
-    path: str | Path,
-    specs: Callable[[Path], Mapping[str, ParamSpec] | None] = lambda _: None,
+    path: str | os.PathLike[str],
+    specs: Callable[[Location], Mapping[str, ParamSpec] | None] = lambda _: None,
     names: Mapping[str, str] | None = None,
 ) -> Newest:
     """The tag to resume from: the one that the pointer names if it is whole, else the newest that
@@ -217,13 +216,13 @@ def newest_whole(
 
 
 def _newest_of(
-    path: Path,
-    folders: Sequence[Path],
-    specs: Callable[[Path], Mapping[str, ParamSpec] | None],
+    path: Location,
+    folders: Sequence[Location],
+    specs: Callable[[Location], Mapping[str, ParamSpec] | None],
     names: Mapping[str, str] | None,
 ) -> Newest:
     """The newest of several folders with tags: of each its own."""
-    found: dict[Path, Newest] = {}
+    found: dict[Location, Newest] = {}
     passed: list[str] = []
     for folder in sorted(folders):
         try:
@@ -249,14 +248,14 @@ def _newest_of(
     return Newest(found[last].folder, (*passed, *found[last].passed_over))
 
 
-def unfinished(path: Path) -> list[str]:
+def unfinished(path: Location) -> list[str]:
     """A note for each save in a folder that was not finished."""
     names = sorted(one.name for one in path.iterdir() if is_unfinished(one.name))
     return [f"{name}: a save that was not finished" for name in names]
 
 
 def check_whole(
-    folder: Path,
+    folder: Location,
     specs: Mapping[str, ParamSpec] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> None:
@@ -268,7 +267,7 @@ def check_whole(
         checkpoint.check_beside()
 
 
-def time_of_save(folder: Path) -> float:
+def time_of_save(folder: Location) -> float:
     """Seconds since the epoch: as the manifest says; for a folder without one the time of its
     newest state file."""
     said = saved_at(folder)
@@ -472,7 +471,7 @@ class Inspected:
     @property
     def _model_type(self) -> str:
         """What config.json calls the model; empty where there is none."""
-        file = Path(self.path) / CONFIG_FILE
+        file = location(self.path) / CONFIG_FILE
         kind = read_json(file).get("model_type", "") if file.is_file() else ""
         return kind if isinstance(kind, str) else ""
 
@@ -494,7 +493,7 @@ class Inspected:
         yield "mesh", "" if no_mesh else f"{layout} ({ranks:,} rank{'s' if ranks != 1 else ''})"
         yield "optimizer", _optimizer(manifest)
         yield "tensors", _dtypes(self.states)
-        yield "saved", _saved(manifest, Path(self.path))
+        yield "saved", _saved(manifest, location(self.path))
         files = len(manifest.files)
         yield (
             "size",
@@ -503,7 +502,7 @@ class Inspected:
 
 
 def inspect(
-    path: str | Path, *, tag: str | None = None, rules: str | Path | None = None
+    path: str | os.PathLike[str], *, tag: str | None = None, rules: str | Path | None = None
 ) -> Inspected:
     """What a checkpoint is: format, model, step, mesh, optimizer, dtypes, date, size. Reads no
     tensor.
@@ -589,7 +588,7 @@ def _optimizer(manifest: Manifest) -> str:
     return f"{', '.join(names) or 'not named by the files'}, {groups}"
 
 
-def _saved(manifest: Manifest, folder: Path) -> str:
+def _saved(manifest: Manifest, folder: Location) -> str:
     if manifest.keeper == Keeper.WEIGHTS:
         return ""
     by = "with a manifest (an attached engine, or convert)"
@@ -696,7 +695,7 @@ class Listed:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
-def ls(path: str | Path) -> Listed:
+def ls(path: str | os.PathLike[str]) -> Listed:
     """The tags of a folder: step, mesh, date, size, whether each is whole, which one a load takes.
     Reads no tensor.
 
@@ -714,7 +713,7 @@ def ls(path: str | Path) -> Listed:
         >>> [one.tag for one in ucp.ls("runs/llama").tags if one.whole]
         ['global_step80']
     """
-    folder = Path(plain_path(path))
+    folder = location(plain_path(path))
     if not folder.is_dir() or (has_state_files(folder) and not pointers_in(folder)):
         return Listed(str(folder), (_listed(tag_folder(folder), ""),), ())
     named = named_or_note(folder)
@@ -730,7 +729,7 @@ def ls(path: str | Path) -> Listed:
     return Listed(str(folder), tuple(ordered), tuple(notes))
 
 
-def _no_tags(folder: Path) -> NotFoundError:
+def _no_tags(folder: Location) -> NotFoundError:
     if not is_hugging_face(folder):
         tag_folder(folder)  # which says what is there instead
     return NotFoundError(
@@ -742,7 +741,7 @@ def _no_tags(folder: Path) -> NotFoundError:
     )
 
 
-def _listed(folder: Path, pointer: str) -> ListedTag:
+def _listed(folder: Location, pointer: str) -> ListedTag:
     wrong, step, mesh, saved = "", None, "", ""
     try:
         manifest = look(folder)

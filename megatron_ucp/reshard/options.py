@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ucp.errors import UsageError, did_you_mean
+from megatron_ucp.formats.store import Location, absolute
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.target import Target
@@ -234,7 +235,7 @@ _SECTIONS = ("bf16", "fp16", "bfloat16", "zero_optimization", "optimizer", "chec
 
 def plain_path(path: Any) -> str:
     """A path as text. Raises UsageError for what is none."""
-    if isinstance(path, str | Path) and str(path):
+    if isinstance(path, str | os.PathLike) and str(path):
         return os.fspath(path)
     raise UsageError(
         "this is no path",
@@ -244,10 +245,10 @@ def plain_path(path: Any) -> str:
     )
 
 
-def absolute_path(path: Any) -> Path:
+def absolute_path(path: Any) -> Location:
     """The path of a folder as it is meant at the call, wherever the program goes before it is used.
     Raises UsageError for what is no path."""
-    return Path(os.path.abspath(plain_path(path)))
+    return absolute(plain_path(path))
 
 
 def require_known(options: Iterable[str], known: Sequence[str]) -> None:

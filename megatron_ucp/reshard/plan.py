@@ -27,6 +27,7 @@ from megatron_ucp.formats.folder import Look, LookingFolder
 from megatron_ucp.formats.per_rank import RANDOM_STATES
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint, open_folder
+from megatron_ucp.formats.store import folder_at
 from megatron_ucp.reshard.convert import refuse_unused
 from megatron_ucp.reshard.forecast import (
     Forecast,
@@ -149,7 +150,7 @@ def _opening_of(path: str | Path, tag: str | None, source: Checkpoint) -> Openin
     """What the ranks of a load open of a checkpoint before they read its states: rank 0 looks into
     it, here as there."""
     found = find_checkpoint(path, tag)
-    folder = LookingFolder(found.folder)
+    folder = LookingFolder(folder_at(found.folder))
     with open_folder(folder, found.notes, CallerModel()) as opened:
         _ = opened.extras
     look = folder.look or Look()

@@ -4,7 +4,6 @@ torch_dist."""
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,7 +24,6 @@ from megatron_ucp.core.manifest import (
     Manifest,
     ParamSpec,
 )
-from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot, Want
@@ -38,7 +36,7 @@ from megatron_ucp.formats.deepspeed import optimizers
 from megatron_ucp.formats.deepspeed.files import CLASSES, MEMBERS
 from megatron_ucp.formats.deepspeed.universal import UniversalWriter
 from megatron_ucp.formats.deepspeed.writer import NativeWriter, RunSettings
-from megatron_ucp.formats.file_layout import Blob, Crcs, FileLayout, FilePiece
+from megatron_ucp.formats.file_layout import Blob, ByKey, Crcs, FileLayout, FilePiece
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, CLIENT_KEYS
 from megatron_ucp.formats.megatron.writer import (
@@ -58,6 +56,7 @@ from megatron_ucp.formats.pt.allowed_calls import ALLOWED_CALLS
 from megatron_ucp.formats.pt.archive import ArchiveLayout, Output, Stored, Weight, archive_layout
 from megatron_ucp.formats.pt.refs import storages_of
 from megatron_ucp.formats.pt.unpickle import named_in
+from megatron_ucp.formats.store import Location
 from megatron_ucp.reshard.execute import bytes_of, tensor_at
 from megatron_ucp.reshard.fingerprint import recorded_in, true_shape
 from megatron_ucp.reshard.folder import FolderOutput, require_free
@@ -90,7 +89,7 @@ def signed(
     """The manifest with what identifies the files, and what else is `said` of them. All of it comes
     from the source: whoever converts it again gets the same bytes."""
     recorded = source.recorded.run if source.recorded is not None else {}
-    newest = max(os.stat(source.folder / name).st_mtime for name in source.file_names)
+    newest = max(source.folder.modified(name) for name in source.file_names)
     content = json.dumps([recorded.get("saved_at"), [asdict(entry) for entry in files]])
     run = {
         **{key: recorded[key] for key in CARRIED if key in recorded},
@@ -117,11 +116,11 @@ def _fingerprint(manifest: Manifest, source: Checkpoint) -> dict[str, Any]:
     return {FINGERPRINT: same} if same else {}
 
 
-def name_folder(folder: Path, manifest: Manifest, aside: Path) -> None:
+def name_folder(folder: Location, manifest: Manifest, aside: Location) -> None:
     """Gives a folder its manifest and its name. Raises UsageError where a save took the name
     meanwhile, OSError."""
     require_free(folder)
-    output_folder.commit(aside, to_json(manifest), output_folder.Syncs())
+    output_folder.commit(aside, manifest, output_folder.Syncs())
 
 
 # ---- deepspeed
@@ -134,7 +133,7 @@ _STATES, _WEIGHTS = 0, 1  # the parts of an output
 
 
 def native(
-    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Location
 ) -> FolderOutput:
     """The files that DeepSpeed would have written on the target's mesh. Raises a UcpError for what
     it has no place for."""
@@ -160,7 +159,7 @@ def native_output(
     manifest: Manifest,
     settings: RunSettings,
     wanted: Conversion,
-    folder: Path,
+    folder: Location,
     apart: RankDifferences | None = None,
 ) -> FolderOutput:
     """The files of a manifest; `apart` are values of single ranks."""
@@ -170,7 +169,7 @@ def native_output(
 
 
 def universal(
-    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Location
 ) -> FolderOutput:
     """A universal folder. Raises a UcpError for what it has no place for."""
     if _stacked(wanted.source):
@@ -238,7 +237,7 @@ def _output(
     source: Checkpoint,
     manifest: Manifest,
     outputs: Sequence[Output],
-    folder: Path,
+    folder: Location,
     apart: RankDifferences,
 ) -> FolderOutput:
     """The states, which the manifest describes, and the weights of training, which follow from the
@@ -261,18 +260,18 @@ def _output(
     return FolderOutput(parts, files, partial(_close, apart=apart), publish)
 
 
-def _close(aside: Path, apart: RankDifferences) -> None:
+def _close(aside: Location, apart: RankDifferences) -> None:
     for number, own in enumerate(apart.ranks):
         (aside / file_name(number)).write_text(text_of(own), encoding="utf-8")
 
 
 def _publish(
-    folder: Path,
+    folder: Location,
     manifest: Manifest,
     source: Checkpoint,
     names: Sequence[str],
     apart: RankDifferences,
-    aside: Path,
+    aside: Location,
 ) -> None:
     listed = [*names, *map(file_name, range(len(apart.ranks)))]
     entries = tuple(output_folder.entry_of(aside / name, name) for name in listed)
@@ -329,7 +328,7 @@ def _stored(payload: Stored, source: Checkpoint) -> bytes:
 
 
 def _around(archive: ArchiveLayout, crcs: Crcs) -> Iterator[Blob]:
-    return archive.around({key: crcs[place] for key, place in archive.places.items()})
+    return archive.around(ByKey(archive.places, crcs))
 
 
 # ---- torch dist
@@ -342,7 +341,7 @@ _ADAM_STATES, _MODEL_WEIGHTS = 0, 1  # the parts of an output
 
 
 def torch_dist(
-    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Location
 ) -> FolderOutput:
     """Everything about the folder but its tensors, for the target's mesh: with expert parallelism
     Megatron keeps the groups of experts apart. Raises UnsupportedError, StateMismatchError, and as
@@ -374,7 +373,7 @@ class _TorchDist:
         self.common = CommonFile(self.states, extras, self.mesh, wanted.file)
         self._beside = self.common.output()
 
-    def output(self, folder: Path) -> FolderOutput:
+    def output(self, folder: Location) -> FolderOutput:
         """The folder on paper."""
         weights = SinkPart(self.weights, _wants(self.weights), NARROW, as_trained=True)
         parts = SinkPart(self.states, _wants(self.states)), weights
@@ -389,7 +388,7 @@ class _TorchDist:
         slot_state = state if part == _MODEL_WEIGHTS else wish.state
         return part, Slot(number + chunk.number, (), 0, slot_state)
 
-    def _publish(self, folder: Path, aside: Path) -> None:
+    def _publish(self, folder: Location, aside: Location) -> None:
         """Where an element lies is said by the files' own index; the manifest says the rest."""
         values = [one for one in self.weights.buffers if one.states[0][0] == VALUE]
         manifest = replace(self.states, buffers=(*self.states.buffers, *values))

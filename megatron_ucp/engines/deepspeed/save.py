@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import torch
 
@@ -35,9 +36,10 @@ from megatron_ucp.engines.deepspeed.state import (
     saved_by_engine,
 )
 from megatron_ucp.engines.live import require_unstepped
-from megatron_ucp.engines.pt_files import RankFiles, StockFiles, replicas_of
+from megatron_ucp.engines.pt_files import RankFiles, StockFiles, StoreRankFiles, replicas_of
 from megatron_ucp.engines.run_state import STEPS, DrawnState
 from megatron_ucp.engines.save import (
+    SAVE_FAILED,
     PendingSave,
     SaveRequest,
     as_save_error,
@@ -45,7 +47,7 @@ from megatron_ucp.engines.save import (
     require_one_save,
 )
 from megatron_ucp.engines.values import refuse_strange
-from megatron_ucp.errors import SaveError
+from megatron_ucp.errors import SaveError, StoreError
 from megatron_ucp.families.family import Declared, Model
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.deepspeed.files import at_tp
@@ -57,8 +59,10 @@ from megatron_ucp.formats.deepspeed.tp_patterns import (
     sub_shape,
 )
 from megatron_ucp.formats.output_folder import Syncs
+from megatron_ucp.formats.store import Location, StorePath
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.fingerprint import sums_of_memory
+from megatron_ucp.reshard.folder import save_error_of
 from megatron_ucp.reshard.options import BACKGROUND, STOCK
 from megatron_ucp.reshard.threads import Alongside
 
@@ -248,29 +252,33 @@ class EngineSave(SaveRequest):
             file = Path(engine._get_ckpt_name(str(self.folder), self.tag))
             refuse_strange(saved_by_caller(self.client_state, engine, file), SaveError, file)
             refuse_strange(saved_by_engine(engine), SaveError, file, left=self.options.values_left)
-            if agree.world()[0] == 0:
+            if agree.world()[0] == 0 and self.claimed is None:
                 left.enter_context(output_folder.begin(self.folder, self.tag, sync.right))
         require_one_save(asked)
 
     def _rank_files(self, sync: Syncs, left: ExitStack) -> RankFiles | None:
         """What writes the files in the place of `torch.save`, if anything does. Collective."""
-        if self.options.way == STOCK:
+        if self.options.way == STOCK and self.claimed is None:
             return None
         background = self.background
         if background is not None:
             background.ready()
         snapshot = None if background is None else background.snapshot
-        files = RankFiles(self.aside, replicas_of(self.engine), sync, snapshot)
+        kind = RankFiles if self.claimed is None else StoreRankFiles
+        files = kind(self.aside, replicas_of(self.engine), sync, snapshot)
         left.callback(files.release)
         return files
 
-    def _stock(self, files: RankFiles | None) -> "list[Path | SaveError]":
+    def _stock(self, files: RankFiles | None) -> "list[Location | SaveError]":
         """DeepSpeed's own save into the folder aside: what it wrote on this rank, or why it could
         not. With `files` it says what there is to write, and they write it. Collective."""
-        with _catching_writes(self.engine, files) as written:
+        with (
+            _folder_to_name(self.folder, self.aside) as (folder, name, place_of),
+            _catching_writes(self.engine, files, place_of) as written,
+        ):
             self.stock_save(
-                str(self.folder),
-                tag=self.aside.name,
+                folder,
+                tag=name,
                 client_state=self.client_state,
                 save_latest=False,
                 exclude_frozen_parameters=self.exclude_frozen,
@@ -298,13 +306,30 @@ def _note_of_states(states: Iterable[str]) -> list[str]:
 
 
 @contextmanager
-def _catching_writes(engine: Any, files: RankFiles | None) -> Iterator[list[Path | SaveError]]:
+def _folder_to_name(
+    folder: Location, aside: Location
+) -> Iterator[tuple[str, str, Callable[[str], Location]]]:
+    """The folder and the tag that DeepSpeed is told to save into, and what gives the place of a
+    file by the path that it names. It makes folders itself, so for a store it is told an empty one
+    of the disk."""
+    if not isinstance(aside, StorePath):
+        yield str(folder), aside.name, Path
+        return
+    with TemporaryDirectory(prefix="ucp-") as empty:
+        own = Path(empty, aside.name)
+        yield empty, aside.name, lambda path: aside / Path(path).relative_to(own)
+
+
+@contextmanager
+def _catching_writes(
+    engine: Any, files: RankFiles | None, place_of: Callable[[str], Location]
+) -> Iterator[list[Location | SaveError]]:
     """What this rank writes during DeepSpeed's save, or why it could not: a rank that raised there
     would leave the others in a barrier for ever."""
-    done: list[Path | SaveError] = []
+    done: list[Location | SaveError] = []
 
     def catching(
-        write: Callable[..., Any], path_of: Callable[..., Path | None]
+        write: Callable[..., Any], path_of: Callable[..., Location | None]
     ) -> Callable[..., None]:
         def wrapped(*args: Any, **kwargs: Any) -> None:
             path = path_of(*args, **kwargs)
@@ -315,12 +340,18 @@ def _catching_writes(engine: Any, files: RankFiles | None) -> Iterator[list[Path
             except _REFUSALS as error:
                 found = f"{type(error).__name__}: {error}"
                 done.append(SaveError("a file could not be written", file=path, found=found))
+            except StoreError as error:
+                done.append(save_error_of(error, SAVE_FAILED))
 
         return wrapped
 
     writer = engine.checkpoint_engine
-    write = writer.save if files is None else files.save
-    save_file = catching(write, lambda state_dict, path: Path(path))
+
+    def save_here(state_dict: Any, path: str) -> None:
+        cast("RankFiles", files).save(state_dict, place_of(path))
+
+    write = writer.save if files is None else save_here
+    save_file = catching(write, lambda state_dict, path: place_of(path))
     copy_script = catching(engine._copy_recovery_script, lambda save_path: None)
     with (
         _instead(writer, "save", save_file),
@@ -343,12 +374,12 @@ def _instead(owner: Any, name: str, method: Callable[..., None]) -> Iterator[Non
             setattr(owner, name, before)
 
 
-def _whole(written: list[Path | SaveError]) -> list[Path]:
+def _whole(written: "list[Location | SaveError]") -> list[Location]:
     """What this rank wrote. Raises SaveError where a file of it could not be."""
     for failure in written:
         if isinstance(failure, SaveError):
             raise failure
-    return [path for path in written if isinstance(path, Path)]
+    return [path for path in written if not isinstance(path, SaveError)]
 
 
 def _without_frozen(manifest: Manifest) -> Manifest:

@@ -45,6 +45,7 @@ from megatron_ucp.formats.deepspeed.files import CLASSES, COUNTERS, MEMBERS, OWN
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.param_groups import GROUP_MARKS
 from megatron_ucp.formats.schedules import counted_groups, of_all_stages
+from megatron_ucp.formats.store import Location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import LoadOptions
 from megatron_ucp.reshard.match import scheduler_for
@@ -228,7 +229,7 @@ def batch_of(engine: Any) -> int:
 
 
 def notes_of_batch(
-    folder: Path,
+    folder: Location,
     run: Mapping[str, Any],
     counters: Mapping[str, int],
     engine: Any,
@@ -476,7 +477,7 @@ def read_state(
     shard: LocalShard,
     client_state: Any,
     drawn_now: Callable[[], DrawnState],
-    folder: Path = Path(),
+    folder: Location = Path(),
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""

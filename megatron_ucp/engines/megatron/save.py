@@ -63,6 +63,7 @@ from megatron_ucp.formats.megatron.writer import (
 )
 from megatron_ucp.formats.output_folder import Syncs, retire
 from megatron_ucp.formats.pt.archive import Output
+from megatron_ucp.formats.store import Location, StorePath
 from megatron_ucp.formats.tags import (
     MEGATRON_LATEST,
     iteration_name,
@@ -523,17 +524,18 @@ class StackSink(RanksFolderSink):
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         output: FolderOutput,
         sync: Syncs,
         sums: FingerprintWriter,
         snapshot: Snapshot | None,
+        claimed: Location | None = None,
     ) -> None:
-        super().__init__(path, output, sync, snapshot)
+        super().__init__(path, output, sync, snapshot, claimed)
         self._tag, self._sums = path.name, sums
 
     @cached_property
-    def _pieces(self) -> dict[tuple[Path, int], FilePiece]:
+    def _pieces(self) -> dict[tuple[Location, int], FilePiece]:
         """Those of this rank's files, by file and first byte."""
         return {
             (self.aside / file.name, piece.place): piece
@@ -549,6 +551,9 @@ class StackSink(RanksFolderSink):
 
     @contextmanager
     def _life(self) -> Iterator[None]:
+        if isinstance(self.aside, StorePath):  # it is claimed
+            yield
+            return
         with output_folder.begin(self.folder.parent, self._tag, self.sync.right):
             yield
 
@@ -593,7 +598,7 @@ class StackSave(SaveRequest):
     def of(
         cls,
         stack: MegatronStack,
-        folder: Path,
+        folder: Location,
         arguments: Any,
         options: SaveOptions,
         retain_interval: int | None = None,
@@ -625,7 +630,7 @@ class StackSave(SaveRequest):
             close = partial(_finish, sync, plan.output.plan, values)
             output = FolderOutput(plan.output.parts, plan.output.files, close, verb="save")
             snapshot = None if background is None else background.snapshot
-            sink = StackSink(self.path, output, sync, sums, snapshot)
+            sink = StackSink(self.path, output, sync, sums, snapshot, self.claimed)
             older = self._older() if sink.rank == 0 else None
         with say.progress("save") as advance:
             taken = plan.moved(present, sink, TransferRun(progress=advance))
@@ -672,7 +677,7 @@ class StackSave(SaveRequest):
             return [f"{name} could not be removed: {error}"]
 
 
-def _finish(sync: Syncs, plan: TorchDistPlan, common: Output, aside: Path) -> None:
+def _finish(sync: Syncs, plan: TorchDistPlan, common: Output, aside: Location) -> None:
     """Writes what holds nothing of a tensor."""
     with sync.right.changing(f"writes the index of {aside}"):
         finish_files(aside, plan, common)

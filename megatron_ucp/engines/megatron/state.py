@@ -20,6 +20,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.groups import SCHEDULED
 from megatron_ucp.formats.megatron.run_state import OPERATIONS
+from megatron_ucp.formats.store import Location
 from megatron_ucp.reshard.engine import LoadOptions
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def read_state(
     stack: "MegatronStack",
     shard: "LocalShard",
     drawn_now: Callable[[], DrawnState],
-    folder: Path = Path(),
+    folder: Location = Path(),
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""

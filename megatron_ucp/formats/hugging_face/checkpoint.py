@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
@@ -25,7 +24,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.byte_files import Record, Where, same_bytes
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
-from megatron_ucp.formats.folder import Folder, LocalFolder
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.hugging_face.fp8_blocks import (
     FP8,
     PRODUCT,
@@ -37,6 +36,7 @@ from megatron_ucp.formats.hugging_face.fp8_blocks import (
 from megatron_ucp.formats.hugging_face.safetensors_file import Entry, SafetensorsFile, header_of
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
+from megatron_ucp.formats.store import Location, folder_at
 from megatron_ucp.formats.tags import (
     AS_SAFETENSORS,
     POINTERS,
@@ -472,9 +472,9 @@ def _other_kind(folder: Folder) -> str:
     return ""
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Location) -> Mapping[str, Any]:
     """An object in a JSON file of a local folder. Raises as `json_in`."""
-    return json_in(LocalFolder(path.parent), path.name)
+    return json_in(folder_at(path.parent), path.name)
 
 
 def json_in(folder: Folder, name: str) -> Mapping[str, Any]:

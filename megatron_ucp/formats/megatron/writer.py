@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
@@ -42,6 +41,7 @@ from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.formats.param_groups import MEGATRON
 from megatron_ucp.formats.pt.archive import ArchiveLayout, Output, tensor_archive, write_pt
 from megatron_ucp.formats.pt.refs import number_in
+from megatron_ucp.formats.store import CLAIM, Location
 
 # ---- common file
 #
@@ -558,7 +558,7 @@ def _saved(value: Any) -> bytes:
 # ------------------------------------------------ writing
 
 
-def finish_files(folder: Path, plan: TorchDistPlan, common: Output) -> None:
+def finish_files(folder: Location, plan: TorchDistPlan, common: Output) -> None:
     """Writes what is no chunk: `common.pt`, the index, and the file that says the format, last.
     Raises OSError, UnsupportedError."""
     write_pt(folder / common.name, common.tree, lambda storage: [_bytes(common, storage.key)])
@@ -566,13 +566,15 @@ def finish_files(folder: Path, plan: TorchDistPlan, common: Output) -> None:
     (folder / METADATA_FILE).write_text(json.dumps(_METADATA))
 
 
-def entries_of(folder: Path) -> list[FileEntry]:
+def entries_of(folder: Location) -> list[FileEntry]:
     """A manifest's lines about the files, but the index, whose name is none that a manifest may
     list. Raises OSError."""
-    return [entry_in(path) for path in sorted(folder.iterdir()) if path.name != INDEX_FILE]
+    return [
+        entry_in(path) for path in sorted(folder.iterdir()) if path.name not in (INDEX_FILE, CLAIM)
+    ]
 
 
-def entry_in(path: Path) -> FileEntry:
+def entry_in(path: Location) -> FileEntry:
     """A manifest's line about a file. Of a large one the size alone: the index says its places, and
     each chunk has its CRC-32. Raises OSError."""
     is_large = path.suffix == SUFFIX

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -43,6 +42,8 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 )
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.store import CLAIM, Location, StorePath, location
+from megatron_ucp.formats.store_saves import attempt_at
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.check import Difference, weight_differences, weight_of
 from megatron_ucp.reshard.engine import Engine
@@ -153,27 +154,29 @@ class Beside:
     """`files` are texts, or files to copy, by their names in the new folder; `notes` say what of
     the model's folder is not among them."""
 
-    files: Mapping[str, str | Path]
+    files: Mapping[str, str | Location]
     notes: tuple[str, ...] = ()
 
 
-def beside_weights(twin: Twin, tokenizer: str | Path | None, *models: str | Path | None) -> Beside:
+def beside_weights(
+    twin: Twin, tokenizer: str | Path | None, *models: str | Location | None
+) -> Beside:
     """config.json, and what is copied of the model's folders: the first one that has a file counts,
     and the first one that has a tokenizer counts for all of it, as files of two tokenizers would be
     a third one. `tokenizer` is a folder that comes before them. Raises NotFoundError where that has
     no tokenizer."""
-    files: dict[str, str | Path] = {}
+    files: dict[str, str | Location] = {}
     left: list[str] = []
     for folder in (tokenizer, *models):
         if folder is None:
             continue
-        found, more = _copied(Path(plain_path(folder)))
+        found, more = _copied(location(plain_path(folder)))
         if folder is tokenizer and not any(map(_TOKENIZER.fullmatch, found)):
             raise NotFoundError(
                 "the folder that was given for the tokenizer has no file of one",
                 file=tokenizer,
                 expected="tokenizer.json, tokenizer_config.json, tokenizer.model, ...",
-                found="none" if Path(folder).is_dir() else "no such folder",
+                found="none" if location(folder).is_dir() else "no such folder",
                 fix="give --tokenizer (Python: tokenizer=) the folder that its save_pretrained "
                 "wrote, or leave it out",
                 id="",
@@ -192,12 +195,12 @@ def beside_weights(twin: Twin, tokenizer: str | Path | None, *models: str | Path
     return Beside(files, (*notes, *_code_that_lacks(twin, files)))
 
 
-def _copied(folder: Path) -> tuple[dict[str, str | Path], list[str]]:
+def _copied(folder: Location) -> tuple[dict[str, str | Location], list[str]]:
     """The files of a folder that are copied, by their names there, and the names of others, with
     the reason where the name does not show it. Weights and training states are in neither."""
-    copied: dict[str, str | Path] = {}
+    copied: dict[str, str | Location] = {}
     left: list[str] = []
-    code: dict[str, str | Path] = {}
+    code: dict[str, str | Location] = {}
     for name, path in _entries(folder):
         if reason := _reason_to_leave(name, path, folder):
             left.append(f"{name}{reason}")
@@ -213,7 +216,7 @@ def _copied(folder: Path) -> tuple[dict[str, str | Path], list[str]]:
     return copied, sorted([*left, *code])
 
 
-def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
+def _entries(folder: Location) -> Iterator[tuple[str, Location]]:
     """What of a folder is no weight, no training state and not hidden, in the order of names; of
     the folders in it those alone that transformers writes are entered."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -228,7 +231,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
             yield path.name, path
 
 
-def _is_training_folder(path: Path) -> bool:
+def _is_training_folder(path: Location) -> bool:
     """Whether a folder is a tag, or a trainer's checkpoint, which has no file of the model."""
     return bool(re.fullmatch(r"(global_step|checkpoint-|iter_|epoch|step)\w*", path.name)) or any(
         one.name.endswith("_states.pt") or one.name in ("latest", ".metadata")
@@ -236,7 +239,7 @@ def _is_training_folder(path: Path) -> bool:
     )
 
 
-def _reason_to_leave(name: str, path: Path, folder: Path) -> str:
+def _reason_to_leave(name: str, path: Location, folder: Location) -> str:
     """Why a file can't be copied; "" where it can."""
     if name.endswith("/"):
         return " (a folder)"
@@ -254,12 +257,12 @@ def _reason_to_leave(name: str, path: Path, folder: Path) -> str:
     return ""
 
 
-def _says_code(folder: Path) -> bool:
+def _says_code(folder: Location) -> bool:
     """Whether a config of the folder names code beside it."""
     return any(True for path in folder.glob("*config.json") for _ in _code_of(_tree(path)))
 
 
-def _tree(path: Path) -> Mapping[str, Any]:
+def _tree(path: Location) -> Mapping[str, Any]:
     """A config, or nothing of what is none: others say what is wrong with it."""
     try:
         return read_json(path) if path.is_file() else {}
@@ -378,7 +381,7 @@ class Outgoing:
         ]
 
     def output(
-        self, source: Source, beside: Beside, publish: Callable[[Path], object]
+        self, source: Source, beside: Beside, publish: Callable[[Location], object]
     ) -> FolderOutput:
         """The folder on paper."""
         writer = _Slots(source.manifest_of(0), self.twin)
@@ -388,7 +391,7 @@ class Outgoing:
 
     def exported(
         self,
-        folder: Path,
+        folder: Location,
         mesh: str,
         sizes: tuple[int, int, float],
         verified: bool,
@@ -409,19 +412,21 @@ class Outgoing:
         blobs = [(0, partial(bytes, file.header))]
         return FileLayout(file.name, file.size_bytes, pieces, blobs)
 
-    def finish(self, folder: Path, beside: Beside) -> None:
+    def finish(self, folder: Location, beside: Beside) -> None:
         """The index, and what else lies beside the weights. Raises OSError."""
         rows = [(one.name, one.dtype, one.shape) for one in self.tensors]
         params = {one.share.param for one in self.tensors}
         elems = sum(self.twin.specs[name].elems for name in params)
         for name, what in {**index_of(self.files, rows, elems), **beside.files}.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            if isinstance(what, Path):
-                shutil.copyfile(what, folder / name)
-            else:
+            if isinstance(what, str):
                 (folder / name).write_text(what, encoding="utf-8")
-        written = _sizes(folder)
-        (folder / LIST_FILE).write_text(_json(written), encoding="utf-8")
+            elif isinstance(folder, StorePath) or isinstance(what, StorePath):
+                (folder / name).write_bytes(what.read_bytes())
+            else:
+                shutil.copyfile(what, folder / name)
+        if not isinstance(folder, StorePath):  # there it makes the folder whole
+            (folder / LIST_FILE).write_text(_json(_sizes(folder)), encoding="utf-8")
 
 
 def _whole_tensors(rows: Sequence[Tensor], shares: Mapping[str, TensorPart]) -> list[Tensor]:
@@ -467,19 +472,19 @@ def _json(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, indent=2, sort_keys=True) + "\n"
 
 
-def _sizes(folder: Path) -> dict[str, int]:
+def _sizes(folder: Location) -> dict[str, int]:
     """Bytes of each file of a folder, and of the folders in it."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
-        if not path.is_dir()
+        if not path.is_dir() and path.name != CLAIM
     }
 
 
-def refuse_foreign(folder: Path) -> bool:
+def refuse_foreign(folder: Location) -> bool:
     """Whether there is a folder that may be replaced. Raises UsageError for one that no export
     wrote, or that holds anything else by now."""
-    if not os.path.lexists(folder):
+    if not (folder.exists() or folder.is_symlink()):
         return False
     listed: Any = None
     if not folder.is_symlink() and (folder / LIST_FILE).is_file():
@@ -498,9 +503,12 @@ def refuse_foreign(folder: Path) -> bool:
     return True
 
 
-def publish(aside: Path, folder: Path, force: bool = False) -> None:
+def publish(aside: Location, folder: Location, force: bool = False) -> None:
     """Gives a folder that is on disk its name; with `force` in the place of an earlier export.
-    Raises OSError, UsageError."""
+    Raises OSError, UsageError, StoreError."""
+    if isinstance(aside, StorePath):
+        attempt_at(aside).commit(_json(_sizes(aside)).encode(), LIST_FILE)
+        return
     if not (force and refuse_foreign(folder)):
         require_free(folder)
     output_folder.give_name(aside, output_folder.Syncs())
@@ -623,7 +631,7 @@ def _of_files(
     started, ranks = time.perf_counter(), ranks_of(asked.ranks)
     with as_rank_error("the export"), ExitStack() as opened:
         with agree.together(ranks):
-            folder = Path(plain_path(dst))
+            folder = location(plain_path(dst))
             dtype = check_output(folder, asked.dtype, asked.allow, asked.force)
             asked = replace(asked, dtype=dtype, max_shard_size=parse_size(asked.max_shard_size))
             told = CallerModel(names=_pipe_names(asked), weights="weights" in asked.allow)
@@ -666,7 +674,7 @@ class _Prepared:
 
 def _prepared(source: Checkpoint, asked: _Asked) -> _Prepared:
     """Finds the config, and decides under which names and in which files tensors are written."""
-    found = config_for(source.manifest, asked.config, Path(str(source.folder)))
+    found = config_for(source.manifest, asked.config, location(str(source.folder)))
     given = None if found is None else found.tree
     notes, family = _notes(source, given is None), asked.family
     if found is not None and asked.config is None:
@@ -703,7 +711,7 @@ def _of_engine(engine: Any, dst: str | Path, asked: _Asked) -> Exported:
 
 
 def check_output(
-    folder: Path, dtype: Any, allow: Collection[str], force: bool = False
+    folder: Location, dtype: Any, allow: Collection[str], force: bool = False
 ) -> str | None:
     """The name of the dtype. Raises UsageError for arguments of an export that can't be."""
     require_plain(folder, lambda: force and refuse_foreign(folder))
@@ -740,17 +748,17 @@ class _Written:
     """The folder of an export, once its tensors are there: read back where that is asked for, then
     named."""
 
-    def __init__(self, prepared: _Prepared, folder: Path, asked: _Asked) -> None:
+    def __init__(self, prepared: _Prepared, folder: Location, asked: _Asked) -> None:
         self.prepared, self.folder, self.asked = prepared, folder, asked
 
-    def publish(self, aside: Path) -> None:
+    def publish(self, aside: Location) -> None:
         """Raises SaveError where what was read back is something else, UsageError for a name that
         was taken meanwhile."""
         if self.asked.verify:
             self._verify(aside)
         publish(aside, self.folder, self.asked.force)
 
-    def _verify(self, written: Path) -> None:
+    def _verify(self, written: Location) -> None:
         """Reads the files back under the names of the source, and compares every parameter with the
         source's masters, rounded as the files are."""
         twin = self.prepared.out.twin
@@ -765,7 +773,9 @@ class _Written:
             raise _not_as_written(written, differences, copies)
 
 
-def _not_as_written(written: Path, differences: Sequence[Difference], copies: bool) -> SaveError:
+def _not_as_written(
+    written: Location, differences: Sequence[Difference], copies: bool
+) -> SaveError:
     """`copies`: not the masters were written, with which the comparison is."""
     first, fix = differences[0], "check the disk and the memory of this machine, then try again"
     if copies:
@@ -787,7 +797,7 @@ def _not_as_written(written: Path, differences: Sequence[Difference], copies: bo
 
 
 def export_live(
-    engine: Engine, out: Outgoing, folder: Path, beside: Beside, run: TransferRun
+    engine: Engine, out: Outgoing, folder: Location, beside: Beside, run: TransferRun
 ) -> Exported:
     """Writes the folder, whole or not at all. Collective; every rank sees the same disk. Raises a
     UcpError on every rank."""

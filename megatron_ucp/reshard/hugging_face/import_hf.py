@@ -20,9 +20,9 @@ from megatron_ucp.families.settings import Architecture
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.deepspeed.writer import RunSettings
-from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.store import Location, folder_at, location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.convert import NATIVE, Converted, Writing, refuse_unused
 from megatron_ucp.reshard.findings import Progress
@@ -93,11 +93,11 @@ def import_hf(
     started, together = time.perf_counter(), ranks_of(ranks)
     with as_rank_error("the import"), ExitStack() as opened:
         with agree.together(together):
-            folder = Path(plain_path(dst))
+            folder = location(plain_path(dst))
             asked, config = _checked(folder, mesh, target, latest, allow), parsed_config(ds_config)
-            twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
+            twin, sizes, architecture = read_twin(location(plain_path(src)), family)
             model = _model(twin.family, _padded(sizes, padded_vocab), asked.mesh.tp, str(src))
-            source = HuggingFaceCheckpoint(LocalFolder(src), twin.shares, twin.specs)
+            source = HuggingFaceCheckpoint(folder_at(src), twin.shares, twin.specs)
             opened.enter_context(source)
             check_source(source, folder, allow)
             wanted, staged = _wanted(model, architecture, asked, source, config)
@@ -136,7 +136,7 @@ def _wanted(
 
 
 def _checked(
-    folder: Path,
+    folder: Location,
     mesh: Mesh | str | None,
     target: Target | Mesh | str | None,
     latest: bool,

@@ -2,6 +2,7 @@
 own config."""
 
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -36,6 +37,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     WEIGHTS_FILE,
     read_json,
 )
+from megatron_ucp.formats.store import Location, location
 from megatron_ucp.formats.tags import require_folder
 from megatron_ucp.reshard.hugging_face.adapter import (
     Adapter,
@@ -190,7 +192,7 @@ class FoundConfig:
     """A config, and the folder that it lies in, where the tokenizer's files may lie too."""
 
     tree: Mapping[str, Any]
-    folder: Path
+    folder: Location
 
     @property
     def family(self) -> str:
@@ -200,11 +202,11 @@ class FoundConfig:
         return next((name for name, twin in twins().items() if twin.has(kind)), "")
 
 
-def config_at(given: str | Path, name: str = CONFIG_FILE) -> FoundConfig:
+def config_at(given: str | Location, name: str = CONFIG_FILE) -> FoundConfig:
     """The config that a user named, by the file or by its folder. Raises UsageError for a path that
     is none, NotFoundError, DamagedFileError."""
     _check_path(given, name)
-    path = Path(given)
+    path = location(given)
     file = path / name if path.is_dir() else path
     if not file.is_file():
         raise NotFoundError(
@@ -220,7 +222,7 @@ def config_at(given: str | Path, name: str = CONFIG_FILE) -> FoundConfig:
 
 
 def _check_path(given: Any, name: str) -> None:
-    if not isinstance(given, str | Path):
+    if not isinstance(given, str | os.PathLike):
         raise UsageError(
             "this is no path of a config",
             expected=f"a folder with {name}, or that file",
@@ -230,7 +232,7 @@ def _check_path(given: Any, name: str) -> None:
 
 
 def config_for(
-    manifest: Manifest, given: str | Path | None, folder: Path | None
+    manifest: Manifest, given: str | Location | None, folder: Location | None
 ) -> FoundConfig | None:
     """The config of a checkpoint's model: the one that was given; else, where the checkpoint does
     not say its model, what lies in its `folder` or in the one above, where trainers write it; None
@@ -344,7 +346,7 @@ def pipe_names(family: str, config: str | Path | None) -> Mapping[str, str] | No
 
 
 def read_twin(
-    folder: Path, family: str = "", names: Collection[str] = ()
+    folder: Location, family: str = "", names: Collection[str] = ()
 ) -> tuple[Twin, Sizes, Architecture]:
     """The twin that a Hugging Face folder's config.json says, its sizes and architecture; with the
     `names` of the parameters that it is for.
@@ -383,7 +385,7 @@ def read_twin(
     return whole, sizes, architecture
 
 
-def told_by(folder: Path, like: Manifest) -> CallerModel:
+def told_by(folder: Location, like: Manifest) -> CallerModel:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
@@ -392,12 +394,12 @@ def told_by(folder: Path, like: Manifest) -> CallerModel:
     return CallerModel(like=like, tensors=reader(lambda: config_in(folder), like))
 
 
-def config_in(folder: Path) -> Mapping[str, Any]:
+def config_in(folder: Location) -> Mapping[str, Any]:
     """config.json of a folder; nothing where it has none. Raises DamagedFileError."""
     return read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
 
 
-def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:
+def check_config(folder: Location, model: Model, architecture: Architecture | None) -> None:
     """Compares a folder's config.json with a live model: tensors of one shape may be of models that
     compute something else. Raises ModelMismatchError that lists every difference."""
     _, sizes, said = read_twin(folder, model.family.name)

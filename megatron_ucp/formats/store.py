@@ -1,0 +1,835 @@
+"""Object stores: a folder at `s3://bucket/run`, `gs://...` or `az://...`, read by ranges and
+written whole or not at all. The only module that knows the library `obstore`.
+
+What lies in a store differs from a disk in three ways. Nothing can be renamed, so a save writes its
+objects where they stay, and one object that is written last, the manifest, makes them a tag
+(`store_saves`). Nothing can be locked, so writers find each other by conditional writes. And each
+request takes its time, so bytes are asked for before they are needed (`StoredObject.will_read`).
+"""
+
+import io
+import json
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.errors import (
+    DamagedFileError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from megatron_ucp.formats.folder import Folder, LocalFile, LocalFolder, StoredFile
+
+# ---- paths
+
+
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
+_URL = re.compile(rf"({'|'.join(SCHEMES)}):/+(.*)", re.DOTALL)
+
+
+class StorePath(PurePosixPath):
+    """The path of an object, or of a folder of objects, in a store: what `pathlib.Path` is on a
+    disk, as far as checkpoints need it. `str` gives the URL.
+
+    Example: `StorePath("s3://bucket/run") / "latest"` is the object `run/latest` of `bucket`.
+    """
+
+    def __str__(self) -> str:
+        return _URL.sub(r"\1://\2", super().__str__(), count=1)
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    @property
+    def bucket(self) -> str:
+        """The URL of the bucket."""
+        return "://".join((self.parts[0].removesuffix(":"), *self.parts[1:2]))
+
+    @property
+    def key(self) -> str:
+        """The key in the bucket."""
+        return "/".join(self.parts[2:])
+
+    def absolute(self) -> "StorePath":
+        """Itself: every URL is."""
+        return self
+
+    def resolve(self) -> "StorePath":
+        """Itself: nothing leads elsewhere."""
+        return self
+
+    def is_symlink(self) -> bool:
+        """Nothing in a store is a link."""
+        return False
+
+    def is_file(self) -> bool:
+        if hasattr(self, "_known"):
+            return self._known is not None
+        return bool(self.key) and _head(self) is not None
+
+    def is_dir(self) -> bool:
+        """Whether any object has this path and a slash before its name."""
+        if hasattr(self, "_known"):
+            return self._known is None
+        return next(objects_below(self), None) is not None
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def iterdir(self) -> "Iterator[StorePath]":
+        """What lies in the folder."""
+        folders, files = level_of(self)
+        for name in folders:
+            yield (self / name)._seen(None)
+        for name, status in files.items():
+            yield (self / name)._seen(status)
+
+    def rglob(self, pattern: str) -> "Iterator[StorePath]":
+        """All objects below the folder whose name fits."""
+        return (
+            one._seen(status) for one, status in objects_below(self) if fnmatch(one.name, pattern)
+        )
+
+    def glob(self, pattern: str) -> "Iterator[StorePath]":
+        return (one for one in self.iterdir() if fnmatch(one.name, pattern) and one.is_file())
+
+    def _seen(self, status: "_Status | None") -> "StorePath":
+        """Itself, as a listing has it: nobody asks for it again."""
+        self._known = status
+        return self
+
+    def stat(self) -> Any:
+        """Size and time of an object; of a folder those of its newest object. Raises
+        FileNotFoundError, StoreError."""
+        found = getattr(self, "_known", None) or _head(self)
+        if found is None:
+            below = [status for _, status in objects_below(self)]
+            found = max(below, key=lambda one: one.st_mtime, default=None)
+        if found is None:
+            raise FileNotFoundError(2, "there is no such object", str(self))
+        return found
+
+    def read_bytes(self) -> bytes:
+        """All bytes of an object. Raises FileNotFoundError, StoreError."""
+        return read_object(self)[0]
+
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self.read_bytes().decode(encoding, errors)
+
+    def open(self, encoding: str = "utf-8", errors: str = "strict") -> io.TextIOWrapper:
+        """A small object, to be read as text. Raises FileNotFoundError, StoreError."""
+        return io.TextIOWrapper(io.BytesIO(self.read_bytes()), encoding, errors)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Writes an object. Raises StoreError."""
+        put_object(self, data)
+
+    def write_text(self, data: str, encoding: str = "utf-8") -> None:
+        put_object(self, data.encode(encoding))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Removes an object, if it is there. Raises StoreError."""
+        delete([self])
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """Folders are not made in a store."""
+
+
+Location: TypeAlias = Path | StorePath
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is one in an object store. `Path("s3://b/r")`, which lost a slash, is."""
+    return isinstance(path, str | os.PathLike) and bool(_URL.match(os.fspath(path)))
+
+
+def location(path: str | os.PathLike[str]) -> Location:
+    """A path of the local disk, or a URL, as what can be looked at."""
+    return StorePath(os.fspath(path)) if is_url(path) else Path(path)
+
+
+def absolute(path: str | os.PathLike[str]) -> Location:
+    """A path as it is meant now, wherever the program goes; a URL as it is."""
+    return StorePath(os.fspath(path)) if is_url(path) else Path(os.path.abspath(path))
+
+
+def open_file(path: str | os.PathLike[str]) -> StoredFile:
+    """A file of the disk or of a store. Raises NotFoundError, DamagedFileError, StoreError."""
+    there = location(path)
+    if not isinstance(there, StorePath):
+        return LocalFile(there)
+    status = _head(there)
+    if status is None:
+        raise _no_object(str(there))
+    return StoredObject(there, status.st_size, status.e_tag)
+
+
+def folder_at(path: str | os.PathLike[str]) -> Folder:
+    """The folder of a path, or of a URL, to read."""
+    there = location(path)
+    return StoreFolder(there) if isinstance(there, StorePath) else LocalFolder(there)
+
+
+# ---- options, and requests
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """How stores are asked. `timeout_s`: one request, or a part of an upload, may take so long.
+    `give_up_s`: it is tried again, with growing pauses, for so long. `writer`: the one job that
+    moves pointers in a bucket whose store ignores conditions ("": none, such a store is refused).
+    `config`: what `obstore` takes, such as an endpoint, beside what it finds in the environment."""
+
+    timeout_s: float = 30.0
+    give_up_s: float = 120.0
+    writer: str = ""
+    config: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "StoreOptions":
+        """Of the section `store` of a config. Raises UsageError."""
+        own = {"timeout_s", "give_up_s", "writer"}
+        for name in ("timeout_s", "give_up_s"):
+            value = given.get(name, 1.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise UsageError(
+                    f"store: {name} is a number of seconds",
+                    expected="more than 0",
+                    found=repr(value),
+                    fix="give seconds, such as 30",
+                )
+        config = {name: value for name, value in given.items() if name not in own}
+        return cls(**{name: given[name] for name in own & {*given}}, config=config or None)
+
+
+_ENVIRONMENT = {"timeout_s": "UCP_STORE_TIMEOUT_S", "give_up_s": "UCP_STORE_GIVE_UP_S"}
+WRITER_VARIABLE = "UCP_STORE_WRITER"
+_ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
+_options = StoreOptions()
+
+
+def configure(options: StoreOptions) -> None:
+    """Sets how this process asks stores from here on."""
+    global _options
+    _options = options
+    _client.cache_clear()
+
+
+def options() -> StoreOptions:
+    """How this process asks stores: what was configured, else what the environment says. Raises
+    UsageError."""
+    said: dict[str, Any] = {}
+    for name, variable in _ENVIRONMENT.items():
+        if (text := os.environ.get(variable)) and getattr(_options, name) == getattr(
+            StoreOptions, name
+        ):
+            try:
+                said[name] = float(text)
+            except ValueError:
+                raise UsageError(
+                    f"{variable} is a number of seconds", expected="30", found=repr(text)
+                ) from None
+    if not _options.writer and (writer := os.environ.get(WRITER_VARIABLE)):
+        said["writer"] = writer
+    return replace(_options, **said)
+
+
+_THREADS = 32  # requests that one process has in flight
+WHOLE_OBJECT_BYTES = 512 * 2**20  # of an object that is read whole
+_TRIES = 4  # of a body that ends early, which the library does not ask for again
+
+
+@cache
+def _client(bucket: str, _process: int) -> Any:
+    """The library's store for a bucket. Raises UsageError where the library is not there, or the
+    configuration is none."""
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise UsageError(
+            "paths in object stores need a library that is not installed",
+            file=bucket,
+            expected="obstore",
+            found=str(error),
+            fix="pip install megatron_ucp[remote]",
+        ) from None
+    how = options()
+    seconds = timedelta(seconds=how.timeout_s)
+    retries: Any = {
+        "max_retries": 1000,  # `retry_timeout` ends them
+        "retry_timeout": timedelta(seconds=how.give_up_s),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=max(0.1, min(15.0, how.give_up_s / 4))),
+            "base": 2,
+        },
+    }
+    client: Any = {"timeout": seconds, "connect_timeout": min(seconds, timedelta(seconds=10))}
+    # options of the client that are given here replace what the library finds in the environment
+    allow_http = any(os.environ.get(one, "").lower() in ("1", "true") for one in _ALLOW_HTTP)
+    client["allow_http"] = allow_http or str((how.config or {}).get("allow_http")).lower() == "true"
+    from_url: Any = obstore.store.from_url
+    try:
+        return from_url(bucket, config=how.config, client_options=client, retry_config=retries)
+    except (ValueError, TypeError, obstore.exceptions.BaseError) as error:
+        raise UsageError(
+            "an object store can't be asked with this configuration",
+            file=bucket,
+            found=_short(error),
+            fix="look at the URL, the environment (AWS_..., GOOGLE_..., AZURE_...) and the key "
+            "`store` of the config",
+            id="object-store",
+        ) from error
+
+
+def _of(path: StorePath) -> Any:
+    if len(path.parts) < 2 or (path.parts[0].startswith("az") and not path.key):
+        raise UsageError(
+            "this URL names no bucket",
+            expected="s3://bucket/run",
+            found=repr(str(path)),
+            fix="give the bucket, and the folder in it",
+            id="object-store",
+        )
+    return _client(path.bucket, os.getpid())
+
+
+@cache
+def _threads(_process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="ucp-store")
+
+
+def _short(error: BaseException) -> str:
+    """What the library says, in one line: it prints structures over many."""
+    said = str(error).partition("\n\nDebug source")[0]
+    return " ".join(f"{type(error).__name__}: {said}".split())[:400]
+
+
+@contextmanager
+def _asking(path: object, what: str) -> Iterator[None]:
+    """Inside, what a store refuses is a StoreError that names the object; what is not there a
+    FileNotFoundError."""
+    from obstore import exceptions as known
+
+    started = time.monotonic()
+    try:
+        yield
+    except (known.AlreadyExistsError, known.PreconditionError, FileNotFoundError):
+        raise
+    except (known.BaseError, OSError, ValueError) as error:
+        refused = known.PermissionDeniedError, known.UnauthenticatedError
+        if not isinstance(error, refused) and "403 Forbidden" not in str(error):
+            raise StoreError(
+                f"the object store did not {what}",
+                file=path,
+                expected=f"an answer within {options().give_up_s:g} s, tried again and again",
+                found=f"{_short(error)}, after {time.monotonic() - started:.1f} s",
+            ) from error
+        raise StoreError(
+            f"the object store refuses: it does not let this job {what}",
+            file=path,
+            found=_short(error),
+            fix="look at the credentials, and at what they are allowed (docs/stores.md lists it)",
+        ) from error
+
+
+def _head(path: StorePath) -> Any:
+    """What is known of an object; None where there is none."""
+    import obstore
+
+    client = _of(path)
+    try:
+        with _asking(path, "say whether the object is there"):
+            return _Status(obstore.head(client, path.key))
+    except FileNotFoundError:
+        return None
+
+
+class _Status:
+    """As `os.stat_result`, of an object."""
+
+    def __init__(self, meta: Mapping[str, Any]) -> None:
+        self.st_size: int = meta["size"]
+        self.st_mtime: float = meta["last_modified"].timestamp()
+        self.st_mtime_ns = int(self.st_mtime * 1e9)
+        self.e_tag: str | None = meta.get("e_tag")
+
+
+def _prefix(path: StorePath) -> str:
+    return f"{path.key}/" if path.key else ""
+
+
+def objects_below(path: StorePath) -> Iterator[tuple[StorePath, _Status]]:
+    """All objects below a folder."""
+    import obstore
+
+    prefix, client = _prefix(path), _of(path)
+    with _asking(path, "list its objects"):
+        for page in obstore.list(client, prefix=prefix or None):
+            for meta in page:
+                if (name := meta["path"].removeprefix(prefix)) and meta["path"] != path.key:
+                    yield path / name, _Status(meta)
+
+
+def level_of(path: StorePath) -> tuple[list[str], dict[str, _Status]]:
+    """Names of the folders in a folder, and of the objects."""
+    import obstore
+
+    prefix, client = _prefix(path), _of(path)
+    with _asking(path, "list its objects"):
+        found = obstore.list_with_delimiter(client, prefix=prefix or None)
+    folders = [one.rstrip("/").removeprefix(prefix) for one in found["common_prefixes"]]
+    files = {meta["path"].removeprefix(prefix): _Status(meta) for meta in found["objects"]}
+    return sorted({*folders} - {""}), {name: files[name] for name in sorted(files) if name}
+
+
+def read_object(path: StorePath) -> tuple[bytes, str | None]:
+    """All bytes of an object, and what tells this version of it from others. Raises
+    FileNotFoundError, StoreError."""
+    import obstore
+
+    client = _of(path)
+    for attempt in range(_TRIES):
+        try:
+            with _asking(path, "send an object"):
+                got = obstore.get(client, path.key)
+                if got.meta["size"] > WHOLE_OBJECT_BYTES:
+                    raise DamagedFileError(
+                        "the file is larger than any of its kind",
+                        file=path,
+                        expected=f"at most {WHOLE_OBJECT_BYTES} bytes",
+                        found=f"{got.meta['size']} bytes",
+                    )
+                data = bytes(got.bytes())
+                if len(data) == got.meta["size"]:
+                    return data, got.meta.get("e_tag")
+        except StoreError:
+            if attempt == _TRIES - 1:
+                raise
+    raise StoreError("the object store sent fewer bytes than the object has", file=path)
+
+
+# ---- reading
+
+
+BLOCK_BYTES = 128 * 2**10  # of the head and of the tail of an object, which are asked for once
+_JOINED_BYTES, _GAP_BYTES = 8 * 2**20, 4 * 2**10  # what is asked for in one request
+
+
+class StoredObject(StoredFile):
+    """An object that is read by ranges. All ranges are of one version of it: one that was replaced
+    meanwhile is refused."""
+
+    def __init__(self, path: StorePath, size_bytes: int, e_tag: str | None) -> None:
+        self._at, self.path, self.size_bytes, self._e_tag = path, str(path), size_bytes, e_tag
+        self._ahead: dict[int, tuple[int, Future[memoryview]]] = {}  # by the first byte: its end
+        self._told: tuple[int, int] | None = None  # bytes that are to be asked for with the next
+        self._blocks: dict[int, memoryview] = {}  # head and tail, by the first byte
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._ahead.clear()
+        self._blocks.clear()
+
+    def read(self, start_byte: int, target: memoryview) -> None:
+        if self._is_closed:
+            raise UsageError("the file has been closed", file=self.path, fix="open it again")
+        done = 0
+        while done < len(target):
+            at = start_byte + done
+            data, first = self._piece(at, len(target) - done)
+            part = data[at - first : at - first + len(target) - done]
+            target[done : done + len(part)] = part
+            done += len(part)
+
+    def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
+        """Several rows at a time, each by a request of its own; those that are near by one."""
+        joined: list[tuple[int, int, list[tuple[int, int]]]] = []  # first byte, end, rows in it
+        for start, place in zip(starts, places, strict=True):
+            if joined and 0 <= start - joined[-1][1] <= _GAP_BYTES // 16:
+                first, _, rows = joined.pop()
+            else:
+                first, rows = start, []
+            joined.append((first, start + size_bytes, [*rows, (start, place)]))
+        for batch in range(0, len(joined), _THREADS):
+            runs = joined[batch : batch + _THREADS]
+            pool = _threads(os.getpid())
+            got = [pool.submit(self._range, first, end) for first, end, _ in runs]
+            for future, (first, _, rows) in zip(got, runs, strict=True):
+                data = future.result()
+                for start, place in rows:
+                    row = data[start - first : start - first + size_bytes]
+                    target[place : place + size_bytes] = row
+
+    def will_read(self, start_byte: int, size_bytes: int) -> None:
+        """Asks for these bytes now; together with those before them where they are neighbours."""
+        end = start_byte + size_bytes
+        if self._told is not None:
+            first, told = self._told
+            if 0 <= start_byte - told <= _GAP_BYTES and end - first <= _JOINED_BYTES:
+                self._told = first, end
+                return
+        self._ask()
+        self._told = start_byte, end
+
+    def _ask(self) -> None:
+        """Sends the request for what was told."""
+        if self._told is not None:
+            first, end = self._told
+            future = _threads(os.getpid()).submit(self._range, first, end)
+            self._ahead[first] = end, future
+            self._told = None
+
+    def _piece(self, at: int, size: int) -> tuple[memoryview, int]:
+        """Bytes that begin at `at` or before it, and their first byte."""
+        if self._told is not None and self._told[0] <= at < self._told[1]:
+            self._ask()
+        for first, (end, future) in self._ahead.items():
+            if first <= at < end:
+                if at + size >= end:  # nobody reads it again
+                    del self._ahead[first]
+                return future.result(), first
+        if size <= BLOCK_BYTES:
+            for first in self._block_starts(at, size):
+                if first not in self._blocks:
+                    end = min(first + BLOCK_BYTES, self.size_bytes)
+                    self._blocks[first] = self._range(first, end)
+                return self._blocks[first], first
+        return self._range(at, at + size), at
+
+    def _block_starts(self, at: int, size: int) -> Iterator[int]:
+        """The first byte of the head, or of the tail, where it holds a range."""
+        tail = max(0, self.size_bytes - BLOCK_BYTES)
+        if at + size <= BLOCK_BYTES:
+            yield 0
+        elif tail <= at and at + size <= self.size_bytes:
+            yield tail
+
+    def _range(self, start: int, end: int) -> memoryview:
+        """Bytes [start, end). Raises DamagedFileError where the object ends before, or was
+        replaced; NotFoundError, StoreError."""
+        if end > self.size_bytes:
+            raise DamagedFileError(
+                "the file is truncated",
+                file=self.path,
+                expected=f"{end - start} bytes from byte {start}",
+                found=f"{max(0, self.size_bytes - start)} bytes",
+            )
+        if start == end:
+            return memoryview(b"")
+        found = 0
+        for attempt in range(_TRIES):
+            try:
+                data = self._asked(start, end)
+            except StoreError:
+                if attempt == _TRIES - 1:
+                    raise
+                continue
+            if len(data) == end - start:
+                return data
+            found = len(data)
+        raise StoreError(
+            "the object store sent fewer bytes than it was asked for",
+            file=self.path,
+            expected=f"{end - start} bytes from byte {start}",
+            found=f"{found} bytes, {_TRIES} times",
+        )
+
+    def _asked(self, start: int, end: int) -> memoryview:
+        import obstore
+
+        wanted: Any = {"range": (start, end)}
+        if self._e_tag:
+            wanted["if_match"] = self._e_tag
+        client = _of(self._at)
+        try:
+            with _asking(self.path, f"send bytes {start} to {end} of the object"):
+                return memoryview(obstore.get(client, self._at.key, options=wanted).bytes())
+        except FileNotFoundError as error:
+            raise _no_object(self.path) from error
+        except obstore.exceptions.PreconditionError as error:
+            raise DamagedFileError(
+                "the object was replaced while it was read",
+                file=self.path,
+                expected=f"version {self._e_tag}",
+                found="another one",
+                fix="read the checkpoint again",
+            ) from error
+
+
+def _no_object(path: str) -> NotFoundError:
+    return NotFoundError(
+        "the file does not exist", file=path, fix="restore it, or load another tag"
+    )
+
+
+CLAIM = ".ucp_saving"  # the object that says who writes a tag
+AGAIN = ".ucp_save_"  # how the folder of a save begins into a tag that is there already
+STORED_IN = "stored_in"  # the manifest's word for that folder
+CLEAN_UP = "where nobody writes it any more, `megatron-ucp ls --remove-left-overs` removes it"
+COMMITS = (FILE_NAME, "ucp_export.json")  # what is written last, and makes a folder whole
+
+
+class StoreFolder(Folder):
+    """A folder in an object store, which holds what it held when it was first asked. A save that
+    was not finished holds nothing."""
+
+    def __init__(self, path: StorePath) -> None:
+        self._at = path
+        self._levels: dict[str, dict[str, _Status | None]] = {}  # None of a folder
+        self._below = ""  # the folder in it that holds the objects of the save that counts
+        self._commit: bytes | None = None
+
+    def __str__(self) -> str:
+        return str(self._at)
+
+    def __truediv__(self, name: str) -> str:
+        return f"{self}/{name}"
+
+    def name_of(self, path: str) -> str:
+        return path.removeprefix(f"{self}/")
+
+    def names(self, below: str = "") -> list[str]:
+        return sorted(self._level(below))
+
+    def __contains__(self, name: str) -> bool:
+        return self._found(name) is not _NOTHING
+
+    def is_file(self, name: str) -> bool:
+        return isinstance(self._found(name), _Status)
+
+    def is_folder(self, name: str) -> bool:
+        return self._found(name) is None
+
+    def size_bytes(self, name: str) -> int:
+        return self._status(name).st_size
+
+    def modified(self, name: str) -> float:
+        return self._status(name).st_mtime
+
+    def open(self, name: str) -> StoredFile:
+        status = self._status(name)
+        return StoredObject(self._object(name), status.st_size, status.e_tag)
+
+    def open_known(self, name: str, size_bytes: int, known: str) -> StoredFile:
+        at, _, e_tag = known.partition("\n")
+        return StoredObject(StorePath(at), size_bytes, e_tag or None)
+
+    def known(self, name: str) -> str:
+        return f"{self._object(name)}\n{self._status(name).e_tag or ''}"
+
+    def _status(self, name: str) -> _Status:
+        found = self._found(name)
+        if not isinstance(found, _Status):
+            raise _no_object(self / name)
+        return found
+
+    def _object(self, name: str) -> StorePath:
+        """The object of a name."""
+        return self._at / (name if name == FILE_NAME else f"{self._below}{name}")
+
+    def _found(self, name: str) -> "_Status | object | None":
+        below, _, last = name.rpartition("/")
+        return self._level(below).get(last, _NOTHING)
+
+    def _level(self, below: str) -> dict[str, "_Status | None"]:
+        if "" not in self._levels:
+            self._levels[""] = self._first_level()
+        if below not in self._levels and below.split("/")[0] in self._levels[""]:
+            self._all_levels()
+        return self._levels.get(below, {})
+
+    def _first_level(self) -> dict[str, "_Status | None"]:
+        folders, files = level_of(self._at)
+        again = [name for name in folders if name.startswith(AGAIN)]
+        if CLAIM in files and not any(name in files for name in COMMITS):
+            return {}  # a save that was not finished
+        if again and FILE_NAME in files:
+            self._below = stored_in(self._at / FILE_NAME)
+            if self._below:
+                folders, own = level_of(self._at / self._below)
+                return {**dict.fromkeys(folders), **own, FILE_NAME: files[FILE_NAME]}
+        shown = [name for name in folders if name not in again]
+        return {**dict.fromkeys(shown), **{n: s for n, s in files.items() if n != CLAIM}}
+
+    def _all_levels(self) -> None:
+        """The folders in it, by one listing of all: there may be thousands."""
+        root = self._at / self._below if self._below else self._at
+        for path, status in objects_below(root):
+            parts = path.relative_to(root).parts
+            if len(parts) == 1 or parts[0].startswith(AGAIN):
+                continue
+            for depth in range(1, len(parts)):
+                here = self._levels.setdefault("/".join(parts[:depth]), {})
+                here[parts[depth]] = status if depth == len(parts) - 1 else None
+
+
+_NOTHING = object()
+
+
+def stored_in(manifest: StorePath) -> str:
+    """The folder in a tag, with a slash, in which its objects lie; empty where that is the tag."""
+    # its reader says what is wrong with it
+    with suppress(ValueError, AttributeError, RecursionError, FileNotFoundError):
+        run = json.loads(read_object(manifest)[0]).get("run", {})
+        found = run.get(STORED_IN, "")
+        if isinstance(found, str) and re.fullmatch(rf"{re.escape(AGAIN)}\w+/", found):
+            return found
+    return ""
+
+
+def is_left_over(path: Location) -> bool:
+    """Whether a folder of a store is a save that was not finished, or is on its way."""
+    if not isinstance(path, StorePath):
+        return False
+    files = level_of(path)[1]
+    return CLAIM in files and not any(name in files for name in COMMITS)
+
+
+# ---- writing
+
+
+PART_BYTES, _PARTS = 8 * 2**20, 9000  # of an upload; S3 takes 10,000 parts at most
+_AT_ONCE = 8  # parts of one object
+StreamedBytes: TypeAlias = Iterable[bytes | memoryview]
+
+
+def put_object(path: StorePath, data: bytes) -> None:
+    """Writes an object, whatever was there. Raises StoreError."""
+    import obstore
+
+    client = _of(path)
+    with _asking(path, "take an object"):
+        obstore.put(client, path.key, data, use_multipart=False)
+
+
+def upload(path: StorePath, chunks: StreamedBytes, size_bytes: int) -> None:
+    """Writes an object in parts, as `chunks` gives its bytes; there is nothing of it before the
+    last one. Raises StoreError, and what `chunks` raises."""
+    import obstore
+
+    if size_bytes <= PART_BYTES:
+        put_object(path, b"".join(chunks))
+        return
+    client, raised = _of(path), list[BaseException]()
+    part_bytes = max(PART_BYTES, -(-size_bytes // _PARTS))
+    with _asking(path, "take an object"):
+        try:
+            given = _joined(chunks, part_bytes, raised)
+            obstore.put(client, path.key, given, chunk_size=part_bytes, max_concurrency=_AT_ONCE)
+        except FileNotFoundError:  # the answer to the last request was lost, and asked for again
+            pass
+        finally:
+            if raised:
+                raise raised[0]
+    found = _head(path)
+    if found is None or found.st_size != size_bytes:
+        raise StoreError(
+            "the object store does not have the object that it took",
+            file=path,
+            expected=f"{size_bytes} bytes",
+            found="no object" if found is None else f"{found.st_size} bytes",
+        )
+
+
+def _joined(chunks: StreamedBytes, least: int, raised: list[BaseException]) -> Iterator[bytes]:
+    """StreamedBytes of at least so many bytes. What `chunks` raises is kept: the library would hide it."""
+    held, size = list[bytes | memoryview](), 0
+    try:
+        for chunk in chunks:
+            held.append(bytes(chunk))
+            size += len(chunk)
+            if size >= least:
+                yield b"".join(held)
+                held, size = [], 0
+    finally:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, GeneratorExit):
+            raised.append(error)
+    if held:
+        yield b"".join(held)
+
+
+def put_if(path: StorePath, data: bytes, e_tag: str | None) -> bool:
+    """Writes an object where it is still that version (None: where there is none); whether it did.
+    `data` must be like no other: a lost answer is told from a lost race by it. Raises
+    StoreError."""
+    import obstore
+
+    client = _of(path)
+    mode: Any = "create" if e_tag is None else {"e_tag": e_tag}
+    for pause in (0.1, 0.4, 0.0):
+        try:
+            with _asking(path, "take an object"):
+                obstore.put(client, path.key, data, mode=mode, use_multipart=False)
+            return True
+        except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+            there = object_or_none(path)
+            if there is not None or e_tag is not None:
+                return there is not None and there[0] == data
+            time.sleep(pause)  # somebody else wrote at that moment, and failed
+    return False
+
+
+def object_or_none(path: StorePath) -> tuple[bytes, str | None] | None:
+    try:
+        return read_object(path)
+    except FileNotFoundError:
+        return None
+
+
+def delete(paths: Iterable[StorePath]) -> None:
+    """Removes objects, those that are not there too. Raises StoreError."""
+    import obstore
+
+    found = [*paths]
+    for at in range(0, len(found), 1000):
+        batch = found[at : at + 1000]
+        client = _of(batch[0])
+        with _asking(batch[0], "remove an object"), suppress(FileNotFoundError):
+            obstore.delete(client, [one.key for one in batch])
+
+
+def _tried_conditions(folder: StorePath) -> bool:
+    """Whether the second of two writes of a new object is refused, and one of another version."""
+    import obstore
+
+    probe = folder / f".ucp_probe_{uuid.uuid4().hex}"
+    client = _of(folder)
+    kept = 0
+    with _asking(probe, "take an object"):
+        obstore.put(client, probe.key, b"1", mode="create", use_multipart=False)
+        conditions: tuple[Any, ...] = ("create", {"e_tag": '"of-no-object"'})
+        for mode in conditions:
+            try:
+                obstore.put(client, probe.key, b"2", mode=mode, use_multipart=False)
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+                kept += 1
+    delete([probe])
+    return kept == len(conditions)
+
+
+def keeps_conditions(folder: StorePath) -> bool:
+    """Whether the store of a folder refuses a write whose condition is not met, as all others here
+    rely on. It is tried once for each bucket."""
+    bucket = StorePath(folder.bucket)
+    if bucket not in _KEEPS:
+        _KEEPS[bucket] = _tried_conditions(folder)
+    return _KEEPS[bucket]
+
+
+_KEEPS: dict[StorePath, bool] = {}

@@ -1,0 +1,305 @@
+"""Saves and outputs in an object store: whole or not there, without renames and without locks.
+
+A save claims its tag by an object that is made by one alone (`CLAIM`). Where that is there
+already, or the tag is, the objects go into a folder of their own in the tag: nobody can say whether
+who claimed it lives, and so nobody's objects are touched. The manifest is written last, under the
+condition that it is still the one of the beginning; with it the save is there.
+"""
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.manifest_json import from_json
+from megatron_ucp.errors import RankError, SaveError, StoreError, UcpError
+from megatron_ucp.formats.store import (
+    AGAIN,
+    CLAIM,
+    CLEAN_UP,
+    COMMITS,
+    STORED_IN,
+    WRITER_VARIABLE,
+    StorePath,
+    delete,
+    keeps_conditions,
+    level_of,
+    object_or_none,
+    objects_below,
+    options,
+    put_if,
+    put_object,
+    stored_in,
+)
+
+# ---- one writer, where a store can't tell several apart
+
+
+_WRITER_OBJECT = ".ucp_writer"
+
+
+def require_conditions(folder: StorePath) -> str:
+    """A note where the store ignores conditions, and this job is the one that may write there.
+    Raises SaveError for any other job at such a store."""
+    if keeps_conditions(folder):
+        return ""
+    writer = options().writer
+    named = folder / _WRITER_OBJECT
+    if writer:
+        there = object_or_none(named)
+        if there is None:
+            put_object(named, writer.encode())
+        elif there[0].decode(errors="replace") != writer:
+            raise SaveError(
+                "another job is the one that writes here, in a store that ignores conditions",
+                file=named,
+                expected=writer,
+                found=there[0].decode(errors="replace")[:200],
+                fix="save elsewhere; where that job is gone, remove this object",
+                id="object-store",
+            )
+        return (
+            f"this store ignores conditional writes: nothing but the name {writer!r} keeps another "
+            "job out"
+        )
+    raise SaveError(
+        "this object store ignores the conditions of a write, so two jobs could overwrite each "
+        "other's saves without a word",
+        file=folder,
+        expected="a refusal of the second of two writes of a new object",
+        found="both were taken",
+        fix="use the store's own protocol (gs:// in place of s3://); or name the one job that "
+        f'writes here: {WRITER_VARIABLE}, or "store": {{"writer": NAME}} in the config',
+        id="object-store",
+    )
+
+
+@dataclass
+class Attempt:
+    """One save into a tag, or one output, on its way: the objects go below `aside`. `base` is the
+    version of the manifest that it takes the place of, `older` what that one lists."""
+
+    tag: StorePath
+    aside: StorePath
+    claim: bytes
+    has_claim: bool
+    base: str | None
+    older: tuple[StorePath, ...] = ()
+    is_committed: bool = False
+
+    def commit(self, data: bytes, name: str = FILE_NAME) -> None:
+        """Writes the object that makes the tag whole. Raises SaveError where another save did
+        meanwhile, StoreError."""
+        if not put_if(self.tag / name, data, self.base):
+            raise SaveError(
+                "another job has saved into this tag meanwhile; what it saved is there",
+                file=self.tag,
+                expected="one at a time",
+                found="its manifest is another one than at the beginning",
+                fix="give another tag, or end the other job",
+                id="folder-in-use",
+            )
+        self.is_committed = True
+
+    def end(self, is_known: bool) -> None:
+        """Removes what does not count: this save's objects where it was not committed, else those
+        that it replaced; and the claim, unless somebody may still write below it (not
+        `is_known`): such objects would look like files that nobody else wrote. Raises
+        StoreError."""
+        if self.is_committed:
+            delete(self.older)
+        else:
+            delete(self._own_objects())
+        if self.has_claim and (self.is_committed or is_known):
+            delete([self.tag / CLAIM])
+
+    def _own_objects(self) -> list[StorePath]:
+        if self.aside != self.tag:
+            return [path for path, _ in objects_below(self.aside)]
+        return [
+            path for path, _ in objects_below(self.tag) if not _is_of_another(path, self.tag, "")
+        ]
+
+
+def _is_of_another(path: StorePath, tag: StorePath, below: str) -> bool:
+    """Whether an object of a tag is the claim, or lies in the folder of a save that is not in
+    `below`."""
+    first = path.relative_to(tag).parts[0]
+    return first == CLAIM or (first.startswith(AGAIN) and f"{first}/" != below)
+
+
+_ATTEMPTS: dict[StorePath, Attempt] = {}  # of this process, by `aside`
+
+
+def attempt_at(aside: StorePath) -> Attempt:
+    """The attempt of this process whose objects go below a folder."""
+    return _ATTEMPTS[aside]
+
+
+@contextmanager
+def attempt(tag: StorePath, doing: str, is_shared: bool = True) -> Iterator[Attempt]:
+    """A save into a tag, claimed; behind the block what does not count is removed. Not `is_shared`:
+    of an output, whose name must be free. Raises SaveError, StoreError."""
+    if is_shared:
+        require_conditions(tag.parent)
+    number = uuid.uuid4().hex[:12]
+    claim = json.dumps({"doing": doing, "save": number, **_this_process()}).encode()
+    has_claim = put_if(tag / CLAIM, claim, None)
+    if not has_claim and not is_shared:
+        raise _claimed(tag)
+    manifest = object_or_none(tag / FILE_NAME)
+    is_free = has_claim and manifest is None
+    if is_free:
+        is_free = all(path == tag / CLAIM for path, _ in objects_below(tag))
+    aside = tag if is_free or not is_shared else tag / f"{AGAIN}{number}"
+    older = () if manifest is None else tuple(_objects_of(tag, manifest[0]))
+    one = Attempt(tag, aside, claim, has_claim, manifest and manifest[1], older)
+    _ATTEMPTS[aside] = one
+    is_known = True
+    try:
+        yield one
+    except (RankError, KeyboardInterrupt):
+        is_known = False
+        raise
+    finally:
+        del _ATTEMPTS[aside]
+        with suppress(StoreError):  # what is left is shown by `ls`
+            one.end(is_known)
+
+
+def _claimed(tag: StorePath) -> SaveError:
+    said = claim_of(tag)
+    who = f"process {said.get('pid', '?')} on {said.get('host', '?')}, since {said.get('since')}"
+    return SaveError(
+        "another job writes this folder, or was killed while it did",
+        file=tag,
+        expected="one at a time",
+        found=who,
+        fix=f"give another name, or wait for it; {CLEAN_UP}",
+        id="folder-in-use",
+    )
+
+
+def claim_of(tag: StorePath) -> dict[str, Any]:
+    """What the claim of a tag says; nothing where there is none."""
+    there = object_or_none(tag / CLAIM)
+    with suppress(ValueError):
+        said = json.loads(there[0]) if there is not None else {}
+        return said if isinstance(said, dict) else {}
+    return {}
+
+
+def _this_process() -> dict[str, Any]:
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+
+
+def _objects_of(tag: StorePath, manifest: bytes) -> list[StorePath]:
+    """The objects that a manifest lists, but itself."""
+    with suppress(UcpError):
+        read = from_json(manifest, str(tag / FILE_NAME))
+        below = str(read.run.get(STORED_IN, ""))
+        return [tag / below / entry.name for entry in read.files]
+    return []
+
+
+def move_pointer(path: StorePath, text: str, unless: Callable[[], bool]) -> bool:
+    """Lets a pointer name another tag; whether it does: not where `unless` says so of what it names
+    now. Who moves it meanwhile is asked again. Raises StoreError."""
+    has_conditions = keeps_conditions(path.parent)
+    for _ in range(_RACES):
+        there = object_or_none(path)
+        if there is not None and there[0].decode(errors="replace").strip() == text.strip():
+            return True
+        if unless():
+            return False
+        if not has_conditions:
+            put_object(path, text.encode())
+            return True
+        if put_if(path, text.encode(), there and there[1]):
+            return True
+    raise StoreError(
+        "the pointer could not be moved: others move it again and again",
+        file=path,
+        fix="let one job save into this folder",
+    )
+
+
+_RACES = 50
+
+
+def remove_tag(tag: StorePath, is_ours: Callable[[], str]) -> str:
+    """Removes a tag: the manifest first, so that it never looks whole. `is_ours` says, once nobody
+    saves into it, why it stays. Returns a line. Raises StoreError."""
+    claim = json.dumps({"doing": "removes", "save": uuid.uuid4().hex, **_this_process()}).encode()
+    if not put_if(tag / CLAIM, claim, None):
+        return f"kept {tag.name}: it is being saved"
+    if reason := is_ours():
+        delete([tag / CLAIM])
+        return f"kept {tag.name}: {reason}"
+    below = stored_in(tag / FILE_NAME)
+    delete([tag / FILE_NAME])
+    delete(path for path, _ in objects_below(tag) if not _is_of_another(path, tag, below))
+    delete([tag / CLAIM])
+    return f"removed {tag.name}"
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """What a save left that was not finished, or has written so far: its objects, and who claims
+    the tag."""
+
+    tag: StorePath
+    objects: tuple[StorePath, ...]
+    size_bytes: int
+    claim: Mapping[str, Any]
+
+
+def left_overs(folder: StorePath) -> list[LeftOver]:
+    """What lies in the tags of a folder and belongs to no whole save. Raises StoreError."""
+    out: list[LeftOver] = []
+    for tag in (one for one in folder.iterdir() if one.is_dir()):
+        folders, files = level_of(tag)
+        again = [name for name in folders if name.startswith(AGAIN)]
+        if CLAIM not in files and not again:
+            continue
+        below = stored_in(tag / FILE_NAME) if FILE_NAME in files else ""
+        counts = any(name in files for name in COMMITS)
+        if counts and not below and CLAIM not in files and not again:
+            continue
+        found = [
+            (path, status)
+            for path, status in objects_below(tag)
+            if not _counts(path, tag, below, counts)
+        ]
+        if found:
+            size = sum(status.st_size for _, status in found)
+            out.append(LeftOver(tag, tuple(path for path, _ in found), size, claim_of(tag)))
+    return out
+
+
+def _counts(path: StorePath, tag: StorePath, below: str, is_whole: bool) -> bool:
+    """Whether an object of a tag belongs to the save that counts."""
+    first = path.relative_to(tag).parts[0]
+    if not is_whole or first == CLAIM:
+        return False
+    if below:
+        return f"{first}/" == below or path.name in COMMITS
+    return not first.startswith(AGAIN)
+
+
+def remove_left_overs(folder: StorePath) -> list[str]:
+    """Removes `left_overs`; a line about each. Raises StoreError."""
+    lines: list[str] = []
+    for one in left_overs(folder):
+        claim = one.tag / CLAIM
+        delete(path for path in one.objects if path != claim)
+        delete([claim])
+        lines.append(f"removed {len(one.objects)} objects of {one.tag}")
+    return lines
