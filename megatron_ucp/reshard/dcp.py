@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, alone
@@ -36,6 +35,7 @@ from megatron_ucp.formats.optimizers import DECOUPLED, rule_of
 from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.formats.pt.archive import Output, write_pt
 from megatron_ucp.formats.pt.unpickle import named_in
+from megatron_ucp.formats.store import Location
 from megatron_ucp.reshard.folder import FolderOutput
 from megatron_ucp.reshard.hugging_face.names import needs_family, twin_of
 from megatron_ucp.reshard.match import match_ties
@@ -83,21 +83,21 @@ _ACCELERATE = FolderKeys(
 
 
 def plain(
-    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Location
 ) -> FolderOutput:
     """One folder, as `dcp.save({"model": ..., "optim": ...})` writes it."""
     return _output(origin, wanted, folder, _PLAIN_KEYS)
 
 
 def accelerate(
-    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Path
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Location
 ) -> FolderOutput:
     """Two folders beside each other, as Accelerate's FSDP2 plugin and Trainer have them."""
     return _output(origin, wanted, folder, _ACCELERATE)
 
 
 def _output(
-    origin: SourceSettings, wanted: Conversion, folder: Path, layout: FolderKeys
+    origin: SourceSettings, wanted: Conversion, folder: Location, layout: FolderKeys
 ) -> FolderOutput:
     refuse_muon(wanted, "folder for FSDP2")
     match_ties(wanted.source, wanted.file)
@@ -337,7 +337,7 @@ class _Written:
 
     # ------------------------------------------------ the folder
 
-    def output(self, folder: Path) -> FolderOutput:
+    def output(self, folder: Location) -> FolderOutput:
         target = Manifest(
             Keeper.DCP,
             Mesh(),
@@ -356,7 +356,7 @@ class _Written:
         publish = partial(self._publish, folder, target, [file.name for file in files])
         return FolderOutput((part,), files, self._close, publish)
 
-    def _close(self, aside: Path) -> None:
+    def _close(self, aside: Location) -> None:
         for plan in self.plans:
             (aside / plan.index_file).write_bytes(plan.index_bytes())
         for name, text in self._beside().items():
@@ -381,7 +381,9 @@ class _Written:
             out[CONFIG_FILE] = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
         return out
 
-    def _publish(self, folder: Path, target: Manifest, names: Sequence[str], aside: Path) -> None:
+    def _publish(
+        self, folder: Location, target: Manifest, names: Sequence[str], aside: Location
+    ) -> None:
         listed = [*names, *self._beside()]
         listed += [name for name in SCHEDULERS if (aside / name).is_file()]
         entries = tuple(_entry(aside, name, name in names) for name in listed)
@@ -416,7 +418,7 @@ class _Written:
         return [(name, self.shares[name]) for names in by_tensor.values() for name in names]
 
 
-def _entry(aside: Path, name: str, is_large: bool) -> FileEntry:
+def _entry(aside: Location, name: str, is_large: bool) -> FileEntry:
     if is_large:
         return FileEntry(name, (aside / name).stat().st_size)
     return entry_of(aside / name, name)

@@ -112,6 +112,9 @@ class Below(Folder):
     def size_bytes(self, name: str) -> int:
         return self._folder.size_bytes(f"{self._below}/{name}")
 
+    def modified(self, name: str) -> float:
+        return self._folder.modified(f"{self._below}/{name}")
+
     def open(self, name: str) -> StoredFile:
         return self._folder.open(f"{self._below}/{name}")
 
