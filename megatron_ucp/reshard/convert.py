@@ -279,9 +279,10 @@ def convert(
         src: The checkpoint: a tag folder, or the folder above it. It is never touched.
         dst: The new tag folder. It must not exist, and appears whole or not at all.
         to: "native" (files that DeepSpeed's own load takes on the mesh), "universal" (a universal
-            folder of DeepSpeed's, which needs no mesh) or "torch_dist" (a folder for Megatron; the
-            mesh then says whether experts have an optimizer of their own). Default: native where a
-            mesh is given, else universal.
+            folder of DeepSpeed's, which needs no mesh), "torch_dist" (a folder for Megatron; the
+            mesh then says whether experts have an optimizer of their own), "dcp" (a folder for
+            FSDP2's own `dcp.load`) or "accelerate" (folders for FSDP2 under Accelerate or Trainer).
+            Default: native where a mesh is given, else universal.
         mesh: The mesh that the folder is for, such as "tp=2,dp=4". An axis that is left out is 1; a
             ZeRO stage that a string leaves out is the source's.
         target: In place of `mesh`: a `Target`, which says more than a mesh.

@@ -12,6 +12,8 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import StateMismatchError, UnsupportedError, UsageError
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state, verify
+from megatron_ucp.reshard.hugging_face.names import read_twin
+from tests.formats.cut_dcp import save_cut
 from tests.formats.test_dcp import GOLDEN
 from tests.reshard import paper, twins
 
@@ -170,3 +172,36 @@ def test_what_has_no_place(word: str, tmp_path: Path) -> None:
     target = ucp.Target(ucp.Mesh(), **{word: asked[word]})
     with pytest.raises(UsageError, match=word):
         ucp.convert(GOLDEN / "plain", tmp_path / "out", to="dcp", target=target)
+
+
+# ---- read under the names of a family
+
+
+@pytest.mark.parametrize("family", twins.SIZES)
+@pytest.mark.parametrize("pieces", [(1,), (3,), (2, 3), (5, 1, 2)], ids=str)
+def test_a_family_reads_the_names_of_transformers(
+    family: str, pieces: tuple[int, ...], tmp_path: Path
+) -> None:
+    """However ranks had cut the tensors, each element is where the family has it."""
+    model = twins.model(family)
+    source = paper.write(model, tmp_path / "in" / "step7")
+    ucp.convert(source, tmp_path / "out", to="dcp")
+    save_cut(tree_of(tmp_path / "out", tmp_path), tmp_path / "cut", pieces)
+    (tmp_path / "cut" / "config.json").write_bytes((tmp_path / "out" / "config.json").read_bytes())
+    with open_checkpoint(source) as first:
+        twin, _, _ = read_twin(tmp_path / "cut", family, first.manifest.by_name)
+    wrong: list[str] = []
+    with open_checkpoint(tmp_path / "cut", told=twin.told) as found:
+        assert sorted(found.manifest.by_name) == sorted(model.shapes)
+        for name in model.shapes:
+            kind = model.kinds[name]
+            for state in ("fp32", "exp_avg", "exp_avg_sq") if kind == "trainable" else ("value",):
+                want = model.truth(name, "fp32" if state == "value" else state)
+                rows = found.manifest.by_name[name].shape[:1]
+                want = want[: rows[0]] if rows else want
+                have = read_state(found, name, state)
+                if not torch.equal(have.to(want.dtype), want.reshape(-1)):
+                    wrong.append(f"{name} {state}")
+            if kind == "trainable":
+                assert found.manifest.scalars_of(name) == {"step": 3.0}
+    assert wrong == []
