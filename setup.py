@@ -24,6 +24,7 @@ OLD, NEW = 'python_version < "3.12"', 'python_version >= "3.12"'
 TORCH = [f"torch==2.13.0; {OLD}", f"torch==2.14.1; {NEW}"]
 DEEPSPEED = [*TORCH, "deepspeed==0.19.8"]
 MEGATRON = [*TORCH, f"megatron-core==0.16.1; {OLD}", f"megatron-core==0.19.2; {NEW}"]
+REMOTE = ["obstore>=0.12"]
 HUGGING_FACE = ["transformers>=5,<6"]
 # ruff, pyright and zensical exactly: a new release must not fail a commit that did not change
 DEV = [
@@ -37,6 +38,8 @@ DEV = [
     "psutil>=5.9",
     "tensorboard>=2.16",
     "zensical==0.0.73",
+    "moto[server]>=5.2",
+    *REMOTE,
 ]
 
 setup(
@@ -60,7 +63,13 @@ setup(
         "shtab>=1.6",
         "tqdm>=4.60",
     ],
-    extras_require={"deepspeed": DEEPSPEED, "megatron": MEGATRON, "hf": HUGGING_FACE, "dev": DEV},
+    extras_require={
+        "deepspeed": DEEPSPEED,
+        "megatron": MEGATRON,
+        "hf": HUGGING_FACE,
+        "remote": REMOTE,
+        "dev": DEV,
+    },
     entry_points={"console_scripts": ["megatron-ucp = megatron_ucp.cli:main"]},
     cmdclass={"build_py": BuildWithHelp},
     zip_safe=False,

@@ -50,13 +50,14 @@ def dd(folder: Path) -> float:
     return sum(path.stat().st_size for path in files) / (time.perf_counter() - started)
 
 
-def engine_of(size: str) -> Any:
-    """A DeepSpeed engine of megatron-core's GPT on one rank."""
+def engine_of(size: str, **attached: Any) -> Any:
+    """A DeepSpeed engine of megatron-core's GPT on one rank; options of `ucp.attach`."""
     import deepspeed
     import torch.distributed as dist
 
+    import megatron_ucp as ucp
     from benchmarks.cases import Mesh
-    from benchmarks.model import make_engine
+    from benchmarks.model import family, make_engine
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -67,7 +68,8 @@ def engine_of(size: str) -> Any:
     deepspeed.init_distributed("gloo", dist_init_required=False)
     layers, width, vocabulary = SIZES[size]
     sizes = {"layers": layers, "width": width, "vocabulary": vocabulary}
-    return make_engine(Mesh(1, tp=1), sizes, attach=True)
+    mesh = Mesh(1, tp=1)
+    return ucp.attach(make_engine(mesh, sizes), family=family(mesh), **attached)
 
 
 def main() -> None:

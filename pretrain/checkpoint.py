@@ -29,6 +29,7 @@ from megatron_ucp.formats.deepspeed.weights import shapes_by_group
 from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
+from megatron_ucp.formats.store import Location, is_url, location
 from megatron_ucp.formats.tags import has_state_files, iteration_name, nothing_there, tag_folder
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Report
@@ -113,7 +114,7 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
     if args.load is None:
         return None
     tag = _tag_of(args)
-    if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
+    if location(args.load).is_dir() and is_hugging_face(location(args.load)):
         return _weights(args, tag)
     if tag is None and nothing_there(args.load):
         if args.exit_on_missing_checkpoint:
@@ -176,7 +177,7 @@ def _tag_of(args: argparse.Namespace) -> str | None:
     if args.ckpt_step is None:
         return args.load_tag
     megatron = iteration_name(args.ckpt_step)
-    return megatron if (Path(args.load) / megatron).is_dir() else f"global_step{args.ckpt_step}"
+    return megatron if (location(args.load) / megatron).is_dir() else f"global_step{args.ckpt_step}"
 
 
 def _weights(args: argparse.Namespace, tag: str | None) -> Saved:
@@ -191,7 +192,7 @@ def _weights(args: argparse.Namespace, tag: str | None) -> Saved:
             found=tag,
             fix="leave --ckpt-step or --load-tag out",
         )
-    twin, sizes, architecture = read_twin(Path(folder))
+    twin, sizes, architecture = read_twin(location(folder))
     arguments = _arguments(twin.family, sizes, architecture)
     if (
         "rotary_base" in arguments
@@ -242,13 +243,17 @@ def _arguments(family: str, sizes: Sizes, architecture: Architecture) -> dict[st
 def _folder(
     args: argparse.Namespace,
     tag: str | None,
-    specs: Callable[[Path], Any],
+    specs: Callable[[Location], Any],
     names: Mapping[str, str] | None,
-) -> tuple[Path, tuple[str, ...]]:
+) -> tuple[Location, tuple[str, ...]]:
     """The tag folder to load, and what was passed over for it: the tag that was asked for, else the
     newest that is whole."""
     try:
-        if tag is None and Path(args.load).is_dir() and not has_state_files(Path(args.load)):
+        if (
+            tag is None
+            and location(args.load).is_dir()
+            and not has_state_files(location(args.load))
+        ):
             found = ucp.newest_whole(args.load, specs, names)
             return found.folder, found.passed_over
         return tag_folder(args.load, tag), ()
@@ -258,7 +263,7 @@ def _folder(
 
 
 def _declared(
-    folder: Path, args: argparse.Namespace, sizes: Callable[[int], Sizes]
+    folder: Location, args: argparse.Namespace, sizes: Callable[[int], Sizes]
 ) -> Mapping[str, ParamSpec] | None:
     """Layouts of the family for a tensor-parallel checkpoint without a manifest; None for every
     other one."""
@@ -312,7 +317,7 @@ def _stage_names(
     """Canonical names of a pipeline's parameters, where --load holds a pipeline's tag without a
     manifest: its layer files have positions for names. From the flags; they do not depend on the
     padded vocabulary."""
-    load = Path(args.load)
+    load = location(args.load)
     tags = (
         [path for path in (load, *load.iterdir()) if path.is_dir() and has_state_files(path)]
         if load.is_dir()
@@ -509,10 +514,10 @@ def prepare_folder(args: argparse.Namespace) -> None:
     """Makes --save, and looks at --export-hf, so that a folder that can't be written is found
     before the training and not after it. Raises OSError, UsageError."""
     if args.export_hf:
-        require_plain(Path(args.export_hf))
+        require_plain(location(args.export_hf))
     if args.save:
-        Path(args.save).mkdir(parents=True, exist_ok=True)
-        if not os.access(args.save, os.W_OK):
+        location(args.save).mkdir(parents=True, exist_ok=True)
+        if not is_url(args.save) and not os.access(args.save, os.W_OK):
             raise PermissionError(errno.EACCES, "no write permission", args.save)
 
 
@@ -529,10 +534,10 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
         tag=tag,
         client_state={**position_state(position), "args": plain, "checkpoint_version": 3.0},
     )
-    _say_saved(args, Path(args.save) / tag, position)
+    _say_saved(args, location(args.save) / tag, position)
 
 
-def _say_saved(args: argparse.Namespace, path: str | Path, position: Position) -> None:
+def _say_saved(args: argparse.Namespace, path: Any, position: Position) -> None:
     done = "saving" if args.async_save else "saved"
     say(f"{done} {path} at iteration {position.iteration}")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.object_server import MotoServer, ObjectServer
 from tests.ranks import RankPool
 
 if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are started
@@ -49,6 +50,42 @@ def sources(ranks: RankPool, tmp_checkpoints: Path) -> "Sources":
     from tests.engines.sources import Sources
 
     return Sources(ranks, tmp_checkpoints)
+
+
+@pytest.fixture(scope="session")
+def running_object_server() -> Iterator[ObjectServer]:
+    with ObjectServer() as server:
+        yield server
+
+
+@pytest.fixture
+def object_server(
+    running_object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> ObjectServer:
+    """An empty object store without faults, to which s3:// leads in this process and in those that
+    it starts."""
+    running_object_server.ask("empty")
+    _lead_to(running_object_server, monkeypatch)
+    return running_object_server
+
+
+@pytest.fixture(scope="session")
+def running_moto_server() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture
+def moto_server(running_moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> MotoServer:
+    """moto's S3 with an empty bucket, `bucket`."""
+    running_moto_server.empty()
+    _lead_to(running_moto_server, monkeypatch)
+    return running_moto_server
+
+
+def _lead_to(server: ObjectServer | MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -111,12 +111,13 @@ def _inspected(found: Any) -> dict[str, Any]:
 
 def add_ls(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="the folder above the tags")
+    parser.add_argument("--remove-left-overs", action="store_true")
 
 
 def run_ls(args: Any) -> int:
     from megatron_ucp.reshard.look import ls
 
-    found = ls(args.path)
+    found = ls(args.path, remove_left_overs=args.remove_left_overs)
     if args.json:
         tags = [{**vars(one), "whole": one.whole} for one in found.tags]
         return print_json({"path": found.path, "tags": tags, "notes": found.notes}, DONE)
@@ -542,7 +543,10 @@ takes.""",
         "ls runs/llama",
         run_ls,
         add_ls,
-        {},
+        {
+            "--remove-left-overs": "in an object store, also remove what saves left that were not "
+            "finished; nobody may be saving there meanwhile",
+        },
     ),
     Verb(
         "plan",

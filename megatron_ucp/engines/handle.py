@@ -22,6 +22,7 @@ from megatron_ucp.errors import UsageError
 from megatron_ucp.families.family import Model
 from megatron_ucp.families.settings import recorded
 from megatron_ucp.formats.hugging_face.checkpoint import parse_size
+from megatron_ucp.formats.store import location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Report
 from megatron_ucp.reshard.fingerprint import Fingerprint, of_memories, of_path
@@ -177,7 +178,7 @@ def export(
     model of transformers says its own, and a family what it computes. Collective. Raises a UcpError
     on every rank; nothing is left of the folder then.
     """
-    folder = Path(dst)
+    folder = location(dst)
     live = describe()
     with agree.together():
         if agree.world()[0] == 0:

@@ -259,7 +259,7 @@ def no_checkpoint(folder: Any) -> bool:
     return True
 
 
-def origin_of(folder: str | Path) -> str:
+def origin_of(folder: str | Location) -> str:
     """What a checkpoint without an id is known by; of it the first rank's counts."""
     with suppress(OSError):
         return content_id(location(folder)) if not agree.world()[0] else ""

@@ -85,7 +85,7 @@ def begin(save_dir: Location, tag: str, right: PublishRight | None = None) -> It
     """
     _require_free_for_a_tag(save_dir, tag)
     if isinstance(save_dir, StorePath):
-        with store_saves.attempt(save_dir / tag, "saves") as attempt:
+        with store_saves.attempt(save_dir / tag) as attempt:
             yield attempt.aside
         return
     save_dir.mkdir(parents=True, exist_ok=True)
@@ -124,11 +124,15 @@ def _require_free_for_a_tag(save_dir: Location, tag: str) -> None:
 
 
 @contextmanager
-def held(aside: Location, right: PublishRight | None = None) -> Iterator[Location]:
+def held(
+    aside: Location, right: PublishRight | None = None, replaces: bool = False
+) -> Iterator[Location]:
     """A new folder under the name of an unfinished one, this save's alone as long as it has its
-    `right`; gone behind the block. Raises SaveError where another one writes it, OSError."""
+    `right`; gone behind the block. In a store that is the output itself, which counts once it is
+    committed; only what `replaces` another one may find that there. Raises SaveError where another
+    one writes it, OSError."""
     if isinstance(aside, StorePath):
-        with store_saves.attempt(aside, "writes", is_shared=False):
+        with store_saves.output(aside, replaces):
             yield aside
         return
     right = right or PublishRight()
@@ -285,7 +289,7 @@ def commit(aside: Location, manifest: Manifest, sync: Syncs) -> Location:
         if aside != attempt.tag:
             manifest = replace(manifest, run={**manifest.run, STORED_IN: f"{aside.name}/"})
         with sync.right.changing(f"names {attempt.tag}", f"{attempt.tag.name} is there and whole"):
-            attempt.commit(to_json(manifest).encode())
+            attempt.commit(to_json(manifest).encode(), [entry.name for entry in manifest.files])
         return attempt.tag
     replace_text(aside / FILE_NAME, to_json(manifest), sync)
     folder = aside.with_name(tag_of(aside))

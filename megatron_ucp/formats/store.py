@@ -11,10 +11,9 @@ import io
 import json
 import os
 import re
-import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,7 +21,8 @@ from datetime import timedelta
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from queue import Full, Queue
+from typing import Any, TypeAlias, cast
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import (
@@ -93,20 +93,20 @@ class StorePath(PurePosixPath):
         """What lies in the folder."""
         folders, files = level_of(self)
         for name in folders:
-            yield (self / name)._seen(None)
+            yield (self / name).seen(None)
         for name, status in files.items():
-            yield (self / name)._seen(status)
+            yield (self / name).seen(status)
 
     def rglob(self, pattern: str) -> "Iterator[StorePath]":
         """All objects below the folder whose name fits."""
         return (
-            one._seen(status) for one, status in objects_below(self) if fnmatch(one.name, pattern)
+            one.seen(status) for one, status in objects_below(self) if fnmatch(one.name, pattern)
         )
 
     def glob(self, pattern: str) -> "Iterator[StorePath]":
         return (one for one in self.iterdir() if fnmatch(one.name, pattern) and one.is_file())
 
-    def _seen(self, status: "_Status | None") -> "StorePath":
+    def seen(self, status: "_Status | None") -> "StorePath":
         """Itself, as a listing has it: nobody asks for it again."""
         self._known = status
         return self
@@ -201,6 +201,13 @@ class StoreOptions:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "StoreOptions":
         """Of the section `store` of a config. Raises UsageError."""
+        if not isinstance(cast("object", given), Mapping):
+            raise UsageError(
+                "store says how object stores are asked",
+                expected='such as {"timeout_s": 30, "endpoint": "http://minio:9000"}',
+                found=repr(given)[:200],
+                fix="give a mapping",
+            )
         own = {"timeout_s", "give_up_s", "writer"}
         for name in ("timeout_s", "give_up_s"):
             value = given.get(name, 1.0)
@@ -656,8 +663,8 @@ class StoreFolder(Folder):
     def _first_level(self) -> dict[str, "_Status | None"]:
         folders, files = level_of(self._at)
         again = [name for name in folders if name.startswith(AGAIN)]
-        if CLAIM in files and not any(name in files for name in COMMITS):
-            return {}  # a save that was not finished
+        if _is_unfinished(files) and self._at not in _SHOWN:
+            return {}
         if again and FILE_NAME in files:
             self._below = stored_in(self._at / FILE_NAME)
             if self._below:
@@ -694,10 +701,24 @@ def stored_in(manifest: StorePath) -> str:
 
 def is_left_over(path: Location) -> bool:
     """Whether a folder of a store is a save that was not finished, or is on its way."""
-    if not isinstance(path, StorePath):
-        return False
-    files = level_of(path)[1]
+    return isinstance(path, StorePath) and _is_unfinished(level_of(path)[1])
+
+
+def _is_unfinished(files: Collection[str]) -> bool:
     return CLAIM in files and not any(name in files for name in COMMITS)
+
+
+_SHOWN: set[Location] = set()
+
+
+@contextmanager
+def unfinished_shown(folder: Location) -> Iterator[None]:
+    """Inside, a folder is read though it is not finished: its writer looks at what it wrote."""
+    _SHOWN.add(folder)
+    try:
+        yield
+    finally:
+        _SHOWN.discard(folder)
 
 
 # ---- writing
@@ -705,7 +726,6 @@ def is_left_over(path: Location) -> bool:
 
 PART_BYTES, _PARTS = 8 * 2**20, 9000  # of an upload; S3 takes 10,000 parts at most
 _AT_ONCE = 8  # parts of one object
-StreamedBytes: TypeAlias = Iterable[bytes | memoryview]
 
 
 def put_object(path: StorePath, data: bytes) -> None:
@@ -717,25 +737,23 @@ def put_object(path: StorePath, data: bytes) -> None:
         obstore.put(client, path.key, data, use_multipart=False)
 
 
-def upload(path: StorePath, chunks: StreamedBytes, size_bytes: int) -> None:
+def upload(path: StorePath, chunks: Iterable[bytes], size_bytes: int) -> None:
     """Writes an object in parts, as `chunks` gives its bytes; there is nothing of it before the
     last one. Raises StoreError, and what `chunks` raises."""
-    import obstore
-
     if size_bytes <= PART_BYTES:
-        put_object(path, b"".join(chunks))
+        put_object(path, b"".join(bytes(chunk) for chunk in chunks))
         return
-    client, raised = _of(path), list[BaseException]()
     part_bytes = max(PART_BYTES, -(-size_bytes // _PARTS))
-    with _asking(path, "take an object"):
-        try:
-            given = _joined(chunks, part_bytes, raised)
-            obstore.put(client, path.key, given, chunk_size=part_bytes, max_concurrency=_AT_ONCE)
-        except FileNotFoundError:  # the answer to the last request was lost, and asked for again
-            pass
-        finally:
-            if raised:
-                raise raised[0]
+    parts: Queue[bytes | None] = Queue(maxsize=2)  # None: there will be no more
+    sent = _uploads(os.getpid()).submit(_send, path, parts, part_bytes)
+    last: bytes | None = None  # what was sent is taken back, where `chunks` raises
+    try:
+        for part in _joined(chunks, part_bytes):
+            _give(parts, part, sent)
+        last = b""
+    finally:
+        _give(parts, last, sent)
+    sent.result()
     found = _head(path)
     if found is None or found.st_size != size_bytes:
         raise StoreError(
@@ -746,20 +764,47 @@ def upload(path: StorePath, chunks: StreamedBytes, size_bytes: int) -> None:
         )
 
 
-def _joined(chunks: StreamedBytes, least: int, raised: list[BaseException]) -> Iterator[bytes]:
-    """StreamedBytes of at least so many bytes. What `chunks` raises is kept: the library would hide it."""
-    held, size = list[bytes | memoryview](), 0
-    try:
-        for chunk in chunks:
-            held.append(bytes(chunk))
-            size += len(chunk)
-            if size >= least:
-                yield b"".join(held)
-                held, size = [], 0
-    finally:
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, GeneratorExit):
-            raised.append(error)
+@cache
+def _uploads(_process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="ucp-upload")
+
+
+def _give(parts: "Queue[bytes | None]", part: bytes | None, sent: "Future[None]") -> None:
+    """Hands a part over, unless the upload has ended by itself."""
+    while not sent.done():
+        with suppress(Full):
+            parts.put(part, timeout=0.2)
+            return
+
+
+def _send(path: StorePath, parts: "Queue[bytes | None]", part_bytes: int) -> None:
+    """Sends parts as they come, the empty one last. In a thread of its own: what the library asks
+    for bytes must not ask the library for anything, and a source may be a store too."""
+    import obstore
+
+    def given() -> Iterator[bytes]:
+        while part := parts.get():
+            yield part
+        if part is None:
+            raise ValueError("the source of the bytes failed")
+
+    client = _of(path)
+    with (
+        _asking(path, "take an object"),
+        suppress(FileNotFoundError),  # the answer to the last request was lost, and asked again
+    ):
+        obstore.put(client, path.key, given(), chunk_size=part_bytes, max_concurrency=_AT_ONCE)
+
+
+def _joined(chunks: Iterable[bytes], least: int) -> Iterator[bytes]:
+    """Runs of at least so many bytes; the last one may be shorter."""
+    held, size = list[bytes](), 0
+    for chunk in chunks:
+        held.append(chunk)
+        size += len(chunk)
+        if size >= least:
+            yield b"".join(held)
+            held, size = [], 0
     if held:
         yield b"".join(held)
 
@@ -833,3 +878,42 @@ def keeps_conditions(folder: StorePath) -> bool:
 
 
 _KEEPS: dict[StorePath, bool] = {}
+
+
+def open_uploads(folder: StorePath, is_to_abort: bool = False) -> list[str] | None:
+    """The URLs of objects below a folder of which parts were sent and the end was not, as of a
+    process that was killed; they cost money, and are nowhere else to be seen. None where nobody can
+    say: of S3 it takes boto3 too. With `is_to_abort` they are removed. Raises StoreError."""
+    if not folder.parts[0].startswith("s3"):
+        return None
+    try:
+        import boto3  # pyright: ignore[reportMissingImports]
+        from botocore.exceptions import (  # pyright: ignore[reportMissingImports]
+            BotoCoreError,
+            ClientError,
+        )
+    except ImportError:
+        return None
+    config = options().config or {}
+    endpoint = config.get("endpoint") or config.get("aws_endpoint") or _first_of(_ENDPOINTS)
+    bucket = folder.parts[1]
+    try:
+        client: Any = boto3.client("s3", endpoint_url=endpoint)
+        pages = client.get_paginator("list_multipart_uploads")
+        listed = pages.paginate(Bucket=bucket, Prefix=_prefix(folder))
+        found = [one for page in listed for one in page.get("Uploads", ())]
+        for one in found if is_to_abort else ():
+            which = {"Bucket": bucket, "Key": one["Key"], "UploadId": one["UploadId"]}
+            client.abort_multipart_upload(**which)
+    except (BotoCoreError, ClientError) as error:
+        raise StoreError(
+            "the object store did not list its open uploads", file=folder, found=_short(error)
+        ) from error
+    return [f"{folder.bucket}/{one['Key']}" for one in found]
+
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+def _first_of(variables: Iterable[str]) -> str | None:
+    return next((os.environ[one] for one in variables if os.environ.get(one)), None)

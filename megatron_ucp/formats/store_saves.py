@@ -11,11 +11,12 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import RankError, SaveError, StoreError, UcpError
@@ -32,6 +33,7 @@ from megatron_ucp.formats.store import (
     level_of,
     object_or_none,
     objects_below,
+    open_uploads,
     options,
     put_if,
     put_object,
@@ -87,15 +89,14 @@ class Attempt:
 
     tag: StorePath
     aside: StorePath
-    claim: bytes
     has_claim: bool
     base: str | None
     older: tuple[StorePath, ...] = ()
     is_committed: bool = False
 
-    def commit(self, data: bytes, name: str = FILE_NAME) -> None:
-        """Writes the object that makes the tag whole. Raises SaveError where another save did
-        meanwhile, StoreError."""
+    def commit(self, data: bytes, names: Iterable[str], name: str = FILE_NAME) -> None:
+        """Writes the object that makes the tag whole, with the files of these `names`. Raises
+        SaveError where another save did meanwhile, StoreError."""
         if not put_if(self.tag / name, data, self.base):
             raise SaveError(
                 "another job has saved into this tag meanwhile; what it saved is there",
@@ -106,6 +107,8 @@ class Attempt:
                 id="folder-in-use",
             )
         self.is_committed = True
+        own = {self.tag / name, *(self.aside / one for one in names)}
+        self.older = tuple(path for path in self.older if path not in own)
 
     def end(self, is_known: bool) -> None:
         """Removes what does not count: this save's objects where it was not committed, else those
@@ -143,24 +146,58 @@ def attempt_at(aside: StorePath) -> Attempt:
 
 
 @contextmanager
-def attempt(tag: StorePath, doing: str, is_shared: bool = True) -> Iterator[Attempt]:
-    """A save into a tag, claimed; behind the block what does not count is removed. Not `is_shared`:
-    of an output, whose name must be free. Raises SaveError, StoreError."""
-    if is_shared:
-        require_conditions(tag.parent)
+def attempt(tag: StorePath) -> Iterator[Attempt]:
+    """A save into a tag, claimed; behind the block what does not count is removed. Raises
+    SaveError, StoreError."""
+    require_conditions(tag.parent)
+    number, has_claim = _claim(tag, "saves")
+    manifest = object_or_none(tag / FILE_NAME)
+    is_free = has_claim and manifest is None and not _others_in(tag)
+    aside = tag if is_free else tag / f"{AGAIN}{number}"
+    older = () if manifest is None else tuple(_objects_of(tag, manifest[0]))
+    with _ending(Attempt(tag, aside, has_claim, manifest and manifest[1], older)) as one:
+        yield one
+
+
+@contextmanager
+def output(folder: StorePath, replaces: bool) -> Iterator[Attempt]:
+    """An output, claimed; as `attempt`, but its objects have their plain names: what `replaces`
+    another output takes that one's commit away first. Raises SaveError also where the name is
+    taken."""
+    _, has_claim = _claim(folder, "writes")
+    if not has_claim:
+        raise _is_claimed(folder)
+    older = _others_in(folder)
+    if older and not replaces:
+        delete([folder / CLAIM])
+        raise SaveError(
+            "the output exists by now",
+            file=folder,
+            expected="a folder that does not exist yet",
+            found=f"{len(older)} objects",
+            fix="give another name, or remove it",
+            id="",
+        )
+    delete(folder / name for name in COMMITS)
+    with _ending(Attempt(folder, folder, True, None, tuple(older))) as one:
+        yield one
+
+
+def _claim(tag: StorePath, doing: str) -> tuple[str, bool]:
+    """The number of a save, and whether it is the one that claims a tag."""
     number = uuid.uuid4().hex[:12]
     claim = json.dumps({"doing": doing, "save": number, **_this_process()}).encode()
-    has_claim = put_if(tag / CLAIM, claim, None)
-    if not has_claim and not is_shared:
-        raise _claimed(tag)
-    manifest = object_or_none(tag / FILE_NAME)
-    is_free = has_claim and manifest is None
-    if is_free:
-        is_free = all(path == tag / CLAIM for path, _ in objects_below(tag))
-    aside = tag if is_free or not is_shared else tag / f"{AGAIN}{number}"
-    older = () if manifest is None else tuple(_objects_of(tag, manifest[0]))
-    one = Attempt(tag, aside, claim, has_claim, manifest and manifest[1], older)
-    _ATTEMPTS[aside] = one
+    return number, put_if(tag / CLAIM, claim, None)
+
+
+def _others_in(tag: StorePath) -> list[StorePath]:
+    """The objects of a tag, but its claim."""
+    return [path for path, _ in objects_below(tag) if path != tag / CLAIM]
+
+
+@contextmanager
+def _ending(one: Attempt) -> Iterator[Attempt]:
+    _ATTEMPTS[one.aside] = one
     is_known = True
     try:
         yield one
@@ -168,12 +205,12 @@ def attempt(tag: StorePath, doing: str, is_shared: bool = True) -> Iterator[Atte
         is_known = False
         raise
     finally:
-        del _ATTEMPTS[aside]
+        del _ATTEMPTS[one.aside]
         with suppress(StoreError):  # what is left is shown by `ls`
             one.end(is_known)
 
 
-def _claimed(tag: StorePath) -> SaveError:
+def _is_claimed(tag: StorePath) -> SaveError:
     said = claim_of(tag)
     who = f"process {said.get('pid', '?')} on {said.get('host', '?')}, since {said.get('since')}"
     return SaveError(
@@ -237,8 +274,7 @@ _RACES = 50
 def remove_tag(tag: StorePath, is_ours: Callable[[], str]) -> str:
     """Removes a tag: the manifest first, so that it never looks whole. `is_ours` says, once nobody
     saves into it, why it stays. Returns a line. Raises StoreError."""
-    claim = json.dumps({"doing": "removes", "save": uuid.uuid4().hex, **_this_process()}).encode()
-    if not put_if(tag / CLAIM, claim, None):
+    if not _claim(tag, "removes")[1]:
         return f"kept {tag.name}: it is being saved"
     if reason := is_ours():
         delete([tag / CLAIM])
@@ -262,44 +298,62 @@ class LeftOver:
 
 
 def left_overs(folder: StorePath) -> list[LeftOver]:
-    """What lies in the tags of a folder and belongs to no whole save. Raises StoreError."""
-    out: list[LeftOver] = []
-    for tag in (one for one in folder.iterdir() if one.is_dir()):
-        folders, files = level_of(tag)
-        again = [name for name in folders if name.startswith(AGAIN)]
-        if CLAIM not in files and not again:
-            continue
-        below = stored_in(tag / FILE_NAME) if FILE_NAME in files else ""
-        counts = any(name in files for name in COMMITS)
-        if counts and not below and CLAIM not in files and not again:
-            continue
-        found = [
-            (path, status)
-            for path, status in objects_below(tag)
-            if not _counts(path, tag, below, counts)
-        ]
-        if found:
-            size = sum(status.st_size for _, status in found)
-            out.append(LeftOver(tag, tuple(path for path, _ in found), size, claim_of(tag)))
-    return out
+    """What lies in the tags of a folder, or in the folder itself, and belongs to no whole save.
+    Raises StoreError."""
+    below = [one for one in folder.iterdir() if one.is_dir()]
+    return [one for tag in (folder, *below) if (one := _left_in(tag)) is not None]
 
 
-def _counts(path: StorePath, tag: StorePath, below: str, is_whole: bool) -> bool:
-    """Whether an object of a tag belongs to the save that counts."""
-    first = path.relative_to(tag).parts[0]
-    if not is_whole or first == CLAIM:
-        return False
-    if below:
-        return f"{first}/" == below or path.name in COMMITS
-    return not first.startswith(AGAIN)
+def _left_in(tag: StorePath) -> LeftOver | None:
+    folders, files = level_of(tag)
+    if CLAIM not in files and not any(name.startswith(AGAIN) for name in folders):
+        return None
+    there = {*objects_that_count(tag)}
+    left = [(path, status) for path, status in objects_below(tag) if path not in there]
+    if not left:
+        return None
+    size = sum(status.st_size for _, status in left)
+    return LeftOver(tag, tuple(path for path, _ in left), size, claim_of(tag))
+
+
+def objects_that_count(tag: StorePath) -> Iterator[StorePath]:
+    """The objects of a tag's whole save; none where it has none. Raises StoreError."""
+    _, files = level_of(tag)
+    is_whole = CLAIM not in files or any(name in files for name in COMMITS)
+    below = stored_in(tag / FILE_NAME) if FILE_NAME in files else ""
+    for path, status in objects_below(tag) if is_whole else ():
+        first = path.relative_to(tag).parts[0]
+        if below:
+            counts = f"{first}/" == below or first == FILE_NAME
+        else:
+            counts = first != CLAIM and not first.startswith(AGAIN)
+        if counts:
+            yield path.seen(status)
+
+
+def notes_of_left_overs(folder: StorePath) -> list[str]:
+    """A note for each save that was not finished, or is on its way, and one about open uploads.
+    Raises StoreError."""
+    notes: list[str] = []
+    for one in left_overs(folder):
+        who = ""
+        if one.claim:
+            at = f"{one.claim.get('pid', '?')} on {one.claim.get('host', '?')}"
+            who = f"; process {at} claims it, since {one.claim.get('since', '?')}"
+        amount = f"{len(one.objects)} objects, {say.amount(one.size_bytes)}"
+        notes.append(f"{one.tag.name}: left over of a save that was not finished: {amount}{who}")
+    if uploads := open_uploads(folder):
+        notes.append(f"{len(uploads)} open uploads, such as {uploads[0]}")
+    return [*notes, CLEAN_UP] if notes else []
 
 
 def remove_left_overs(folder: StorePath) -> list[str]:
-    """Removes `left_overs`; a line about each. Raises StoreError."""
+    """Removes `left_overs`, and open uploads; a line about each. Raises StoreError."""
     lines: list[str] = []
     for one in left_overs(folder):
         claim = one.tag / CLAIM
         delete(path for path in one.objects if path != claim)
-        delete([claim])
-        lines.append(f"removed {len(one.objects)} objects of {one.tag}")
-    return lines
+        delete([claim])  # last: without it the others would look like files of nobody's
+        lines.append(f"removed {len(one.objects)} objects that were left over in {one.tag}")
+    uploads = open_uploads(folder, is_to_abort=True)
+    return lines + ([f"removed {len(uploads)} open uploads"] if uploads else [])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from megatron_ucp.errors import DamagedFileError, RankError, UcpError, UsageError
+from megatron_ucp.formats.store import absolute
 from megatron_ucp.reshard.messages import (
     BrokenError,
     DefaultRanks,
@@ -402,7 +403,10 @@ def _caller() -> str:
 def plain_option(value: Any) -> Any:
     """An option as ranks compare it: paths in full, sets in order, objects by their names."""
     if isinstance(value, os.PathLike):
-        return os.path.abspath(value)
+        return str(absolute(value))
+    if isinstance(value, Mapping):  # its values may be secrets, and options are shown
+        data = repr(sorted(value.items(), key=repr)).encode()
+        return f"{', '.join(sorted(map(str, value)))} ({hashlib.sha256(data).hexdigest()[:8]})"
     if isinstance(value, set | frozenset | list | tuple):
         return sorted(map(str, value))
     if value is None or isinstance(value, str | int | float):

@@ -451,8 +451,8 @@ def is_kept(path: Any) -> bool:
     """Whether a path is that of a fingerprint in a file, and no checkpoint's."""
     return (
         isinstance(path, str | os.PathLike)
-        and Path(path).is_file()
         and Path(path).suffix == ".json"
+        and location(path).is_file()
     )
 
 

@@ -55,13 +55,15 @@ FileRun = tuple[Location, int, int]  # file, first byte, how many bytes
 class FolderOutput:
     """A folder on paper: what each of its files holds of which part. `close` writes what holds
     nothing of a tensor into the folder aside, once all else is there; `publish` gives that its
-    name, where the folder's sink does. `verb` says what for: to train, to export."""
+    name, where the folder's sink does. `verb` says what for: to train, to export; `replaces`: an
+    earlier output may have the name."""
 
     parts: tuple[SinkPart, ...]
     files: tuple[FileLayout, ...]
     close: Callable[[Location], None]
     publish: Callable[[Location], object] = bool
     verb: str = "train"
+    replaces: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -129,10 +131,11 @@ class OutputFolder:
         self.aside.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             try:
-                held.enter_context(output_folder.held(self.aside))
+                held.enter_context(output_folder.held(self.aside, replaces=self.output.replaces))
             except SaveError as error:
+                what = "another conversion is writing this output"
                 raise UsageError(
-                    "another conversion is writing this output",
+                    what if error.id else error.problem,
                     file=error.file,
                     expected=error.expected,
                     found=error.found,
@@ -402,11 +405,11 @@ def in_file_order(
     sizes: Mapping[int, int],
     read: Mapping[int, Callable[[], Iterable[memoryview]]],
     is_lasting: bool = False,
-) -> Iterator[bytes | memoryview]:
+) -> Iterator[bytes]:
     """The bytes of a file from its begin to its end, as a store takes them. `read` gives those of
-    each piece, by its first byte; `sizes` how many they are. The header of a record has its
-    checksum, so a record is read before it is sent: it is kept meanwhile, a large one in a
-    temporary file, unless what `read` gives is lasting and can be asked for twice."""
+    each piece, by its first byte, each chunk until the next one is asked for; `sizes` says how many
+    they are. The header of a record has its checksum, so a record is read before it is sent. It is
+    kept meanwhile, a large one in a temporary file; what is lasting is asked for twice."""
     blobs = dict(layout.blobs)
     known = _SummedWhenAsked(sizes, read, blobs, is_lasting)
     around, pending, at = iter(layout.around(known)), None, 0
@@ -414,7 +417,7 @@ def in_file_order(
     starts = sorted({*there, *blobs})
     while at < layout.size_bytes:
         if at in there:
-            yield from known.chunks(at)
+            yield from map(bytes, known.chunks(at))
             at += sizes[at]
         if at in blobs:
             data = blobs[at]()

@@ -23,8 +23,9 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.mesh import EXPERT_RANK
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.rules import NOTHING_KNOWN, RuleSet
-from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError
+from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UsageError
 from megatron_ucp.families.arguments import with_model
+from megatron_ucp.formats import store_saves
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.files import is_universal
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
@@ -38,7 +39,7 @@ from megatron_ucp.formats.registry import (
     is_hugging_face,
     open_checkpoint,
 )
-from megatron_ucp.formats.store import Location, folder_at, location
+from megatron_ucp.formats.store import Location, StorePath, folder_at, location
 from megatron_ucp.formats.tags import (
     LATEST_UNIVERSAL,
     has_state_files,
@@ -250,6 +251,8 @@ def _newest_of(
 
 def unfinished(path: Location) -> list[str]:
     """A note for each save in a folder that was not finished."""
+    if isinstance(path, StorePath):
+        return store_saves.notes_of_left_overs(path)
     names = sorted(one.name for one in path.iterdir() if is_unfinished(one.name))
     return [f"{name}: a save that was not finished" for name in names]
 
@@ -695,18 +698,21 @@ class Listed:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
-def ls(path: str | os.PathLike[str]) -> Listed:
+def ls(path: str | os.PathLike[str], *, remove_left_overs: bool = False) -> Listed:
     """The tags of a folder: step, mesh, date, size, whether each is whole, which one a load takes.
     Reads no tensor.
 
     Args:
         path: The folder above the tags. Of a tag folder that one alone is listed.
+        remove_left_overs: Whether to remove, in an object store, what saves left that were not
+            finished. Nobody may be saving there meanwhile.
 
     Returns:
         The tags, by step.
 
     Raises:
         NotFoundError: Where there is no tag.
+        UsageError: For left-overs on a disk, which the next save removes.
 
     Example:
         >>> import megatron_ucp as ucp
@@ -714,14 +720,25 @@ def ls(path: str | os.PathLike[str]) -> Listed:
         ['global_step80']
     """
     folder = location(plain_path(path))
+    removed: list[str] = []
+    if remove_left_overs:
+        if not isinstance(folder, StorePath):
+            raise UsageError(
+                "what saves left on a disk is removed by the next save",
+                file=folder,
+                expected="a folder in an object store, such as s3://bucket/run",
+                found=str(folder),
+                fix="leave --remove-left-overs out (Python: remove_left_overs=)",
+            )
+        removed = store_saves.remove_left_overs(folder)
     if not folder.is_dir() or (has_state_files(folder) and not pointers_in(folder)):
         return Listed(str(folder), (_listed(tag_folder(folder), ""),), ())
     named = named_or_note(folder)
     found = [one for one in folder.iterdir() if one.is_dir() and has_state_files(one)]
-    if not found:
+    notes = [*([named.note] if named.note else []), *unfinished(folder), *removed]
+    if not found and not (isinstance(folder, StorePath) and notes):
         raise _no_tags(folder)
     tags = [_listed(one, named.pointer if one.name == named.tag else "") for one in found]
-    notes = [*([named.note] if named.note else []), *unfinished(folder)]
     if (folder / LATEST_UNIVERSAL).is_file():
         text = (folder / LATEST_UNIVERSAL).read_text(errors="replace").strip()
         notes.append(f"{LATEST_UNIVERSAL} names {text[:80]}, which counts where no other does")
@@ -750,5 +767,8 @@ def _listed(folder: Location, pointer: str) -> ListedTag:
         check_whole(folder)
     except UcpError as error:
         wrong = in_short(error)
-    size = sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
+    there = folder.rglob("*")
+    if isinstance(folder, StorePath):
+        there = store_saves.objects_that_count(folder)
+    size = sum(one.stat().st_size for one in there if one.is_file())
     return ListedTag(folder.name, step, mesh, saved, size, wrong, pointer)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ucp.errors import UsageError, did_you_mean
-from megatron_ucp.formats.store import Location, absolute
+from megatron_ucp.formats.store import Location, StoreOptions, absolute, configure
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.target import Target
@@ -375,6 +375,15 @@ class PathOption:
             plain_path(value)
 
 
+class StoreOption:
+    """How object stores are asked: a mapping; None where it is left out."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError."""
+        if value is not None:
+            StoreOptions.of(value)
+
+
 class AnyOption:
     """What the module that uses it checks."""
 
@@ -393,6 +402,7 @@ class ValueCheck(Protocol):
 # What takes an option: the description of the model, every load, every save, saves in the
 # background, in-memory checkpoints.
 MODEL, LOADS, SAVES, IN_BACKGROUND, IN_MEMORY = "model", "loads", "saves", "background", "memory"
+STORES = "stores"  # every request to an object store, of the whole process
 STOCK, DIRECT, BACKGROUND = WAYS = ("stock", "direct", "background")
 
 
@@ -431,12 +441,19 @@ OPTIONS = {
     "copies": Option((IN_MEMORY,), NumberOption("machines", 0), int),
     "folder": Option((IN_MEMORY,), PathOption(), str),
     "client_state": Option((IN_MEMORY,), FunctionOption("no arguments")),
+    "store": Option((STORES,), StoreOption(), dict),
 }
 
 
 def options_for(user: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of some options that loads take, or saves, or what else."""
     return {name: value for name, value in options.items() if user in OPTIONS[name].of}
+
+
+def use_store(options: Mapping[str, Any]) -> None:
+    """From here on this process asks object stores as the option `store` says, if it is given."""
+    if options.get("store") is not None:
+        configure(StoreOptions.of(options["store"]))
 
 
 def check_given(options: Mapping[str, Any]) -> None:

@@ -58,6 +58,11 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
         "transformers",
     ),
     (
+        "object stores",
+        "reshard/test_store_faults, test_object_server",
+        "moto's S3; the disk; a server of the tests' own, with faults",
+    ),
+    (
         "tags, pointers, locks, retention",
         "formats/test_tags, formats/test_pointers, formats/test_two_jobs, "
         "formats/test_publish_right, formats/test_manifest_*, "

@@ -1,7 +1,6 @@
 """A DeepSpeed engine as an engine of this package: `attach` one, or `initialize` one attached."""
 
 import functools
-import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -60,10 +59,11 @@ from megatron_ucp.engines.run_state import ResumableLoader
 from megatron_ucp.engines.save import SaveOptions, SaveReport, save_engine
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import refuse_strange
-from megatron_ucp.errors import NotFoundError, UcpError, UsageError
+from megatron_ucp.errors import NotFoundError, UcpError, UnsupportedError, UsageError
 from megatron_ucp.families.family import Family, Model
 from megatron_ucp.formats.deepspeed.files import PATTERNS
 from megatron_ucp.formats.output_folder import manifest_of
+from megatron_ucp.formats.store import Location, absolute, is_url, location
 from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
@@ -77,6 +77,7 @@ from megatron_ucp.reshard.options import (
     options_of,
     plain_path,
     require_known,
+    use_store,
 )
 
 _STOCK_LOAD = "_load_checkpoint"  # what DeepSpeed's load_checkpoint reads a tag's model with
@@ -133,7 +134,8 @@ def attach(
         beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
             `snapshot_bytes`, `keep_snapshot`; see `BackgroundOptions`. What is kept in memory
             between saves: `keep`, `every`, `copies`, `folder`, `client_state`; see
-            `MemoryOptions`. Other options are refused.
+            `MemoryOptions`. How object stores are asked: `store`, see docs/stores.md. Other options
+            are refused.
 
     Returns:
         The engine.
@@ -242,6 +244,7 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
     attachment = _Attachment(
         dict(options), by_install, {name: engine.__dict__.get(name) for name in _REPLACED}
     )
+    use_store(options)
     save_options = SaveOptions.of(options)
     beside, in_memory = background_options(options), memory_options(options)
     model = _model_of(engine, options.get("family"), options.get("rules"), save_options)
@@ -449,7 +452,7 @@ class _DeepSpeedHandle(Handle):
         with agree.together():
             plain_path(load_dir)
             asked = {
-                "load_dir": agree.plain_option(Path(load_dir)),
+                "load_dir": agree.plain_option(location(load_dir)),
                 "tag": agree.plain_option(tag),
                 "load_module_strict": load_module_strict,
                 "native": stock,
@@ -458,6 +461,7 @@ class _DeepSpeedHandle(Handle):
         agree.require_same(asked)
         nothing = not stock and tag is None and no_checkpoint(load_dir)
         if stock:
+            _refuse_store(load_dir)
             own = (load_optimizer_states, load_lr_scheduler_states, load_module_only)
             return self.stock_load(load_dir, tag, load_module_strict, *own, custom_load_fn)
         if not nothing or steps_of(self.program) is not None:
@@ -478,14 +482,26 @@ class _DeepSpeedHandle(Handle):
         goes on with the run of that tag, as after a load of ours."""
         path, client_state = self._load_files(load_dir, tag, *args, **kwargs)
         if path is not None and not kwargs.get("load_module_only"):
-            folder = Path(os.path.abspath(load_dir)) / str(tag)
+            folder = absolute(load_dir) / str(tag)
             run, origin = agree.of_first(lambda: _run_in(folder))
             steps = self.program.global_steps
             go_on(self.program, run, origin, steps, (folder, folder.parent))
         return path, client_state
 
 
-def _run_in(folder: Path) -> tuple[str, str]:
+def _refuse_store(load_dir: Any) -> None:
+    """Raises UnsupportedError where DeepSpeed's own load is to read from an object store."""
+    if is_url(load_dir):
+        raise UnsupportedError(
+            "DeepSpeed's own load reads folders of a disk alone",
+            file=load_dir,
+            expected="a load of this package",
+            found="native=True, or custom_load_fn",
+            fix="leave these out, or copy the checkpoint to a disk",
+        )
+
+
+def _run_in(folder: Location) -> tuple[str, str]:
     """The id of the run that saved a tag, and what the tag is known by where it has none."""
     with suppress(UcpError, OSError):
         if run := str(manifest_of(folder).run.get(RUN, "")):

@@ -59,7 +59,7 @@ from megatron_ucp.formats.deepspeed.tp_patterns import (
     sub_shape,
 )
 from megatron_ucp.formats.output_folder import Syncs
-from megatron_ucp.formats.store import Location, StorePath
+from megatron_ucp.formats.store import Location, StorePath, location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.fingerprint import sums_of_memory
 from megatron_ucp.reshard.folder import save_error_of
@@ -249,7 +249,7 @@ class EngineSave(SaveRequest):
                     id="unsupported",
                 )
             check_states(engine)
-            file = Path(engine._get_ckpt_name(str(self.folder), self.tag))
+            file = location(engine._get_ckpt_name(str(self.folder), self.tag))
             refuse_strange(saved_by_caller(self.client_state, engine, file), SaveError, file)
             refuse_strange(saved_by_engine(engine), SaveError, file, left=self.options.values_left)
             if agree.world()[0] == 0 and self.claimed is None:

@@ -45,7 +45,7 @@ from megatron_ucp.formats.deepspeed.files import CLASSES, COUNTERS, MEMBERS, OWN
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.param_groups import GROUP_MARKS
 from megatron_ucp.formats.schedules import counted_groups, of_all_stages
-from megatron_ucp.formats.store import Location
+from megatron_ucp.formats.store import Location, location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import LoadOptions
 from megatron_ucp.reshard.match import scheduler_for
@@ -429,7 +429,12 @@ def _of_the_position(source: Checkpoint, engine: Any, options: LoadOptions) -> l
     manifest, counters = source.manifest, source.extras.counters
     counts_samples = options.loader is not None and source.extras.data_position is not None
     return notes + notes_of_batch(
-        Path(str(source.folder)), manifest.run, counters, engine, manifest.mesh.tp, counts_samples
+        location(str(source.folder)),
+        manifest.run,
+        counters,
+        engine,
+        manifest.mesh.tp,
+        counts_samples,
     )
 
 

@@ -47,8 +47,11 @@ from megatron_ucp.reshard.options import (
     IN_BACKGROUND,
     IN_MEMORY,
     OPTIONS,
+    STORES,
     WordOption,
+    check_given,
     require_known,
+    use_store,
 )
 
 # ---- steps
@@ -160,9 +163,12 @@ def attach_megatron(
     options = {"save": save or DIRECT, **beside}
     agree.require_same(as_compared(options))
     with agree.together():
-        known = [name for name, row in OPTIONS.items() if {IN_BACKGROUND, IN_MEMORY} & {*row.of}]
+        taken = {IN_BACKGROUND, IN_MEMORY, STORES}
+        known = [name for name, row in OPTIONS.items() if taken & {*row.of}]
         require_known(options, ["save", *known])
         _SAVE.check("save", options["save"])
+        check_given({name: options[name] for name in options if name == "store"})
+        use_store(options)
         in_background, in_memory = background_options(options), memory_options(options)
     with agree.together():
         refuse_stack(chunks, optimizer)

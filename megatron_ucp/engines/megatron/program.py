@@ -2,7 +2,6 @@
 keeps of a run beside tensors."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
@@ -14,6 +13,7 @@ from megatron_ucp.engines.megatron.shard import MegatronStack
 from megatron_ucp.engines.save import SaveOptions, save_engine
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
+from megatron_ucp.formats.store import location
 from megatron_ucp.formats.tags import iteration_name
 from megatron_ucp.reshard.options import BACKGROUND, DIRECT, absolute_path
 
@@ -108,7 +108,7 @@ def save_checkpoint(
     folder, keep_latest = args.save, None
     if non_persistent_ckpt:
         apart = getattr(args, "non_persistent_global_ckpt_dir", None)
-        folder, keep_latest = apart or str(Path(args.save) / "non_persistent"), 1
+        folder, keep_latest = apart or str(location(args.save) / "non_persistent"), 1
     stack.iteration, stack.consumed_samples = iteration, args.consumed_train_samples
     stack.floating_point_operations = num_floating_point_operations_so_far
     how = SaveOptions(keep_latest=keep_latest, rng=not args.no_save_rng)

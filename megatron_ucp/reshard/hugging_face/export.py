@@ -42,7 +42,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 )
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.store import CLAIM, Location, StorePath, location
+from megatron_ucp.formats.store import CLAIM, Location, StorePath, location, unfinished_shown
 from megatron_ucp.formats.store_saves import attempt_at
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.check import Difference, weight_differences, weight_of
@@ -381,13 +381,19 @@ class Outgoing:
         ]
 
     def output(
-        self, source: Source, beside: Beside, publish: Callable[[Location], object]
+        self,
+        source: Source,
+        beside: Beside,
+        publish: Callable[[Location], object],
+        replaces: bool = False,
     ) -> FolderOutput:
         """The folder on paper."""
         writer = _Slots(source.manifest_of(0), self.twin)
         files = tuple(self._layout(file, writer) for file in self.files)
         part = writer.part()
-        return FolderOutput((part,), files, partial(self.finish, beside=beside), publish, "export")
+        return FolderOutput(
+            (part,), files, partial(self.finish, beside=beside), publish, "export", replaces
+        )
 
     def exported(
         self,
@@ -507,7 +513,8 @@ def publish(aside: Location, folder: Location, force: bool = False) -> None:
     """Gives a folder that is on disk its name; with `force` in the place of an earlier export.
     Raises OSError, UsageError, StoreError."""
     if isinstance(aside, StorePath):
-        attempt_at(aside).commit(_json(_sizes(aside)).encode(), LIST_FILE)
+        sizes = _sizes(aside)
+        attempt_at(aside).commit(_json(sizes).encode(), sizes, LIST_FILE)
         return
     if not (force and refuse_foreign(folder)):
         require_free(folder)
@@ -639,7 +646,7 @@ def _of_files(
             check_source(source, folder, asked.allow)
             prepared = _prepared(source, asked)
             values, written = _values(prepared, asked.ranks), _Written(prepared, folder, asked)
-            output = prepared.out.output(values, prepared.beside, written.publish)
+            output = prepared.out.output(values, prepared.beside, written.publish, asked.force)
         require_same(output, ranks, dst=folder, dtype=prepared.out.dtype)
         run, sink = TransferRun(progress=progress), FolderSink(folder, output, asked.ranks)
         transfer(values, sink, frozenset(asked.allow), run=run, alone=not asked.ranks)
@@ -766,7 +773,7 @@ class _Written:
         if told is None:
             like = self.prepared.source.manifest
             told = CallerModel(like=like, tensors=lambda _: twin.shares)
-        with open_checkpoint(written, told=told) as found:
+        with unfinished_shown(written), open_checkpoint(written, told=told) as found:
             differences = weight_differences(self.prepared.source, found, among=twin.specs)
         if differences:
             copies = self.prepared.readable is not self.prepared.source
