@@ -111,7 +111,6 @@ def _inspected(found: Any) -> dict[str, Any]:
 
 def add_ls(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="the folder above the tags")
-    parser.add_argument("--remove-left-overs", action="store_true")
 
 
 def run_ls(args: Any) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from megatron_ucp import say
 from megatron_ucp.core.manifest import MOVED_LATEST, TAG, FileEntry, Manifest
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines.background import Background, SaveTurn, background_of
 from megatron_ucp.engines.record import SAVED, run_of
 from megatron_ucp.engines.run_state import ResumableLoader, RunState
@@ -396,7 +397,7 @@ def publish(
     stopped half-way, or where the save was given up; OSError where nothing has a name yet."""
     tag, name, wanted = output_folder.tag_of(aside), pointer or LATEST, ""
     try:
-        output_folder.commit(aside, manifest, sync)
+        output_folder.commit(aside, to_json(manifest), sync)
         moving, notes = pointers_to(folder, tag, pointer) if pointer is not None else ({}, [])
         for name, wanted in moving.items():
             later = partial(names_a_later_save, folder / name, manifest)

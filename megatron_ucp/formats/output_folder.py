@@ -277,7 +277,7 @@ def _clear_others(turn: Location) -> None:
             (turn.parent / name).unlink(missing_ok=True)
 
 
-def commit(aside: Location, manifest: Manifest, sync: Syncs) -> Location:
+def commit(aside: Location, manifest: str, sync: Syncs) -> Location:
     """Adds the manifest and gives the folder its tag's name; returns it. All other files are whole
     and on disk by now.
 
@@ -286,12 +286,13 @@ def commit(aside: Location, manifest: Manifest, sync: Syncs) -> Location:
     """
     if isinstance(aside, StorePath):
         attempt = store_saves.attempt_at(aside)
+        read = from_json(manifest, str(aside / FILE_NAME))
         if aside != attempt.tag:
-            manifest = replace(manifest, run={**manifest.run, STORED_IN: f"{aside.name}/"})
+            read = replace(read, run={**read.run, STORED_IN: f"{aside.name}/"})
         with sync.right.changing(f"names {attempt.tag}", f"{attempt.tag.name} is there and whole"):
-            attempt.commit(to_json(manifest).encode(), [entry.name for entry in manifest.files])
+            attempt.commit(to_json(read).encode(), [entry.name for entry in read.files])
         return attempt.tag
-    replace_text(aside / FILE_NAME, to_json(manifest), sync)
+    replace_text(aside / FILE_NAME, manifest, sync)
     folder = aside.with_name(tag_of(aside))
     if folder.is_dir():
         with sync.right.changing(f"links what users put into {folder}"):

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import RankError, SaveError, StoreError, UcpError
@@ -237,12 +236,16 @@ def _this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
+RECOVERY_SCRIPT = "zero_to_fp32.py"  # which DeepSpeed puts beside its files, and no manifest lists
+
+
 def _objects_of(tag: StorePath, manifest: bytes) -> list[StorePath]:
     """The objects that a manifest lists, but itself."""
     with suppress(UcpError):
         read = from_json(manifest, str(tag / FILE_NAME))
         below = str(read.run.get(STORED_IN, ""))
-        return [tag / below / entry.name for entry in read.files]
+        names = [*(entry.name for entry in read.files), RECOVERY_SCRIPT]
+        return [tag / below / name for name in names]
     return []
 
 
@@ -340,7 +343,7 @@ def notes_of_left_overs(folder: StorePath) -> list[str]:
         if one.claim:
             at = f"{one.claim.get('pid', '?')} on {one.claim.get('host', '?')}"
             who = f"; process {at} claims it, since {one.claim.get('since', '?')}"
-        amount = f"{len(one.objects)} objects, {say.amount(one.size_bytes)}"
+        amount = f"{len(one.objects)} objects, {one.size_bytes:,} bytes"
         notes.append(f"{one.tag.name}: left over of a save that was not finished: {amount}{who}")
     if uploads := open_uploads(folder):
         notes.append(f"{len(uploads)} open uploads, such as {uploads[0]}")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatron_ucp.errors import UsageError, did_you_mean
 from megatron_ucp.formats.store import Location, StoreOptions, absolute, configure
@@ -381,7 +381,7 @@ class StoreOption:
     def check(self, name: str, value: object) -> None:
         """Raises UsageError."""
         if value is not None:
-            StoreOptions.of(value)
+            StoreOptions.of(cast("Any", value))
 
 
 class AnyOption:

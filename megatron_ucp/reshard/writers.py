@@ -24,6 +24,7 @@ from megatron_ucp.core.manifest import (
     Manifest,
     ParamSpec,
 )
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot, Want
@@ -121,7 +122,7 @@ def name_folder(folder: Location, manifest: Manifest, aside: Location) -> None:
     meanwhile, OSError."""
     if not isinstance(aside, StorePath):  # there the condition of the last write says it
         require_free(folder)
-    output_folder.commit(aside, manifest, output_folder.Syncs())
+    output_folder.commit(aside, to_json(manifest), output_folder.Syncs())
 
 
 # ---- deepspeed

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from megatron_ucp.cli import main
+from megatron_ucp.formats import store
 from megatron_ucp.formats.store import StoreOptions, configure
 from tests.object_server import ObjectServer
 from tests.reshard import paper, twins
 
 RUN, OUT = "bucket/run", "bucket/out"
-# One request may take so long, and is asked for again for so long.
-TIMEOUT_S, GIVE_UP_S = 0.2, 0.2
+# One request may take so long, and is asked for again for so long: where that is to end, and where
+# it is to help.
+SHORT, LONG = StoreOptions(timeout_s=0.4, give_up_s=0.2), StoreOptions(timeout_s=1, give_up_s=20)
 BOUND_S = 6.0
 DONE, FOUND, REFUSED = 0, 1, 2
 # What a verb reads: {run} is the run, {disk} the same on the disk, {out} what it writes.
@@ -56,6 +58,7 @@ class Plan:
         return f"{self.kind}{value} {self.request}{where} {often}"
 
     def plant(self, server: ObjectServer) -> None:
+        configure(LONG if self.right else SHORT)
         server.fault(
             self.kind,
             self.request,
@@ -68,7 +71,7 @@ class Plan:
 
 @pytest.fixture(autouse=True)
 def short_times() -> Iterator[None]:
-    configure(StoreOptions(timeout_s=TIMEOUT_S, give_up_s=GIVE_UP_S))
+    configure(SHORT)
     yield
     configure(StoreOptions())
 
@@ -161,6 +164,7 @@ def states(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("verb", READERS)
 def test_a_verb_says_of_a_store_what_it_says_of_the_disk(verbs: Verbs, verb: str) -> None:
+    configure(LONG)
     code, said = verbs(verb)
     assert code == DONE and verbs.says_as_on_disk(verb, said), said
     assert not any(one.name in ("PUT", "DELETE", "DELETE_MANY") for one in verbs.server.requests())
@@ -169,6 +173,7 @@ def test_a_verb_says_of_a_store_what_it_says_of_the_disk(verbs: Verbs, verb: str
 @pytest.mark.parametrize("verb", MAKERS)
 def test_what_is_made_from_a_store_and_in_one(verbs: Verbs, tmp_path: Path, verb: str) -> None:
     """The same bytes as from the disk to the disk."""
+    configure(LONG)
     assert verbs(verb, out=tmp_path / "read")[0] == DONE
     assert verbs.made_as_on_disk(verb, tmp_path / "read")
     code, said = verbs(verb, out=f"s3://{OUT}")
@@ -267,6 +272,7 @@ def test_a_host_that_is_dead(verbs: Verbs, tmp_path: Path, verb: str) -> None:
             refused("", *verbs(verb, out=tmp_path / "out"))
     finally:
         verbs.server.ask("accept")
+    configure(LONG)
     assert verbs(verb, out=tmp_path / "out")[0] == DONE
 
 
@@ -284,6 +290,7 @@ def test_a_host_that_hangs(verbs: Verbs) -> None:
 def test_a_flipped_bit(verbs: Verbs, tmp_path: Path, verb: str, place: int) -> None:
     """Of every answer, at that byte or the last one. Byte 10 of a file says when it was made: what
     comes out then is right."""
+    configure(LONG)
     verbs.server.fault("flip", "GET", f"{RUN}/step7/*.pt", value=place)
     code, said = verbs(verb, out=tmp_path / "out")
     if code == DONE:
@@ -299,6 +306,7 @@ def test_an_object_that_is_replaced_while_it_is_read(verbs: Verbs, tmp_path: Pat
     file = next(verbs.disk.run.glob(f"step7/{HOLDS_STATES}"))
     other = tmp_path / "other"
     other.write_bytes(file.read_bytes()[::-1])
+    configure(LONG)
     verbs.server.ask("replace_after", key=f"{RUN}/step7/{file.name}", path=str(other), gets=2)
     refused("", *verbs(MAKERS[0], out=tmp_path / "out"))
     assert not (tmp_path / "out" / "tag").exists()
@@ -329,6 +337,7 @@ def test_a_write_that_fails(verbs: Verbs, tmp_path: Path, verb: str, plan: Plan)
     with in_time():
         code, said = verbs(verb, out=f"s3://{OUT}")
     verbs.server.ask("heal")
+    configure(LONG)
     if plan.right or (code == DONE and plan.kind == "unconditional"):
         assert code == DONE, said
         verbs.server.ask("copy_out", prefix=OUT, folder=str(tmp_path / "made"))
@@ -338,6 +347,31 @@ def test_a_write_that_fails(verbs: Verbs, tmp_path: Path, verb: str, plan: Plan)
     nothing_whole(verbs)
     verbs.server.ask("remove", prefix=OUT)
     assert verbs(verb, out=f"s3://{OUT}")[0] == DONE
+
+
+IN_PARTS = (
+    Plan("status", "CREATE", 503, times=2, right=True),
+    Plan("status", "CREATE", 403),
+    Plan("status", "PART", 500, times=3, right=True),
+    Plan("status", "PART", 503),
+    Plan("status", "PART", 503, after=2),
+    Plan("cut", "PART", 100, times=2, right=True),
+    Plan("lost", "PART", times=2, right=True),
+    Plan("delay", "PART", 30),
+    Plan("status", "COMPLETE", 503, times=1, right=True),
+    Plan("status", "COMPLETE", 403),
+    Plan("lost", "COMPLETE", times=1, right=True),
+)
+
+
+@pytest.mark.parametrize("plan", IN_PARTS, ids=str)
+def test_a_write_in_parts_that_fails(
+    verbs: Verbs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    """As large objects are written, with smaller parts than S3 would take."""
+    monkeypatch.setattr(store, "PART_BYTES", 4096)
+    test_a_write_that_fails(verbs, tmp_path, MAKERS[2], plan)
+    assert verbs.server.count("PART") or plan.request == "CREATE"
 
 
 def nothing_whole(verbs: Verbs) -> None:
@@ -357,6 +391,7 @@ def nothing_whole(verbs: Verbs) -> None:
 )
 def test_requests_are_few(verbs: Verbs, tmp_path: Path, verb: str, most: int) -> None:
     """An answer of a store takes longer than a megabyte of it."""
+    configure(LONG)
     verbs(verb, out=str(tmp_path / "out"))
     counts: Any = verbs.server.counts()
     assert counts.total() <= most, counts

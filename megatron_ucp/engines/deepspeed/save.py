@@ -10,7 +10,7 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -318,6 +318,10 @@ def _folder_to_name(
     with TemporaryDirectory(prefix="ucp-") as empty:
         own = Path(empty, aside.name)
         yield empty, aside.name, lambda path: aside / Path(path).relative_to(own)
+        for path in own.rglob("*"):  # such as the script that DeepSpeed puts beside its files
+            if path.is_file():
+                with suppress(StoreError):
+                    (aside / path.relative_to(own)).write_bytes(path.read_bytes())
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""What the ranks do in the tests of saves into object stores."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import megatron_ucp as ucp
+from megatron_ucp.formats.store import StoreOptions, configure
+from tests.engines.canonical import canonical
+from tests.engines.model import Setup, make_engine, train
+
+
+def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any) -> Any:
+    """A job of ranks that were started before the store was."""
+    os.environ.update(environment)
+    configure(StoreOptions(timeout_s=2, give_up_s=2))
+    try:
+        return job(*args)
+    finally:
+        for name in environment:
+            os.environ.pop(name)
+        configure(StoreOptions())
+
+
+def saved_and_loaded(setup: Setup, other: Setup, url: str, way: str) -> dict[str, Any]:
+    """Saves three steps, the second one twice, and keeps two; an engine of another kind loads what
+    the pointer names. The states of both, and what is listed."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save=way, keep_latest=2)
+    for step in (1, 2, 2, 3):
+        train(engine, 1, first=step)
+        engine.save_checkpoint(url, tag=f"step{step}", client_state={"seen": step})
+        ucp.wait(engine)
+    states = canonical(engine)
+    target = make_engine(other, attach=False)
+    report = ucp.load(target, url)
+    return {
+        "saved": states,
+        "loaded": canonical(target),
+        "client_state": report.client_state,
+        "read": report.read_bytes,
+        "listed": [(one.tag, one.whole, one.pointer) for one in ucp.ls(url).tags],
+        "notes": ucp.ls(url).notes,
+    }
+
+
+def failing(setup: Setup, url: str, way: str) -> dict[str, Any]:
+    """A save into a store that is failing: what each rank is told; then one that is not."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save=way)
+    train(engine, 1)
+    try:
+        engine.save_checkpoint(url, tag="step1")
+        ucp.wait(engine)
+        said = ""
+    except ucp.UcpError as error:
+        said = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return {"said": said}
+
+
+def save_once(setup: Setup, url: str, tag: str) -> str:
+    """One save; what was raised."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="direct")
+    train(engine, 1)
+    try:
+        engine.save_checkpoint(url, tag=tag)
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
