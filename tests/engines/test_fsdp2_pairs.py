@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_ucp as ucp
+from tests.docs.recipe_jobs import recipe
 from tests.engines import fsdp2_jobs
 from tests.engines.fsdp2_jobs import Plain
 from tests.formats import fsdp2_runs
@@ -385,3 +386,55 @@ def test_trainer_goes_on_from_what_is_written_for_it(runs: Runs, tmp_path: Path)
         2, "trainer", tmp_path / "more", "--model", runs.model, "--total", "13", "--steps", "99"
     )
     assert near(found["losses"][-MORE:], unbroken["losses"][STEPS:])
+
+
+def test_the_recipe_of_the_page(runs: Runs, tmp_path: Path) -> None:
+    """docs/fsdp2.md, word for word."""
+    folder, source = runs.deepspeed(2, Plain(1))
+    ucp.convert(folder, tmp_path / "out", to="dcp")
+    (tmp_path / "recipe.py").write_text(recipe("fsdp2.md", "From DeepSpeed to FSDP2"))
+    found = fsdp2_runs.run(
+        2,
+        *("fsdp", "-", "--model", runs.model, "--recipe", str(tmp_path / "recipe.py")),
+        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
+    )
+    assert unlike(found["begun"], source["states"]) == []
+    assert near(found["losses"], source["losses"])
+
+
+def test_two_rates_and_a_schedule_that_falls(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
+    """From torchtitan's flat layout, which has the scheduler: groups have rates of their own."""
+    how = ("--model", runs.model, "--layout", "flat", "--rate", "1e-3", "--decay")
+    held = fsdp2_runs.run(2, "fsdp", tmp_path / "flat", *how, "--steps", str(STEPS))
+    more = fsdp2_runs.run(2, "fsdp", "-", *how, "--steps", str(STEPS + MORE))
+    found = ranks.run(
+        2,
+        fsdp2_jobs.resume,
+        setup=Plain(1, rate=1e-3, decay=True),
+        folder=str(tmp_path / "flat"),
+        model=runs.model,
+        steps=MORE,
+        timeout_s=200,
+    )[0]
+    assert found["error"] == ""
+    assert unlike(held, found["states"]) == []
+    rates = {states["lr"] for states in found["states"]["hyper"].values()}
+    assert len(rates) == 2 and 3e-3 not in rates
+    assert near(found["losses"], more["losses"][STEPS:])
+
+
+def test_weights_in_bf16_go_on_as_masters(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
+    how = ("--model", runs.model, "--dtype", "bfloat16", "--steps", str(STEPS))
+    held = fsdp2_runs.run(2, "fsdp", tmp_path / "bf16", *how)
+    found = ranks.run(
+        2,
+        fsdp2_jobs.resume,
+        setup=Plain(1, dtype="bf16"),
+        folder=str(tmp_path / "bf16"),
+        model=runs.model,
+        timeout_s=200,
+    )[0]
+    assert any("bfloat16" in note for note in found["notes"])
+    for (name, state), value in found["states"]["full"].items():
+        want = held["weights"][name] if state == "fp32" else held["states"][name][state]
+        assert want.dtype == torch.bfloat16 and same_bits(value, want.float()), f"{name} {state}"

@@ -188,6 +188,9 @@ def loaded(args: argparse.Namespace, module: Any, optimizer: Any) -> int:
         weights = {k: v for k, v in tree.items() if not k.startswith("optimizer.")}
         set_model_state_dict(module, weights)
         set_optimizer_state_dict(module, optimizer, optim, options=FLAT)
+    elif args.recipe:
+        names = {"module": module, "optimizer": optimizer, "folder": args.load}
+        exec(Path(args.recipe).read_text(), names)
     else:
         weights, optim = get_model_state_dict(module), get_optimizer_state_dict(module, optimizer)
         if args.layout == "accelerate":
@@ -317,6 +320,7 @@ def main() -> None:
     parser.add_argument("--no-schedule", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--total", type=int, default=3)
+    parser.add_argument("--recipe")
     parser.add_argument("--report")
     args = parser.parse_args()
     torch.set_num_threads(1)
