@@ -92,7 +92,9 @@ def test_a_store_that_fails_is_named_on_every_rank_and_nothing_counts(
         ucp.tag_folder(RUN) if hasattr(ucp, "tag_folder") else ucp.describe(RUN)
     object_server.ask("heal")
     job = store_jobs.save_once
-    assert set(ranks.run(2, in_store, object_server.environment(), job, setup, RUN, "step1")) == {""}
+    assert set(ranks.run(2, in_store, object_server.environment(), job, setup, RUN, "step1")) == {
+        ""
+    }
     assert not ucp.verify(RUN, deep=True).findings
 
 

@@ -406,6 +406,32 @@ def test_what_the_table_changes_is_read_without_the_change(tmp_path: Path) -> No
         assert checkpoint.manifest.states_of("weight").keys() == {"fp32", "exp_avg", "exp_avg_sq"}
 
 
+def test_a_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
+    folder, rate = copied("plain", tmp_path), torch.tensor(0.25, dtype=torch.float64)
+    saved(named(lambda tree: tree["optim"]["param_groups"][0].update(lr=rate)))(folder)
+    ucp.convert(folder, tmp_path / "out", to="dcp")
+    for place in (folder, tmp_path / "out"):
+        with open_checkpoint(place) as checkpoint:
+            found = checkpoint.manifest.group_of("weight")["lr"]
+        assert (found.get("dtype"), found.get("data")) == ("float64", rate.numpy().tobytes())
+
+
+def test_a_frozen_matrix_that_equals_another_one_is_none_of_its_names(tmp_path: Path) -> None:
+    folder = copied("plain", tmp_path)
+
+    def with_copy(tree: Any) -> None:
+        tree["model"]["frozen"] = tree["model"]["weight"].clone()
+
+    saved(named(with_copy))(folder)
+    with open_checkpoint(folder) as checkpoint:
+        (tie,) = checkpoint.manifest.ties
+    assert tie.aliases == ("frozen",), "nobody says otherwise"
+    specs = [ParamSpec(n, (2, 3), "float32") for n in ("weight", "frozen")]
+    like = Manifest(Keeper.ZERO_0, Mesh(), (*specs, ParamSpec("bias", (2,), "float32")), ())
+    with open_checkpoint(folder, told=CallerModel(like=like)) as checkpoint:
+        assert checkpoint.manifest.ties == () and "frozen" in checkpoint.manifest.by_name
+
+
 def test_averages_beside_the_model_are_left_out(tmp_path: Path) -> None:
     folder = copied("plain", tmp_path)
     saved(named(ema={"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}))(folder)

@@ -15,7 +15,8 @@ from megatron_ucp.reshard.check import read_state, verify
 from megatron_ucp.reshard.hugging_face.names import read_twin
 from tests.formats.cut_dcp import save_cut
 from tests.formats.test_dcp import GOLDEN
-from tests.reshard import paper, twins
+from tests.ranks import RankPool
+from tests.reshard import paper, twins, work_sharing_jobs
 
 MESHES = ("dp=2,zero=1", "dp=3,zero=3", "dp=1,zero=0")
 
@@ -141,6 +142,9 @@ def test_a_family_is_written_under_the_names_of_transformers(family: str, tmp_pa
             if found is None or not torch.equal(found, value):
                 wrong.append(f"{name} {state}")
     assert wrong == []
+    first = next(name for name in tree["optim"]["state"] if name in want)
+    tree["optim"]["state"][first]["exp_avg_sq"].view(-1)[-1] += 1
+    assert not torch.equal(tree["optim"]["state"][first]["exp_avg_sq"], want[first])
     key = next(iter(tree["optim"]["state"]))
     assert {*tree["optim"]["state"][key]} == {"exp_avg", "exp_avg_sq", "step"}
     listed = [name for group in tree["optim"]["param_groups"] for name in group["params"]]
@@ -148,6 +152,23 @@ def test_a_family_is_written_under_the_names_of_transformers(family: str, tmp_pa
 
 
 BESIDE = ("e_score_correction_bias", "embed_tokens.weight", "shared_head.head.weight")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to", ["dcp", "accelerate"])
+def test_ranks_that_share_the_work_write_the_same_folder(
+    to: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    source = str(GOLDEN / "plain")
+    ucp.convert(source, tmp_path / "one", to=to)
+    out = str(tmp_path / "three")
+    done = ranks.run(3, work_sharing_jobs.call, "convert", source, out, to=to, timeout_s=100)
+    assert all("error" not in one for one in done)
+    folders = [
+        {p.relative_to(f): p.read_bytes() for p in f.rglob("*") if p.is_file()}
+        for f in (tmp_path / "one", tmp_path / "three")
+    ]
+    assert folders[0] == folders[1] and len(folders[0]) > 8
 
 
 # ---- what is refused
@@ -177,6 +198,7 @@ def test_what_has_no_place(word: str, tmp_path: Path) -> None:
 # ---- read under the names of a family
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", twins.SIZES)
 @pytest.mark.parametrize("pieces", [(1,), (3,), (2, 3), (5, 1, 2)], ids=str)
 def test_a_family_reads_the_names_of_transformers(

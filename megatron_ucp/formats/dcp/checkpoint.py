@@ -335,7 +335,7 @@ class DcpCheckpoint(Checkpoint):
                 raise expect.other_structure(
                     f"{group.settings[name]}: a value", value, self.main_file
                 )
-        (plain,) = param_groups([tree], _no_tensors)
+        (plain,) = param_groups([tree], _as_it_is)
         return replace(plain, optimizer=_class_name(plain.settings))
 
     def _check_states(self) -> None:
@@ -572,6 +572,7 @@ class DcpCheckpoint(Checkpoint):
         that no optimizer steps, and has the bytes of one that it steps, is that one."""
         if not self.groups:
             return
+        own = {} if self.told.like is None else self.told.like.by_name  # no further names there
         ties: dict[str, list[str]] = {}
         stepped = grouped(
             ((self._dtype(n), self._stored[self.keys.weights[n]].tensor.shape), n)
@@ -580,7 +581,7 @@ class DcpCheckpoint(Checkpoint):
         )
         for name in [name for name in tensors if name in self.keys.weights]:
             tensor = self._stored[self.keys.weights[name]].tensor
-            if name in self._group_of or len(tensor.shape) != 2:
+            if name in self._group_of or len(tensor.shape) != 2 or tensors[name].param in own:
                 continue
             others = stepped.get((tensor.dtype, tensor.shape), ())
             found = next((other for other in others if self._are_same(name, other)), None)
@@ -739,8 +740,9 @@ def _kind(name: str, dtype: str) -> str:
     return "buffer" if _BUFFERS.fullmatch(name) or dtype not in _FLOATS else "frozen"
 
 
-def _no_tensors(ref: TensorRef) -> Any:
-    raise expect.other_structure("a setting: a plain value", ref, None)
+def _as_it_is(tensor: Any) -> Any:
+    """A small tensor among settings, which was read before."""
+    return tensor
 
 
 def _is_alike(one: ParamGroup, other: ParamGroup) -> bool:
