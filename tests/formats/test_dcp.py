@@ -1,6 +1,7 @@
 """Folders that FSDP2 programs wrote by torch's own `dcp.save` are read bit for bit, and damaged or
 hostile ones are refused by name before a tensor is read."""
 
+import importlib.util
 import os
 import pickle
 import random
@@ -156,6 +157,44 @@ def test_rules_say_how_a_mesh_cuts_it(tmp_path: Path) -> None:
 def test_the_folder_of_the_optimizer_alone(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match="weights are not in the folder"):
         open_checkpoint(GOLDEN / "accelerate" / "optimizer_0")
+
+
+def torchtitan() -> Any:
+    """The module of torchtitan that makes an optimizer's state dict, without the package around
+    it."""
+    found = importlib.util.find_spec("torchtitan")
+    if found is None or found.origin is None:
+        pytest.skip("torchtitan is not installed: its own function is not run")
+    file = Path(found.origin).parent / "components" / "optimizer" / "utils.py"
+    if not file.is_file():
+        pytest.skip(f"this torchtitan has no {file.name} with get_flat_optim_state_dict")
+    spec = importlib.util.spec_from_file_location("titan_utils", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_torchtitans_own_function_makes(tmp_path: Path) -> None:
+    titan, net = torchtitan(), torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    matrices = [(n, p) for n, p in net.named_parameters() if p.ndim > 1]
+    vectors = [(n, p) for n, p in net.named_parameters() if p.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 5e-4}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    tree = {**net.state_dict(), "optimizer": titan.get_flat_optim_state_dict(optimizer)}
+    tree |= {"train_state": {"step": torch.tensor(7, dtype=torch.int32)}}
+    dcp.save(tree, checkpoint_id=tmp_path / "titan", no_dist=True)
+    with open_checkpoint(tmp_path / "titan") as checkpoint:
+        manifest = checkpoint.manifest
+        assert [g.settings["lr"] for g in manifest.groups] == [1e-3, 5e-4]
+        assert checkpoint.extras.counters["global_steps"] == 7
+        for name, param in net.named_parameters():
+            states = {"fp32": param.detach(), **optimizer.state[param]}
+            assert manifest.scalars_of(name) == {"step": float(states.pop("step"))}
+            for state, values in states.items():
+                assert torch.equal(read_state(checkpoint, name, state), values.reshape(-1))
 
 
 # ---- what is refused
