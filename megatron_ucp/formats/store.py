@@ -233,6 +233,7 @@ def configure(options: StoreOptions) -> None:
     global _options
     _options = options
     _client.cache_clear()
+    _KEEPS.clear()
 
 
 def options() -> StoreOptions:
@@ -247,7 +248,10 @@ def options() -> StoreOptions:
                 said[name] = float(text)
             except ValueError:
                 raise UsageError(
-                    f"{variable} is a number of seconds", expected="30", found=repr(text)
+                    f"{variable} is a number of seconds",
+                    expected="30",
+                    found=repr(text),
+                    fix="correct it, or leave it out",
                 ) from None
     if not _options.writer and (writer := os.environ.get(WRITER_VARIABLE)):
         said["writer"] = writer

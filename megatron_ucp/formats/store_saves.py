@@ -92,11 +92,15 @@ class Attempt:
     base: str | None
     older: tuple[StorePath, ...] = ()
     is_committed: bool = False
+    is_open: bool = False  # the last write was asked for, and nobody knows whether it was made
 
     def commit(self, data: bytes, names: Iterable[str], name: str = FILE_NAME) -> None:
         """Writes the object that makes the tag whole, with the files of these `names`. Raises
         SaveError where another save did meanwhile, StoreError."""
-        if not put_if(self.tag / name, data, self.base):
+        self.is_open = True
+        is_made = put_if(self.tag / name, data, self.base)
+        self.is_open = False
+        if not is_made:
             raise SaveError(
                 "another job has saved into this tag meanwhile; what it saved is there",
                 file=self.tag,
@@ -114,6 +118,8 @@ class Attempt:
         that it replaced; and the claim, unless somebody may still write below it (not
         `is_known`): such objects would look like files that nobody else wrote. Raises
         StoreError."""
+        if self.is_open:  # if the manifest is there after all, its objects are too
+            return
         if self.is_committed:
             delete(self.older)
         else:
@@ -125,7 +131,10 @@ class Attempt:
         if self.aside != self.tag:
             return [path for path, _ in objects_below(self.aside)]
         return [
-            path for path, _ in objects_below(self.tag) if not _is_of_another(path, self.tag, "")
+            path
+            for path, _ in objects_below(self.tag)
+            # a manifest that is there is another save's, which came first
+            if not _is_of_another(path, self.tag, "") and path.name not in COMMITS
         ]
 
 

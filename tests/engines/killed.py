@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
+from megatron_ucp.formats.store import location
 from tests import rank_worker
 
 MESHES = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
@@ -128,6 +131,7 @@ def load(zero: int, folder: Path, result: Path) -> None:
     import torch.distributed as dist
 
     import megatron_ucp as ucp
+    from megatron_ucp.reshard.look import unfinished
     from tests.engines.canonical import canonical
 
     engine = make(zero, seed=2)
@@ -143,19 +147,32 @@ def load(zero: int, folder: Path, result: Path) -> None:
             "tag": found.folder.name,
             "latest": (folder / "latest").read_text(),
             "passed_over": found.passed_over,
-            "unfinished": [p.name for p in folder.iterdir() if p.name.endswith(".saving")],
+            "unfinished": unfinished(folder),
         }
         torch.save({"said": said, "before": before, "after": after}, result)
 
 
-def wait_for_saves(pointer: Path, saves: int) -> float:
+def named_by(pointer: Any) -> str:
+    """What a pointer says; nothing where there is none. An object is asked for without the library
+    of stores, whose threads no fork survives."""
+    if isinstance(pointer, Path):
+        return pointer.read_text() if pointer.exists() else ""
+    time.sleep(0.02)
+    try:
+        with urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/{pointer.parts[1]}/{pointer.key}") as found:
+            return found.read().decode()
+    except HTTPError:
+        return ""
+
+
+def wait_for_saves(pointer: Any, saves: int) -> float:
     """Waits until the pointer has named so many saves. How long the last one took, in seconds: a
     save and the steps before it, on this machine and as busy as it is."""
     began = now = time.monotonic()
     deadline, named = began + LIMIT_S, ""
     while saves and now < deadline:
         time.sleep(0.001)
-        names = pointer.read_text() if pointer.exists() else ""
+        names = named_by(pointer)
         if names == named:
             continue
         saves, named = saves - 1, names
@@ -164,7 +181,7 @@ def wait_for_saves(pointer: Path, saves: int) -> float:
 
 
 def save_and_kill(
-    runs: Runs, mesh: tuple[Any, int], folder: Path, store: Path, dice: random.Random, way: str
+    runs: Runs, mesh: tuple[Any, int], folder: Any, store: Path, dice: random.Random, way: str
 ) -> tuple[float, list[int]]:
     """Kills a run after some of its saves, at any moment of the next one. How long after the end of
     the save before, and the exit codes of its ranks."""
@@ -182,12 +199,16 @@ def save_and_kill(
     return after_s, codes
 
 
-def trial(number: int, folder: Path, dice: random.Random, way: str, runs: Runs) -> dict[str, Any]:
-    """One run that is killed, and what can be loaded after it."""
+def trial(
+    number: int, folder: Path, dice: random.Random, way: str, runs: Runs, url: str = ""
+) -> dict[str, Any]:
+    """One run that is killed, and what can be loaded after it. It saves into `url`, where one is
+    given."""
     import torch
 
     mesh, (target, others) = dice.choice(runs.meshes), dice.choice(runs.meshes)
-    checkpoints, store = folder / f"trial{number}", folder / f"store{number}"
+    store = folder / f"store{number}"
+    checkpoints = (location(url) if url else folder) / f"trial{number}"
     after_s, codes = save_and_kill(runs, mesh, checkpoints, store, dice, way)
     result, oracle = folder / f"result{number}.pt", folder / f"oracle{number}.pt"
     together(others, folder / f"store{number}b", runs.load, target, checkpoints, result)
@@ -242,12 +263,13 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", default="stock", help="stock, direct, background")
+    parser.add_argument("--url", default="", help="where runs save, in place of FOLDER")
     parser.add_argument("--engine", default="deepspeed", help="deepspeed, stack")
     args = parser.parse_args()
     prepare()
     dice, runs = random.Random(args.seed), runs_of(args.engine)
     for number in range(args.trials):
-        print(json.dumps(trial(number, args.folder, dice, args.save, runs)), flush=True)
+        print(json.dumps(trial(number, args.folder, dice, args.save, runs, args.url)), flush=True)
 
 
 if __name__ == "__main__":

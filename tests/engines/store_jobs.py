@@ -5,14 +5,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import megatron_ucp as ucp
+from megatron_ucp.formats import store
 from megatron_ucp.formats.store import StoreOptions, configure
 from tests.engines.canonical import canonical
 from tests.engines.model import Setup, make_engine, train
 
+PART = "TESTS_PART_BYTES"
+
 
 def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any) -> Any:
-    """A job of ranks that were started before the store was."""
+    """A job of ranks that were started before the store was. What is larger than PART goes in
+    parts, where `environment` says it."""
     os.environ.update(environment)
+    before = store.PART_BYTES
+    store.PART_BYTES = int(environment.get(PART, before))
     configure(StoreOptions(timeout_s=2, give_up_s=2))
     try:
         return job(*args)
@@ -20,6 +26,7 @@ def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any
         for name in environment:
             os.environ.pop(name)
         configure(StoreOptions())
+        store.PART_BYTES = before
 
 
 def saved_and_loaded(setup: Setup, other: Setup, url: str, way: str) -> dict[str, Any]:

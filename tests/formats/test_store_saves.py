@@ -1,0 +1,221 @@
+"""Saves into an object store without locks and renames: who claims a tag, who counts, what is
+removed, and what a lost answer or a race leaves."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.errors import SaveError, StoreError
+from megatron_ucp.formats import store, store_saves
+from megatron_ucp.formats.store import CLAIM, StoreOptions, StorePath, configure, folder_at
+from megatron_ucp.formats.tags import has_state_files
+from tests.object_server import MotoServer, ObjectServer
+
+RUN = StorePath("s3://bucket/run")
+TAG = RUN / "step1"
+FILE = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(autouse=True)
+def short_times() -> Iterator[None]:
+    configure(StoreOptions(timeout_s=1, give_up_s=1))
+    yield
+    configure(StoreOptions())
+
+
+@pytest.fixture(params=["object_server", "moto_server"])
+def either_server(request: pytest.FixtureRequest) -> ObjectServer | MotoServer:
+    return request.getfixturevalue(request.param)
+
+
+def written(attempt: store_saves.Attempt, data: bytes, name: str = FILE) -> bytes:
+    """A save of one file; its manifest."""
+    (attempt.aside / name).write_bytes(data)
+    run = {"stored_in": f"{attempt.aside.name}/"} if attempt.aside != attempt.tag else {}
+    files = (FileEntry(name, len(data), ""),)
+    manifest = Manifest(Keeper.ZERO_0, Mesh(), (), (), files=files, run=run)
+    return to_json(manifest).encode()
+
+
+def save(data: bytes) -> None:
+    with store_saves.attempt(TAG) as attempt:
+        attempt.commit(written(attempt, data), [FILE])
+
+
+def read(name: str = FILE) -> bytes:
+    folder = folder_at(TAG)
+    return folder.small(name, 1000)
+
+
+def test_a_save_is_there_when_its_manifest_is(either_server: object) -> None:
+    with store_saves.attempt(TAG) as attempt:
+        manifest = written(attempt, b"one")
+        assert (TAG / FILE).read_bytes() == b"one"
+        assert not has_state_files(TAG) and folder_at(TAG).names() == []
+        attempt.commit(manifest, [FILE])
+        assert has_state_files(TAG)
+    assert folder_at(TAG).names() == [FILE, FILE_NAME]
+    assert not (TAG / CLAIM).is_file()
+
+
+def test_what_was_not_committed_goes(either_server: object) -> None:
+    with pytest.raises(StoreError), store_saves.attempt(TAG) as attempt:
+        written(attempt, b"one")
+        raise StoreError("planted")
+    assert not TAG.is_dir()
+
+
+def test_a_tag_is_replaced_in_one_step(either_server: object) -> None:
+    save(b"one")
+    with store_saves.attempt(TAG) as attempt:
+        manifest = written(attempt, b"two!")
+        assert read() == b"one"
+        attempt.commit(manifest, [FILE])
+        assert read() == b"two!"
+    assert read() == b"two!"
+    assert [path.name for path in store_saves.objects_that_count(TAG)].count(FILE) == 1
+    assert len([*TAG.rglob("*")]) == 2  # the first one's file went
+
+
+def test_of_two_jobs_the_one_that_ends_first_counts(either_server: object) -> None:
+    with store_saves.attempt(TAG) as late:
+        text = written(late, b"late")
+        save(b"first")
+        assert read() == b"first"
+        with pytest.raises(SaveError, match="meanwhile"):
+            late.commit(text, [FILE])
+    assert read() == b"first"
+    assert len([*TAG.rglob("*")]) == 2
+
+
+def test_a_job_that_was_killed_stands_in_nobodys_way(either_server: object) -> None:
+    killed = store_saves.attempt(TAG)
+    attempt = killed.__enter__()
+    written(attempt, b"torn")
+    assert [one.tag for one in store_saves.left_overs(RUN)] == [TAG]
+    (note, *_) = store_saves.notes_of_left_overs(RUN)
+    assert "step1: left over" in note and "2 objects" in note and "process" in note
+    save(b"whole")
+    assert read() == b"whole"
+    lines = store_saves.remove_left_overs(RUN)
+    assert lines == [f"removed 2 objects that were left over in {TAG}"]
+    assert read() == b"whole" and store_saves.left_overs(RUN) == []
+
+
+def test_what_was_left_and_nothing_else_is_removed(either_server: object) -> None:
+    killed = store_saves.attempt(TAG)
+    written(killed.__enter__(), b"torn")
+    (RUN / "notes.txt").write_text("mine")
+    assert store_saves.remove_left_overs(RUN)
+    assert [path.name for path in RUN.rglob("*")] == ["notes.txt"]
+    save(b"again")
+    assert (TAG / FILE).read_bytes() == b"again"
+
+
+def test_an_output_finds_its_name_taken(either_server: object) -> None:
+    with store_saves.output(TAG, replaces=False) as first:
+        with pytest.raises(SaveError, match="writes this folder"):
+            store_saves.output(TAG, replaces=True).__enter__()
+        first.commit(written(first, b"one"), [FILE])
+    with pytest.raises(SaveError, match="exists"):
+        store_saves.output(TAG, replaces=False).__enter__()
+    assert not (TAG / CLAIM).is_file() and read() == b"one"
+    with store_saves.output(TAG, replaces=True) as second:
+        assert not has_state_files(TAG)  # neither the old one nor the new one is there
+        second.commit(written(second, b"two", "other_states.pt"), ["other_states.pt"])
+    assert folder_at(TAG).names() == ["other_states.pt", FILE_NAME]
+
+
+def test_a_tag_is_removed_from_its_manifest_on(object_server: ObjectServer) -> None:
+    save(b"one")
+    assert store_saves.remove_tag(TAG, lambda: "it is not whole").startswith("kept")
+    assert read() == b"one" and not (TAG / CLAIM).is_file()
+    with pytest.raises(StoreError), store_saves.attempt(TAG):
+        assert store_saves.remove_tag(TAG, str) == "kept step1: it is being saved"
+        raise StoreError("given up")
+    object_server.ask("forget_requests")
+    assert store_saves.remove_tag(TAG, str) == "removed step1"
+    assert not TAG.is_dir()
+    removed = [one.key for one in object_server.requests() if one.name.startswith("DELETE")]
+    assert removed[0].endswith(FILE_NAME) or len(removed) == 3
+
+
+def test_a_pointer_moves_unless_it_names_a_later_save(either_server: object) -> None:
+    pointer = RUN / "latest"
+    assert store_saves.move_pointer(pointer, "step1", lambda: False)
+    assert not store_saves.move_pointer(pointer, "step2", lambda: True)
+    assert pointer.read_text() == "step1"
+
+
+def test_who_moves_a_pointer_meanwhile_is_asked_again(object_server: ObjectServer) -> None:
+    pointer, asked = RUN / "latest", list[str]()
+    pointer.write_text("step1")
+
+    def other() -> bool:
+        asked.append(pointer.read_text())
+        if len(asked) == 1:
+            pointer.write_text("step9")  # another job, between the look and the write
+        return asked[-1] == "step9"
+
+    assert not store_saves.move_pointer(pointer, "step2", other)
+    assert asked == ["step1", "step9"] and pointer.read_text() == "step9"
+
+
+def test_a_manifest_of_which_nobody_knows_keeps_its_objects(object_server: ObjectServer) -> None:
+    object_server.fault("lost", "PUT", f"*{FILE_NAME}")  # it is written, and no answer comes
+    with pytest.raises(StoreError), store_saves.attempt(TAG) as attempt:
+        attempt.commit(written(attempt, b"one"), [FILE])
+    object_server.ask("heal")
+    assert read() == b"one"
+    assert [one.objects for one in store_saves.left_overs(RUN)] == [(TAG / CLAIM,)]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_lost_answer_is_no_lost_race(object_server: ObjectServer, is_new: bool) -> None:
+    path = RUN / "latest"
+    e_tag = None
+    if not is_new:
+        path.write_text("before")
+        e_tag = store.read_object(path)[1]
+    object_server.fault("lost", "PUT", "*latest", times=1)
+    assert store.put_if(path, b"mine", e_tag)
+    assert path.read_text() == "mine"
+    assert not store.put_if(path, b"other", e_tag)
+
+
+def test_an_upload_whose_last_answer_is_lost_is_there(object_server: ObjectServer) -> None:
+    data = bytes(range(256)) * 40_000
+    object_server.fault("lost", "COMPLETE", "*", times=1)
+    store.upload(TAG / "large", [data], len(data))
+    assert (TAG / "large").read_bytes() == data
+
+
+def test_a_source_that_fails_leaves_no_upload(object_server: ObjectServer) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield bytes(store.PART_BYTES)
+        raise ValueError("the source")
+
+    with pytest.raises(ValueError, match="the source"):
+        store.upload(TAG / "large", chunks(), 3 * store.PART_BYTES)
+    until = time.monotonic() + 10
+    while object_server.ask("uploads") and time.monotonic() < until:
+        time.sleep(0.02)
+    assert object_server.ask("uploads") == {} and not (TAG / "large").is_file()
+
+
+def test_a_source_in_a_store_is_read_while_it_is_written(object_server: ObjectServer) -> None:
+    data = bytes(range(256)) * 80_000
+    store.upload(TAG / "one", [data], len(data))
+
+    def chunks() -> Iterator[bytes]:
+        with store.open_file(TAG / "one") as file:
+            for start in range(0, len(data), 2**20):
+                yield file.bytes_at(start, min(2**20, len(data) - start))
+
+    store.upload(TAG / "two", chunks(), len(data))
+    assert (TAG / "two").read_bytes() == data
