@@ -178,6 +178,48 @@ def disk_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"a reader uses {node.value.id}.{node.attr}: ask its Folder"
 
 
+# What of formats, reshard and engines touches the file system, and for what that is no checkpoint's
+# folder. All else asks a `Folder`, or a path of which it knows not where it leads.
+OF_THE_DISK = {
+    **dict.fromkeys(("formats/folder.py", "formats/store.py"), "the two kinds of folders"),
+    **dict.fromkeys(("formats/output_folder.py", "formats/locks.py"), "what is written on a disk"),
+    "formats/rule_file.py": "a user's file of rules",
+    "reshard/options.py": "a user's DeepSpeed config",
+    "engines/memory.py": "a tmpfs",
+    "engines/trainers.py": "what trainers remove",
+    "engines/deepspeed/save.py": "the empty folder that DeepSpeed is told of a store",
+}
+DISK_CALLS = {
+    *("access", "link", "listdir", "makedirs", "mkdir", "open", "remove", "rename", "replace"),
+    *("rmdir", "rmtree", "scandir", "stat", "unlink", "walk", "copyfile", "copytree", "copy2"),
+    *("exists", "isfile", "isdir", "lexists", "realpath", "getsize", "getmtime", "abspath"),
+}
+OF_NAMES = {"name", "stem", "suffix"}  # of a path that is taken apart, and leads nowhere
+
+
+def checkpoint_disk_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
+    """What touches the file system for a checkpoint, which may lie in an object store."""
+    inside = path.relative_to(PACKAGE)
+    layer, rest = inside.parts[0], "/".join(inside.parts[1:])
+    if layer not in ("formats", "reshard", "engines") or str(inside) in OF_THE_DISK:
+        return
+    if layer == "formats" and rest not in ON_DISK:  # `disk_faults` has looked at it
+        return
+    taken_apart = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in OF_NAMES
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or id(node) in taken_apart:
+            continue
+        name, owner = called(node), ast.unparse(node.func).rpartition(".")[0]
+        if (isinstance(node.func, ast.Name) and name == "open") or (name == "Path" and node.args):
+            yield node.lineno, f"{name}() of a checkpoint's path: ask its folder, or `location`"
+        elif owner in ("os", "os.path", "shutil") and name in DISK_CALLS:
+            yield node.lineno, f"{owner}.{name} of a checkpoint's path: ask its folder"
+
+
 def style_faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
@@ -205,6 +247,7 @@ def faults(root: Path) -> list[str]:
             if folder == PACKAGE:
                 rows += axis_faults(tree, path)
                 rows += disk_faults(tree, path)
+                rows += checkpoint_disk_faults(tree, path)
             if folder in (PACKAGE, "patches"):
                 printing = layer_of(path.with_suffix("").parts) == "cli"
                 style = style_faults(tree)
@@ -388,6 +431,13 @@ PLANTED = [
         "megatron_ucp/formats/megatron/legacy.py",
         "import os\nos.replace",
         "a reader uses os.replace",
+    ),
+    ("megatron_ucp/reshard/look.py", "Path(path).is_dir()", "Path() of a checkpoint's path"),
+    ("megatron_ucp/engines/save.py", "os.path.exists(path)", "os.path.exists of a checkpoint's"),
+    (
+        "megatron_ucp/reshard/folder.py",
+        "with open(path) as f:\n    pass",
+        "open() of a checkpoint's",
     ),
     ("megatron_ucp/core/box.py", "print(1)", "print outside the cli"),
     ("megatron_ucp/core/box.py", "assert 1", "assert"),

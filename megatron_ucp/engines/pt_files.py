@@ -195,8 +195,7 @@ class RankFiles:
     def save(self, state_dict: object, path: str | os.PathLike[str]) -> None:
         """In the place of `torch.save`. Raises what that raises, and OSError."""
         archive = live_archive(state_dict, location(path))
-        with open(archive.path, "wb") as file:
-            file.truncate(archive.layout.size_bytes)
+        output_folder.make_file(archive.path, archive.layout.size_bytes)
         self._archives.append(archive)
         places, memory = archive.layout.places, archive.memory
         self._around_bytes += archive.layout.size_bytes - sum(map(len, memory.values()))

@@ -196,6 +196,42 @@ class Syncs:
             self.seconds += time.perf_counter() - started
 
 
+def begin_sync(path: Location, start: int, size: int) -> None:
+    """Lets the disk begin with `size` bytes of a file from `start` on while others are made. Only a
+    hint: `sync_all` waits for all of them."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
+    if call is not None:
+        handle = os.open(path, os.O_RDONLY)
+        call(handle, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
+        os.close(handle)
+
+
+def sync_all(folder: Location) -> None:
+    """Brings a folder with all that lies in it to disk: by one call for the whole file system,
+    where there is one. What a store has taken is there."""
+    if isinstance(folder, StorePath):
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    except AttributeError:  # no such call on this system
+        sync = Syncs()
+        for path in sorted(folder.rglob("*")):
+            sync(path)
+        sync(folder)
+    finally:
+        os.close(handle)
+
+
+def make_file(path: Location, size_bytes: int) -> None:
+    """A file of that size, which is written by places; in the place of another one. Raises
+    OSError."""
+    with open(path, "wb") as file:
+        file.truncate(size_bytes)
+
+
 class OutFile:
     """A file that is written by places; several processes may write one. Made where it is not
     there. A context manager. Errors of the operating system name it."""

@@ -22,7 +22,7 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path, PurePosixPath
 from queue import Full, Queue
-from typing import Any, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import (
@@ -175,6 +175,32 @@ def open_file(path: str | os.PathLike[str]) -> StoredFile:
     if status is None:
         raise _no_object(str(there))
     return StoredObject(there, status.st_size, status.e_tag)
+
+
+def real(path: Location) -> Location:
+    """A path without links; of a loop of them, too."""
+    return path if isinstance(path, StorePath) else Path(os.path.realpath(path))
+
+
+@contextmanager
+def written_by_places(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A small file that is written by places; of an object, which is sent as a whole, the bytes are
+    kept in memory meanwhile. Raises OSError, StoreError."""
+    there = location(path)
+    if isinstance(there, StorePath):
+        memory = io.BytesIO()
+        yield memory
+        there.write_bytes(memory.getvalue())
+        return
+    with open(there, "wb") as file:
+        yield file
+
+
+def bring_to_disk(file: BinaryIO) -> None:
+    """Waits until what was written of a file is on disk. Raises OSError."""
+    if not isinstance(file, io.BytesIO):
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:

@@ -1,7 +1,6 @@
 """A folder as a sink: its files are written aside, by one process or by all ranks, and it
 appears whole or not at all."""
 
-import ctypes
 import os
 import threading
 from collections import deque
@@ -10,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any, Protocol, Self, cast
 
@@ -23,9 +21,9 @@ from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece, nothing_around
-from megatron_ucp.formats.output_folder import OutFile
+from megatron_ucp.formats.output_folder import OutFile, begin_sync, make_file, sync_all
 from megatron_ucp.formats.pt.refs import ITEMSIZE
-from megatron_ucp.formats.store import Location, StorePath, location, upload
+from megatron_ucp.formats.store import Location, StorePath, location, real, upload
 from megatron_ucp.formats.tags import require_no_pointer
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
@@ -160,8 +158,7 @@ class OutputFolder:
             for file in self.output.files:
                 path = self.aside / file.name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "wb") as out:
-                    out.truncate(file.size_bytes)
+                make_file(path, file.size_bytes)
             undo.pop_all()
 
     def lost(self) -> Lost:
@@ -517,35 +514,6 @@ def in_threads(
             one.cancel()
 
 
-def begin_sync(path: Location, start: int, size: int) -> None:
-    """Lets the disk begin with `size` bytes of a file from `start` on while others are made. Only a
-    hint: `sync_all` waits for all of them."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
-    if call is not None:
-        handle = os.open(path, os.O_RDONLY)
-        call(handle, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
-        os.close(handle)
-
-
-def sync_all(folder: Location) -> None:
-    """Brings a folder with all that lies in it to disk: by one call for the whole file system,
-    where there is one. What a store has taken is there."""
-    if isinstance(folder, StorePath):
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), str(folder))
-    except AttributeError:  # no such call on this system
-        sync = output_folder.Syncs()
-        for path in sorted(folder.rglob("*")):
-            sync(path)
-        sync(folder)
-    finally:
-        os.close(handle)
-
-
 # ------------------------------------------------ before anything is written
 
 
@@ -580,9 +548,9 @@ def require_free(folder: Location) -> None:
 
 def require_outside(folder: Location, source: Location) -> None:
     """A `latest` in a tag folder would lead every load of that tag astray. Raises UsageError."""
-    parent = _real(folder).parent
+    parent = real(folder).parent
     beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    if _real(source) in (parent, *parent.parents) or any(
+    if real(source) in (parent, *parent.parents) or any(
         MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
     ):
         raise UsageError(
@@ -592,11 +560,6 @@ def require_outside(folder: Location, source: Location) -> None:
             found=parent,
             fix="name the output in another folder",
         )
-
-
-def _real(path: Location) -> Location:
-    """Without links; of a loop of them, too."""
-    return path if isinstance(path, StorePath) else Path(os.path.realpath(path))
 
 
 def check_source(source: Checkpoint, folder: Location, allow: Collection[str]) -> None:

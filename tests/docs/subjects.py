@@ -59,7 +59,8 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "object stores",
-        "reshard/test_store_faults, test_object_server",
+        "reshard/test_store_faults, engines/test_stores, formats/test_store_saves, "
+        "test_object_server",
         "moto's S3; the disk; a server of the tests' own, with faults",
     ),
     (

@@ -98,7 +98,7 @@ def lose_a_bit(monkeypatch: pytest.MonkeyPatch, of: int) -> None:
         changed[0] ^= len(calls) == of
         return pwrite(handle, changed, place)
 
-    monkeypatch.setattr(module.os, "pwrite", lossy)
+    monkeypatch.setattr(os, "pwrite", lossy)
 
 
 # ------------------------------------------------ models
@@ -340,7 +340,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             raise OSError(28, "No space left on device")
         return pwrite(*args)
 
-    monkeypatch.setattr(module.os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", full)
     assert "No space left" in refused(SaveError, source, tmp_path / "out")
 
 

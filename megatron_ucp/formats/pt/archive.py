@@ -5,15 +5,13 @@ Records begin at multiples of 64 bytes, as torch's own do. Sizes and offsets of 
 in ZIP64 fields.
 """
 
-import io
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import PurePath
-from typing import Any, BinaryIO
+from typing import Any
 
 from isal.isal_zlib import crc32
 
@@ -26,7 +24,7 @@ from megatron_ucp.formats.pt.pickle import dumps
 from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef, storages_of
 from megatron_ucp.formats.pt.unpickle import with_tensors
 from megatron_ucp.formats.pt.zip import END, END64, END64_LOCATOR, LOCAL
-from megatron_ucp.formats.store import StorePath, is_url
+from megatron_ucp.formats.store import bring_to_disk, written_by_places
 
 RECORD_ALIGNMENT = 64
 LIMIT = 0xFFFFFFFF  # from here on a number stands in the ZIP64 field
@@ -52,7 +50,7 @@ def write_pt(
     """
     layout = archive_layout(PurePath(path).stem, tree)
     crcs: dict[str, int] = {}
-    with _written(path) as file:
+    with written_by_places(path) as file:
         for storage in storages_of(tree):
             file.seek(layout.places[storage.key])
             size = crc = 0
@@ -71,21 +69,8 @@ def write_pt(
         for at, data in layout.around(crcs):
             file.seek(at)
             file.write(data)
-        if durable and not isinstance(file, io.BytesIO):
-            file.flush()
-            os.fsync(file.fileno())
-
-
-@contextmanager
-def _written(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that is written by places; of an object, which takes all bytes at once, in memory."""
-    if not is_url(path):
-        with open(path, "wb") as file:
-            yield file
-        return
-    memory = io.BytesIO()
-    yield memory
-    StorePath(os.fspath(path)).write_bytes(memory.getvalue())
+        if durable:
+            bring_to_disk(file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -427,10 +426,8 @@ class Outgoing:
             (folder / name).parent.mkdir(exist_ok=True)
             if isinstance(what, str):
                 (folder / name).write_text(what, encoding="utf-8")
-            elif isinstance(folder, StorePath) or isinstance(what, StorePath):
-                (folder / name).write_bytes(what.read_bytes())
             else:
-                shutil.copyfile(what, folder / name)
+                (folder / name).write_bytes(what.read_bytes())
         if not isinstance(folder, StorePath):  # there it makes the folder whole
             (folder / LIST_FILE).write_text(_json(_sizes(folder)), encoding="utf-8")
 
