@@ -283,7 +283,7 @@ def run_diff(args: Any) -> int:
 # ---- convert
 
 
-_FORMATS = ("native", "universal", "torch_dist")
+_FORMATS = ("native", "universal", "torch_dist", "dcp", "accelerate")
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
@@ -301,7 +301,8 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         choices=_FORMATS,
         metavar="FORMAT",
         help="native (DeepSpeed's own files for one mesh; the default with --mesh), universal (the "
-        "default without), torch_dist (for Megatron-LM)",
+        "default without), torch_dist (for Megatron-LM), dcp (for FSDP2), accelerate (for "
+        "FSDP2 under Accelerate or Trainer)",
     )
     add_target(parser)
     add_allow(parser, CONVERT)

@@ -30,6 +30,7 @@ class Keeper(StrEnum):
     UNIVERSAL = "universal"  # DeepSpeed's universal folder
     TORCH_DIST = "torch_dist"  # a distributed checkpoint of Megatron-LM's
     LEGACY = "torch"  # a checkpoint of Megatron-LM's for each rank
+    DCP = "dcp"  # a distributed checkpoint of an FSDP2 program
     WEIGHTS = "weights"  # weights alone, each tensor for itself
     PAPER = "paper"  # a target that is read into, and never written
 

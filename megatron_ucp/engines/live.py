@@ -222,7 +222,8 @@ _OF_THE_RUN = ("positions",)  # the longest sequence may change from one run to 
 def check_model(source: Checkpoint, model: Model, module: Any) -> None:
     """Raises ModelMismatchError for a Hugging Face folder of a model that computes something else,
     and for other attention heads than those of the run that saved a checkpoint."""
-    if source.manifest.keeper == Keeper.WEIGHTS:
+    keeper, says_model = source.manifest.keeper, RECORDED in source.manifest.run
+    if keeper == Keeper.WEIGHTS or (keeper == Keeper.DCP and not says_model):
         check_config(location(str(source.folder)), model, architecture_of(module))
     own = asdict(model.sizes)
     for name, saved in _recorded(source, "sizes").items():

@@ -9,6 +9,7 @@ from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Format
+from megatron_ucp.formats.dcp.checkpoint import DcpFormat
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.folder import Folder
@@ -55,6 +56,7 @@ _HUGGING_FACE = HuggingFaceFormat()
 _MEGATRON: tuple[Format, ...] = (TorchDistFormat(), LegacyFormat())
 FORMATS: tuple[Format, ...] = (
     _HUGGING_FACE,
+    DcpFormat(),
     *_MEGATRON,
     UniversalFormat(),
     NativeFormat(),

@@ -203,7 +203,7 @@ def saved_at(tag: Location) -> float | None:
 LATEST_UNIVERSAL = "latest_universal"  # of converted folders: counts where nothing else does
 POINTERS = (LATEST, MEGATRON_LATEST, LATEST_UNIVERSAL)
 SAVING = ".saving"  # how the name of a folder ends that is not finished
-_LEGACY_FOLDER = re.compile(r"mp_rank_\d\d(_\d\d\d){0,2}")
+_STATE_FOLDER = re.compile(r"mp_rank_\d\d(_\d\d\d){0,2}|pytorch_model_fsdp_\d+")
 AS_SAFETENSORS = "save the model again: save_pretrained of transformers writes safetensors"
 
 
@@ -435,9 +435,10 @@ def state_files(path: Location) -> list[Location]:
 def _is_state(folder: Folder, name: str) -> bool:
     if any(name.endswith(ending) for ending in STATE_FILES):
         return True
-    return bool(_LEGACY_FOLDER.fullmatch(name)) and folder.is_folder(name)
+    return bool(_STATE_FOLDER.fullmatch(name)) and folder.is_folder(name)
 
 
 # How a file ends that every tag of some format has: DeepSpeed's state files, the index of torch's
-# distributed checkpoints. (Megatron's older format has folders, of `_LEGACY_FOLDER`.)
+# distributed checkpoints. (Megatron's older format and Accelerate have folders, of
+# `_STATE_FOLDER`.)
 STATE_FILES = ("_states.pt", ".metadata")

@@ -29,7 +29,7 @@ from megatron_ucp.formats.tags import (
     iteration_of_name,
     pointers_to,
 )
-from megatron_ucp.reshard import agree
+from megatron_ucp.reshard import agree, dcp
 from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder import FolderOutput, FolderSink, check_source, require_plain
 from megatron_ucp.reshard.options import (
@@ -88,7 +88,13 @@ TORCH_DIST = Writable(
     as_source=True,
     numbered=True,
 )
-WRITABLE = {row.name: row for row in (NATIVE, UNIVERSAL, TORCH_DIST)}
+_NO_PLACE = (
+    *("dtype", "stages", "sub_group_size", "alignment", "round_robin"),
+    *("grad_accum_fp32", "offloaded"),
+)
+DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE)
+ACCELERATE = Writable("accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE)
+WRITABLE = {row.name: row for row in (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE)}
 
 
 def writable(name: str | None, given: Target | None) -> Writable:
@@ -273,9 +279,10 @@ def convert(
         src: The checkpoint: a tag folder, or the folder above it. It is never touched.
         dst: The new tag folder. It must not exist, and appears whole or not at all.
         to: "native" (files that DeepSpeed's own load takes on the mesh), "universal" (a universal
-            folder of DeepSpeed's, which needs no mesh) or "torch_dist" (a folder for Megatron; the
-            mesh then says whether experts have an optimizer of their own). Default: native where a
-            mesh is given, else universal.
+            folder of DeepSpeed's, which needs no mesh), "torch_dist" (a folder for Megatron; the
+            mesh then says whether experts have an optimizer of their own), "dcp" (a folder for
+            FSDP2's own `dcp.load`) or "accelerate" (folders for FSDP2 under Accelerate or Trainer).
+            Default: native where a mesh is given, else universal.
         mesh: The mesh that the folder is for, such as "tp=2,dp=4". An axis that is left out is 1; a
             ZeRO stage that a string leaves out is the source's.
         target: In place of `mesh`: a `Target`, which says more than a mesh.

@@ -411,6 +411,7 @@ _FORMATS = {
     Keeper.UNIVERSAL: "DeepSpeed's universal folder",
     Keeper.TORCH_DIST: "Megatron-LM's torch_dist",
     Keeper.LEGACY: "Megatron-LM's legacy torch format",
+    Keeper.DCP: "torch.distributed.checkpoint (FSDP2)",
     Keeper.WEIGHTS: "a Hugging Face folder, weights alone",
 }
 _OF_MEGATRON = (Keeper.MEGATRON, Keeper.TORCH_DIST, Keeper.LEGACY)
@@ -488,9 +489,11 @@ class Inspected:
         mesh = manifest.written_on
         ranks = mesh.world
         layout = str(mesh)
-        if manifest.keeper in _OF_MEGATRON:  # whose optimizer knows no stages
+        keeper = manifest.keeper
+        if keeper in _OF_MEGATRON:  # whose optimizer knows no stages
             layout = layout.removesuffix(",zero=0")
-        yield "mesh", "" if is_weights else f"{layout} ({ranks:,} rank{'s' if ranks != 1 else ''})"
+        no_mesh = is_weights or keeper == Keeper.DCP  # whose files say none
+        yield "mesh", "" if no_mesh else f"{layout} ({ranks:,} rank{'s' if ranks != 1 else ''})"
         yield "optimizer", _optimizer(manifest)
         yield "tensors", _dtypes(self.states)
         yield "saved", _saved(manifest, location(self.path))

@@ -699,7 +699,16 @@ def _states(wanted: Conversion, group: NamedGroup, keeper: Keeper) -> States:
         kept = kept_by(wanted.target.optimizer, group.group.settings)
         require_equal((*kept.element, *kept.scalar), states, first, file)
     plain = (keeper, wanted.dtype) == (Keeper.ZERO_0, "float32")
-    return with_states(found, wanted.dtype if plain else str(masters.pop()))
+    master = str(masters.pop())
+    if source.keeper == Keeper.DCP:  # whose program may step weights in bf16, as DeepSpeed does not
+        found = {state: _wide(dtype) for state, dtype in found.items()}
+        master = _wide(master)
+    return with_states(found, wanted.dtype if plain else master)
+
+
+def _wide(dtype: str) -> str:
+    """The dtype in which DeepSpeed keeps what another program has in a smaller one, exactly."""
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
 
 
 def _on_rank(

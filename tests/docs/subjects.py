@@ -40,6 +40,11 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
         "torch's own reader; golden folders that Megatron-LM wrote",
     ),
     (
+        "FSDP2's folders",
+        "formats/test_dcp, reshard/test_dcp, engines/test_fsdp2_pairs",
+        "torch's own gather and reader; programs of torch, Accelerate and Trainer alone",
+    ),
+    (
         "Hugging Face folders",
         "formats/test_hugging_face_folder, formats/test_safetensors_file, families/test_*, "
         "reshard/test_export*, reshard/test_import_edges, reshard/test_released_names, "

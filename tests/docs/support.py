@@ -234,6 +234,30 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
             ),
         ),
     ),
+    "fsdp2": (
+        ("read", "resume on", "write"),
+        (
+            (
+                "Accelerate's and Trainer's: `pytorch_model_fsdp_0` and `optimizer_0`",
+                *(Y, Y, Y),
+                "engines/test_fsdp2_pairs",
+            ),
+            (
+                '`dcp.save({"model": ..., "optim": ...})`, any mesh of FSDP2, also with '
+                "copies (HSDP) or tensor parallelism",
+                *(Y, Y, Y),
+                "engines/test_fsdp2_pairs",
+            ),
+            ("flat, as torchtitan saves, under its own names", Y, Y, "", "formats/test_dcp"),
+            ("weights in bf16 and their moments", Y, Y, "", "formats/test_dcp"),
+            ("names of transformers for a family's modules", Y, Y, Y, "reshard/test_dcp"),
+            (
+                "states by position, in 8 bits or factored; several optimizers; a live engine",
+                *(N, N, N),
+                "formats/test_dcp",
+            ),
+        ),
+    ),
     "models": (
         ("0.16.1", "0.17.1", "0.18.2", "0.19.2", "main, August 2026"),
         (

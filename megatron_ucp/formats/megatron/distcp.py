@@ -102,6 +102,10 @@ class DistcpFile(OpenFile):
             damaged(self.path, f"the object {key} is not stored as torch does", "a list of one", "")
         return tree[0]
 
+    def stored_value(self, key: str) -> Any:
+        """An object as it lies there: programs without Megatron's list around it keep it so."""
+        return self._archive(self.objects[key]).tree
+
     def record_of(self, key: str, ref: TensorRef) -> Record:
         """The bytes of a storage that an object refers to. Raises DamagedFileError."""
         archive = self._archive(self.objects[key])

@@ -1,0 +1,844 @@
+"""A folder that torch.distributed.checkpoint wrote for an FSDP2 program, opened: Accelerate's two
+folders, torchtitan's flat one, a user's own.
+
+The masters of such a run are its weights, in the dtype in which its optimizer steps them. Each
+parameter is whole in the index, in the chunks that ranks had of it, whatever mesh that was: files
+say no placements, and need none.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.layout import Chunks, Layout
+from megatron_ucp.core.manifest import FILE_NAME, RECORDED, Manifest, ParamGroup, ParamSpec, Tie
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import MASTER, VALUE, Keeper
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.tensor_parts import Interleaved, TensorPart
+from megatron_ucp.core.values import same
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ForeignFileError,
+    StateMismatchError,
+    UnsupportedError,
+    some_of,
+)
+from megatron_ucp.formats import expect
+from megatron_ucp.formats.byte_files import Record, Where, same_bytes
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, tensor_at
+from megatron_ucp.formats.dcp.keys import (
+    SCHEDULER,
+    TRAIN_STATE,
+    GroupKeys,
+    Keys,
+    params_keys,
+    read_keys,
+)
+from megatron_ucp.formats.folder import Folder, StoredFile
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.manifest_beside import ManifestBeside
+from megatron_ucp.formats.megatron.arguments import OF_VALUES
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Chunk, DistcpFile, StoredTensor
+from megatron_ucp.formats.megatron.torch_dist import check_backend
+from megatron_ucp.formats.optimizers import (
+    check_known,
+    counts_steps,
+    is_element,
+    untold_states,
+)
+from megatron_ucp.formats.param_groups import param_groups
+from megatron_ucp.formats.proof import Bounds
+from megatron_ucp.formats.pt.archive import contiguous
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, number_in
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.megatron.index import Index
+
+# Accelerate's folders beside each other: `accelerator.save_state`, and Trainer's checkpoint-N.
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+_OTHER_MODEL = re.compile(r"pytorch_model_fsdp_[1-9]\d*")
+SCHEDULERS = ("scheduler.pt", "scheduler.bin")  # Trainer's, Accelerate's
+TRAINER_STATE = "trainer_state.json"
+INDEX_DIGESTS = "dcp_indices"  # of a manifest's run: the SHA-256 of each index
+MAX_INDEXED = 2**20  # elements of a tensor that is a plain value
+_BUFFERS = re.compile(
+    r"(.+\.)?(running_mean|running_var|num_batches_tracked|inv_freq|expert_bias|"
+    r"tokens_per_expert|e_score_correction_bias|expert_bias_E|tokens_per_expert_E|freqs_cis|"
+    r"rope\.cache)"
+)
+# what Megatron-LM writes beside the model in every format
+_OF_MEGATRON = re.compile(
+    r"(common_state/|checkpoint_version$|args($|\.)|opt_param_scheduler|rng_state)"
+)
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+class Below(Folder):
+    """What lies in a folder of a folder, under names of its own."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self._folder, self._below = folder, name
+
+    def __str__(self) -> str:
+        return self._folder / self._below
+
+    def __truediv__(self, name: str) -> str:
+        return self._folder / f"{self._below}/{name}"
+
+    def name_of(self, path: str) -> str:
+        return self._folder.name_of(path).removeprefix(f"{self._below}/")
+
+    def names(self, below: str = "") -> list[str]:
+        return self._folder.names(f"{self._below}/{below}".rstrip("/"))
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self._below}/{name}" in self._folder
+
+    def is_file(self, name: str) -> bool:
+        return self._folder.is_file(f"{self._below}/{name}")
+
+    def is_folder(self, name: str) -> bool:
+        return self._folder.is_folder(f"{self._below}/{name}")
+
+    def size_bytes(self, name: str) -> int:
+        return self._folder.size_bytes(f"{self._below}/{name}")
+
+    def modified(self, name: str) -> float:
+        return self._folder.modified(f"{self._below}/{name}")
+
+    def open(self, name: str) -> StoredFile:
+        return self._folder.open(f"{self._below}/{name}")
+
+    def made(self, key: str, make: Any) -> Any:
+        return self._folder.made(f"{self._below}/{key}", make)
+
+
+@dataclass(frozen=True)
+class IndexFolder:
+    """A folder with an index: its name with a slash ("": the checkpoint itself)."""
+
+    name: str
+    index: "Index"
+
+    def file(self, name: str) -> str:
+        return self.name + name
+
+
+@dataclass(frozen=True)
+class KeyedTensor:
+    """A tensor by its key, and the folder that it lies in."""
+
+    where: IndexFolder
+    tensor: StoredTensor
+
+
+@dataclass(frozen=True)
+class TensorBlock:
+    """What a chunk of a stored tensor has of a parameter: `boxes` of it, one after the other along
+    the layout's dim, all of which lie from element `first` of the chunk on. `name` is that of the
+    tensor, `number` that of the chunk."""
+
+    name: str
+    number: int
+    first: int
+    elems: int
+    boxes: tuple[Bounds, ...]
+
+
+class DcpCheckpoint(Checkpoint):
+    """One opened folder. Raises a UcpError for anything that indices, small objects and the sizes
+    of files can show; bytes of tensors are not read, but for a weight without states that may be
+    another one under a second name."""
+
+    def __init__(self, folder: Folder, told: CallerModel) -> None:
+        super().__init__(folder)
+        self.told = told
+        with self.closed_on_failure():
+            self._folders = self._index_folders()
+            _ = self.evidence
+            self._by_file = {
+                one.file(name): one for one in self._folders for name in one.index.file_names
+            }
+            self.main_file = self._main_file()
+            self._stored = self._all_tensors()
+            self._objects = {key: one for one in self._folders for key in one.index.objects}
+            self.keys = self._read_keys()
+            self.groups, self._group_of = self._read_groups()
+            self._check_states()
+            self._ties: tuple[Tie, ...] = ()
+            self._blocks: list[TensorBlock] = []
+            self._state_keys: dict[str, dict[str, str]] = {}
+            self.manifest = self._build()
+
+    # ------------------------------------------------ what lies there
+
+    def _index_folders(self) -> list[IndexFolder]:
+        from megatron_ucp.formats.megatron.index import read_index
+
+        if self.folder.is_file(INDEX_FILE):
+            index = self.folder.made(INDEX_FILE, lambda: read_index(self.folder))
+            return [IndexFolder("", index)]
+        others = [name for name in self.folder.names() if _OTHER_MODEL.fullmatch(name)]
+        if others:
+            raise UnsupportedError(
+                "the folder holds several models that one Accelerator prepared",
+                file=self.folder / others[0],
+                expected=f"{MODEL_FOLDER} alone",
+                found=some_of([MODEL_FOLDER, *others]),
+                fix="copy each with its optimizer into a folder of its own, under the names "
+                f"{MODEL_FOLDER} and {OPTIMIZER_FOLDER}",
+            )
+        wanted = [MODEL_FOLDER]
+        if self.folder.is_folder(OPTIMIZER_FOLDER) and not self.told.weights:
+            wanted.append(OPTIMIZER_FOLDER)
+        out: list[IndexFolder] = []
+        for name in wanted:
+            below = Below(self.folder, name)
+            index = below.made(INDEX_FILE, lambda below=below: read_index(below))
+            out.append(IndexFolder(f"{name}/", index))
+        return out
+
+    def _main_file(self) -> str:
+        for name in SCHEDULERS:
+            if self.folder.is_file(name):
+                return self.full_path(name)
+        return self.full_path(f"{self._folders[0].name}{INDEX_FILE}")
+
+    @property
+    def _index_file(self) -> str:
+        return self.full_path(f"{self._folders[-1].name}{INDEX_FILE}")
+
+    def _all_tensors(self) -> dict[str, KeyedTensor]:
+        out: dict[str, KeyedTensor] = {}
+        for one in self._folders:
+            for key in one.index.tensors:
+                if key in out:
+                    raise ForeignFileError(
+                        "a tensor lies in both folders",
+                        file=self._index_file,
+                        parameter=key,
+                        found=f"{out[key].where.name} and {one.name}",
+                        fix="restore the folders of one save",
+                    )
+                out[key] = KeyedTensor(one, one.index.tensors[key])
+        return out
+
+    def _read_keys(self) -> Keys:
+        like = {} if self.told.like is None else self.told.like.by_name
+        known = [*(self.told.shares or {}), *like]
+        keys = [*self._stored, *self._objects]
+        listed = {key: self._params(key) for key in params_keys(keys, self._index_file)}
+        self._listed = listed
+        return read_keys([*self._stored], [*self._objects], known, listed, self._index_file)
+
+    def _params(self, key: str) -> tuple[str, ...]:
+        """The names of a group's parameters. Raises UnsupportedError for positions."""
+        if key not in self._objects:
+            raise expect.other_structure(f"{key}: a list of names", None, self._index_file)
+        found = self._object(key)
+        if isinstance(found, list) and found and all(type(one) is int for one in found):
+            raise UnsupportedError(
+                "a parameter group lists its parameters by position",
+                file=self._index_file,
+                parameter=key,
+                expected="names, as get_optimizer_state_dict lists them",
+                found=some_of([*map(str, found)]),
+                fix="save with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict in "
+                "the place of optimizer.state_dict()",
+            )
+        return tuple(expect.texts(found, key, self._index_file))
+
+    # ------------------------------------------------ values
+
+    def _object(self, key: str) -> Any:
+        """What an object's archive holds; tensors in it are references."""
+        one = self._objects[key]
+        return self.file(one.file(one.index.objects[key].file)).stored_value(key)
+
+    def _value(self, key: str) -> Any:
+        """A value that lies as an object, or as a small tensor, which it stays."""
+        if key in self._objects:
+            return self._object(key)
+        return self._small_tensor(key)
+
+    def _small_tensor(self, key: str) -> Any:
+        tensor = self._stored[key].tensor
+        if math.prod(tensor.shape) > MAX_INDEXED or len(tensor.chunks) != 1:
+            raise UnsupportedError(
+                "a tensor among plain values is too large",
+                file=self._index_file,
+                parameter=key,
+                expected=f"at most {MAX_INDEXED} elements in one chunk",
+                found=str(tensor.shape),
+            )
+        where = self._place(key, 0, 0, math.prod(tensor.shape))
+        self.note_read(where.file, where.record)
+        return tensor_at(where, contiguous("0", tensor.dtype, tensor.shape))
+
+    def _number(self, key: str) -> float:
+        """A number that lies as an object or as a tensor of one element."""
+        found = self._value(key)
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            if not hasattr(found, "get"):
+                raise expect.other_structure(f"{key}: a number", found, self._index_file)
+            found = number_in(found, self._index_file)
+        if not math.isfinite(found):
+            raise DamagedFileError(
+                "a number is none", file=self._index_file, parameter=key, found=found
+            )
+        return float(found)
+
+    # ------------------------------------------------ groups
+
+    def _read_groups(self) -> tuple[tuple[ParamGroup, ...], dict[str, int]]:
+        """The groups, and the number of each parameter's. Of settings by parameter those that are
+        alike are one group."""
+        if self.told.weights:
+            return (), {}
+        out: list[ParamGroup] = []
+        numbers: dict[str, int] = {}
+        for group in self.keys.groups:
+            found = self._settings(group)
+            number = next(
+                (n for n, one in enumerate(out) if group.names and _is_alike(one, found)), len(out)
+            )
+            if number == len(out):
+                out.append(found)
+            for name in (*group.names, *self._listed.get(group.params, ())):
+                if name in numbers:
+                    raise DamagedFileError(
+                        "a parameter is in two groups", file=self._index_file, parameter=name
+                    )
+                numbers[name] = number
+        for name in self.keys.states:
+            if name not in numbers:
+                raise DamagedFileError(
+                    "a parameter has states, and is in no group",
+                    file=self._index_file,
+                    parameter=name,
+                )
+        return tuple(out), numbers
+
+    def _settings(self, group: GroupKeys) -> ParamGroup:
+        tree = {name: self._value(key) for name, key in group.settings.items()}
+        for name, value in tree.items():
+            if isinstance(value, TensorRef):
+                raise expect.other_structure(
+                    f"{group.settings[name]}: a value", value, self.main_file
+                )
+        (plain,) = param_groups([tree], _as_it_is)
+        return replace(plain, optimizer=_class_name(plain.settings))
+
+    def _check_states(self) -> None:
+        """Raises StateMismatchError for a parameter that lacks a state which its optimizer keeps
+        after the first step, where any parameter has some."""
+        if not any(self.keys.states.values()):
+            return
+        for name, number in self._group_of.items():
+            settings, found = self.groups[number].settings, {*self.keys.states.get(name, ())}
+            lost = untold_states(settings, found)
+            if counts_steps(settings, found) and "step" not in found:
+                lost.append("step")
+            if lost:
+                raise StateMismatchError(
+                    "states of the optimizer are missing",
+                    file=self._index_file,
+                    parameter=name,
+                    expected="those that its other parameters have; one that got no gradient has "
+                    "none",
+                    found=f"no {', '.join(lost)}",
+                    fix="load the weights alone (Python: load_optimizer_states=False, "
+                    'allow={"weights"})',
+                )
+
+    # ------------------------------------------------ structure
+
+    def _build(self) -> Manifest:
+        tensors = self._parts()
+        states = {name: self._states_of(name) for name in tensors}
+        self._leave_out_ties(tensors, states)
+        by_param = grouped((part.param, (name, part)) for name, part in tensors.items())
+        specs: list[ParamSpec] = []
+        buffers: list[FlatBuffer] = []
+        for param, held in by_param.items():
+            spec, own = self._param(param, held, states)
+            specs.append(spec)
+            buffers += own
+        found = Manifest(
+            Keeper.DCP if self.groups else Keeper.WEIGHTS,
+            Mesh(),
+            tuple(specs),
+            tuple(buffers),
+            self.groups,
+            self._ties,
+            run=self._run(),
+        )
+        return self._as_recorded(found)
+
+    def _parts(self) -> dict[str, TensorPart]:
+        """What each tensor, or each slice of one, holds of which parameter: all of the one of its
+        name; or as the caller's family says it, where the folder has the names of Hugging Face."""
+        names, shares = self.keys.weights, self.told.shares
+        own = {} if self.told.specs is None else self.told.specs
+        if shares is None or all(name in own for name in names):
+            return {name: TensorPart(name) for name in names}
+        whole = {part.slice_of.tensor if part.slice_of else name for name, part in shares.items()}
+        if whole - {*names}:
+            return {name: TensorPart(name) for name in names}
+        more = {name: TensorPart(name) for name in names if name not in whole}
+        self._is_twin = True
+        return {**shares, **more}
+
+    _is_twin = False  # whether the names are those of the caller's twin in transformers
+
+    def _tensor_name(self, name: str, part: TensorPart) -> str:
+        return name if part.slice_of is None else part.slice_of.tensor
+
+    def _states_of(self, name: str) -> dict[str, str]:
+        """The key of each element-wise state of a tensor. Raises UnsupportedError for a state that
+        is not known, or is not element-wise."""
+        part = self._part_name(name)
+        found = {} if self.told.weights else self.keys.states.get(part, {})
+        if not found:
+            return {}
+        check_known(found, self._index_file)
+        shape = self._stored[self.keys.weights[part]].tensor.shape
+        out: dict[str, str] = {}
+        for state, key in found.items():
+            if not is_element(state):
+                continue
+            have = self._stored.get(key)
+            if have is None or have.tensor.shape != shape or have.tensor.dtype not in _FLOATS:
+                raise UnsupportedError(
+                    "a state of the optimizer is no number for each element of its parameter",
+                    file=self._index_file,
+                    parameter=f"{part}: {state}",
+                    expected=f"{shape} in {', '.join(_FLOATS[:3])}",
+                    found="an object"
+                    if have is None
+                    else f"{have.tensor.shape} in {have.tensor.dtype}",
+                    fix="load the weights alone (Python: load_optimizer_states=False)",
+                )
+            out[state] = key
+        return out
+
+    def _part_name(self, name: str) -> str:
+        """The tensor of a name, which may be that of a slice."""
+        shares = self.told.shares or {}
+        if name in self.keys.weights:
+            return name
+        return self._tensor_name(name, shares[name])
+
+    def _scalars(self, tensor: str) -> dict[str, float]:
+        found = self.keys.states.get(tensor, {})
+        if self.told.weights:
+            return {}
+        return {s: self._number(k) for s, k in found.items() if not is_element(s)}
+
+    @cached_property
+    def _scalars_of(self) -> dict[str, dict[str, float]]:
+        """Single numbers of each tensor's states."""
+        return {name: self._scalars(name) for name in self.keys.weights}
+
+    def _param(
+        self,
+        param: str,
+        held: Sequence[tuple[str, TensorPart]],
+        states: Mapping[str, Mapping[str, str]],
+    ) -> tuple[ParamSpec, list[FlatBuffer]]:
+        """A parameter with a buffer for each chunk. Raises StateMismatchError where its tensors are
+        stepped differently, or are in different dtypes."""
+        tensors = [self._part_name(name) for name, _ in held]
+        dtypes = {self._dtype(name) for name in tensors}
+        kinds = {
+            (self._group_of.get(n), tuple(states[name]), tuple(sorted(self._scalars_of[n].items())))
+            for (name, _), n in zip(held, tensors, strict=True)
+        }
+        if len(kinds) > 1 or len(dtypes) > 1:
+            raise StateMismatchError(
+                "the tensors of one parameter are stepped differently",
+                file=self._index_file,
+                parameter=param,
+                expected="one group, one step, the same states and dtype",
+                found=f"{some_of(tensors)}: {sorted(map(str, kinds))[:2]}, {sorted(dtypes)}"[:300],
+                fix="load it into a model that has these tensors as parameters of their own",
+            )
+        ((group, _, _),), (dtype,) = kinds, dtypes
+        (name, part), *_ = held
+        known = self.told.specs or {}
+        shape = self._shape(param, held)
+        kind = "trainable" if group is not None else _kind(param, dtype)
+        expert = known[param].expert if self._is_twin and param in known else None
+        blocks = [block for name, part in held for block in self._blocks_of(name, part, shape)]
+        dim = part.layout.dim if isinstance(part.layout, Chunks) else _joined_dim(part.layout)
+        layout = Chunks(tuple(block.boxes for block in blocks), dim)
+        spec = ParamSpec(param, shape, dtype, kind, layout, order=part.order, expert=expert)
+        spec = self._on_mesh(spec)
+        first = MASTER if group is not None else VALUE
+        own = (
+            (first, dtype),
+            *((s, self._stored[k].tensor.dtype) for s, k in states[name].items()),
+        )
+        scalars = {} if group is None else self._scalars_of[tensors[0]]
+        buffers = [
+            alone(param, block.elems, own, group, scalars, axes=(), chunk=number)
+            for number, block in enumerate(blocks)
+        ]
+        for (each, _), tensor in zip(held, tensors, strict=True):
+            self._state_keys[tensor] = {first: self.keys.weights[tensor], **states[each]}
+            self._check_alike(tensor)
+        self._blocks += blocks
+        return spec, buffers
+
+    def _dtype(self, tensor: str) -> str:
+        return self._stored[self.keys.weights[tensor]].tensor.dtype
+
+    def _check_alike(self, tensor: str) -> None:
+        """Raises UnsupportedError where a state is cut into other chunks than its weight."""
+        first, *others = (self._stored[key].tensor for key in self._state_keys[tensor].values())
+        boxes = [(chunk.start, chunk.shape) for chunk in first.chunks]
+        for other in others:
+            if [(chunk.start, chunk.shape) for chunk in other.chunks] != boxes:
+                raise UnsupportedError(
+                    "a state is cut otherwise than its parameter",
+                    file=self._index_file,
+                    parameter=other.key,
+                    expected=f"the {len(boxes)} chunks of {first.key}",
+                    found=f"{len(other.chunks)} others",
+                    fix="save weights and states from one mesh",
+                )
+
+    def _shape(self, param: str, held: Sequence[tuple[str, TensorPart]]) -> Ints:
+        """The whole shape of a parameter. Raises StateMismatchError where a tensor has another one
+        than the caller's model asks for."""
+        ((name, part), *_) = held
+        if not self._is_twin or param not in (self.told.specs or {}):
+            return self._stored[self.keys.weights[name]].tensor.shape
+        spec = (self.told.specs or {})[param]
+        for name, part in held:
+            rows = self._rows(name, part, spec)
+            spec = spec if rows is None else replace(spec, shape=(rows, *spec.shape[1:]))
+            want, have = part.stored_shape(spec), self._tensor_shape(name, part)
+            if want != have:
+                raise StateMismatchError(
+                    "a tensor has another shape than the model asks for",
+                    file=self._index_file,
+                    parameter=name,
+                    expected=want,
+                    found=have,
+                    fix="build the model with the configuration that was trained",
+                )
+        return spec.shape
+
+    def _rows(self, name: str, part: TensorPart, spec: ParamSpec) -> int | None:
+        """The rows of a vocabulary that the folder has, without an engine's padding."""
+        if spec.extent is None or part.slice_of is not None:
+            return None
+        return self._tensor_shape(name, part)[0]
+
+    def _tensor_shape(self, name: str, part: TensorPart) -> Ints:
+        whole = self._stored[self.keys.weights[self._tensor_name(name, part)]].tensor.shape
+        if part.slice_of is None:
+            return whole
+        return part.slice_of.sliced_shape(whole) or whole
+
+    def _on_mesh(self, spec: ParamSpec) -> ParamSpec:
+        """A parameter as tensor parallelism cuts it: as the caller or rules say it. Nothing in the
+        files does."""
+        known, rules = self.told.specs, self.told.rules
+        if known is not None and spec.name in known:
+            declared = known[spec.name]
+            extent = None if spec.shape != declared.shape else declared.extent
+            return replace(spec, on_mesh=declared.layout, extent=extent)
+        if rules is not None and rules.rules and spec.kind != "buffer":
+            axes = (*Mesh().cuts(), *Mesh().cuts(expert=True))
+            found = rules.declare(spec.name, spec.shape, dict.fromkeys(axes, 1))
+            return replace(spec, on_mesh=found.layout, extent=found.extent)
+        return spec
+
+    def _leave_out_ties(
+        self, tensors: dict[str, TensorPart], states: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """A tied parameter lies under each of its names, and its states under the first. A matrix
+        that no optimizer steps, and has the bytes of one that it steps, is that one."""
+        if not self.groups:
+            return
+        own = {} if self.told.like is None else self.told.like.by_name  # no further names there
+        ties: dict[str, list[str]] = {}
+        stepped = grouped(
+            ((self._dtype(n), self._stored[self.keys.weights[n]].tensor.shape), n)
+            for n in self.keys.weights
+            if n in self._group_of
+        )
+        for name in [name for name in tensors if name in self.keys.weights]:
+            tensor = self._stored[self.keys.weights[name]].tensor
+            if name in self._group_of or len(tensor.shape) != 2 or tensors[name].param in own:
+                continue
+            others = stepped.get((tensor.dtype, tensor.shape), ())
+            found = next((other for other in others if self._are_same(name, other)), None)
+            if found is not None:
+                ties.setdefault(tensors[found].param, []).append(tensors[name].param)
+                del tensors[name]
+        self._ties = tuple(Tie(name, tuple(aliases)) for name, aliases in ties.items())
+
+    def _are_same(self, one: str, other: str) -> bool:
+        keys = self.keys.weights[one], self.keys.weights[other]
+        chunks = [self._stored[key].tensor.chunks for key in keys]
+        boxes = [[(chunk.start, chunk.shape) for chunk in each] for each in chunks]
+        return boxes[0] == boxes[1] and all(
+            same_bytes(*(self._place(key, n, 0, math.prod(box[1])) for key in keys))
+            for n, box in enumerate(boxes[0])
+        )
+
+    # ------------------------------------------------ blocks
+
+    def _blocks_of(self, name: str, part: TensorPart, shape: Ints) -> Iterator[TensorBlock]:
+        """What each chunk of a tensor has of a parameter of a `shape`."""
+        tensor = self._tensor_name(name, part)
+        for number, chunk in enumerate(self._stored[self.keys.weights[tensor]].tensor.chunks):
+            found = _in_slice(part, chunk.start, chunk.stop)
+            if found is None:
+                continue
+            start, stop, first = found
+            elems = math.prod(b - a for a, b in zip(start, stop, strict=True))
+            if elems:
+                boxes = tuple(_in_param(part, shape, (start, stop)))
+                yield TensorBlock(tensor, number, first, elems, boxes)
+            elif not math.prod(shape) and not number:
+                yield TensorBlock(tensor, number, 0, 0, (((0,) * len(shape), shape),))
+
+    def _place(self, key: str, number: int, first: int, elems: int) -> Where:
+        """So many elements of a chunk of a tensor, from `first` on."""
+        one = self._stored[key]
+        chunk: Chunk = one.tensor.chunks[number]
+        file = self.file(one.where.file(chunk.place.file))
+        record = file.record_of_chunk(one.tensor, chunk)
+        return Where(file, record, first * ITEMSIZE[one.tensor.dtype], elems, one.tensor.dtype)
+
+    # ------------------------------------------------ the run
+
+    def _run(self) -> dict[str, Any]:
+        return dict(self._counters)
+
+    @cached_property
+    def _counters(self) -> dict[str, int]:
+        """Steps as a trainer's file or torchtitan says them, else those of the optimizer."""
+        taken = [int(one["step"]) for one in self._scalars_of.values() if "step" in one]
+        steps = max(taken, default=0)
+        said = None
+        if self.folder.is_file(TRAINER_STATE):
+            said = self.folder.json(TRAINER_STATE).get("global_step")
+        elif (key := f"{TRAIN_STATE}step") in self.keys.beside:
+            said = int(self._number(key))
+        elif self.recorded is not None:
+            said = self.recorded.run.get("global_steps")
+        if type(said) is not int or not 0 <= said < 2**63:
+            said = steps
+        skipped = max(0, said - steps) if taken else 0
+        found = {"global_steps": said, "skipped_steps": skipped}
+        samples = None if self.recorded is None else self.recorded.run.get("global_samples")
+        return {**found, "global_samples": samples} if type(samples) is int else found
+
+    def _as_recorded(self, found: Manifest) -> Manifest:
+        """With what a manifest of ours beside the files knows of the model."""
+        kept = self.recorded
+        if kept is None or RECORDED not in kept.run or self._is_twin:
+            return found
+        return replace(found, family="", run={**found.run, RECORDED: kept.run[RECORDED]})
+
+    @cached_property
+    def evidence(self) -> ManifestBeside:
+        """Raises ForeignFileError where a program saved over what the manifest describes."""
+        from megatron_ucp.formats.megatron.index import MAX_INDEX_BYTES
+
+        found = ManifestBeside(self.folder, ())
+        self._closing.callback(found.close)
+        run = {} if found.manifest is None else found.manifest.run
+        for name, digest in expect.key_or(run, INDEX_DIGESTS, {}, self.folder).items():
+            data = self.folder.small(name, MAX_INDEX_BYTES) if name in self.folder else b""
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise ForeignFileError(
+                    "the index is not the one that the manifest describes",
+                    file=self.folder / name,
+                    fix=f"remove {FILE_NAME}, where a program saved into this folder again; else "
+                    "restore the files of one save",
+                )
+        return found
+
+    @property
+    def notes(self) -> list[str]:
+        out = [*self.path_notes]
+        if self.manifest.keeper == Keeper.WEIGHTS:
+            out.append("weights alone: no states of an optimizer")
+        if self.keys.left:
+            out.append(f"left out: other weights beside the model: {some_of(self.keys.left)}")
+        lower = sorted(
+            {s.dtype for s in self.manifest.params if s.kind == "trainable"} - {"float32"}
+        )
+        if lower and self.groups:
+            out.append(
+                f"the run stepped its weights in {', '.join(lower)}, without masters in fp32: what "
+                "goes on with masters takes finer steps"
+            )
+        return out
+
+    def read_extras(self) -> Extras:
+        stateless = {
+            key.removeprefix(self.keys.prefix): None
+            for key in self.keys.beside
+            if key.endswith("._extra_state") and key in self._objects and self._object(key) is None
+        }
+        return Extras(self._counters, self._scheduler(), LossScale(), None, {}, stateless=stateless)
+
+    def _scheduler(self) -> Mapping[str, Any] | None:
+        """The scheduler's state: of a file beside the folders, or flat among the keys."""
+        for name in SCHEDULERS:
+            if self.folder.is_file(name):
+                tree = self.file(name).tree
+                return expect.kind(tree, dict, name, self.full_path(name))
+        keys = [key for key in self.keys.beside if key.startswith(SCHEDULER)]
+        flat = {key.removeprefix(SCHEDULER): self._value(key) for key in keys}
+        return flat or None
+
+    # ------------------------------------------------ what the operations ask for
+
+    @property
+    def file_names(self) -> list[str]:
+        return sorted(self._by_file)
+
+    def where(self, slot: Slot) -> Where:
+        block = self._blocks[slot.buffer]
+        key = self._state_keys[block.name][slot.state]
+        return self._place(key, block.number, block.first, block.elems)
+
+    def file(self, name: str) -> Any:
+        if name not in self._open:
+            stored = self.folder.open(name)
+            if name in SCHEDULERS:
+                file: Any = PtFile(stored, allow=OF_VALUES)
+            else:
+                one = self._by_file[name]
+                file = DistcpFile(stored, name.removeprefix(one.name), one.index)
+            self._open[name] = self._closing.enter_context(file)
+        return self._open[name]
+
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        file = self.file(name)
+        return file.all_records() if isinstance(file, DistcpFile) else super().records(name)
+
+
+def _kind(name: str, dtype: str) -> str:
+    return "buffer" if _BUFFERS.fullmatch(name) or dtype not in _FLOATS else "frozen"
+
+
+def _as_it_is(tensor: Any) -> Any:
+    """A small tensor among settings, which was read before."""
+    return tensor
+
+
+def _is_alike(one: ParamGroup, other: ParamGroup) -> bool:
+    return one.settings.keys() == other.settings.keys() and all(
+        same(one.settings[key], other.settings[key]) for key in one.settings
+    )
+
+
+def _class_name(settings: Mapping[str, Any]) -> str:
+    """The optimizer, where its hyper-parameters show it: torch's."""
+    if not {"betas", "eps", "amsgrad", "capturable"} <= settings.keys():
+        return ""
+    return "torch.AdamW" if settings.get("decoupled_weight_decay") else "torch.Adam"
+
+
+# ---- boxes
+
+
+def _in_slice(part: TensorPart, start: Ints, stop: Ints) -> tuple[Ints, Ints, int] | None:
+    """What of a chunk [start, stop) of a tensor lies in a part, in the coordinates of that part,
+    and the first element of it in the chunk; None for nothing."""
+    within = part.slice_of
+    if within is None:
+        return start, stop, 0
+    row = math.prod(b - a for a, b in zip(start[1:], stop[1:], strict=True))
+    low = max(start[0], within.first)
+    high = min(stop[0], within.first + max(within.rows, 1))
+    if low >= high:
+        return None
+    first = (low - start[0]) * row
+    if not within.rows:
+        return start[1:], stop[1:], first
+    return (low - within.first, *start[1:]), (high - within.first, *stop[1:]), first
+
+
+def _in_param(part: TensorPart, shape: Ints, box: Bounds) -> Iterator[Bounds]:
+    """The boxes of a parameter of a `shape` that a box of one of its tensors is, one after the
+    other along the dim along which the layout joins them."""
+    start, stop = box
+    if part.stacked:
+        start, stop = (0, *start), (1, *stop)
+    if part.order is not None:
+        at = [part.order.index(dim) for dim in range(len(part.order))]
+        start, stop = (tuple(each[place] for place in at) for each in (start, stop))
+    layout = part.layout
+    if isinstance(layout, Interleaved):
+        length = shape[layout.dim] // layout.parts
+        for row in range(start[layout.dim], stop[layout.dim]):
+            place = row % layout.parts * length + row // layout.parts
+            yield _with(start, layout.dim, place), _with(stop, layout.dim, place + 1)
+    elif isinstance(layout, Chunks):
+        yield from _of_joined(layout.held[part.number], layout.dim, start, stop)
+    else:
+        yield start, stop
+
+
+def _of_joined(boxes: Sequence[Bounds], dim: int, start: Ints, stop: Ints) -> Iterator[Bounds]:
+    at = 0
+    for first, last in boxes:
+        width = last[dim] - first[dim]
+        low, high = max(start[dim], at), min(stop[dim], at + width)
+        if low < high:
+            moved = [
+                tuple(f + n for f, n in zip(first, each, strict=True)) for each in (start, stop)
+            ]
+            yield (
+                _with(moved[0], dim, first[dim] + low - at),
+                _with(moved[1], dim, first[dim] + high - at),
+            )
+        at += width
+
+
+def _with(at: Ints, dim: int, value: int) -> Ints:
+    return (*at[:dim], value, *at[dim + 1 :])
+
+
+def _joined_dim(layout: Layout) -> int:
+    return layout.dim if isinstance(layout, Interleaved) else 0
+
+
+class DcpFormat:
+    """Folders of torch.distributed.checkpoint that no Megatron wrote."""
+
+    def recognises(self, folder: Folder) -> bool:
+        if folder.is_file(f"{MODEL_FOLDER}/{INDEX_FILE}"):
+            return True
+        if not folder.is_file(INDEX_FILE):
+            return False
+        return not folder.is_file("metadata.json") and not folder.is_file("common.pt")
+
+    def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
+        """Raises UnsupportedError for a folder of Megatron's in another format."""
+        if folder.is_file(INDEX_FILE):
+            from megatron_ucp.formats.megatron.index import read_index
+
+            index = folder.made(INDEX_FILE, lambda: read_index(folder))
+            if any(_OF_MEGATRON.match(key) for key in (*index.objects, *index.keys)):
+                check_backend(folder)
+        return DcpCheckpoint(folder, told)

@@ -1,0 +1,440 @@
+"""FSDP2, DeepSpeed and megatron-core's own stack take each other's checkpoints: every weight,
+moment, step and rate, bit by bit, and the losses that follow. Programs without this package save
+and load the folders of FSDP2."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megatron_ucp as ucp
+from tests.docs.recipe_jobs import recipe
+from tests.engines import fsdp2_jobs
+from tests.engines.fsdp2_jobs import Plain
+from tests.formats import fsdp2_runs
+from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytest.importorskip("transformers", reason="these programs train a model of transformers")
+
+STEPS, MORE = 3, 10
+NO_PLACE = "the scheduler's state has no place in this layout"
+SETTINGS = ("lr", "weight_decay", "betas", "eps")
+
+
+class Runs:
+    """Runs of programs, each made once."""
+
+    def __init__(self, ranks: RankPool, folder: Path) -> None:
+        self._ranks, self.folder, self._made = ranks, folder, dict[str, Any]()
+
+    @property
+    def model(self) -> str:
+        """The folder of transformers that all begin with."""
+        folder = str(self.folder / "start")
+        if "start" not in self._made:
+            self._ranks.run(1, fsdp2_jobs.start, folder=folder, timeout_s=120)
+            self._made["start"] = True
+        return folder
+
+    def fsdp2(self, world: int, kind: str = "fsdp", layout: str = "plain") -> tuple[str, Any]:
+        """A folder that a program saved, and what it held; its losses after that."""
+        key = f"{kind}-{layout}-{world}"
+        folder = str(self.folder / key)
+        if key not in self._made:
+            how = (kind, folder, "--model", self.model, "--layout", layout)
+            found = fsdp2_runs.run(world, *how, "--steps", str(STEPS))
+            more = fsdp2_runs.run(
+                world, kind, "-", "--model", self.model, "--steps", str(STEPS + MORE)
+            )
+            self._made[key] = {**found, "more": more["losses"][STEPS:]}
+        return folder, self._made[key]
+
+    def deepspeed(self, world: int, setup: Plain) -> tuple[str, Any]:
+        key = f"zero{setup.zero}tp{setup.tp}-{world}"
+        folder = str(self.folder / key)
+        if key not in self._made:
+            options = {"setup": setup, "folder": folder, "model": self.model, "more": MORE}
+            self._made[key] = self._ranks.run(world, fsdp2_jobs.trained, timeout_s=200, **options)[
+                0
+            ]
+        return folder, self._made[key]
+
+    def megatron(self, world: int, tp: int) -> tuple[str, Any]:
+        key = f"megatron-tp{tp}-{world}"
+        folder = str(self.folder / key)
+        if key not in self._made:
+            options = {"tp": tp, "folder": folder, "model": self.model, "more": MORE}
+            run = self._ranks.run(world, fsdp2_jobs.train_stack, timeout_s=200, **options)
+            self._made[key] = run[0]
+        return folder, self._made[key]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("fsdp2"))
+
+
+def unlike(held: Any, states: Any) -> list[str]:
+    """What an FSDP2 program held otherwise than an engine under DeepSpeed, whose states have the
+    same names."""
+    out: list[str] = []
+    group_of = {name: group for group in held["groups"] for name in group["params"]}
+    names = {name for name, _ in states["full"]}
+    assert names == {*held["states"]} == {*group_of}
+    for name in sorted(names):
+        want = {"fp32": held["weights"][name], **held["states"][name]}
+        step = want.pop("step")
+        have = {state: value for (n, state), value in states["full"].items() if n == name}
+        assert want.keys() == have.keys()
+        out += [f"{name} {s}" for s in want if not same_bits(want[s], have[s])]
+        out += [f"{name} step"] * (float(step) != states["scalars"][name, "step"])
+        for key in SETTINGS:
+            if tuple_of(group_of[name][key]) != tuple_of(states["hyper"][name][key]):
+                out.append(f"{name} {key}")
+    return out
+
+
+def tuple_of(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = one.contiguous().reshape(-1), other.contiguous().reshape(-1)
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def near(one: list[float], other: list[float]) -> bool:
+    assert len(one) == len(other) == MORE
+    return max(abs(a - b) for a, b in zip(one, other, strict=True)) < 1e-5
+
+
+# ---- FSDP2 to DeepSpeed
+
+INTO_DEEPSPEED = [
+    ((2, "fsdp", "plain"), 2, Plain(1)),
+    ((2, "fsdp", "accelerate"), 2, Plain(3)),
+    ((4, "fsdp", "plain"), 2, Plain(2, tp=2)),
+    ((4, "fsdp", "flat"), 1, Plain(0)),
+    ((4, "hsdp", "plain"), 2, Plain(1)),
+    ((4, "tp", "plain"), 2, Plain(3)),
+]
+
+
+@pytest.mark.parametrize(("source", "world", "setup"), INTO_DEEPSPEED, ids=str)
+def test_fsdp2_into_deepspeed(
+    runs: Runs, ranks: RankPool, source: Any, world: int, setup: Plain
+) -> None:
+    folder, held = runs.fsdp2(*source)
+    found = ranks.run(
+        world,
+        fsdp2_jobs.resume,
+        setup=setup,
+        folder=folder,
+        model=runs.model,
+        steps=MORE,
+        timeout_s=200,
+    )[0]
+    assert found["error"] == ""
+    assert unlike(held, found["states"]) == []
+    assert near(found["losses"], held["more"])
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq", "step", "lr"])
+def test_the_comparison_sees_a_fault(runs: Runs, ranks: RankPool, state: str) -> None:
+    folder, held = runs.fsdp2(2)
+    found = ranks.run(
+        1, fsdp2_jobs.resume, setup=Plain(0), folder=folder, model=runs.model, timeout_s=200
+    )[0]
+    name = "model.layers.1.mlp.up_proj.weight"
+    if state == "step":
+        found["states"]["scalars"][name, "step"] += 1
+    elif state == "lr":
+        found["states"]["hyper"][name]["lr"] *= 2
+    else:
+        found["states"]["full"][name, state].view(-1)[-1] += 1e-3
+    assert unlike(held, found["states"]) == [f"{name} {'fp32' if state == 'fp32' else state}"]
+
+
+# ---- DeepSpeed to FSDP2
+
+FROM_DEEPSPEED = [
+    (2, Plain(1), "dcp", (2, "fsdp", "plain")),
+    (2, Plain(3), "accelerate", (2, "fsdp", "accelerate")),
+    (2, Plain(2, tp=2), "dcp", (4, "fsdp", "plain")),
+    (1, Plain(0), "dcp", (4, "hsdp", "plain")),
+    (2, Plain(1), "dcp", (4, "tp", "plain")),
+]
+
+
+@pytest.mark.parametrize(("world", "setup", "to", "target"), FROM_DEEPSPEED, ids=str)
+def test_deepspeed_into_fsdp2(
+    runs: Runs, tmp_path: Path, world: int, setup: Plain, to: str, target: Any
+) -> None:
+    folder, source = runs.deepspeed(world, setup)
+    done = ucp.convert(folder, tmp_path / "out", to=to)
+    assert [note.partition(":")[0] for note in done.notes] in ([], [NO_PLACE])
+    ranks_there, kind, layout = target
+    found = fsdp2_runs.run(
+        ranks_there,
+        *(kind, "-", "--model", runs.model, "--layout", layout),
+        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
+    )
+    assert unlike(found["begun"], source["states"]) == []
+    assert near(found["losses"], source["losses"])
+    with_a_fault = found["begun"]["states"]["model.norm.weight"]["exp_avg"]
+    with_a_fault[-1] += 1e-3
+    assert unlike(found["begun"], source["states"]) == ["model.norm.weight exp_avg"]
+
+
+# ---- Megatron
+
+
+def as_megatron(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of transformers' Llama as megatron-core's modules have them, by plain torch: queries,
+    keys and values of a group of heads after each other in one matrix, gate and up too."""
+    out = {
+        "embedding.word_embeddings.weight": found["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": found["model.norm.weight"],
+        "output_layer.weight": found["lm_head.weight"],
+    }
+    for layer in range(2):
+        here, there = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        q, k, v = (found[f"{here}.self_attn.{n}_proj.weight"] for n in "qkv")
+        groups = [each.chunk(2) for each in (q, k, v)]
+        out[f"{there}.self_attention.linear_qkv.weight"] = torch.cat(
+            [part for group in zip(*groups, strict=True) for part in group]
+        )
+        up = [found[f"{here}.mlp.{n}_proj.weight"] for n in ("gate", "up")]
+        out[f"{there}.mlp.linear_fc1.weight"] = torch.cat(up)
+        out |= {
+            f"{there}.self_attention.linear_proj.weight": found[f"{here}.self_attn.o_proj.weight"],
+            f"{there}.mlp.linear_fc2.weight": found[f"{here}.mlp.down_proj.weight"],
+            f"{there}.input_layernorm.weight": found[f"{here}.input_layernorm.weight"],
+            f"{there}.pre_mlp_layernorm.weight": found[f"{here}.post_attention_layernorm.weight"],
+        }
+    return out
+
+
+def unlike_megatron(held: Any, states: Any) -> list[str]:
+    """As `unlike`, of a stack of megatron-core's."""
+    names = [*held["weights"]]
+    kinds = {"fp32": held["weights"]}
+    for state in ("exp_avg", "exp_avg_sq"):
+        kinds[state] = {name: held["states"][name][state] for name in names}
+    out: list[str] = []
+    whole = {(n, s): v for s, found in kinds.items() for n, v in as_megatron(found).items()}
+    assert whole.keys() == states["full"].keys()
+    out += [
+        f"{name} {s}" for (name, s), v in whole.items() if not same_bits(v, states["full"][name, s])
+    ]
+    steps = {float(held["states"][name]["step"]) for name in names}
+    out += [f"{key} {value}" for key, value in states["scalars"].items() if {value} != steps]
+    for name, own in states["hyper"].items():
+        dims = whole[name, "fp32"].ndim
+        (group,) = [g for g in held["groups"] if (g["weight_decay"] > 0) == (dims > 1)]
+        out += [f"{name} {key}" for key in SETTINGS if tuple_of(group[key]) != tuple_of(own[key])]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "tp"),
+    [((2, "fsdp", "accelerate"), 2, 2), ((4, "fsdp", "plain"), 2, 1), ((4, "tp", "plain"), 2, 2)],
+    ids=str,
+)
+def test_fsdp2_into_megatron(
+    runs: Runs, ranks: RankPool, tmp_path: Path, source: Any, world: int, tp: int
+) -> None:
+    folder, held = runs.fsdp2(*source)
+    job, options = fsdp2_jobs.resume_stack, {"tp": tp, "folder": folder, "timeout_s": 200}
+    refused = ranks.run(world, job, **options)[0]["error"]
+    assert refused.startswith("NotFoundError") and "config.json" in refused, "heads are not told"
+    config = Path(folder) / "config.json"
+    config.write_bytes((Path(runs.model) / "config.json").read_bytes())
+    try:
+        found = ranks.run(world, job, steps=MORE, **options)[0]
+    finally:
+        config.unlink()
+    assert found["error"] == ""
+    assert unlike_megatron(held, found["states"]) == []
+    assert near(found["losses"], held["more"])
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    moment = found["states"]["full"][name, "exp_avg"]
+    moment[:2] = moment[:2].flip(0).clone()
+    assert unlike_megatron(held, found["states"]) == [f"{name} exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "to", "target"),
+    [(2, 2, "dcp", (2, "fsdp", "plain")), (2, 1, "accelerate", (4, "fsdp", "accelerate"))],
+    ids=str,
+)
+def test_megatron_into_fsdp2(
+    runs: Runs, tmp_path: Path, world: int, tp: int, to: str, target: Any
+) -> None:
+    folder, source = runs.megatron(world, tp)
+    ucp.convert(folder, tmp_path / "out", to=to)
+    ranks_there, kind, layout = target
+    found = fsdp2_runs.run(
+        ranks_there,
+        *(kind, "-", "--model", runs.model, "--layout", layout),
+        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
+    )
+    assert unlike_megatron(found["begun"], source["states"]) == []
+    assert near(found["losses"], source["losses"])
+
+
+def test_hugging_face_and_back_by_all_of_them(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
+    """From a folder of transformers to FSDP2, DeepSpeed, Megatron, FSDP2 and a folder of
+    transformers: what is exported on the way is the same, byte by byte, and so are moments."""
+    folder, held = runs.fsdp2(2)
+    first = tmp_path / "first"
+    shutil.copytree(folder, first)
+    shutil.copy(Path(runs.model) / "config.json", first)
+    zero, stack, last = (str(tmp_path / name) for name in ("zero", "stack", "last"))
+    ranks.run(2, fsdp2_jobs.pass_on, zero=1, tp=1, folder=str(first), out=zero, timeout_s=200)
+    ranks.run(2, fsdp2_jobs.pass_on_stack, tp=2, folder=zero, out=stack, timeout_s=200)
+    ucp.convert(stack, last, to="dcp")
+    exports: list[bytes] = []
+    for number, source in enumerate((first, zero, stack, last)):
+        out = tmp_path / f"hf{number}"
+        own = {} if source in (zero, stack) else {"config": runs.model}
+        ucp.export_hf(source, out, dtype="float32", **own)
+        exports.append(weights_of(out))
+    assert len({*exports}) == 1
+    found = fsdp2_runs.run(4, "fsdp", "-", "--model", runs.model, "--load", last, "--steps", "0")
+    assert same_states(held, found["begun"]) == []
+    found["begun"]["states"]["lm_head.weight"]["exp_avg_sq"][0, 0] += 1
+    assert same_states(held, found["begun"]) == ["lm_head.weight"]
+
+
+def weights_of(folder: Path) -> bytes:
+    """All tensors of a folder of transformers, by name, with dtype and shape."""
+    found = load_file(folder / "model.safetensors")
+    texts = (f"{n}{v.dtype}{[*v.shape]}".encode() + v.numpy().tobytes() for n, v in found.items())
+    return b"".join(sorted(texts))
+
+
+def same_states(one: Any, other: Any) -> list[str]:
+    """Parameters of which two programs hold something else."""
+    assert one["weights"].keys() == other["weights"].keys()
+    return [
+        name
+        for name, value in one["weights"].items()
+        if not same_bits(value, other["weights"][name])
+        or any(
+            not same_bits(value, other["states"][name][state])
+            for state, value in one["states"][name].items()
+        )
+    ]
+
+
+# ---- Accelerate and Trainer
+
+
+def test_trainer_into_deepspeed(runs: Runs, ranks: RankPool) -> None:
+    out = runs.folder / "trainer"
+    held = fsdp2_runs.run(2, "trainer", out, "--model", runs.model, "--steps", "3", "--total", "3")
+    found = ranks.run(
+        2,
+        fsdp2_jobs.resume,
+        setup=Plain(3),
+        folder=str(out / "checkpoint-3"),
+        model=runs.model,
+        steps=MORE,
+        timeout_s=200,
+    )[0]
+    assert found["error"] == ""
+    assert unlike(held, found["states"]) == []
+    unbroken = fsdp2_runs.run(
+        2, "trainer", runs.folder / "more", "--model", runs.model, "--total", "13", "--steps", "99"
+    )
+    assert near(found["losses"], unbroken["losses"][STEPS:])
+
+
+@pytest.mark.parametrize("tp", [0, 2], ids=["from DeepSpeed", "from Megatron"])
+def test_accelerate_loads_what_is_written_for_it(runs: Runs, tmp_path: Path, tp: int) -> None:
+    folder, source = runs.megatron(2, tp) if tp else runs.deepspeed(2, Plain(1))
+    ucp.convert(folder, tmp_path / "out", to="accelerate")
+    found = fsdp2_runs.run(
+        2,
+        *("accelerate", tmp_path / "again", "--model", runs.model),
+        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
+        *(("--no-schedule",) if tp else ()),  # Megatron's is none of torch's
+    )
+    compare = unlike_megatron if tp else unlike
+    assert compare(found["begun"], source["states"]) == []
+    assert near(found["losses"], source["losses"])
+
+
+def test_trainer_goes_on_from_what_is_written_for_it(runs: Runs, tmp_path: Path) -> None:
+    out = runs.folder / "trained"
+    if not out.is_dir():
+        fsdp2_runs.run(2, "trainer", out, "--model", runs.model, "--steps", "3", "--total", "3")
+    ucp.convert(out / "checkpoint-3", tmp_path / "mid", mesh="dp=2,zero=1")
+    ucp.convert(tmp_path / "mid", tmp_path / "run" / "checkpoint-3", to="accelerate")
+    shutil.copy(out / "checkpoint-3" / "trainer_state.json", tmp_path / "run" / "checkpoint-3")
+    found = fsdp2_runs.run(
+        2,
+        *("trainer", tmp_path / "run", "--model", runs.model, "--total", "13", "--steps", "99"),
+        *("--load", str(tmp_path / "run" / "checkpoint-3")),
+    )
+    unbroken = fsdp2_runs.run(
+        2, "trainer", tmp_path / "more", "--model", runs.model, "--total", "13", "--steps", "99"
+    )
+    assert near(found["losses"][-MORE:], unbroken["losses"][STEPS:])
+
+
+def test_the_recipe_of_the_page(runs: Runs, tmp_path: Path) -> None:
+    """docs/fsdp2.md, word for word."""
+    folder, source = runs.deepspeed(2, Plain(1))
+    ucp.convert(folder, tmp_path / "out", to="dcp")
+    (tmp_path / "recipe.py").write_text(recipe("fsdp2.md", "From DeepSpeed to FSDP2"))
+    found = fsdp2_runs.run(
+        2,
+        *("fsdp", "-", "--model", runs.model, "--recipe", str(tmp_path / "recipe.py")),
+        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
+    )
+    assert unlike(found["begun"], source["states"]) == []
+    assert near(found["losses"], source["losses"])
+
+
+def test_two_rates_and_a_schedule_that_falls(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
+    """From torchtitan's flat layout, which has the scheduler: groups have rates of their own."""
+    how = ("--model", runs.model, "--layout", "flat", "--rate", "1e-3", "--decay")
+    held = fsdp2_runs.run(2, "fsdp", tmp_path / "flat", *how, "--steps", str(STEPS))
+    more = fsdp2_runs.run(2, "fsdp", "-", *how, "--steps", str(STEPS + MORE))
+    found = ranks.run(
+        2,
+        fsdp2_jobs.resume,
+        setup=Plain(1, rate=1e-3, decay=True),
+        folder=str(tmp_path / "flat"),
+        model=runs.model,
+        steps=MORE,
+        timeout_s=200,
+    )[0]
+    assert found["error"] == ""
+    assert unlike(held, found["states"]) == []
+    rates = {states["lr"] for states in found["states"]["hyper"].values()}
+    assert len(rates) == 2 and 3e-3 not in rates
+    assert near(found["losses"], more["losses"][STEPS:])
+
+
+def test_weights_in_bf16_go_on_as_masters(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
+    how = ("--model", runs.model, "--dtype", "bfloat16", "--steps", str(STEPS))
+    held = fsdp2_runs.run(2, "fsdp", tmp_path / "bf16", *how)
+    found = ranks.run(
+        2,
+        fsdp2_jobs.resume,
+        setup=Plain(1, dtype="bf16"),
+        folder=str(tmp_path / "bf16"),
+        model=runs.model,
+        timeout_s=200,
+    )[0]
+    assert any("bfloat16" in note for note in found["notes"])
+    for (name, state), value in found["states"]["full"].items():
+        want = held["weights"][name] if state == "fp32" else held["states"][name][state]
+        assert want.dtype == torch.bfloat16 and same_bits(value, want.float()), f"{name} {state}"
