@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
@@ -305,7 +305,7 @@ class _Written:
         """A tied parameter is listed under each of its names, as torch saves it."""
         ties = {tie.canonical: tie.aliases for tie in self.source.ties}
         for param, aliases in ties.items():
-            key = ".".join((*self.layout.model, param))
+            key = ".".join(map(str, (*self.layout.model, param)))
             if key in self.model.shapes:
                 for alias in aliases:
                     self.model.copy((*self.layout.model, alias), key)
@@ -365,7 +365,11 @@ class _Written:
             for name in SCHEDULERS:
                 out = Output(name)
                 out.tree = out.adopt(dict(self._scheduler))
-                write_pt(aside / name, out.tree, lambda ref, out=out: [out.payloads[ref.key]])
+                write_pt(
+                    aside / name,
+                    out.tree,
+                    lambda ref, out=out: [cast("bytes", out.payloads[ref.key])],
+                )
 
     @property
     def _scheduler(self) -> Mapping[str, Any] | None:

@@ -28,7 +28,6 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.reshard.files import FileSource
-from megatron_ucp.reshard.hugging_face import export as module
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
 

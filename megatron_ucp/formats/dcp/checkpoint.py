@@ -290,7 +290,7 @@ class DcpCheckpoint(Checkpoint):
         if isinstance(found, bool) or not isinstance(found, int | float):
             if not hasattr(found, "get"):
                 raise expect.other_structure(f"{key}: a number", found, self._index_file)
-            found = number_in(found, self._index_file)
+            found = number_in(cast("Any", found), self._index_file)
         if not math.isfinite(found):
             raise DamagedFileError(
                 "a number is none", file=self._index_file, parameter=key, found=found
