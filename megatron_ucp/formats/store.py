@@ -286,7 +286,7 @@ def options() -> StoreOptions:
 
 _THREADS = 32  # requests that one process has in flight
 WHOLE_OBJECT_BYTES = 512 * 2**20  # of an object that is read whole
-_TRIES = 4  # of a body that ends early, which the library does not ask for again
+_TRIES = 4  # of an answer that is too short and says so: the library takes it as it is
 
 
 @cache
@@ -439,23 +439,19 @@ def read_object(path: StorePath) -> tuple[bytes, str | None]:
     import obstore
 
     client = _of(path)
-    for attempt in range(_TRIES):
-        try:
-            with _asking(path, "send an object"):
-                got = obstore.get(client, path.key)
-                if got.meta["size"] > WHOLE_OBJECT_BYTES:
-                    raise DamagedFileError(
-                        "the file is larger than any of its kind",
-                        file=path,
-                        expected=f"at most {WHOLE_OBJECT_BYTES} bytes",
-                        found=f"{got.meta['size']} bytes",
-                    )
-                data = bytes(got.bytes())
-                if len(data) == got.meta["size"]:
-                    return data, got.meta.get("e_tag")
-        except StoreError:
-            if attempt == _TRIES - 1:
-                raise
+    for _ in range(_TRIES):
+        with _asking(path, "send an object"):
+            got = obstore.get(client, path.key)
+            if got.meta["size"] > WHOLE_OBJECT_BYTES:
+                raise DamagedFileError(
+                    "the file is larger than any of its kind",
+                    file=path,
+                    expected=f"at most {WHOLE_OBJECT_BYTES} bytes",
+                    found=f"{got.meta['size']} bytes",
+                )
+            data = bytes(got.bytes())
+            if len(data) == got.meta["size"]:
+                return data, got.meta.get("e_tag")
     raise StoreError("the object store sent fewer bytes than the object has", file=path)
 
 
@@ -581,13 +577,8 @@ class StoredObject(StoredFile):
         if start == end:
             return memoryview(b"")
         found = 0
-        for attempt in range(_TRIES):
-            try:
-                data = self._asked(start, end)
-            except StoreError:
-                if attempt == _TRIES - 1:
-                    raise
-                continue
+        for _ in range(_TRIES):
+            data = self._asked(start, end)
             if len(data) == end - start:
                 return data
             found = len(data)

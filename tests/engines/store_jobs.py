@@ -19,7 +19,7 @@ def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any
     os.environ.update(environment)
     before = store.PART_BYTES
     store.PART_BYTES = int(environment.get(PART, before))
-    configure(StoreOptions(timeout_s=2, give_up_s=2))
+    configure(StoreOptions(timeout_s=20, give_up_s=2))
     try:
         return job(*args)
     finally:
