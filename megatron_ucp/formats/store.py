@@ -14,7 +14,7 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -786,6 +786,8 @@ def upload(path: StorePath, chunks: Iterable[bytes], size_bytes: int) -> None:
         last = b""
     finally:
         _give(parts, last, sent)
+        if last is None:  # whoever removes what there is must not be overtaken
+            wait([sent], timeout=options().timeout_s)
     sent.result()
     found = _head(path)
     if found is None or found.st_size != size_bytes:

@@ -466,8 +466,9 @@ class _SummedWhenAsked(Mapping[int, int]):
             yield from self._read[at]()
             return
         kept.seek(0)
-        while chunk := kept.read(CHUNK_BYTES):
-            yield chunk
+        with kept:
+            while chunk := kept.read(CHUNK_BYTES):
+                yield chunk
 
     def _summed(self, at: int) -> int:
         crc = 0
