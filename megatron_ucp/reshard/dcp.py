@@ -245,6 +245,7 @@ class _Written:
                     file=self.file,
                     parameter=f"{tensor}: {name}",
                     found=value,
+                    fix="save the checkpoint again with its program",
                 )
             self.optimizer.small_tensor(path, number)
 

@@ -279,6 +279,7 @@ class DcpCheckpoint(Checkpoint):
                 parameter=key,
                 expected=f"at most {MAX_INDEXED} elements in one chunk",
                 found=str(tensor.shape),
+                fix="save the checkpoint again with its program",
             )
         where = self._place(key, 0, 0, math.prod(tensor.shape))
         self.note_read(where.file, where.record)
