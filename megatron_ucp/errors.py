@@ -179,7 +179,8 @@ class SaveError(UcpError):
 
 class StoreError(UcpError):
     """An object store did not answer, refused, or sent something else than it was asked for, within
-    the time that requests are tried again. Nothing is said of what lies in it."""
+    the time that requests are tried again. It says nothing of what lies there: whoever takes other
+    errors for what a checkpoint is, or is not, lets this one through."""
 
     fix = "look at the store, the network and the credentials, then try again"
     id = "object-store"

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from megatron_ucp.core.manifest import FILE_NAME, RUN, Manifest
 from megatron_ucp.core.manifest_json import from_json
-from megatron_ucp.errors import NotFoundError, UcpError, UsageError, some_of
+from megatron_ucp.errors import NotFoundError, StoreError, UcpError, UsageError, some_of
 from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.store import (
     CLEAN_UP,
@@ -183,9 +183,12 @@ def _bad_pointer(path: Location, expected: str, text: str) -> NotFoundError:
 def _manifest_of(tag: Location) -> Manifest | None:
     """The manifest in a tag folder; None where there is none that can be read."""
     path = tag / FILE_NAME
-    with suppress(OSError, UcpError):
+    try:
         return from_json(path.read_bytes(), str(path))
-    return None
+    except StoreError:
+        raise
+    except (OSError, UcpError):
+        return None
 
 
 def saved_at(tag: Location) -> float | None:

@@ -27,6 +27,7 @@ from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
     NotFoundError,
+    StoreError,
     UcpError,
     UnsafePickleError,
     UsageError,
@@ -158,6 +159,8 @@ def damaged_files(folder: Location, deep: bool) -> tuple[list[Finding], int, int
             _open(opened, name, listed.get(name))
             if deep and name.endswith(".pt"):
                 read_bytes += _compare(opened, name, found)
+        except StoreError:
+            raise
         except UcpError as error:
             found.append(finding_of(error))
     return found, len(names), read_bytes
@@ -168,6 +171,8 @@ def _listed(folder: Folder) -> dict[str, FileEntry]:
     try:
         text = folder.small(FILE_NAME, MAX_BYTES)
         return {one.name: one for one in from_json(text, folder / FILE_NAME).files}
+    except StoreError:
+        raise
     except (OSError, UcpError):
         return {}
 
@@ -347,7 +352,7 @@ def _noted(findings: list[Finding], check: Callable[[], _T]) -> _T | None:
     """What a check returns. What it raises is a finding."""
     try:
         return check()
-    except UsageError:
+    except (UsageError, StoreError):
         raise
     except UcpError as error:
         findings.append(finding_of(error))

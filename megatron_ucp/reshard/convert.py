@@ -217,6 +217,8 @@ def _was_saved(tag: Location) -> bool:
         return _OWN_NAME.fullmatch(tag.name) is not None
     try:
         run = from_json((tag / FILE_NAME).read_bytes(), str(tag / FILE_NAME)).run
+    except StoreError:
+        raise
     except (OSError, UcpError):
         return False
     return run.get(TAG) == tag.name and CONVERTED_FROM not in run

@@ -23,7 +23,7 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.mesh import EXPERT_RANK
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.rules import NOTHING_KNOWN, RuleSet
-from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UsageError
+from megatron_ucp.errors import DamagedFileError, NotFoundError, StoreError, UcpError, UsageError
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats import store_saves
 from megatron_ucp.formats.checkpoint import CallerModel
@@ -197,6 +197,8 @@ def newest_whole(
     for tag in sorted(tags, key=lambda tag: (tag == named.tag, tags[tag], tag), reverse=True):
         try:
             check_whole(path / tag, specs(path / tag), names)
+        except StoreError:
+            raise
         except UcpError as error:
             passed.append(f"{tag}: {in_short(error)}")
             continue
@@ -228,6 +230,8 @@ def _newest_of(
     for folder in sorted(folders):
         try:
             newest, named = newest_whole(folder, specs, names), newest_named(folder)
+        except StoreError:
+            raise
         except UcpError as error:
             passed.append(f"{folder.name}: {in_short(error)}")
             continue
@@ -765,6 +769,8 @@ def _listed(folder: Location, pointer: str) -> ListedTag:
         step, mesh = int(manifest.run.get("global_steps", 0)), str(manifest.written_on)
         saved = date(time_of_save(folder))
         check_whole(folder)
+    except StoreError:
+        raise
     except UcpError as error:
         wrong = in_short(error)
     there = folder.rglob("*")

@@ -5,15 +5,22 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megatron_ucp as ucp
 from megatron_ucp.cli import main
+from megatron_ucp.core.manifest import FILE_NAME, Manifest
+from megatron_ucp.core.manifest import RUN as RUN_ID
+from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.formats import store
-from megatron_ucp.formats.store import StoreOptions, configure
+from megatron_ucp.formats.store import StoreOptions, StorePath, configure
+from megatron_ucp.formats.tags import names_a_later_save
 from tests.object_server import ObjectServer
 from tests.reshard import paper, twins
 
@@ -395,3 +402,48 @@ def test_requests_are_few(verbs: Verbs, tmp_path: Path, verb: str, most: int) ->
     verbs(verb, out=str(tmp_path / "out"))
     counts: Any = verbs.server.counts()
     assert counts.total() <= most, counts
+
+
+# ------------------------------------------------ a failing store says nothing of what lies in it
+
+
+@pytest.fixture
+def two_tags(object_server: ObjectServer, tmp_path: Path) -> str:
+    """A run with two whole tags, of which the pointer names the newer one."""
+    for step in ("step7", "step9"):
+        paper.write(twins.model("gpt"), tmp_path / step)
+    (tmp_path / "latest").write_text("step9")
+    object_server.ask("copy_in", folder=str(tmp_path), prefix=RUN)
+    return f"s3://{RUN}"
+
+
+def test_a_tag_that_can_t_be_asked_for_is_not_passed_over(
+    object_server: ObjectServer, two_tags: str
+) -> None:
+    assert ucp.newest_whole(two_tags).folder.name == "step9"
+    object_server.fault("status", "GET", "*step9/*", value=503)
+    with pytest.raises(ucp.StoreError):
+        ucp.newest_whole(two_tags)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_file_that_can_t_be_asked_for_is_no_damage(
+    object_server: ObjectServer, two_tags: str, deep: bool
+) -> None:
+    object_server.fault("status", "GET", "*optim_states.pt", value=503, after=1)
+    with pytest.raises(ucp.StoreError):
+        ucp.verify(two_tags, deep=deep)
+
+
+def test_a_manifest_that_can_t_be_asked_for_moves_no_pointer(
+    object_server: ObjectServer, two_tags: str
+) -> None:
+    named = StorePath(two_tags) / "step9" / FILE_NAME
+    later = Manifest(Keeper.ZERO_0, Mesh(), (), (), run={RUN_ID: "one", "saved_at": 9.0})
+    named.write_bytes(to_json(later).encode())
+    earlier = replace(later, run={RUN_ID: "one", "saved_at": 7.0})
+    pointer = StorePath(two_tags) / "latest"
+    assert names_a_later_save(pointer, earlier)
+    object_server.fault("status", "GET", f"*{FILE_NAME}", value=503)
+    with pytest.raises(ucp.StoreError):
+        names_a_later_save(pointer, earlier)

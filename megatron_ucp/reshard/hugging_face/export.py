@@ -21,6 +21,7 @@ from megatron_ucp.core.tensor_parts import TensorPart, state_in, weights_manifes
 from megatron_ucp.errors import (
     NotFoundError,
     SaveError,
+    StoreError,
     UcpError,
     UnsupportedError,
     UsageError,
@@ -265,6 +266,8 @@ def _tree(path: Location) -> Mapping[str, Any]:
     """A config, or nothing of what is none: others say what is wrong with it."""
     try:
         return read_json(path) if path.is_file() else {}
+    except StoreError:
+        raise
     except UcpError:
         return {}
 

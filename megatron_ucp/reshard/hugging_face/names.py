@@ -15,6 +15,7 @@ from megatron_ucp.errors import (
     DamagedFileError,
     ModelMismatchError,
     NotFoundError,
+    StoreError,
     UcpError,
     UnsupportedError,
     UsageError,
@@ -259,6 +260,8 @@ def family_of(given: str | Path | None) -> str:
         _check_path(given, CONFIG_FILE)
     try:
         return "" if given is None else config_at(given).family
+    except StoreError:
+        raise
     except UcpError:  # whoever needs it reads it again
         return ""
 
