@@ -290,7 +290,7 @@ _TRIES = 4  # of an answer that is too short and says so: the library takes it a
 
 
 @cache
-def _client(bucket: str, _process: int) -> Any:
+def _client(bucket: str) -> Any:
     """The library's store for a bucket. Raises UsageError where the library is not there, or the
     configuration is none."""
     try:
@@ -332,8 +332,27 @@ def _client(bucket: str, _process: int) -> Any:
         ) from error
 
 
+_first_process = 0  # that asked a store
+
+
+def _require_first_process(path: StorePath) -> None:
+    """Raises UsageError in a fork of a process that has asked a store: the library's threads did
+    not come along, and whoever asks it there waits for ever."""
+    global _first_process
+    _first_process = _first_process or os.getpid()
+    if _first_process != os.getpid():
+        raise UsageError(
+            "this process is a fork of one that has asked an object store, and can't ask itself",
+            file=path,
+            expected="a process that was spawned, or forked before",
+            found=f"process {os.getpid()}, forked from {_first_process} or below it",
+            fix='start it by spawn (multiprocessing.get_context("spawn")), as torchrun does',
+            id="object-store",
+        )
+
+
 def _of(path: StorePath) -> Any:
-    if len(path.parts) < 2 or (path.parts[0].startswith("az") and not path.key):
+    if len(path.parts) < 2:
         raise UsageError(
             "this URL names no bucket",
             expected="s3://bucket/run",
@@ -341,11 +360,12 @@ def _of(path: StorePath) -> Any:
             fix="give the bucket, and the folder in it",
             id="object-store",
         )
-    return _client(path.bucket, os.getpid())
+    _require_first_process(path)
+    return _client(path.bucket)
 
 
 @cache
-def _threads(_process: int) -> ThreadPoolExecutor:
+def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="ucp-store")
 
 
@@ -505,7 +525,7 @@ class StoredObject(StoredFile):
             joined.append((first, start + size_bytes, [*rows, (start, place)]))
         for batch in range(0, len(joined), _THREADS):
             runs = joined[batch : batch + _THREADS]
-            pool = _threads(os.getpid())
+            pool = _threads()
             got = [pool.submit(self._range, first, end) for first, end, _ in runs]
             for future, (first, _, rows) in zip(got, runs, strict=True):
                 data = future.result()
@@ -535,7 +555,7 @@ class StoredObject(StoredFile):
         """Sends the request for what was told."""
         if self._told is not None:
             first, end = self._told
-            future = _threads(os.getpid()).submit(self._range, first, end)
+            future = _threads().submit(self._range, first, end)
             self._ahead[first] = end, future
             self._told = None
 
@@ -632,7 +652,6 @@ class StoreFolder(Folder):
         self._at = path
         self._levels: dict[str, dict[str, _Status | None]] = {}  # None of a folder
         self._below = ""  # the folder in it that holds the objects of the save that counts
-        self._commit: bytes | None = None
 
     def __str__(self) -> str:
         return str(self._at)
@@ -778,7 +797,7 @@ def upload(path: StorePath, chunks: Iterable[bytes], size_bytes: int) -> None:
         return
     part_bytes = max(PART_BYTES, -(-size_bytes // _PARTS))
     parts: Queue[bytes | None] = Queue(maxsize=2)  # None: there will be no more
-    sent = _uploads(os.getpid()).submit(_send, path, parts, part_bytes)
+    sent = _uploads().submit(_send, path, parts, part_bytes)
     last: bytes | None = None  # what was sent is taken back, where `chunks` raises
     try:
         for part in _joined(chunks, part_bytes):
@@ -800,7 +819,7 @@ def upload(path: StorePath, chunks: Iterable[bytes], size_bytes: int) -> None:
 
 
 @cache
-def _uploads(_process: int) -> ThreadPoolExecutor:
+def _uploads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="ucp-upload")
 
 

@@ -91,6 +91,7 @@ class Attempt:
     has_claim: bool
     base: str | None
     older: tuple[StorePath, ...] = ()
+    note: str = ""  # about a store that ignores conditions
     is_committed: bool = False
     is_open: bool = False  # the last write was asked for, and nobody knows whether it was made
 
@@ -157,13 +158,14 @@ def attempt_at(aside: StorePath) -> Attempt:
 def attempt(tag: StorePath) -> Iterator[Attempt]:
     """A save into a tag, claimed; behind the block what does not count is removed. Raises
     SaveError, StoreError."""
-    require_conditions(tag.parent)
+    note = require_conditions(tag.parent)
     number, has_claim = _claim(tag, "saves")
     manifest = object_or_none(tag / FILE_NAME)
     is_free = has_claim and manifest is None and not _others_in(tag)
     aside = tag if is_free else tag / f"{AGAIN}{number}"
     older = () if manifest is None else tuple(_objects_of(tag, manifest[0]))
-    with _ending(Attempt(tag, aside, has_claim, manifest and manifest[1], older)) as one:
+    base = manifest and manifest[1]
+    with _ending(Attempt(tag, aside, has_claim, base, older, note)) as one:
         yield one
 
 
@@ -172,6 +174,7 @@ def output(folder: StorePath, replaces: bool) -> Iterator[Attempt]:
     """An output, claimed; as `attempt`, but its objects have their plain names: what `replaces`
     another output takes that one's commit away first. Raises SaveError also where the name is
     taken."""
+    note = require_conditions(folder.parent)
     _, has_claim = _claim(folder, "writes")
     if not has_claim:
         raise _is_claimed(folder)
@@ -187,7 +190,7 @@ def output(folder: StorePath, replaces: bool) -> Iterator[Attempt]:
             id="",
         )
     delete(folder / name for name in COMMITS)
-    with _ending(Attempt(folder, folder, True, None, tuple(older))) as one:
+    with _ending(Attempt(folder, folder, True, None, tuple(older), note)) as one:
         yield one
 
 

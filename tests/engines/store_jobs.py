@@ -76,3 +76,14 @@ def save_once(setup: Setup, url: str, tag: str) -> str:
     except ucp.UcpError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def notes_of_a_save(setup: Setup, url: str, tag: str) -> tuple[str, ...]:
+    """What the report of a save notes."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="direct")
+    train(engine, 1)
+    engine.save_checkpoint(url, tag=tag)
+    saved = ucp.report(engine).save
+    assert saved is not None
+    return saved.notes

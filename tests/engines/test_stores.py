@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import megatron_ucp as ucp
+from megatron_ucp.formats.store import WRITER_VARIABLE
 from tests.engines import direct_jobs, stack_background_jobs, store_jobs, test_direct
 from tests.engines import test_stack_background as stacks
 from tests.engines.canonical import differences
@@ -123,9 +124,11 @@ def test_a_store_that_ignores_conditions_is_refused_or_has_one_writer(
     job = store_jobs.save_once
     for said in ranks.run(2, in_store, environment, job, setup, RUN, "step1"):
         assert "ignores the conditions" in said and "SaveError" in said, said
-    named = {**environment, "UCP_STORE_WRITER": "job-a"}
+    named = {**environment, WRITER_VARIABLE: "job-a"}
     assert ranks.run(2, in_store, named, job, setup, RUN, "step1") == ["", ""]
-    other = {**environment, "UCP_STORE_WRITER": "job-b"}
+    (note,) = ranks.run(1, in_store, named, store_jobs.notes_of_a_save, setup, RUN, "step3")[0]
+    assert "job-a" in note and "ignores" in note
+    other = {**environment, WRITER_VARIABLE: "job-b"}
     for said in ranks.run(2, in_store, other, job, setup, RUN, "step2"):
         assert "job-a" in said, said
 

@@ -1,6 +1,7 @@
 """Saves into an object store without locks and renames: who claims a tag, who counts, what is
 removed, and what a lost answer or a race leaves."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
-from megatron_ucp.errors import SaveError, StoreError
+from megatron_ucp.errors import SaveError, StoreError, UsageError
 from megatron_ucp.formats import store, store_saves
 from megatron_ucp.formats.store import CLAIM, StoreOptions, StorePath, configure, folder_at
 from megatron_ucp.formats.tags import has_state_files
@@ -216,3 +217,28 @@ def test_a_source_in_a_store_is_read_while_it_is_written(object_server: ObjectSe
 
     store.upload(TAG / "two", chunks(), len(data))
     assert (TAG / "two").read_bytes() == data
+
+
+def test_an_output_is_refused_where_conditions_are_ignored(object_server: ObjectServer) -> None:
+    object_server.fault("unconditional", "PUT")
+    configure(StoreOptions(timeout_s=20, give_up_s=1))  # what was tried before counts no more
+    with pytest.raises(SaveError, match="ignores the conditions"):
+        store_saves.output(TAG, replaces=False).__enter__()
+    assert not TAG.is_dir()
+
+
+def test_a_fork_is_refused_and_does_not_hang(object_server: ObjectServer) -> None:
+    (RUN / "latest").write_text("step1")
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            (RUN / "latest").read_text()
+            os.write(writing, b"answered")
+        except UsageError as error:
+            os.write(writing, error.problem.encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        assert "is a fork of one that has asked an object store" in said.read()
+    os.waitpid(pid, 0)
