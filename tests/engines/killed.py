@@ -13,6 +13,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -253,6 +254,29 @@ def runs_of(engine: str) -> Runs:
     if engine in killed_stack.RUNS:
         return killed_stack.RUNS[engine]
     return Runs(MESHES, "latest", save_on_and_on, go_uninterrupted, load, differences)
+
+
+def trials_in_a_process(folder: Path, trials: int, *words: str) -> list[dict[str, Any]]:
+    """What the program prints of so many trials, each of which was a run that was killed, and loads
+    bit for bit from the tag that its pointer names. Fails otherwise, and where no save was hit."""
+    command = [sys.executable, "-m", "tests.engines.killed", str(folder), *words]
+    done = subprocess.run(
+        [*command, "--trials", str(trials), "--seed", str(trials)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=100 + 20 * trials,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == trials
+    for each in found:
+        assert set(each["codes"]) == {-signal.SIGKILL}, "the run ended before it was killed"
+        assert each["differences"] == [] and each["differed_before"] > 5, each
+        assert each["tag"] == each["latest"], each
+        assert each["losses"] <= 1e-5, each  # another mesh sums in another order
+    assert any(each["unfinished"] for each in found), "no save was hit"
+    return found
 
 
 def main() -> None:

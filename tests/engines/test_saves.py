@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from megatron_ucp.engines.save import publish
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats import locks
 from megatron_ucp.formats.output_folder import Syncs, begin
-from tests.engines import save_jobs
+from tests.engines import killed, save_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import drop_record
 from tests.ranks import ROOT, RankPool, RanksFailed
@@ -341,33 +340,9 @@ MORE_KILLED = [
 def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
     tmp_path: Path, engine: str, save: str, trials: int
 ) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.engines.killed",
-            str(tmp_path),
-            "--trials",
-            str(trials),
-            "--seed",
-            str(trials),
-            *("--save", save, "--engine", engine),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100 + 15 * trials,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == trials
-    for each in found:
-        assert set(each["codes"]) == {-signal.SIGKILL}, "the run ended before it was killed"
-        assert each["differences"] == [] and each["differed_before"] > 5, each
-        assert each["tag"] == each["latest"], each
-        assert each["losses"] <= 1e-5, each  # another mesh sums in another order
+    words = "--save", save, "--engine", engine
+    found = killed.trials_in_a_process(tmp_path, trials, *words)
     assert len({each["step"] for each in found}) > 2, "the moments are hardly random"
-    assert any(each["unfinished"] for each in found), "no save was hit"
 
 
 # ------------------------------------------------ on disk before it counts

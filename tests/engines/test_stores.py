@@ -1,16 +1,12 @@
 """Saves into an object store, and loads from one: the bytes of the disk, whole or not there."""
 
-import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.formats.store import WRITER_VARIABLE
-from tests.engines import direct_jobs, stack_background_jobs, store_jobs, test_direct
+from tests.engines import direct_jobs, killed, stack_background_jobs, store_jobs, test_direct
 from tests.engines import test_stack_background as stacks
 from tests.engines.canonical import differences
 from tests.engines.model import Setup
@@ -20,7 +16,6 @@ from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 RUN = "s3://bucket/run"
-ROOT = Path(__file__).parents[2]
 WAYS = ("stock", "direct", "background")
 
 
@@ -144,19 +139,4 @@ def test_a_store_that_ignores_conditions_is_refused_or_has_one_writer(
 def test_killed_at_random_moments_what_latest_names_is_whole(
     object_server: ObjectServer, tmp_path: Path, save: str, trials: int
 ) -> None:
-    command = ["-m", "tests.engines.killed", str(tmp_path), "--url", RUN, "--save", save]
-    done = subprocess.run(
-        [sys.executable, *command, "--trials", str(trials), "--seed", str(trials)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100 + 20 * trials,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == trials
-    for each in found:
-        assert set(each["codes"]) == {-signal.SIGKILL}, "the run ended before it was killed"
-        assert each["differences"] == [] and each["differed_before"] > 5, each
-        assert each["tag"] == each["latest"], each
-    assert any(each["unfinished"] for each in found), "no save was hit"
+    killed.trials_in_a_process(tmp_path, trials, "--url", RUN, "--save", save)
