@@ -615,7 +615,7 @@ class MemorySteps:
             block.value = self.background.is_busy, uuid.uuid4().hex, own.id, own.origin
         if any(is_busy for is_busy, *_ in block.values):
             self._note_once(
-                f"step {steps} is not kept in memory: the one before it is still under way; more "
+                "a step is not kept in memory where the one before it is still under way; more "
                 "steps between them (every=) let it end. Said once"
             )
             return
