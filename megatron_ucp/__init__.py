@@ -1,7 +1,7 @@
 """Resume a training run on any mesh, straight from its own checkpoint files, bit for bit.
 
 An engine:      attach, initialize, install, load, save, wait, report, fingerprint, hold,
-                resize, export_hf
+                resize, refit, export_hf
 Megatron-core:  attach_megatron; `megatron_ucp.megatron_lm` for Megatron-LM's own program
 A checkpoint:   inspect, describe, ls, plan, verify, diff, rules, newest_whole
 Another form:   convert, export_hf, import_hf, fp32_state_dict, fp32_tensors
@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imp
     from megatron_ucp.engines.load import load
     from megatron_ucp.engines.megatron.engine import attach_megatron
     from megatron_ucp.engines.megatron.save import save
+    from megatron_ucp.engines.refit import refit
     from megatron_ucp.engines.run_state import ResumableLoader
     from megatron_ucp.families import register_family
     from megatron_ucp.formats.deepspeed.target import Target
@@ -97,6 +98,7 @@ __all__ = [
     "ls",
     "newest_whole",
     "plan",
+    "refit",
     "register_family",
     "register_optimizer",
     "report",
@@ -127,6 +129,7 @@ _HOMES = {
     "ls": "reshard.look",
     "newest_whole": "reshard.look",
     "plan": "reshard.plan",
+    "refit": "engines.refit",
     "register_family": "families",
     "register_optimizer": "formats.optimizers",
     "report": "engines.handle",

@@ -247,6 +247,15 @@ class Handle:
         it is changed."""
         raise NotImplementedError
 
+    def weights(self) -> Engine:
+        """The weights that the engine computes with, as if it had no optimizer. Collective; no
+        value is changed."""
+        raise NotImplementedError
+
+    def lies_at(self, masters: bool) -> list[object]:
+        """As `tensors_lie_at`, of the weights, and of the `masters` with their states."""
+        raise NotImplementedError
+
     def to_fill(self, family: Any) -> Engine:
         """The engine, which a load fills; `family` is the load's. Collective. Raises a UcpError on
         every rank where it can't be filled exactly."""
@@ -257,10 +266,15 @@ class Handle:
         Raises a UcpError on every rank."""
         raise NotImplementedError
 
-    def require_usable(self) -> None:
-        """Raises EngineUnusableError on every rank where a load failed on any, or the engine's
-        memory was let go of. Collective."""
+    def check_usable(self) -> None:
+        """Raises EngineUnusableError where a load failed here, or the engine's memory was let go
+        of."""
         raise NotImplementedError
+
+    def require_usable(self) -> None:
+        """As `check_usable`, on every rank where it holds on any. Collective."""
+        with agree.together():
+            self.check_usable()
 
     @agree.door("the fingerprint")
     def fingerprint(self) -> Fingerprint:

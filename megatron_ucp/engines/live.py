@@ -107,6 +107,24 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat_view(tensor if order is None else tensor.permute(order))
 
 
+def tensors_lie_at(
+    modules: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    masters: Sequence[torch.Tensor] = (),
+) -> list[object]:
+    """Where parameters and buffers lie, and the `masters` that `optimizers` step, with their
+    states: another list where a tensor, its memory, or how many a group has, is another one."""
+    params = [param for module in modules for param in module.parameters()]
+    held = [getattr(param, "ds_tensor", param) for param in params]  # of ZeRO-3 the partition
+    held += [one for module in modules for one in module.buffers()]
+    for master in masters:
+        states = next((one.state[master] for one in optimizers if master in one.state), {})
+        held += [master, *(one for one in states.values() if isinstance(one, torch.Tensor))]
+    groups = [len(group["params"]) for one in optimizers for group in one.param_groups]
+    who = [*map(id, modules), *map(id, params)]
+    return [who, groups, [(one.data_ptr(), tuple(one.shape), one.dtype) for one in held]]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """As manifests write it."""
     return str(dtype).removeprefix("torch.")
@@ -444,6 +462,9 @@ class LiveShards:
     def modules(self) -> Sequence[torch.nn.Module]:
         """What the program has of the model on this rank."""
         raise NotImplementedError
+
+    def finish_gathers(self) -> None:
+        """Every rank gets the weights that others stepped, where some may be on their way."""
 
     def mark_unusable(self) -> None:
         mark_unusable(self._program, self.modules())

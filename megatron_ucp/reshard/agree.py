@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,6 +17,7 @@ from megatron_ucp.formats.store import absolute
 from megatron_ucp.reshard.messages import (
     BrokenError,
     DefaultRanks,
+    GroupRanks,
     OneRank,
     Ranks,
     packed,
@@ -31,12 +33,30 @@ def world() -> tuple[int, int]:
     """(rank, number of ranks); (0, 1) without torch.distributed."""
     import torch.distributed as dist
 
+    if (ranks := _AMONG.get()) is not None:
+        return ranks.rank, ranks.world
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def default_ranks() -> Ranks:
-    """Those of torch's default process group."""
+    """Those of torch's default process group, or those `among` which this is called."""
+    if (ranks := _AMONG.get()) is not None:
+        return ranks
     return DefaultRanks() if world()[1] > 1 else OneRank()
+
+
+_AMONG: ContextVar[Ranks | None] = ContextVar("ranks that agree", default=None)
+
+
+@contextmanager
+def among(group: Any) -> Iterator[None]:
+    """Inside, all ranks are those of a process group which this one is in (None: of the default
+    group)."""
+    before = _AMONG.set(None if group is None else GroupRanks(group))
+    try:
+        yield
+    finally:
+        _AMONG.reset(before)
 
 
 def delivered(given: Mapping[int, T], ranks: Ranks | None = None) -> dict[int, T]:
@@ -244,11 +264,16 @@ def any_of(value: bool, ranks: Ranks | None = None) -> bool:
     return not all_of(not value, ranks)
 
 
-def most(number: int) -> int:
-    """The highest number of all ranks. Collective: one number."""
+def least(number: int) -> int:
+    """The lowest number of all ranks. Collective: one number."""
     ranks = default_ranks()
     with waiting(_caller(), ranks):
-        return -ranks.lowest(-number)[0]
+        return ranks.lowest(number)[0]
+
+
+def most(number: int) -> int:
+    """The highest number of all ranks. Collective: one number."""
+    return -least(-number)
 
 
 def total(*numbers: int, ranks: Ranks | None = None) -> list[int]:

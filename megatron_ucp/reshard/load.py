@@ -553,7 +553,7 @@ def _prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> Engin
     file, bare = str(source.folder), engine.manifest
     optimizer = options.optimizer and engine.has_optimizer
     engine.check(source, optimizer)
-    fit = _fit(source.manifest, bare, options.allow, optimizer, file)
+    fit = fit_for(source.manifest, bare, options.allow, optimizer, file)
     if optimizer:
         match_ties(source.manifest, file)
     require_alone(bare, fit, optimizer and engine.has_one_step, file)
@@ -564,7 +564,7 @@ def _prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> Engin
     options = replace(options, optimizer=optimizer, own=own)
     extras = _extras(engine, source, options)
     filled = _filled(engine, source, states, groups)
-    parts = _parts(engine, target, fit, options.allow)
+    parts = parts_for(engine, target, fit, options.allow)
     copies = require_one_copy(source, bare.by_name, options.allow)
     described = _described(fit, source.manifest)
     notes = [*source.notes, *copies, *described, *settings, *apart, *extras.notes]
@@ -606,7 +606,7 @@ def _check_files(source: Checkpoint, options: LoadOptions, engine: Engine) -> Pe
     return differing(source, own)
 
 
-def _fit(
+def fit_for(
     source: Manifest, bare: Manifest, allow: frozenset[str], optimizer: bool, file: str
 ) -> Fit:
     """How the engine is filled: weights come from the masters, where the checkpoint has them.
@@ -701,7 +701,7 @@ def _groups(
     return groups, notes + left
 
 
-def _parts(
+def parts_for(
     engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]
 ) -> tuple[SinkPart, ...]:
     """What is filled on this rank. What is frozen from here on is rounded to its

@@ -88,8 +88,8 @@ class Holdings:
         return ranks[(taker + turn) % len(ranks)]
 
 
-def _holdings(engine: Holder) -> Holdings:
-    """Collective."""
+def holdings_of(engine: Holder) -> Holdings:
+    """Which ranks hold what of an engine, of which this one holds a share. Collective."""
     ranks: dict[BufferPart, set[int]] = {}
     machines: list[str] = []
     for number, (machine, parts) in enumerate(agree.gather((socket.gethostname(), engine.parts()))):
@@ -192,7 +192,7 @@ class Memories:
         self.file, self._keeps, self._lender = file, keeps, lender
         self.read_bytes = 0  # that came from other ranks
         self.rank, self.world = agree.world()
-        self._holdings = [_holdings(engine) for engine in holders]
+        self._holdings = [holdings_of(engine) for engine in holders]
         self._device = _device()
         self._windows: dict[int, MemoryWindows] = {}  # by the number of the part
         self._known: tuple[list[Window], _Agreed] | None = None  # of the last queue

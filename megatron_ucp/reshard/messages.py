@@ -247,20 +247,28 @@ class DefaultRanks(Ranks):
     is_default = True
     _TAG = 21843  # of our messages, where a group tells messages apart
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
         import torch.distributed as dist
 
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._device = device_of_messages()
+
+    def _peer(self, rank: int) -> int:
+        """A rank by its number in the default group."""
+        import torch.distributed as dist
+
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
         import torch.distributed as dist
 
-        message = partial(dist.P2POp, tag=self._TAG)
+        message = partial(dist.P2POp, group=self._group, tag=self._TAG)
         coming = {rank: of_bytes(bytes(size)).to(self._device) for rank, size in sizes.items()}
-        messages = [message(dist.irecv, memory, rank) for rank, memory in coming.items()]
+        messages = [message(dist.irecv, own, self._peer(rank)) for rank, own in coming.items()]
         for rank, data in sent.items():
-            messages.append(message(dist.isend, of_bytes(data).to(self._device), rank))
+            own = of_bytes(data).to(self._device)
+            messages.append(message(dist.isend, own, self._peer(rank)))
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         return {rank: to_bytes(memory) for rank, memory in coming.items()}
@@ -273,7 +281,7 @@ class DefaultRanks(Ranks):
         if self._device == "cpu":
             return super().lowest(*numbers)
         found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
         return found.tolist()
 
     def broadcast(self, data: bytes | None, first: int = 0) -> bytes:
@@ -291,8 +299,14 @@ class DefaultRanks(Ranks):
         import torch.distributed as dist
 
         memory = of_bytes(bytes(size_bytes) if data is None else data).to(self._device)
-        dist.broadcast(memory, first)
+        dist.broadcast(memory, self._peer(first), self._group)
         return to_bytes(memory)
+
+
+class GroupRanks(DefaultRanks):
+    """Those of another process group, which this rank is in."""
+
+    is_default = False
 
 
 def of_bytes(data: bytes) -> Any:

@@ -77,7 +77,8 @@ def wait_until(what: Callable[[list[Start]], bool], log: Path, node: Node) -> li
 def newest_step(memory: MemoryFolder) -> int:
     """The newest step that is whole in memory; 0 where there is none."""
     held: dict[tuple[int, str, int], set[object]] = {}
-    for share in memory.shares(sum(memory.lives(), [])):
+    gone, here = memory.lives()
+    for share in memory.shares([*gone, *here]):
         step = share.steps, share.id, share.parts
         held.setdefault(step, set()).update(one.slot.place for one in share.slots)
     return max((steps for (steps, _, parts), own in held.items() if len(own) == parts), default=0)

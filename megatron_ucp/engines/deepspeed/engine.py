@@ -16,7 +16,7 @@ from megatron_ucp.engines.background import (
     keep_background,
     wait_together,
 )
-from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
+from megatron_ucp.engines.deepspeed.live import LiveEngine, describe, lies_at
 from megatron_ucp.engines.deepspeed.model import (
     as_it_says,
     model_by_rules,
@@ -345,6 +345,15 @@ def _instead_of(stock: Callable[..., Any], own: Callable[..., Any]) -> Callable[
     return method
 
 
+def handle_of(engine: Any, family: Any = None) -> Handle:
+    """That of an attached engine; of another one of DeepSpeed what a load would take it for.
+    Collective. Raises a UcpError on every rank."""
+    attached: Handle | None = getattr(engine, HANDLE, None)
+    if attached is not None:
+        return attached
+    return _DeepSpeedHandle(engine, to_fill(engine, family).shard.model, SaveOptions(), {})
+
+
 class _DeepSpeedHandle(Handle):
     """An engine of DeepSpeed, which is saved as `save_options` say; `stock_save` and `stock_load`
     are its own methods."""
@@ -367,9 +376,14 @@ class _DeepSpeedHandle(Handle):
     def present(self) -> LiveEngine:
         return describe(self.program, self.model, present=True)
 
-    def require_usable(self) -> None:
-        with agree.together():
-            require_usable(self.program)
+    def weights(self) -> LiveEngine:
+        return describe(self.program, self.model, weights=True)
+
+    def lies_at(self, masters: bool) -> list[object]:
+        return lies_at(self.program, masters)
+
+    def check_usable(self) -> None:
+        require_usable(self.program)
 
     def to_fill(self, family: Any) -> LiveEngine:
         return to_fill(self.program, family)

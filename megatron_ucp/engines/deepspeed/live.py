@@ -14,7 +14,12 @@ from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.deepspeed.modules import check_side_data
-from megatron_ucp.engines.deepspeed.optimizer import LiveBuffer, drop_gradients, stepper_of
+from megatron_ucp.engines.deepspeed.optimizer import (
+    LiveBuffer,
+    drop_gradients,
+    stepper_of,
+    wrapper_of,
+)
 from megatron_ucp.engines.deepspeed.shard import LiveValue, LocalShard, Part, one_order
 from megatron_ucp.engines.deepspeed.state import EngineState, saved_by_engine
 from megatron_ucp.engines.live import (
@@ -27,6 +32,7 @@ from megatron_ucp.engines.live import (
     flat_view,
     memory_of,
     scalar_state,
+    tensors_lie_at,
     told_by,
 )
 from megatron_ucp.engines.pt_files import RankFiles
@@ -50,11 +56,14 @@ from megatron_ucp.reshard.hugging_face.released import reader
 # ---- live
 
 
-def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
+def describe(
+    engine: Any, model: Model | None, present: bool = False, weights: bool = False
+) -> "LiveEngine":
     """The engine of all stages; its manifest has the optimizer's states that are `present`, or the
-    masters alone. Collective; nothing in the engine is changed. Raises a UcpError on every rank."""
+    masters alone; or the `weights` that it computes with, as if it had no optimizer. Collective;
+    nothing in the engine is changed. Raises a UcpError on every rank."""
     with agree.gathering() as stages:
-        shard = LocalShard(engine, model)
+        shard = LocalShard(engine, model, weights)
         part = shard.part(present)
         # one rank of each place speaks; where there is one place nobody needs to
         stages.value = part if shard.at and shard.speaks else None
@@ -227,6 +236,15 @@ def _manifest(shard: LocalShard, joined: AllRanks, parts: Sequence[Part]) -> Man
     )
     check_replicas(found, PipeNames(names).tied)
     return found
+
+
+def lies_at(engine: Any, masters: bool) -> list[object]:
+    """As `tensors_lie_at`, of the weights of an engine, and of its `masters`."""
+    if not masters:
+        return tensors_lie_at([engine.module])
+    wrapper = wrapper_of(engine)
+    steppers = [] if wrapper.base is None else [wrapper.base]
+    return tensors_lie_at([engine.module], steppers, [live.master for live in wrapper.buffers()])
 
 
 # ---- live fingerprint

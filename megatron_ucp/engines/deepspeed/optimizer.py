@@ -369,6 +369,14 @@ class NoOptimizer(LivePlain):
             self.opt.refresh_fp32_params()
 
 
+class WeightsAlone(NoOptimizer):
+    """An engine as if it had no optimizer: the weights that it computes with."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.zero = 3 if wrapper_of(engine).zero == 3 else 0
+
+
 _OFFLOAD = "DeepSpeedZeRoOffload"  # what ZeRO-3 has without an optimizer
 _DUMMY = "DummyOptim"  # what a wrapper holds that was built without an optimizer
 _WRAPPERS: dict[str, type[Wrapper]] = {

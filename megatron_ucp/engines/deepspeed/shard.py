@@ -36,6 +36,7 @@ from megatron_ucp.engines.deepspeed.modules import (
 )
 from megatron_ucp.engines.deepspeed.optimizer import (
     LiveBuffer,
+    WeightsAlone,
     rank_in,
     stepper_of,
     wrapper_of,
@@ -83,12 +84,13 @@ class Part:
 
 
 class LocalShard:
-    """A rank's stage: names, buffers, values. Nothing in the engine is changed."""
+    """A rank's stage: names, buffers, values; or its `weights` alone, as of an engine without an
+    optimizer. Nothing in the engine is changed."""
 
-    def __init__(self, engine: Any, model: Model | None) -> None:
+    def __init__(self, engine: Any, model: Model | None, weights: bool = False) -> None:
         self.engine, self.model = engine, model
         (tp, self.tp_rank), (pp, self.number) = parallel_of(engine)
-        self.wrapper = wrapper_of(engine)
+        self.wrapper = WeightsAlone(engine) if weights else wrapper_of(engine)
         self.mesh = _mesh_under(engine, tp, pp, self.wrapper.zero)
         self.layouts = layouts_of(engine, tp, self.tp_rank)
         self.uneven = is_uneven(self.layouts, tp)

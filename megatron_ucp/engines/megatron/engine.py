@@ -20,6 +20,7 @@ from megatron_ucp.engines.megatron.live import (
     CurrentStates,
     LiveMegatron,
     describe,
+    lies_at,
     present_states,
     present_to_save,
 )
@@ -200,9 +201,14 @@ class _StackHandle(Handle):
     def present(self) -> CurrentStates:
         return present_states(self.describe())
 
-    def require_usable(self) -> None:
-        with agree.together():
-            require_usable(self.program.optimizer)
+    def weights(self) -> LiveMegatron:
+        return describe(self.program, weights=True)
+
+    def lies_at(self, masters: bool) -> list[object]:
+        return lies_at(self.program, masters)
+
+    def check_usable(self) -> None:
+        require_usable(self.program.optimizer)
 
     def to_fill(self, family: Any) -> LiveMegatron:
         return self.describe()

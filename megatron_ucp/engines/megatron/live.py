@@ -21,10 +21,18 @@ from megatron_ucp.engines.live import (
     flat_view,
     require_unstepped,
     require_usable,
+    tensors_lie_at,
     told_by,
 )
 from megatron_ucp.engines.megatron.model import EMBEDDING, POSITIONS, bare_model
-from megatron_ucp.engines.megatron.optimizer import STRUCTURE, LiveBucket, OwnValue, Stepped
+from megatron_ucp.engines.megatron.optimizer import (
+    STRUCTURE,
+    LiveBucket,
+    OwnValue,
+    Stepped,
+    inner_optimizers,
+    pieces_of,
+)
 from megatron_ucp.engines.megatron.shard import MARKS, LocalShard, MegatronStack
 from megatron_ucp.engines.megatron.state import StackState, require_saved_values
 from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
@@ -35,11 +43,12 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import LoadOptions
 
 
-def describe(stack: MegatronStack) -> "LiveMegatron":
-    """The engine of all ranks. Collective; nothing in the stack is changed. Raises a UcpError on
-    every rank."""
+def describe(stack: MegatronStack, weights: bool = False) -> "LiveMegatron":
+    """The engine of all ranks; or the `weights` that it computes with, as if it had no optimizer.
+    Collective; nothing in the stack is changed. Raises a UcpError on every rank."""
     with agree.gathering() as told:
-        shard = LocalShard(stack.chunks, stack.optimizer, stack.mesh, stack.model)
+        optimizer = None if weights else stack.optimizer
+        shard = LocalShard(stack.chunks, optimizer, stack.mesh, stack.model)
         told.value = shard.own_groups()
     shard.group_of = {name: group for found in told.values for name, group in found.items()}
     with agree.gathering() as places:
@@ -255,6 +264,14 @@ def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:
     """Which of megatron-core's groups it is, whatever the stage."""
     own = group.marks[MARKS]
     return tuple((key, own.get(key)) for key in (*IDENTIFIERS, *SCHEDULED))
+
+
+def lies_at(stack: MegatronStack, masters: bool) -> list[object]:
+    """As `tensors_lie_at`, of the weights of a stack, and of its `masters`."""
+    modules = [bare_model(chunk) for chunk in stack.chunks]
+    inner = inner_optimizers(stack.optimizer) if masters else []
+    pieces = [piece.master for one in inner for piece in pieces_of(one)]
+    return tensors_lie_at(modules, [one.optimizer for one in inner], pieces)
 
 
 # ---- with the states that its optimizers have now

@@ -139,7 +139,7 @@ def _refuse_own_groups(chunks: Sequence[Any], known: Mapping[str, Any]) -> None:
 class LocalShard:
     """A rank's part of the stack: names, buffers, values. Nothing in the stack is changed.
     `group_of` says the group of each parameter; it is set once all ranks told theirs (see
-    `own_groups`).
+    `own_groups`). Without an optimizer all that is trained is a value, too.
 
     Raises LayoutError where positions in the buffers contradict each other, UnsupportedError as
     `inner_optimizers`.
@@ -151,7 +151,7 @@ class LocalShard:
         self.chunks, self.mesh, self.model = list(chunks), mesh, model
         self.rank = torch.distributed.get_rank()
         self.spread = PartitionRanks.on(mesh)
-        self.inner = inner_optimizers(optimizer)
+        self.inner = [] if optimizer is None else inner_optimizers(optimizer)
         self.group_of: Mapping[str, int] = {}
         self.names: dict[torch.Tensor, str] = {}
         for chunk in chunks:
@@ -290,10 +290,16 @@ class LocalShard:
         """Frozen parameters and persistent buffers of modules."""
         stepped = {param for inner in self.inner for param in _params_of(inner)}
         return [
-            OwnValue(name, "frozen" if isinstance(v, torch.nn.Parameter) else "buffer", v.detach())
+            OwnValue(name, self._kind(v), v.detach())
             for v, name in self.names.items()
             if v not in stepped
         ]
+
+    def _kind(self, value: torch.Tensor) -> str:
+        """Of what no optimizer here steps."""
+        if not isinstance(value, torch.nn.Parameter):
+            return "buffer"
+        return "trainable" if value.requires_grad and not self.inner else "frozen"
 
     # ------------------------------------------------ as a manifest
 

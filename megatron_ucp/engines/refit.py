@@ -1,0 +1,559 @@
+"""`refit`: the weights of a live engine into other engines, or into plain tensors, step after
+step: planned once, moved as often as it is called."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_ucp import say
+from megatron_ucp.core.manifest import RECORDED, Manifest
+from megatron_ucp.core.names import VALUE
+from megatron_ucp.core.plan import LOSSLESS, Slot, make_plan
+from megatron_ucp.core.proof import prove
+from megatron_ucp.core.tensor_parts import weights_manifest
+from megatron_ucp.engines.deepspeed.engine import handle_of
+from megatron_ucp.engines.handle import Handle
+from megatron_ucp.engines.live import dtype_name, flat_view
+from megatron_ucp.errors import (
+    ForeignFileError,
+    ModelMismatchError,
+    PlanError,
+    UsageError,
+    some_of,
+)
+from megatron_ucp.families.settings import recorded
+from megatron_ucp.formats.checkpoint import Extras
+from megatron_ucp.formats.in_memory import RunInMemory
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.check import weight_of
+from megatron_ucp.reshard.engine import Engine, Holder
+from megatron_ucp.reshard.hugging_face.export import training_dtype
+from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, twin_of
+from megatron_ucp.reshard.kept_moves import KeptMoves
+from megatron_ucp.reshard.load import fit_for, parts_for
+from megatron_ucp.reshard.memories import holdings_of
+from megatron_ucp.reshard.memory_layout import HostMemory
+from megatron_ucp.reshard.options import MEMORY, check_words
+from megatron_ucp.reshard.transfer import NARROW, Proved, SinkPart, refuse_lost
+
+# ---- report
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What a refit did. `filled_bytes` are those of all ranks' memory that got values,
+    `moved_bytes` what of it came from other ranks; `planned` whether this call planned;
+    `compared_bytes` what a checksum was compared of (None: nothing was asked). `notes` say what is
+    not as in the source."""
+
+    source: str
+    target: str
+    filled_bytes: int
+    moved_bytes: int
+    seconds: float
+    planned: bool
+    compared_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        seen = "no checksum was asked for"
+        if self.compared_bytes is not None:
+            seen = f"checksums of {say.part(self.compared_bytes, self.filled_bytes)} compared"
+        return (
+            f"refit {self.source} -> {self.target}: {say.amount(self.filled_bytes)}, "
+            f"{say.amount(self.moved_bytes)} of it from other ranks, in "
+            f"{say.duration(self.seconds)}; {seen}; the next ones say nothing"
+        )
+
+
+# ---- targets
+
+
+class _Target(Protocol):
+    """What is filled on this rank. `name` is for messages, and the same on all ranks that fill
+    one of a kind."""
+
+    name: str
+
+    def parts(self, source: RunInMemory) -> tuple[SinkPart, ...]:
+        """What this rank wants of a source. Raises a UcpError."""
+        ...
+
+    def wants_more(self, source: Manifest) -> bool:
+        """Whether it takes more than the weights that the source computes with: it has masters, or
+        a wider dtype."""
+        ...
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """The memory of a slot, flat."""
+        ...
+
+    def lies_at(self) -> object:
+        """As `tensors_lie_at`."""
+        ...
+
+    def begin(self) -> None:
+        """Before the first write."""
+        ...
+
+    def end(self) -> None:
+        """After the last one. Collective among the ranks that have one."""
+        ...
+
+
+class _EngineTarget:
+    """An engine, without an optimizer or with one, of which the masters are filled."""
+
+    def __init__(self, handle: Handle, family: Any, allow: frozenset[str]) -> None:
+        self._handle, self._allow = handle, allow
+        self.live: Engine = handle.to_fill(family)
+        self.name, self.notes = str(self.live.manifest.mesh), list[str]()
+
+    def parts(self, source: RunInMemory) -> tuple[SinkPart, ...]:
+        target, live = self.live.manifest, self.live
+        live.check(source, False)
+        fit = fit_for(source.manifest, target, self._allow, False, source.name)
+        return parts_for(live, target, fit, self._allow)
+
+    def wants_more(self, source: Manifest) -> bool:
+        if self.live.has_optimizer:
+            return True
+        target = self.live.manifest.by_name
+        return any(
+            spec.name in target and (spec.dtype, target[spec.name].dtype) in LOSSLESS
+            for spec in source.params
+        )
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        return self.live.tensor(slot)
+
+    def lies_at(self) -> object:
+        return self._handle.lies_at(self.live.has_optimizer)
+
+    def begin(self) -> None:
+        self.live.mark_unusable()
+
+    def end(self) -> None:
+        self.live.refresh()
+        self.live.mark_usable()
+
+
+class _TensorsTarget:
+    """Tensors of a Hugging Face model by name, on this rank."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], config: Any, family: str) -> None:
+        self._tensors, self._config, self._family = dict(tensors), config, family
+        self._flat: list[torch.Tensor] = []
+        self.name = "tensors of a Hugging Face model"
+
+    def parts(self, source: RunInMemory) -> tuple[SinkPart, ...]:
+        manifest = source.manifest
+        found = None if self._config is None else config_for(manifest, self._config, None)
+        family = found.family if found is not None and needs_family(manifest) else self._family
+        tree = None if found is None else found.tree
+        twin = twin_of(manifest, tree, family, training_dtype(manifest), source.name)
+        if lost := sorted(self._tensors.keys() - twin.shares.keys()):
+            raise ModelMismatchError(
+                "the model has no tensor of a name that was asked for",
+                file=source.name,
+                parameter=some_of(lost),
+                expected=some_of([*twin.shares]),
+                found=f"{len(lost)} of {len(self._tensors)} names",
+                fix="give the names of the Hugging Face model that the weights are of",
+            )
+        rows, wants, flat = [], [], list[torch.Tensor]()
+        for name, tensor in self._tensors.items():
+            share = twin.shares[name]
+            shape = share.stored_shape(twin.specs[share.param])
+            if tuple(tensor.shape) != tuple(shape):
+                raise ModelMismatchError(
+                    "a tensor has another shape than in the Hugging Face model",
+                    file=source.name,
+                    parameter=name,
+                    expected=tuple(shape),
+                    found=tuple(tensor.shape),
+                    fix="give a tensor of that shape",
+                )
+            slot = Slot(len(rows), (), 0, VALUE)
+            rows.append((share, dtype_name(tensor.dtype)))
+            wants.append((slot, weight_of(manifest, share.param)[0]))
+            flat.append(flat_view(tensor.detach()))
+        self._flat = flat
+        target = weights_manifest(twin.specs, rows)
+        return (SinkPart(target, tuple(wants), NARROW, True, tuple(self._tensors)),)
+
+    def wants_more(self, source: Manifest) -> bool:
+        trained = training_dtype(source)
+        return any((trained, dtype_name(one.dtype)) in LOSSLESS for one in self._tensors.values())
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        return self._flat[slot.buffer]
+
+    def lies_at(self) -> object:
+        rows = self._tensors.items()
+        return [(name, one.data_ptr(), tuple(one.shape), one.dtype) for name, one in rows]
+
+    def begin(self) -> None:
+        """Whoever holds the tensors sees them change."""
+
+    def end(self) -> None:
+        """They are what they are."""
+
+
+# ---- refit
+
+
+_FAILED, _CHANGED, _AS_IT_WAS = range(3)  # what ranks tell each other before each refit
+
+
+@dataclass
+class _Known:
+    """What was planned."""
+
+    holder: Holder
+    parts: tuple[SinkPart, ...]
+    moves: KeptMoves
+    lies_at: object
+    has_masters: bool
+    filled_bytes: int
+    moved_bytes: int
+
+
+class _Members:
+    """The ranks of the default group that have something, as a group of their own where these are
+    not all. Making one is collective."""
+
+    def __init__(self, is_here: bool, every: Sequence[bool]) -> None:
+        self.is_here, self.ranks = is_here, [rank for rank, one in enumerate(every) if one]
+        self.are_all = len(self.ranks) == len(every)
+        self.group = None if self.are_all else dist.new_group(self.ranks)
+
+    def described(self, make: Callable[[], Holder]) -> tuple[Holder | None, Manifest]:
+        """What `make` returns on these ranks, and its manifest on all. Collective."""
+        found: Holder | None = None
+        if self.are_all:
+            found = make()
+            return found, found.manifest
+        with agree.gathering() as block:
+            if self.is_here:
+                with agree.among(self.group):
+                    found = make()
+                block.value = found.manifest
+        return found, next(one for one in block.values if one is not None)
+
+
+class Refit:
+    """What `refit` returns: each call moves the weights, as they are then. See `refit`."""
+
+    def __init__(
+        self,
+        source: Any,
+        target: Any,
+        checksums: bool | int,
+        family: Any,
+        config: Any,
+        allow: frozenset[str],
+    ) -> None:
+        self._checksums, self._calls, self._said = checksums, count(1), False
+        self._known: _Known | None = None
+        has = source is not None, target is not None
+        every = agree.gather(has)
+        self._givers = _Members(has[0], [one for one, _ in every])
+        self._takers = _Members(has[1], [one for _, one in every])
+        self._refuse_nobody()
+        self._target: _Target | None = None
+        self._make_target = lambda: _made(target, family, config, allow)
+        self._source: Handle | None = None
+        self._source_of = lambda: None if source is None else handle_of(source, family)
+        self.notes: tuple[str, ...] = ()
+        self._plan()
+
+    def _refuse_nobody(self) -> None:
+        with agree.together():
+            for members, what in ((self._givers, "source"), (self._takers, "target")):
+                if not members.ranks:
+                    raise UsageError(
+                        f"no rank has a {what}",
+                        expected=f"an engine as {what} on at least one rank",
+                        found="None on all of them",
+                        fix="give None on those ranks alone that have none",
+                    )
+
+    # ------------------------------------------------ plans
+
+    def _plan(self) -> None:
+        """Describes both sides, plans, proves, and makes the buffers. Collective. Raises a
+        UcpError on every rank."""
+        with agree.together(), agree.among(self._givers.group):
+            if self._givers.is_here:
+                self._source = self._source_of()
+        with agree.together(), agree.among(self._takers.group):
+            if self._takers.is_here:
+                self._target = self._make_target()
+        handle, target = self._source, self._target
+        holder, manifest = self._givers.described(lambda: _of(handle).weights())
+        has_masters = agree.any_of(target is not None and target.wants_more(manifest))
+        if has_masters:
+            holder, manifest = self._givers.described(lambda: _of(handle).present())
+        mesh = str(manifest.mesh)
+        with agree.together():
+            run = _run(manifest, handle, f"weights of {mesh}")
+            parts = () if target is None else target.parts(run)
+            plans = _proved(manifest, parts)
+        held = holdings_of(holder or HostMemory(manifest, []))
+        into = target.tensor if target is not None else _nowhere
+        moves = KeptMoves(held, plans, into)
+        sums = agree.total(moves.filled_bytes, moves.read_bytes)
+        self._known = _Known(
+            held.engine, parts, moves, self._lies_at(has_masters), has_masters, *sums
+        )
+        self._names = mesh, agree.gather(target.name if target is not None else "")
+
+    def _lies_at(self, has_masters: bool) -> object:
+        """Where everything lies on this rank."""
+        return (
+            None if self._source is None else self._source.lies_at(has_masters),
+            None if self._target is None else self._target.lies_at(),
+        )
+
+    # ------------------------------------------------ each time
+
+    def __call__(self, *, checksums: bool | None = None) -> RefitReport:
+        """Moves the weights. Between two steps; collective, on all ranks of the world.
+
+        Args:
+            checksums: Whether what was moved is compared with the source. Default: as `refit` was
+                told.
+
+        Returns:
+            What was done.
+
+        Raises:
+            UcpError: On every rank. The source is as it was; what is filled is not usable then.
+        """
+        with agree.as_rank_error("the refit", "the source is whole on this rank"):
+            return self._moved(checksums)
+
+    def _moved(self, checksums: bool | None) -> RefitReport:
+        started = time.perf_counter()
+        planned = self._plan_again()
+        known, target = _known(self._known), self._target
+        number = next(self._calls)
+        compare = _is_turn(self._checksums, number) if checksums is None else checksums
+        finish = getattr(known.holder, "finish_gathers", None)
+        kept = agree.KeptBack()
+        if finish is not None and self._source is not None:
+            finish()
+        if target is not None:
+            target.begin()
+        lost = {}
+        with kept:
+            lost = known.moves.run()
+        with agree.together():
+            kept.raise_kept()
+            refuse_lost([lost], f"weights of {self._names[0]}", "refit")
+        if self._takers.is_here and target is not None:
+            with agree.among(self._takers.group):
+                target.end()
+        seen = self._compared(known) if compare else None
+        goal = some_of([*dict.fromkeys(name for name in self._names[1] if name)])
+        report = RefitReport(
+            self._names[0],
+            goal,
+            known.filled_bytes,
+            known.moved_bytes,
+            time.perf_counter() - started,
+            planned or number == 1,
+            seen,
+        )
+        if not self._said:
+            self._said = True
+            say.ended(str(report), report.notes)
+        return report
+
+    def _plan_again(self) -> bool:
+        """Plans where an engine has changed on any rank; whether it did. Before that the ranks tell
+        each other one number: a rank that plans alone would wait for ever. Collective."""
+        known = _known(self._known)
+        state, kept = _FAILED, agree.KeptBack()
+        with kept:
+            if self._source is not None:
+                self._source.check_usable()
+            state = _AS_IT_WAS if self._lies_at(known.has_masters) == known.lies_at else _CHANGED
+        state = agree.least(state)
+        if state == _FAILED:
+            with agree.together():
+                kept.raise_kept()
+        if state == _CHANGED:
+            self._plan()
+        return state == _CHANGED
+
+    def _compared(self, known: _Known) -> int:
+        """How many bytes of all ranks have the checksum that they have in the source. Collective.
+        Raises ForeignFileError on every rank where one has another one."""
+        with agree.together():
+            own = known.moves.sums_given()
+        given = agree.delivered(own)
+        with agree.gathering() as block:
+            block.value, wrong = known.moves.compared(given)
+            if wrong:
+                raise ForeignFileError(
+                    "what a refit moved is not what the source has",
+                    file=f"weights of {self._names[0]}",
+                    parameter=some_of(wrong),
+                    expected="the checksums of the source",
+                    found=f"others, of {len(wrong)} parameters",
+                    fix="let nobody step the source, or write into the target, while a refit is "
+                    "under way; else the memory or the network is damaged",
+                    id="",
+                )
+        return sum(block.values)
+
+
+def _known(known: _Known | None) -> _Known:
+    if known is None:
+        raise UsageError(
+            "the refit has no plan: an earlier call failed while it planned",
+            fix="call ucp.refit again",
+            id="",
+        )
+    return known
+
+
+def _of(handle: Handle | None) -> Handle:
+    """That of the source, on a rank that has one."""
+    assert handle is not None, "asked for on ranks alone that have a source"
+    return handle
+
+
+def _nowhere(slot: Slot) -> torch.Tensor:
+    raise PlanError("a rank without a target fills nothing", found=slot)
+
+
+def _is_turn(checksums: bool | int, number: int) -> bool:
+    """Whether the call of that number is one of which checksums are compared."""
+    return bool(checksums) and not number % int(checksums)
+
+
+def _run(manifest: Manifest, handle: Handle | None, name: str) -> RunInMemory:
+    """What a source is besides elements, as far as weights need it."""
+    if handle is not None and handle.model is not None:
+        said = {**manifest.run, RECORDED: recorded(handle.model.sizes, handle.module)}
+        manifest = replace(manifest, run=said)
+    nothing = Extras({}, None, LossScale(), None, {})
+    return RunInMemory(name, manifest, manifest, nothing, {}, [])
+
+
+def _proved(manifest: Manifest, parts: Sequence[SinkPart]) -> list[Proved]:
+    """Raises a UcpError."""
+    out: list[Proved] = []
+    for number, part in enumerate(parts):
+        plan = make_plan(manifest, part.target, part.wants, part.allow)
+        prove(plan, manifest, part.target)
+        out.append(Proved(number, part, plan, part.allow))
+    return out
+
+
+def _made(target: Any, family: Any, config: Any, allow: frozenset[str]) -> _Target:
+    """What is filled, of whatever kind. Collective among the ranks that have one."""
+    if isinstance(target, Mapping):
+        return _TensorsTarget(target, config, str(getattr(family, "name", family or "")))
+    return _EngineTarget(handle_of(target, family), family, allow)
+
+
+def refit(
+    source: Any,
+    target: Any,
+    *,
+    checksums: bool | int = False,
+    family: Any = None,
+    config: str | Path | None = None,
+    allow: Collection[str] = (),
+) -> Refit:
+    """Plans how the weights of an engine go into another one, or into plain tensors, and returns
+    what moves them as often as it is called: a trainer's into its rollout after each step.
+    Collective, on all ranks of the world.
+
+    Args:
+        source: An engine of DeepSpeed, attached or not, or what `attach_megatron` returned; None on
+            ranks that have none.
+        target: An engine of the same model on any mesh, with an optimizer or without one; or the
+            tensors that this rank is to have of the Hugging Face model, by their names, in the
+            dtypes that they are given in. None on ranks that have none.
+        checksums: Whether each call compares what was moved with the source; a number: every so
+            many calls.
+        family: The model family, as of `load`.
+        config: For tensors: the model's config.json, or its folder, where the engine does not say
+            it.
+        allow: As of `load`.
+
+    Returns:
+        A `Refit`: calling it moves the weights, and returns a report.
+
+    Raises:
+        UcpError: On every rank, before anything moved: the target can't be filled so.
+
+    Weights are those that the source computes with; its masters, where the target has masters or a
+    wider dtype. When a tensor of either side was replaced, the next call plans again by itself.
+
+    Example:
+        >>> refit = ucp.refit(trainer, rollout)
+        >>> for batch in batches:
+        ...     train(trainer, batch)
+        ...     refit()
+    """
+    with agree.as_rank_error("the refit", "nothing was moved"):
+        agree.require_same(
+            {
+                "checksums": checksums,
+                "family": agree.plain_option(family),
+                "config": agree.plain_option(config),
+                "allow": agree.plain_option(allow),
+            }
+        )
+        with agree.together():
+            _check(source, target, checksums, allow)
+        return Refit(source, target, checksums, family, config, frozenset(allow))
+
+
+def _check(source: Any, target: Any, checksums: Any, allow: Any) -> None:
+    """Raises UsageError."""
+    check_words(allow, {MEMORY})
+    if not isinstance(checksums, int) or checksums < 0:
+        raise UsageError(
+            "checksums says whether, or how often, what was moved is compared",
+            expected="True, False, or a number: 10 for every tenth call",
+            found=repr(checksums),
+            fix="give one of these",
+        )
+    if source is not None and source is target:
+        raise UsageError(
+            "source and target of a refit are one engine",
+            expected="a model of its own for each of them",
+            found=type(source).__name__,
+            fix="give the engine that is to be filled as target",
+        )
+    odd = _odd_tensors(target) if isinstance(target, Mapping) else []
+    if odd:
+        raise UsageError(
+            "a target of a refit is no tensor that can be filled",
+            parameter=some_of(odd),
+            expected="contiguous tensors by name",
+            found=f"{len(odd)} others",
+            fix="give tensors such as torch.empty(shape, dtype=..., device=...)",
+        )
+
+
+def _odd_tensors(tensors: Mapping[Any, Any]) -> list[str]:
+    return [
+        str(name)
+        for name, one in tensors.items()
+        if not isinstance(one, torch.Tensor) or not one.is_contiguous() or one.is_meta
+    ]

@@ -1,0 +1,379 @@
+"""Moves between the memories of ranks that are planned once and made again and again.
+
+What a rank takes is a list of strided copies. Those from its own memory are made as they are. For
+all others it tells each giver once what it will be asked for, in rounds of bounded size; a round
+has a few messages for each pair of ranks, in an order that both know. So a later call sends bytes
+of tensors, and nothing else. Buffers for messages are made once: two of each kind, so that a round
+is packed while the one before it is on its way.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from isal import isal_zlib
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.plan import Mean, Op, Side
+from megatron_ucp.errors import PlanError, UnsupportedError
+from megatron_ucp.formats.pt.refs import ITEMSIZE
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import TensorOf, bytes_of
+from megatron_ucp.reshard.memories import Holdings
+from megatron_ucp.reshard.messages import device_of_messages
+from megatron_ucp.reshard.transfer import Lost, Proved, is_looked_at, lost_values, param_of
+
+_ROUND_BYTES = 32 * 2**20  # that a rank takes in a round, where there are few ranks
+_ROUNDS_BYTES = 256 * 2**20  # that one may be asked for in a round by all others together
+_LEAST_BYTES = 2**18
+_ALONE_BYTES = 2**18  # of a copy that gets a message of its own: it may need no buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Elements that a rank asks another one for."""
+
+    side: Side
+    shape: Ints
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A view that is filled, and one that has its values, those of the parameter `name`. `lost` are
+    name and dtype of what may lose finite values."""
+
+    into: torch.Tensor
+    of: torch.Tensor
+    lost: tuple[str, str] | None = None
+    name: str = ""
+
+
+@dataclass(slots=True)
+class _Message:
+    """What goes between this rank and a peer at once: `memory` is sent, or filled, and `pairs` are
+    copied before, or after it."""
+
+    peer: int
+    memory: torch.Tensor
+    pairs: list[_Pair] = field(default_factory=list[_Pair])
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What fills a region of this rank's memory with elements of the parameter `name`: those that
+    are asked for, where they go, and what may be lost of them."""
+
+    name: str
+    asked: Asked
+    into: torch.Tensor
+    lost: tuple[str, str] | None
+
+
+class KeptMoves:
+    """Fills what some proved parts want, out of the memories of all ranks, as often as it is
+    called. `into` gives the memory of a slot of this rank; the views of both sides are kept, so
+    that whoever replaces a tensor must make new moves. Making them is collective. Raises
+    UnsupportedError for a mean of copies, PlanError."""
+
+    def __init__(self, held: Holdings, parts: Sequence[Proved], into: TensorOf) -> None:
+        self.rank, self.world = agree.world()
+        self._held, self._device = held, torch.device(_device())
+        self._zeros: list[torch.Tensor] = []
+        self._own: list[_Pair] = []
+        others: dict[int, list[_Taken]] = {}
+        with agree.gathering() as block:
+            for one in parts:
+                self._plan(one, into, others)
+            most = max(_LEAST_BYTES, min(_ROUND_BYTES, _ROUNDS_BYTES // self.world))
+            self._taken = taken = [*self._rounds(others, most)]
+            block.value = len(taken)
+        self.rounds = max(block.values)
+        wished = _by_giver(taken)
+        self._asked = asked = agree.delivered(wished)
+        with agree.together():
+            self._coming = self._buffers([self._to_come(one) for one in taken])
+            self._going = self._buffers(
+                [self._to_go(asked, number) for number in range(self.rounds)]
+            )
+        self.own_bytes = sum(_bytes_of(pair.into) for pair in self._own)
+        self.read_bytes = sum(one.memory.nbytes for row in self._coming for one in row)
+        self.sent_bytes = sum(one.memory.nbytes for row in self._going for one in row)
+        self.filled_bytes = self.own_bytes + sum(
+            _bytes_of(one.into) for row in taken for rows in row.values() for one in rows
+        )
+
+    # ------------------------------------------------ once
+
+    def _plan(self, one: Proved, into: TensorOf, others: dict[int, list[_Taken]]) -> None:
+        """What one part wants, by the rank that gives it."""
+        target, source = one.part.target, self._held.engine.manifest
+        for fill in one.plan.fills:
+            if not fill.is_kept:
+                self._zeros.append(into(fill.slot)[fill.start : fill.stop])
+        for number, op in enumerate(one.plan.ops):
+            if isinstance(op, Mean):
+                raise UnsupportedError(
+                    "a mean of copies is not made from memory",
+                    parameter=param_of(op, target),
+                    found=f"copies of {len(op.sources)} ranks",
+                    fix='save, and load the files with --allow mean (Python: allow={"mean"})',
+                )
+            name, slot = param_of(op, target), op.target.slot
+            dtype = target.buffers[slot.buffer].dtype_of(slot.state)
+            is_lossy = is_looked_at(
+                source, name, op.source.slot.state, dtype, as_trained=one.part.as_trained
+            )
+            lost = (name, dtype) if is_lossy else None
+            if not self._held.ranks.get(op.source.slot.place):
+                raise PlanError("no rank holds what the plan reads", found=op.source.slot)
+            giver = self._held.giver(op, self.rank, number)
+            for side, goal, shape in _cut(op, _ROUND_BYTES // 8):
+                view = _view(into(slot), goal, shape)
+                if giver == self.rank:
+                    self._own.append(_Pair(view, self._held.values(side, shape), lost, name))
+                else:
+                    others.setdefault(giver, []).append(
+                        _Taken(name, Asked(side, shape), view, lost)
+                    )
+
+    def _rounds(
+        self, others: Mapping[int, Sequence[_Taken]], most: int
+    ) -> Iterator[dict[int, list[_Taken]]]:
+        """What is taken in each round, of up to `most` bytes: of all givers in turns, so that they
+        work at once."""
+        queues = {giver: list(reversed(rows)) for giver, rows in sorted(others.items())}
+        share = max(_LEAST_BYTES, most // max(1, len(queues)))
+        while any(queues.values()):
+            row: dict[int, list[_Taken]] = {}
+            for giver, rows in queues.items():
+                size = 0
+                while rows and (not size or size + self._size(rows[-1].asked) <= share):
+                    size += self._size(rows[-1].asked)
+                    row.setdefault(giver, []).append(rows.pop())
+            yield {giver: sorted(rows, key=self._order) for giver, rows in row.items()}
+
+    def _order(self, taken: _Taken) -> int:
+        """Elements of more bytes come first: then each run of a message is aligned."""
+        return -ITEMSIZE[self._held.dtype(taken.asked.side.slot)]
+
+    def _size(self, asked: Asked) -> int:
+        return self._held.bytes_of(asked.side, asked.shape)
+
+    def _messages(self, rows: Sequence[Any], asked_of: Callable[[Any], Asked]) -> Iterator[Any]:
+        """The copies of a round between two ranks, by the message that they are in: both find the
+        same ones."""
+        small: list[Any] = []
+        for one in rows:
+            if self._size(asked_of(one)) >= _ALONE_BYTES:
+                yield [one]
+            else:
+                small.append(one)
+        if small:
+            yield small
+
+    def _to_come(self, row: Mapping[int, Sequence[_Taken]]) -> list["_Planned"]:
+        """The messages that this rank gets in a round."""
+        return [
+            _Planned(giver, [(one.into, one.asked, one.lost) for one in rows], coming=True)
+            for giver, every in row.items()
+            for rows in self._messages(every, lambda one: one.asked)
+        ]
+
+    def _to_go(
+        self, asked: Mapping[int, Sequence[Sequence[Asked]]], number: int
+    ) -> list["_Planned"]:
+        """Those that it sends."""
+        return [
+            _Planned(taker, [(self._held.values(one.side, one.shape), one, None) for one in rows])
+            for taker, rounds in asked.items()
+            if number < len(rounds)
+            for rows in self._messages(rounds[number], lambda one: one)
+        ]
+
+    def _buffers(self, rounds: Sequence[Sequence["_Planned"]]) -> list[list[_Message]]:
+        """The messages of all rounds, in two buffers that take turns; what is one run of memory
+        where it lies needs none."""
+        sizes = [sum(self._room(one) for one in row) for row in rounds]
+        memories = [
+            torch.empty(max(sizes[turn::2], default=0), dtype=torch.uint8, device=self._device)
+            for turn in (0, 1)
+        ]
+        out: list[list[_Message]] = []
+        for number, row in enumerate(rounds):
+            memory, at = memories[number % 2], 0
+            messages: list[_Message] = []
+            for one in row:
+                size = self._room(one)
+                messages.append(self._message(one, memory[at : at + size]))
+                at += size
+            out.append(messages)
+        return out
+
+    def _is_run(self, planned: "_Planned") -> bool:
+        """Whether a message can be sent from where it lies, or come to where it goes."""
+        (view, asked, lost), *more = planned.rows
+        return (
+            not more
+            and lost is None
+            and view.is_contiguous()
+            and view.device.type == self._device.type
+            and view.numel() * view.element_size() == self._size(asked)
+            and str(view.dtype) == f"torch.{self._held.dtype(asked.side.slot)}"
+        )
+
+    def _room(self, planned: "_Planned") -> int:
+        """Bytes of a buffer that a message takes; the next one begins aligned."""
+        if self._is_run(planned):
+            return 0
+        size = sum(self._size(asked) for _, asked, _ in planned.rows)
+        return size + -size % 64
+
+    def _message(self, planned: "_Planned", memory: torch.Tensor) -> _Message:
+        if self._is_run(planned):
+            view = planned.rows[0][0]
+            return _Message(planned.peer, view.reshape(-1).view(torch.uint8))
+        at, pairs = 0, list[_Pair]()
+        for view, asked, lost in planned.rows:
+            size = self._size(asked)
+            dtype = getattr(torch, self._held.dtype(asked.side.slot))
+            run = memory[at : at + size].view(dtype).view(asked.shape)
+            pairs.append(_Pair(view, run, lost) if planned.coming else _Pair(run, view))
+            at += size
+        return _Message(planned.peer, memory[:at], pairs)
+
+    # ------------------------------------------------ each time
+
+    def run(self) -> Lost:
+        """Fills this rank's memory. Collective: no agreement, only what has to move. Returns how
+        many finite values of which parameters became none. After an error on this rank others may
+        wait for it; what they get is undefined."""
+        lost: dict[tuple[str, str], int] = {}
+        for one in self._zeros:
+            one.zero_()
+        works = self._post(0)
+        _copied(self._own, lost)
+        for number in range(self.rounds):
+            following = self._post(number + 1)
+            for work in works:
+                work.wait()
+            for message in self._row(self._coming, number):
+                _copied(message.pairs, lost)
+            works = following
+        return lost
+
+    # ------------------------------------------------ checksums
+
+    def sums_given(self) -> dict[int, list[int]]:
+        """The CRC-32s of all elements that each other rank asks this one for, in that order."""
+        return {
+            taker: [_crc32(self._held.values(one.side, one.shape)) for row in rounds for one in row]
+            for taker, rounds in self._asked.items()
+        }
+
+    def compared(self, given: Mapping[int, Sequence[int]]) -> tuple[int, list[str]]:
+        """Compares what was filled with the source: bytes whose sums are the same, and the
+        parameters of which one is not. What has another dtype is in neither. `given` are the sums
+        of those who gave it."""
+        found = [(pair.name, pair.into, pair.of.dtype, _crc32(pair.of)) for pair in self._own]
+        sums = {giver: iter(own) for giver, own in given.items()}
+        for row in self._taken:
+            for giver, rows in row.items():
+                for one in rows:
+                    dtype = getattr(torch, self._held.dtype(one.asked.side.slot))
+                    found.append((one.name, one.into, dtype, next(sums[giver])))
+        same, wrong = 0, dict[str, None]()
+        for name, into, dtype, sum_ in found:
+            if into.dtype == dtype and _crc32(into) == sum_:
+                same += _bytes_of(into)
+            elif into.dtype == dtype:
+                wrong[name] = None
+        return same, [*wrong]
+
+    # ------------------------------------------------ messages
+
+    def _row(self, rounds: Sequence[list[_Message]], number: int) -> list[_Message]:
+        return rounds[number] if number < len(rounds) else []
+
+    def _post(self, number: int) -> list[Any]:
+        """Begins the messages of a round."""
+        going, coming = self._row(self._going, number), self._row(self._coming, number)
+        for message in going:
+            _copied(message.pairs, {})
+        messages = [dist.P2POp(dist.irecv, one.memory, one.peer) for one in coming]
+        messages += [dist.P2POp(dist.isend, one.memory, one.peer) for one in going]
+        return dist.batch_isend_irecv(messages) if messages else []
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A message before it has memory: views of this rank with the elements that are asked for, and
+    what may be lost of them."""
+
+    peer: int
+    rows: list[tuple[torch.Tensor, Asked, tuple[str, str] | None]]
+    coming: bool = False
+
+
+def _by_giver(
+    rounds: Sequence[Mapping[int, Sequence[_Taken]]],
+) -> dict[int, list[list[Asked]]]:
+    """What each other rank is asked for, round by round."""
+    out: dict[int, list[list[Asked]]] = {}
+    for number, row in enumerate(rounds):
+        for giver, rows in row.items():
+            wished = out.setdefault(giver, [[] for _ in rounds])
+            wished[number] = [one.asked for one in rows]
+    return out
+
+
+def _copied(pairs: Sequence[_Pair], lost: dict[tuple[str, str], int]) -> None:
+    for pair in pairs:
+        pair.into.copy_(pair.of)
+        if pair.lost is not None and (count := lost_values(pair.of, pair.into)):
+            lost[pair.lost] = lost.get(pair.lost, 0) + count
+
+
+def _view(flat: torch.Tensor, side: Side, shape: Ints) -> torch.Tensor:
+    first = flat.storage_offset() + side.offset
+    return torch.as_strided(flat, shape, side.strides, first)
+
+
+def _crc32(values: torch.Tensor) -> int:
+    return isal_zlib.crc32(bytes_of(values.contiguous().cpu()))
+
+
+def _bytes_of(view: torch.Tensor) -> int:
+    return view.numel() * view.element_size()
+
+
+def _cut(op: Op, most_elems: int) -> Iterator[tuple[Side, Side, Ints]]:
+    """A copy in pieces of up to so many elements, as far as its first dims let it be cut: the side
+    of the source, of the target, and the shape."""
+    yield from _pieces(op.sources[0], op.target, op.shape, most_elems)
+
+
+def _pieces(
+    side: Side, goal: Side, shape: Ints, most_elems: int
+) -> Iterator[tuple[Side, Side, Ints]]:
+    elems = math.prod(shape)
+    dim = next((d for d, length in enumerate(shape) if length > 1), None)
+    if elems <= most_elems or dim is None:
+        yield side, goal, shape
+        return
+    rows = max(1, most_elems * shape[dim] // elems)
+    for first in range(0, shape[dim], rows):
+        length = min(rows, shape[dim] - first)
+        part = (*shape[:dim], length, *shape[dim + 1 :])
+        yield from _pieces(
+            replace(side, offset=side.offset + first * side.strides[dim]),
+            replace(goal, offset=goal.offset + first * goal.strides[dim]),
+            part,
+            most_elems,
+        )
+
+
+def _device() -> str:
+    return device_of_messages() if dist.is_initialized() else "cpu"
