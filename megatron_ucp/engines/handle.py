@@ -189,7 +189,7 @@ def export(
             manifest = replace(manifest, run={RECORDED: recorded(model.sizes, module)})
         chosen = dtype or training_dtype(manifest)
         found = None if config is None else config_for(manifest, config, None)
-        given = _config(module, model) if found is None else found.tree
+        given = said_config(module, model) if found is None else found.tree
         family = found.family if found is not None and needs_family(manifest) else ""
         twin = twin_of(manifest, given, family, chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
@@ -200,7 +200,7 @@ def export(
     return done
 
 
-def _config(module: Any, model: Model | None) -> dict[str, Any] | None:
+def said_config(module: Any, model: Model | None) -> dict[str, Any] | None:
     """The config of a model of transformers, or of the adapter that peft put around one."""
     adapters = getattr(module, "peft_config", None)
     if isinstance(adapters, dict) and len(adapters) == 1:  # several are refused

@@ -466,8 +466,13 @@ class LiveShards:
     def finish_gathers(self) -> None:
         """Every rank gets the weights that others stepped, where some may be on their way."""
 
+    def prepare(self) -> None:
+        """Before the first write: what `tensor` gives is the engine's own memory afterwards. No
+        value is changed."""
+
     def mark_unusable(self) -> None:
         mark_unusable(self._program, self.modules())
+        self.prepare()
 
     def give_up(self) -> None:
         gone = "the memory of this engine went as it was held, as was asked"

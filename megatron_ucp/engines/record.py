@@ -36,7 +36,8 @@ class EngineRecord:
     plain optimizer stepped when the engine was attached: some may be frozen later. `plan` is that
     of the last save, for the next one of the same structure. `closed_doors` are the methods that
     the engine had before it became unusable (None: it is usable), `hooks` what stands in the way of
-    its modules' state dicts meanwhile, and `unusable_as` says why.
+    its modules' state dicts meanwhile, and `unusable_as` says why. `tensor_rank` is this rank's
+    number among those that cut the parameters, once it was asked.
     """
 
     attachment: Any = None
@@ -49,6 +50,7 @@ class EngineRecord:
     closed_doors: Mapping[str, Callable[..., Any] | None] | None = None
     hooks: list[Any] = field(default_factory=list[Any])
     unusable_as: str = ""
+    tensor_rank: int | None = None
 
 
 def record_of(engine: Any) -> EngineRecord:

@@ -3,10 +3,11 @@ step: planned once, moved as often as it is called."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from megatron_ucp.core.plan import LOSSLESS, Slot, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.core.tensor_parts import weights_manifest
 from megatron_ucp.engines.deepspeed.engine import handle_of
-from megatron_ucp.engines.handle import Handle
+from megatron_ucp.engines.handle import Handle, said_config
 from megatron_ucp.engines.live import dtype_name, flat_view
 from megatron_ucp.errors import (
     ForeignFileError,
@@ -42,6 +43,8 @@ from megatron_ucp.reshard.memories import holdings_of
 from megatron_ucp.reshard.memory_layout import HostMemory
 from megatron_ucp.reshard.options import MEMORY, check_words
 from megatron_ucp.reshard.transfer import NARROW, Proved, SinkPart, refuse_lost
+
+_T = TypeVar("_T")
 
 # ---- report
 
@@ -111,9 +114,10 @@ class _Target(Protocol):
 class _EngineTarget:
     """An engine, without an optimizer or with one, of which the masters are filled."""
 
-    def __init__(self, handle: Handle, family: Any, allow: frozenset[str]) -> None:
+    def __init__(self, handle: Handle, allow: frozenset[str]) -> None:
         self._handle, self._allow = handle, allow
-        self.live: Engine = handle.to_fill(family)
+        self.live: Engine = handle.describe()
+        self.live.prepare()
         self.name, self.notes = str(self.live.manifest.mesh), list[str]()
 
     def parts(self, source: RunInMemory) -> tuple[SinkPart, ...]:
@@ -157,7 +161,7 @@ class _TensorsTarget:
         manifest = source.manifest
         found = None if self._config is None else config_for(manifest, self._config, None)
         family = found.family if found is not None and needs_family(manifest) else self._family
-        tree = None if found is None else found.tree
+        tree: Any = manifest.run.get(_CONFIG) if found is None else found.tree
         twin = twin_of(manifest, tree, family, training_dtype(manifest), source.name)
         if lost := sorted(self._tensors.keys() - twin.shares.keys()):
             raise ModelMismatchError(
@@ -210,6 +214,7 @@ class _TensorsTarget:
 # ---- refit
 
 
+_CONFIG = "model_config"  # of what the source says of its model beside the manifest
 _FAILED, _CHANGED, _AS_IT_WAS = range(3)  # what ranks tell each other before each refit
 
 
@@ -218,7 +223,6 @@ class _Known:
     """What was planned."""
 
     holder: Holder
-    parts: tuple[SinkPart, ...]
     moves: KeptMoves
     lies_at: object
     has_masters: bool
@@ -235,18 +239,19 @@ class _Members:
         self.are_all = len(self.ranks) == len(every)
         self.group = None if self.are_all else dist.new_group(self.ranks)
 
-    def described(self, make: Callable[[], Holder]) -> tuple[Holder | None, Manifest]:
-        """What `make` returns on these ranks, and its manifest on all. Collective."""
-        found: Holder | None = None
+    def among(self) -> AbstractContextManager[None]:
+        """Inside, these ranks are all; on others nothing is to be agreed on inside."""
+        return agree.among(self.group) if self.is_here else nullcontext()
+
+    def told(self, make: Callable[[], _T]) -> _T:
+        """What `make` returns on these ranks, where it is the same, on all. Collective."""
         if self.are_all:
-            found = make()
-            return found, found.manifest
+            return make()
         with agree.gathering() as block:
             if self.is_here:
-                with agree.among(self.group):
-                    found = make()
-                block.value = found.manifest
-        return found, next(one for one in block.values if one is not None)
+                with self.among():
+                    block.value = make()
+        return next(one for one in block.values if one is not None)
 
 
 class Refit:
@@ -271,9 +276,15 @@ class Refit:
         self._target: _Target | None = None
         self._make_target = lambda: _made(target, family, config, allow)
         self._source: Handle | None = None
+        self._holder: Holder | None = None
         self._source_of = lambda: None if source is None else handle_of(source, family)
         self.notes: tuple[str, ...] = ()
         self._plan()
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends to others in each call."""
+        return _known(self._known).moves.sent_bytes
 
     def _refuse_nobody(self) -> None:
         with agree.together():
@@ -291,30 +302,37 @@ class Refit:
     def _plan(self) -> None:
         """Describes both sides, plans, proves, and makes the buffers. Collective. Raises a
         UcpError on every rank."""
-        with agree.together(), agree.among(self._givers.group):
-            if self._givers.is_here:
-                self._source = self._source_of()
-        with agree.together(), agree.among(self._takers.group):
-            if self._takers.is_here:
-                self._target = self._make_target()
-        handle, target = self._source, self._target
-        holder, manifest = self._givers.described(lambda: _of(handle).weights())
+        with agree.together(), self._givers.among():
+            self._source = self._source_of()
+        with agree.together(), self._takers.among():
+            self._target = self._make_target() if self._takers.is_here else None
+        target = self._target
+        manifest = self._givers.told(lambda: self._described(has_masters=False))
         has_masters = agree.any_of(target is not None and target.wants_more(manifest))
         if has_masters:
-            holder, manifest = self._givers.described(lambda: _of(handle).present())
+            manifest = self._givers.told(lambda: self._described(has_masters=True))
         mesh = str(manifest.mesh)
         with agree.together():
-            run = _run(manifest, handle, f"weights of {mesh}")
-            parts = () if target is None else target.parts(run)
+            parts = () if target is None else target.parts(_run(manifest, f"weights of {mesh}"))
             plans = _proved(manifest, parts)
-        held = holdings_of(holder or HostMemory(manifest, []))
+        held = holdings_of(self._holder or HostMemory(manifest, []))
         into = target.tensor if target is not None else _nowhere
         moves = KeptMoves(held, plans, into)
         sums = agree.total(moves.filled_bytes, moves.read_bytes)
-        self._known = _Known(
-            held.engine, parts, moves, self._lies_at(has_masters), has_masters, *sums
-        )
+        self._known = _Known(held.engine, moves, self._lies_at(has_masters), has_masters, *sums)
         self._names = mesh, agree.gather(target.name if target is not None else "")
+
+    def _described(self, has_masters: bool) -> Manifest:
+        """Of a source, with what its model is. Collective among the ranks that have one."""
+        source = self._source
+        if source is None:
+            raise PlanError("a rank without a source describes nothing")
+        self._holder = source.present() if has_masters else source.weights()
+        manifest, model = self._holder.manifest, source.model
+        said: dict[str, Any] = {_CONFIG: said_config(source.module, model)}
+        if model is not None:
+            said[RECORDED] = recorded(model.sizes, source.module)
+        return replace(manifest, run={**manifest.run, **said})
 
     def _lies_at(self, has_masters: bool) -> object:
         """Where everything lies on this rank."""
@@ -353,14 +371,12 @@ class Refit:
             finish()
         if target is not None:
             target.begin()
-        lost = {}
-        with kept:
-            lost = known.moves.run()
+        lost = known.moves.run(kept)
         with agree.together():
             kept.raise_kept()
             refuse_lost([lost], f"weights of {self._names[0]}", "refit")
-        if self._takers.is_here and target is not None:
-            with agree.among(self._takers.group):
+        with self._takers.among():
+            if target is not None:
                 target.end()
         seen = self._compared(known) if compare else None
         goal = some_of([*dict.fromkeys(name for name in self._names[1] if name)])
@@ -427,12 +443,6 @@ def _known(known: _Known | None) -> _Known:
     return known
 
 
-def _of(handle: Handle | None) -> Handle:
-    """That of the source, on a rank that has one."""
-    assert handle is not None, "asked for on ranks alone that have a source"
-    return handle
-
-
 def _nowhere(slot: Slot) -> torch.Tensor:
     raise PlanError("a rank without a target fills nothing", found=slot)
 
@@ -442,11 +452,8 @@ def _is_turn(checksums: bool | int, number: int) -> bool:
     return bool(checksums) and not number % int(checksums)
 
 
-def _run(manifest: Manifest, handle: Handle | None, name: str) -> RunInMemory:
+def _run(manifest: Manifest, name: str) -> RunInMemory:
     """What a source is besides elements, as far as weights need it."""
-    if handle is not None and handle.model is not None:
-        said = {**manifest.run, RECORDED: recorded(handle.model.sizes, handle.module)}
-        manifest = replace(manifest, run=said)
     nothing = Extras({}, None, LossScale(), None, {})
     return RunInMemory(name, manifest, manifest, nothing, {}, [])
 
@@ -465,7 +472,7 @@ def _made(target: Any, family: Any, config: Any, allow: frozenset[str]) -> _Targ
     """What is filled, of whatever kind. Collective among the ranks that have one."""
     if isinstance(target, Mapping):
         return _TensorsTarget(target, config, str(getattr(family, "name", family or "")))
-    return _EngineTarget(handle_of(target, family), family, allow)
+    return _EngineTarget(handle_of(target, family), allow)
 
 
 def refit(

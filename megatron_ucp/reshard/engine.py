@@ -201,8 +201,12 @@ class Engine(Lender, Protocol):
         set."""
         ...
 
+    def prepare(self) -> None:
+        """Makes the engine's memory what `tensor` gives; no value is changed."""
+        ...
+
     def mark_unusable(self) -> None:
-        """From now on the engine refuses to step, to save and to be exported."""
+        """From now on the engine refuses to step, to save and to be exported. It is prepared."""
         ...
 
     def mark_usable(self) -> None:

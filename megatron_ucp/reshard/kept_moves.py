@@ -22,7 +22,7 @@ from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TensorOf, bytes_of
-from megatron_ucp.reshard.memories import Holdings
+from megatron_ucp.reshard.memories import Holdings, started
 from megatron_ucp.reshard.messages import device_of_messages
 from megatron_ucp.reshard.transfer import Lost, Proved, is_looked_at, lost_values, param_of
 
@@ -113,22 +113,23 @@ class KeptMoves:
         for fill in one.plan.fills:
             if not fill.is_kept:
                 self._zeros.append(into(fill.slot)[fill.start : fill.stop])
-        for number, op in enumerate(one.plan.ops):
-            if isinstance(op, Mean):
+        for number, planned in enumerate(one.plan.ops):
+            name, slot = param_of(planned, target), planned.target.slot
+            if isinstance(planned, Mean):
                 raise UnsupportedError(
                     "a mean of copies is not made from memory",
-                    parameter=param_of(op, target),
-                    found=f"copies of {len(op.sources)} ranks",
+                    parameter=name,
+                    found=f"copies of {len(planned.sources)} ranks",
                     fix='save, and load the files with --allow mean (Python: allow={"mean"})',
                 )
-            name, slot = param_of(op, target), op.target.slot
+            op = self._held.nearest(planned, name)
             dtype = target.buffers[slot.buffer].dtype_of(slot.state)
             is_lossy = is_looked_at(
-                source, name, op.source.slot.state, dtype, as_trained=one.part.as_trained
+                source, name, op.sources[0].slot.state, dtype, as_trained=one.part.as_trained
             )
             lost = (name, dtype) if is_lossy else None
-            if not self._held.ranks.get(op.source.slot.place):
-                raise PlanError("no rank holds what the plan reads", found=op.source.slot)
+            if not self._held.ranks.get(op.sources[0].slot.place):
+                raise PlanError("no rank holds what the plan reads", found=op.sources[0].slot)
             giver = self._held.giver(op, self.rank, number)
             for side, goal, shape in _cut(op, _ROUND_BYTES // 8):
                 view = _view(into(slot), goal, shape)
@@ -246,21 +247,24 @@ class KeptMoves:
 
     # ------------------------------------------------ each time
 
-    def run(self) -> Lost:
+    def run(self, kept: agree.KeptBack) -> Lost:
         """Fills this rank's memory. Collective: no agreement, only what has to move. Returns how
-        many finite values of which parameters became none. After an error on this rank others may
-        wait for it; what they get is undefined."""
+        many finite values of which parameters became none. A rank that fails still sends what
+        others wait for; its first error is `kept`, and what it sent then is undefined."""
         lost: dict[tuple[str, str], int] = {}
-        for one in self._zeros:
-            one.zero_()
-        works = self._post(0)
-        _copied(self._own, lost)
+        works = self._post(0, kept)
+        with kept:
+            for one in self._zeros:
+                one.zero_()
+            _copied(self._own, lost)
         for number in range(self.rounds):
-            following = self._post(number + 1)
+            following = self._post(number + 1, kept)
             for work in works:
-                work.wait()
+                with kept:
+                    work.wait()
             for message in self._row(self._coming, number):
-                _copied(message.pairs, lost)
+                with kept:
+                    _copied(message.pairs, lost)
             works = following
         return lost
 
@@ -297,14 +301,15 @@ class KeptMoves:
     def _row(self, rounds: Sequence[list[_Message]], number: int) -> list[_Message]:
         return rounds[number] if number < len(rounds) else []
 
-    def _post(self, number: int) -> list[Any]:
+    def _post(self, number: int, kept: agree.KeptBack) -> list[Any]:
         """Begins the messages of a round."""
         going, coming = self._row(self._going, number), self._row(self._coming, number)
         for message in going:
-            _copied(message.pairs, {})
+            with kept:
+                _copied(message.pairs, {})
         messages = [dist.P2POp(dist.irecv, one.memory, one.peer) for one in coming]
         messages += [dist.P2POp(dist.isend, one.memory, one.peer) for one in going]
-        return dist.batch_isend_irecv(messages) if messages else []
+        return started(messages, self._device, kept)
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ place."""
 import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_ucp.core.box import Ints, span
 from megatron_ucp.core.manifest import BufferPart, Manifest
+from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Mean, Op, Plan, Side, Slot
 from megatron_ucp.core.plan import Windows as Planner
 from megatron_ucp.errors import PlanError, UnsupportedError
@@ -21,7 +22,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender
 from megatron_ucp.reshard.execute import NEVER, TORCH_DTYPES, OfOp, TensorOf, UsedUp
 from megatron_ucp.reshard.messages import device_of_messages
-from megatron_ucp.reshard.transfer import Lost, Proved, Rounding, TransferRun
+from megatron_ucp.reshard.transfer import Lost, Proved, Rounding, TransferRun, param_of
 
 # ---- memories
 #
@@ -59,6 +60,43 @@ class Holdings:
     engine: Holder
     ranks: dict[BufferPart, set[int]]
     machines: Sequence[str]
+    _copies: dict[tuple[str, int, Coords, Coords], bool] = field(default_factory=dict[Any, bool])
+
+    @cached_property
+    def _own_cuts(self) -> Mapping[tuple[int, int], Sequence[Coords]]:
+        """The places that this rank has of each partition of a buffer."""
+        found: dict[tuple[int, int], list[Coords]] = {}
+        for number, cut, part in self.engine.parts():
+            found.setdefault((number, part), []).append(cut)
+        return found
+
+    def nearest(self, op: Op, param: str) -> Op:
+        """The same operation on a copy that this rank has itself, where the one that was planned is
+        another rank's: of a parameter that tensor parallelism does not cut each place has one."""
+        slot = _side(op).slot
+        own = self._own_cuts.get((slot.buffer, slot.part), ())
+        if isinstance(op, Mean) or slot.cut in own:
+            return op
+        for cut in own:
+            if self._is_copy(param, slot.buffer, slot.cut, cut):
+                return replace(op, source=replace(op.source, slot=replace(slot, cut=cut)))
+        return op
+
+    def _is_copy(self, param: str, buffer: int, one: Coords, other: Coords) -> bool:
+        """Whether two places of a buffer have the same share of a parameter. Of a module's buffers
+        every rank may have its own values."""
+        key = param, buffer, one, other
+        if key not in self._copies:
+            manifest = self.engine.manifest
+            spec = manifest.by_name[param]
+            members = [m for b, m in manifest.holders[param] if b == buffer]
+            shares = [
+                [manifest.pieces(manifest.member(buffer, m), cut) for m in members]
+                for cut in (one, other)
+            ]
+            is_of_all = not spec.layout.mean_over and spec.kind != "buffer"
+            self._copies[key] = is_of_all and shares[0] == shares[1]
+        return self._copies[key]
 
     def dtype(self, slot: Slot) -> str:
         """That of the values of a slot."""
@@ -149,7 +187,7 @@ class MemoryWindows:
 
     def __init__(self, held: Holdings, one: Proved, world: int) -> None:
         self.held = held
-        self._states = dict(one.plan.wants)
+        self._states, self._target = dict(one.plan.wants), one.part.target
         self._planner = Planner(held.engine.manifest, one.part.target, one.allow)
         self.holders: dict[Slot, set[int]] = {}  # the ranks that have all of a slot
         for op in one.plan.ops:
@@ -161,7 +199,8 @@ class MemoryWindows:
         state, high = self._states[window.slot], window.low + window.elems
         turn = window.low // window.elems
         by_giver: dict[int, list[Op]] = {}
-        for op in self._planner.plan(window.slot, state, window.low, high).ops:
+        for planned in self._planner.plan(window.slot, state, window.low, high).ops:
+            op = self.held.nearest(planned, param_of(planned, self._target))
             by_giver.setdefault(self.held.giver(op, taker, turn), []).append(op)
         return _Taken(window, by_giver)
 
@@ -339,7 +378,7 @@ class Memories:
             if number < len(rounds) and rounds[number]:
                 packed = self._packed(rounds[number], kept).to(self._device)
                 messages.append(dist.P2POp(dist.isend, packed, taker))
-        for one in self._started(messages, kept):
+        for one in started(messages, self._device, kept):
             with kept:
                 one.wait()
         for message in came.values():
@@ -348,17 +387,6 @@ class Memories:
             with kept:
                 if kept.error is None:
                     put(taken.window, self._put_together(taken, came, room))
-
-    def _started(self, messages: list[Any], kept: agree.KeptBack) -> list[Any]:
-        """Begins messages. On a CPU each by itself: where one can't go, as a rank died, those whom
-        the others are for do not wait for ever."""
-        if self._device.type != "cpu":
-            return dist.batch_isend_irecv(messages) if messages else []
-        works: list[Any] = []
-        for one in messages:
-            with kept:
-                works.append(one.op(one.tensor, one.peer))
-        return works
 
     def _to_come(self, mine: Sequence[_Taken]) -> dict[int, _Message]:
         """Memory for what others send of some windows, by the rank that does."""
@@ -400,6 +428,18 @@ class Memories:
                     values = came[giver].next(part.held.dtype(side.slot), op.shape)
                 _put(op, values, exact)
         return exact
+
+
+def started(messages: list[Any], device: torch.device, kept: agree.KeptBack) -> list[Any]:
+    """Begins messages from a device. On a CPU each by itself: where one can't go, as a rank died,
+    those whom the others are for do not wait for ever."""
+    if device.type != "cpu":
+        return dist.batch_isend_irecv(messages) if messages else []
+    works: list[Any] = []
+    for one in messages:
+        with kept:
+            works.append(one.op(one.tensor, one.peer))
+    return works
 
 
 def _all_of(held: Holder) -> Iterator[torch.Tensor]:

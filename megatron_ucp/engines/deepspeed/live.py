@@ -179,8 +179,7 @@ class LiveEngine(LiveShards):
     def modules(self) -> Sequence[torch.nn.Module]:
         return [self.engine.module]
 
-    def mark_unusable(self) -> None:
-        super().mark_unusable()
+    def prepare(self) -> None:
         self.wrapper.prepare()
 
     def give_up(self) -> None:

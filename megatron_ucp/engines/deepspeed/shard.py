@@ -42,6 +42,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     wrapper_of,
 )
 from megatron_ucp.engines.live import dtype_name, group_of, order_of, spec_of
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.family import Model
 from megatron_ucp.formats.deepspeed.files import at_tp
@@ -421,7 +422,25 @@ def parallel_of(engine: Any) -> tuple[tuple[int, int], tuple[int, int]]:
         )
         return tensor, (int(engine.num_stages), int(engine.stage_id))
     size = int(engine.mp_world_size)
-    return (size, int(engine.mpu.get_model_parallel_rank()) if size > 1 else 0), (1, 0)
+    return (size, _tensor_rank(engine, size) if size > 1 else 0), (1, 0)
+
+
+def _tensor_rank(engine: Any, size: int) -> int:
+    """This rank among those that cut the engine's parameters. It is asked once: megatron-core's
+    groups may be those of another engine later. Raises UnsupportedError where they are already."""
+    record = record_of(engine)
+    if record.tensor_rank is None:
+        sizes = getattr(engine.mpu, "get_model_parallel_world_size", None)
+        found = size if sizes is None else int(sizes())
+        if found != size:
+            raise UnsupportedError(
+                "the tensor-parallel groups are not those that the engine was made with",
+                expected=f"{size} ranks",
+                found=f"{found} ranks, as those of another engine",
+                fix="attach the engine (ucp.attach) before the groups of another one are made",
+            )
+        record.tensor_rank = int(engine.mpu.get_model_parallel_rank())
+    return record.tensor_rank
 
 
 def sequence_parallel_of(engine: Any) -> tuple[int, int]:

@@ -160,11 +160,10 @@ class LiveMegatron(LiveShards):
         return [bare_model(chunk) for chunk in self.stack.chunks]  # the wrappers ask for its own
 
     @torch.no_grad()
-    def mark_unusable(self) -> None:
-        """And waits for gathers of weights that are under way: they would undo what is written, and
-        the refresh would take them for its own. Masters become whole partitions, also where no
-        state of the optimizer is loaded."""
-        super().mark_unusable()
+    def prepare(self) -> None:
+        """Waits for gathers of weights that are under way: they would undo what is written, and the
+        refresh would take them for its own. Masters become whole partitions, also where no state of
+        the optimizer is loaded."""
         self.wait_for_gathers()
         for live in self._live.values():
             live.join(MASTER)

@@ -1,0 +1,463 @@
+"""What the ranks do in the tests of refits: one engine trains, and its weights go into another one,
+or into plain tensors, after each step."""
+
+import gc
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import megatron_ucp as ucp
+from megatron_ucp.reshard import messages
+from pretrain.mcore import models
+from tests.engines import autotp_states, model, resize_jobs
+from tests.engines import canonical as zero_states
+from tests.engines.autotp_jobs import Auto
+
+Differ = list[str]
+# what a rank could ask of all others
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
+    *("reduce_scatter_tensor", "all_to_all_single", "barrier", "gather", "scatter"),
+)
+
+
+class Groups:
+    """megatron-core's global groups, of which each engine here has its own: it trains with those
+    that it was made with. Nothing is destroyed."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        self._home = vars(parallel_state)
+        self._empty = self.now()
+
+    def now(self) -> dict[str, Any]:
+        """Those that are there."""
+        return {
+            name: value
+            for name, value in self._home.items()
+            if name.startswith("_") and name.isupper()
+        }
+
+    def made(self, make: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+        """An engine, and the groups that it was made with."""
+        self._home.update(self._empty)
+        return make(), self.now()
+
+    def use(self, groups: dict[str, Any]) -> None:
+        """From now on these are there."""
+        self._home.update(groups)
+
+
+@dataclass
+class Both:
+    """An engine that trains, and one that is filled, which has an optimizer or is `idle`."""
+
+    source: Any
+    target: Any
+    idle: bool = True
+    padded: bool = False  # with more rows of a vocabulary
+
+    def __post_init__(self) -> None:
+        one, other = map(resize_jobs.kind_of, (self.source, self.target))
+        self._kinds, self._groups = (one, other), Groups()
+        self.old, self._own = self._groups.made(lambda: one.make(self.source))
+        self.new, self._others = self._groups.made(lambda: self._filled(other))
+        self.handles = one.handle(self.old), self.new if self.idle else other.handle(self.new)
+        self._groups.use(self._own)
+
+    def _filled(self, kind: resize_jobs.Kind) -> Any:
+        return without_optimizer(kind, self.target) if self.idle else kind.make(self.target)
+
+    def train(self, step: int) -> None:
+        self._kinds[0].train(self.old, 1, first=step)
+
+    def wrong(self) -> Differ:
+        """What of the new engine is not as in the old one."""
+        want = self._kinds[0].canonical(self.old)
+        self._groups.use(self._others)
+        try:
+            if self.idle:
+                return wrong_weights(want, self.new, self.target, self.padded)
+            return wrong_masters(want, self._kinds[1].canonical(self.new))
+        finally:
+            self._groups.use(self._own)
+
+
+def without_optimizer(kind: resize_jobs.Kind, setup: Any) -> Any:
+    """An engine of DeepSpeed around the model of a setup, for its forward pass alone."""
+    import deepspeed
+
+    if getattr(setup, "extra", {}).get("evaluate"):
+        return kind.make(setup)
+    own = kind.make(setup)
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9}
+    if setup.dtype != "fp32":
+        config[setup.dtype] = {"enabled": True}
+    mpu = models.mpu() if hasattr(setup, "tp") else None
+    made = deepspeed.initialize(model=own.module, config=config, mpu=mpu, dist_init_required=False)[
+        0
+    ]
+    return ucp.attach(made, family=getattr(setup, "family", None))
+
+
+def wrong_weights(want: dict[str, Any], engine: Any, setup: Any, padded: bool = False) -> Differ:
+    """What of an engine without an optimizer is not what another one computes with; in another
+    dtype, not its masters in that one. Where it is `padded`, more rows are zeros."""
+    have = (autotp_states if isinstance(setup, Auto) else zero_states).weights(engine)
+    out = [f"{name} is missing" for name in want["weights"].keys() - have.keys()]
+    for name, value in want["weights"].items():
+        if name not in have:
+            continue
+        if have[name].dtype != value.dtype:
+            value = want["full"].get((name, "fp32"), value).to(have[name].dtype)
+        own = have[name]
+        if padded and own.shape != value.shape:
+            out += [f"rows of {name}"] if own[len(value) :].any() else []
+            own = own[: len(value)]
+        if not torch.equal(zero_states.bits(value), zero_states.bits(own)):
+            out.append(name)
+    return out
+
+
+def wrong_masters(want: dict[str, Any], have: dict[str, Any]) -> Differ:
+    """What of an engine with an optimizer is not what another one has; its weights are its masters
+    in their dtype."""
+    out = []
+    for (name, state), value in want["full"].items():
+        own = have["full"].get((name, state)) if state == "fp32" else value
+        if own is None or not torch.equal(zero_states.bits(value), zero_states.bits(own)):
+            out.append(name)
+        weight = have["weights"][name]
+        if state == "fp32" and own is not None:
+            if not torch.equal(zero_states.bits(own.to(weight.dtype)), zero_states.bits(weight)):
+                out.append(f"the weight of {name}")
+    return out
+
+
+def pair(
+    source: Any, target: Any, idle: bool, padded: bool = False, steps: int = 3
+) -> dict[str, Any]:
+    """Refits after each of some steps, and compares with a gather that knows nothing of the
+    package's layouts."""
+    both = Both(source, target, idle, padded)
+    both.train(0)
+    move = ucp.refit(*both.handles, allow={"vocab"} if padded else ())
+    found: dict[str, Any] = {"before": both.wrong(), "wrong": [], "planned": [], "compared": []}
+    for step in range(1, steps + 1):
+        both.train(step)
+        report = move(checksums=step == steps)
+        found["wrong"] += both.wrong()
+        found["planned"].append(report.planned)
+        found["compared"].append(report.compared_bytes)
+    found |= {"filled": report.filled_bytes, "moved": report.moved_bytes}
+    _plant(both.new)
+    try:
+        found["planted"] = both.wrong()
+    except AssertionError as error:  # copies differ
+        found["planted"] = [str(error)]
+    return found
+
+
+def _plant(engine: Any) -> None:
+    """One element that all ranks have otherwise."""
+    chunks = engine.handle.chunks if hasattr(engine, "handle") else [engine.module]
+    with torch.no_grad():
+        for param in (param for chunk in chunks for param in chunk.parameters()):
+            held = getattr(param, "ds_tensor", param)
+            if held.numel():
+                held.data.view(-1)[:1] += 1
+                return
+
+
+# ------------------------------------------------ what a call does
+
+
+@contextmanager
+def counted(found: dict[str, int]) -> Iterator[None]:
+    """Counts what ranks ask of each other inside, beside messages with values."""
+
+    def counting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] = found.get(name, 0) + 1
+            return own(*args, **kwargs)
+
+        return call
+
+    move = messages.DefaultRanks.move
+
+    def moved(self: Any, sent: Any, sizes: Any) -> Any:
+        found["bytes"] = found.get("bytes", 0) + sum(map(len, sent.values()))
+        return move(self, sent, sizes)
+
+    patches = [mock.patch.object(messages.DefaultRanks, "move", moved)]
+    patches += [
+        mock.patch.object(dist, name, counting(name, getattr(dist, name)))
+        for name in (*COLLECTIVES, "batch_isend_irecv")
+    ]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in patches:
+            one.stop()
+
+
+def rss_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def many(source: Any, target: Any, calls: int) -> dict[str, Any]:
+    """A trainer that steps, and a rollout that gets its weights, again and again."""
+    both = Both(source, target)
+    move = ucp.refit(*both.handles, checksums=50)
+    found: dict[str, Any] = {"wrong": [], "planned": 0, "compared": 0, "asked": {}}
+    for step in range(calls):
+        both.train(step)
+        asked: dict[str, int] = {}
+        with counted(asked):
+            report = move()
+        if report.compared_bytes is None:
+            for name, count in asked.items():
+                found["asked"][name] = max(count, found["asked"].get(name, 0))
+        found["planned"] += report.planned
+        found["compared"] += report.compared_bytes is not None
+        found["wrong"] += both.wrong()
+        if step == calls // 4:
+            found["rss"] = rss_bytes()
+    found["grown"] = rss_bytes() - found["rss"]
+    return found
+
+
+def changes(source: Any, target: Any) -> dict[str, Any]:
+    """What the next call sees by itself."""
+    both = Both(source, target, idle=False)
+    move, new = ucp.refit(*both.handles), both.new
+    found: dict[str, Any] = {}
+
+    def call(name: str) -> None:
+        both.train(len(found))
+        planned = move().planned
+        found[name] = planned, both.wrong()
+
+    call("first")
+    call("nothing")
+    if dist.get_rank() == 0:
+        param = next(iter(new.module.parameters()))
+        param.data = param.data.clone()
+    call("memory of a parameter, on one rank")
+    parent = new.module.down
+    fresh = torch.nn.Parameter(torch.zeros_like(parent.bias))
+    for group in new.optimizer.param_groups:
+        group["params"] = [fresh if one is parent.bias else one for one in group["params"]]
+    new.param_names[fresh] = new.param_names.pop(parent.bias)
+    parent.bias = fresh
+    call("a parameter that is another one")
+    first, second = new.optimizer.param_groups[:2]
+    second["params"].append(first["params"].pop())
+    call("a group")
+    call("nothing again")
+    return found
+
+
+def failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
+    """One rank fails at some moments: all raise. The next call is whole."""
+    from megatron_ucp.reshard import kept_moves
+
+    both = Both(source, target)
+    move = ucp.refit(*both.handles)
+    move()
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ucp.DamagedFileError("only here", id="")
+
+    found: dict[str, Any] = {}
+    places = {
+        "before": (type(move), "_lies_at"),
+        "while it moves": (kept_moves, "_copied"),
+    }
+    for step, (name, (where, what)) in enumerate(places.items()):
+        both.train(step)
+        own = fails if dist.get_rank() == rank else getattr(where, what)
+        with mock.patch.object(where, what, own):
+            try:
+                move()
+                found[name] = "nothing was refused"
+            except ucp.UcpError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+        move()
+        found[f"{name}, then"] = both.wrong()
+
+    def changing(pairs: Any, lost: Any) -> None:
+        own_copied(pairs, lost)
+        for pair in pairs:
+            pair.into.view(-1)[:1] += 1
+
+    own_copied = kept_moves._copied
+    with mock.patch.object(
+        kept_moves, "_copied", changing if dist.get_rank() == rank else own_copied
+    ):
+        try:
+            move(checksums=True)
+            found["changed"] = "nothing was refused"
+        except ucp.UcpError as error:
+            found["changed"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def dies(source: Any, target: Any, rank: int, folder: str) -> None:
+    """One rank is killed between two steps; each of the others writes what it was told."""
+    move, file = ucp.refit(*Both(source, target).handles), Path(folder)
+    move()
+    dist.barrier()
+    if dist.get_rank() == rank:
+        (file / "death").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        move()
+        said = "nothing was told"
+    except ucp.UcpError as error:
+        said = f"{type(error).__name__}: {error}"
+    seconds = time.time() - float((file / "death").read_text())
+    told = {"said": said, "seconds": seconds}
+    (file / f"{dist.get_rank()}.json").write_text(json.dumps(told))
+
+
+# ------------------------------------------------ plain tensors, and ranks apart
+
+
+def tensors(source: Any, folder: str, dtype: str, takers: list[int]) -> dict[str, Any]:
+    """The tensors of the Hugging Face model on some ranks, against the folder that an export
+    writes."""
+    one = resize_jobs.kind_of(source)
+    old = one.make(source)
+    one.train(old, 1)
+    ucp.export_hf(one.handle(old), folder, dtype=dtype)
+    like = load_file(Path(folder) / "model.safetensors")
+    rank = dist.get_rank()
+    # the second taker has some of them alone
+    own = {
+        name: torch.full_like(value, 7)
+        for number, (name, value) in enumerate(like.items())
+        if rank in takers and (rank == takers[0] or number % 2)
+    }
+    move = ucp.refit(one.handle(old), own if rank in takers else None)
+    found: dict[str, Any] = {"wrong": [], "count": len(own)}
+    for step in (1, 2):
+        one.train(old, 1, first=step)
+        report = move(checksums=True)
+        again = f"{folder}_{step}"
+        ucp.export_hf(one.handle(old), again, dtype=dtype)
+        want = load_file(Path(again) / "model.safetensors")
+        found["wrong"] += [
+            name
+            for name, value in own.items()
+            if not torch.equal(zero_states.bits(value), zero_states.bits(want[name]))
+        ]
+        found["same as before"] = [n for n in own if torch.equal(like[n], want[n])]
+    found["compared"] = report.compared_bytes, report.filled_bytes
+    return found
+
+
+def apart(trainers: list[int], rollouts: list[int], stages: tuple[int, int]) -> dict[str, Any]:
+    """A trainer on some ranks of the world, a rollout on others, or on some of the same."""
+    rank, groups = dist.get_rank(), {}
+    for name, ranks in (("trainer", trainers), ("rollout", rollouts)):
+        groups[name] = dist.new_group(ranks)
+    old = _on(groups["trainer"], stages[0], 1) if rank in trainers else None
+    new = _on(groups["rollout"], stages[1], 9, idle=True) if rank in rollouts else None
+    move = ucp.refit(old, new)
+    found: dict[str, Any] = {"wrong": [], "before": 0}
+    for step in (0, 1):
+        if old is not None:
+            _stepped(old, step)
+        want = _weights(old, trainers[0])
+        if not step and new is not None:
+            found["before"] = len(_unlike(want, _weights_here(new)))
+        report = move(checksums=True)
+        if new is not None:
+            found["wrong"] += _unlike(want, _weights_here(new))
+    found["moved"], found["compared"] = report.moved_bytes, report.compared_bytes
+    return found
+
+
+class _Mpu:
+    """Groups of an engine that has some ranks of the world."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._alone = None
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_group(self) -> Any:
+        return None
+
+
+def _on(group: Any, zero: int, seed: int, idle: bool = False) -> Any:
+    """An engine on the ranks of a group alone."""
+    import deepspeed
+
+    torch.manual_seed(seed)
+    net = model.NETS["Net"]()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": zero},
+        "steps_per_print": 10**9,
+    }
+    trained = [param for param in net.parameters() if param.requires_grad]
+    optimizer = None if idle else torch.optim.AdamW(trained, lr=1e-2)
+    made = deepspeed.initialize(
+        model=net, optimizer=optimizer, config=config, mpu=_Mpu(group), dist_init_required=False
+    )
+    return made[0]
+
+
+def _stepped(engine: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(model.VOCAB, (2, model.SEQUENCE), generator=generator)
+    engine.backward(engine(tokens))
+    engine.step()
+
+
+def _weights_here(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+def _weights(engine: Any, first: int) -> dict[str, torch.Tensor]:
+    """Those of the rank `first`, on all ranks of the world."""
+    held = [None if engine is None else _weights_here(engine)]
+    dist.broadcast_object_list(held, first)
+    return held[0] or {}
+
+
+def _unlike(want: dict[str, torch.Tensor], have: dict[str, torch.Tensor]) -> Differ:
+    return [name for name, value in want.items() if not torch.equal(value, have[name])]
