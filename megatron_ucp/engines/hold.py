@@ -26,8 +26,8 @@ from megatron_ucp.reshard.fingerprint import (
     sums_of_rank,
     table_of,
 )
+from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.load import resume_from_memory
-from megatron_ucp.reshard.memories import SharedMemories
 from megatron_ucp.reshard.memory_layout import (
     HostMemory,
     MemorySink,

@@ -34,7 +34,7 @@ from megatron_ucp.reshard.folder import (
     in_file_order,
     record_crcs,
 )
-from megatron_ucp.reshard.threads import Alongside
+from megatron_ucp.reshard.threads import Alongside, threads_of_rank
 
 # ---- live archive
 #
@@ -247,7 +247,7 @@ class RankFiles:
             else:
                 self._copies[one.memory.data_ptr()] = copy
                 self._writer.later(replace(one, memory=copy))
-        self._writer.now(now, _threads())
+        self._writer.now(now, threads_of_rank())
 
     def kept(self, memory: torch.Tensor) -> torch.Tensor | None:
         """Memory of the engine as the snapshot has it; itself where nothing is to be written later;
@@ -368,12 +368,6 @@ def _range(path: Location, record: int, memory: torch.Tensor, turn: int, turns: 
     step += -step % _ALIGNED_BYTES
     low = min(turn * step, len(memory))
     return FileRange(path, record, record + low, memory[low : low + step])
-
-
-def _threads() -> int:
-    """The cores of this machine are for all of its ranks."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or agree.world()[1])
-    return max(1, min(8, (os.cpu_count() or 1) // local))
 
 
 # ---- replicas

@@ -32,10 +32,12 @@ from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.messages import Ranks
 from megatron_ucp.reshard.options import read_json
+from megatron_ucp.reshard.threads import in_threads, threads_of_rank
 
 RULE = "stepped as"  # among the settings of a parameter: what its optimizer computes, such as AdamW
 # Switches of how torch computes a step, on which no value depends.
 _NOT_OF_STEPS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_LARGE_BYTES = 2**25  # for which threads are begun
 PARTS = ("table", "settings")  # of a fingerprint, as JSON names them
 Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-32
 # parameter, state, dtype, share, its holder, partition
@@ -97,7 +99,7 @@ def sums_of(
     the state that is named with it. Of each slot the elements `within` alone, and `only` some
     parameters. `sizes` grows by the bytes of each. `copies`: what several partitions keep whole is
     in all of them (a load put it there), and not in the first one alone."""
-    out: Sums = {}
+    found: list[tuple[ShareKey, ParamSpec, torch.Tensor, Piece]] = []
     sizes = Counter() if sizes is None else sizes
     for slot, state in wants:
         dtype = manifest.buffers[slot.buffer].dtype_of(slot.state)
@@ -107,8 +109,14 @@ def sums_of(
         for name, share, offset, held in _held(manifest, slot, within, only, copies):
             memory = read(slot, offset, offset + span(held.full.shape, held.strides))
             key = name, state, dtype, share, holder, slot.part
-            out[key] = out.get(key, 0) ^ _sum(manifest.by_name[name], memory, held)
+            found.append((key, manifest.by_name[name], memory, held))
             sizes[name, state] += held.full.numel * memory.element_size()
+    is_large = sum(memory.nbytes for _, _, memory, _ in found) >= _LARGE_BYTES
+    threads = threads_of_rank() if is_large else 1
+    sums = in_threads(lambda one: _sum(*one[1:]), found, threads)
+    out: Sums = {}
+    for (key, *_), sum_ in zip(found, sums, strict=True):
+        out[key] = out.get(key, 0) ^ sum_
     return out
 
 

@@ -8,7 +8,8 @@ is packed while the one before it is on its way.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,19 +18,32 @@ import torch.distributed as dist
 from isal import isal_zlib
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.plan import Mean, Op, Side
-from megatron_ucp.errors import PlanError, UnsupportedError
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.plan import Op, Plan, Side, Slot
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.execute import TensorOf, bytes_of
-from megatron_ucp.reshard.memories import Holdings, started
-from megatron_ucp.reshard.messages import device_of_messages
-from megatron_ucp.reshard.transfer import Lost, Proved, is_looked_at, lost_values, param_of
+from megatron_ucp.reshard.engine import Engine, Holder, Lender
+from megatron_ucp.reshard.execute import NEVER, OfOp, TensorOf, UsedUp, bytes_of
+from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of, started
+from megatron_ucp.reshard.transfer import (
+    Lost,
+    Proved,
+    TransferRun,
+    is_looked_at,
+    lost_values,
+    param_of,
+)
 
-_ROUND_BYTES = 32 * 2**20  # that a rank takes in a round, where there are few ranks
-_ROUNDS_BYTES = 256 * 2**20  # that one may be asked for in a round by all others together
-_LEAST_BYTES = 2**18
+# What moving takes beside the memory that is filled, on any rank: what it gives to all others in a
+# round, and what it takes, each twice.
+EXTRA_BYTES = 256 * 2**20
+_MOST_BYTES, _LEAST_BYTES = 32 * 2**20, 2**18  # of a round, whatever the number of ranks
 _ALONE_BYTES = 2**18  # of a copy that gets a message of its own: it may need no buffer
+
+
+def round_bytes(world: int) -> int:
+    """How many bytes one of so many ranks takes in a round."""
+    return max(_LEAST_BYTES, min(_MOST_BYTES, EXTRA_BYTES // (4 * world)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +89,23 @@ class _Taken:
 class KeptMoves:
     """Fills what some proved parts want, out of the memories of all ranks, as often as it is
     called. `into` gives the memory of a slot of this rank; the views of both sides are kept, so
-    that whoever replaces a tensor must make new moves. Making them is collective. Raises
-    UnsupportedError for a mean of copies, PlanError."""
+    that whoever replaces a tensor must make new moves. `stepwise`: what this rank has itself is
+    copied in pieces, of which each may be let go of. Making them is collective. Raises as
+    `Holdings.require`."""
 
-    def __init__(self, held: Holdings, parts: Sequence[Proved], into: TensorOf) -> None:
+    def __init__(
+        self, held: Holdings, parts: Sequence[Proved], into: TensorOf, stepwise: bool = False
+    ) -> None:
         self.rank, self.world = agree.world()
-        self._held, self._device = held, torch.device(_device())
+        self._held, self._device = held, device_of_values()
+        self._stepwise = stepwise
         self._zeros: list[torch.Tensor] = []
         self._own: list[_Pair] = []
         others: dict[int, list[_Taken]] = {}
         with agree.gathering() as block:
             for one in parts:
                 self._plan(one, into, others)
-            most = max(_LEAST_BYTES, min(_ROUND_BYTES, _ROUNDS_BYTES // self.world))
-            self._taken = taken = [*self._rounds(others, most)]
+            self._taken = taken = [*self._rounds(others, round_bytes(self.world))]
             block.value = len(taken)
         self.rounds = max(block.values)
         wished = _by_giver(taken)
@@ -113,32 +130,25 @@ class KeptMoves:
         for fill in one.plan.fills:
             if not fill.is_kept:
                 self._zeros.append(into(fill.slot)[fill.start : fill.stop])
+        self._held.require(one.plan)
+        most_elems = max(1, round_bytes(self.world) // 8)
         for number, planned in enumerate(one.plan.ops):
             name, slot = param_of(planned, target), planned.target.slot
-            if isinstance(planned, Mean):
-                raise UnsupportedError(
-                    "a mean of copies is not made from memory",
-                    parameter=name,
-                    found=f"copies of {len(planned.sources)} ranks",
-                    fix='save, and load the files with --allow mean (Python: allow={"mean"})',
-                )
             op = self._held.nearest(planned, name)
+            side = op.sources[0]
             dtype = target.buffers[slot.buffer].dtype_of(slot.state)
-            is_lossy = is_looked_at(
-                source, name, op.sources[0].slot.state, dtype, as_trained=one.part.as_trained
-            )
-            lost = (name, dtype) if is_lossy else None
-            if not self._held.ranks.get(op.sources[0].slot.place):
-                raise PlanError("no rank holds what the plan reads", found=op.sources[0].slot)
+            said = one.part.names[slot.buffer] if one.part.names else name
+            is_lossy = is_looked_at(source, name, side.slot.state, dtype, one.part.as_trained)
+            lost = (said, dtype) if is_lossy else None
             giver = self._held.giver(op, self.rank, number)
-            for side, goal, shape in _cut(op, _ROUND_BYTES // 8):
-                view = _view(into(slot), goal, shape)
+            is_whole = giver == self.rank and not self._stepwise
+            for asked, goal in _cut(op, sys.maxsize if is_whole else most_elems):
+                view = _view(into(slot), goal, asked.shape)
                 if giver == self.rank:
-                    self._own.append(_Pair(view, self._held.values(side, shape), lost, name))
+                    values = self._held.values(asked.side, asked.shape)
+                    self._own.append(_Pair(view, values, lost, name))
                 else:
-                    others.setdefault(giver, []).append(
-                        _Taken(name, Asked(side, shape), view, lost)
-                    )
+                    others.setdefault(giver, []).append(_Taken(name, asked, view, lost))
 
     def _rounds(
         self, others: Mapping[int, Sequence[_Taken]], most: int
@@ -146,7 +156,7 @@ class KeptMoves:
         """What is taken in each round, of up to `most` bytes: of all givers in turns, so that they
         work at once."""
         queues = {giver: list(reversed(rows)) for giver, rows in sorted(others.items())}
-        share = max(_LEAST_BYTES, most // max(1, len(queues)))
+        share = most // max(1, len(queues))
         while any(queues.values()):
             row: dict[int, list[_Taken]] = {}
             for giver, rows in queues.items():
@@ -247,16 +257,27 @@ class KeptMoves:
 
     # ------------------------------------------------ each time
 
-    def run(self, kept: agree.KeptBack) -> Lost:
+    def run(
+        self,
+        kept: agree.KeptBack,
+        advance: Callable[[int], object] = bool,
+        let_go: Callable[[int], object] | None = None,
+    ) -> Lost:
         """Fills this rank's memory. Collective: no agreement, only what has to move. Returns how
         many finite values of which parameters became none. A rank that fails still sends what
-        others wait for; its first error is `kept`, and what it sent then is undefined."""
+        others wait for; its first error is `kept`, and what it sent then is undefined. `advance`
+        counts bytes that are filled; `let_go` is told each step of `reads` that is done."""
         lost: dict[tuple[str, str], int] = {}
         works = self._post(0, kept)
         with kept:
             for one in self._zeros:
                 one.zero_()
-            _copied(self._own, lost)
+        for step, pair in enumerate(self._own):
+            with kept:
+                _copied([pair], lost)
+                advance(_bytes_of(pair.into))
+            if let_go is not None:
+                let_go(step)
         for number in range(self.rounds):
             following = self._post(number + 1, kept)
             for work in works:
@@ -265,8 +286,22 @@ class KeptMoves:
             for message in self._row(self._coming, number):
                 with kept:
                     _copied(message.pairs, lost)
+                    advance(message.memory.nbytes)
+            if let_go is not None:
+                let_go(len(self._own) + number)
             works = following
         return lost
+
+    def reads(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What of this rank's memory each step of `run` reads for the last time: each copy of its
+        own, then each round."""
+        for step, pair in enumerate(self._own):
+            yield step, pair.of
+        for number, row in enumerate(self._going):
+            for message in row:
+                packed = [pair.of for pair in message.pairs]
+                for view in packed or [message.memory]:
+                    yield len(self._own) + number, view
 
     # ------------------------------------------------ checksums
 
@@ -354,31 +389,94 @@ def _bytes_of(view: torch.Tensor) -> int:
     return view.numel() * view.element_size()
 
 
-def _cut(op: Op, most_elems: int) -> Iterator[tuple[Side, Side, Ints]]:
-    """A copy in pieces of up to so many elements, as far as its first dims let it be cut: the side
-    of the source, of the target, and the shape."""
-    yield from _pieces(op.sources[0], op.target, op.shape, most_elems)
+def _cut(op: Op, most_elems: int) -> Iterator[tuple[Asked, Side]]:
+    """A copy in pieces of up to so many elements, as far as its dims let it be cut: what is asked
+    for, and where it goes."""
+    return _pieces(Asked(op.sources[0], op.shape), op.target, most_elems)
 
 
-def _pieces(
-    side: Side, goal: Side, shape: Ints, most_elems: int
-) -> Iterator[tuple[Side, Side, Ints]]:
+def _pieces(asked: Asked, goal: Side, most_elems: int) -> Iterator[tuple[Asked, Side]]:
+    side, shape = asked.side, asked.shape
     elems = math.prod(shape)
     dim = next((d for d, length in enumerate(shape) if length > 1), None)
     if elems <= most_elems or dim is None:
-        yield side, goal, shape
+        yield asked, goal
         return
     rows = max(1, most_elems * shape[dim] // elems)
     for first in range(0, shape[dim], rows):
-        length = min(rows, shape[dim] - first)
-        part = (*shape[:dim], length, *shape[dim + 1 :])
-        yield from _pieces(
-            replace(side, offset=side.offset + first * side.strides[dim]),
-            replace(goal, offset=goal.offset + first * goal.strides[dim]),
-            part,
-            most_elems,
-        )
+        part = (*shape[:dim], min(rows, shape[dim] - first), *shape[dim + 1 :])
+        own = replace(side, offset=side.offset + first * side.strides[dim])
+        there = replace(goal, offset=goal.offset + first * goal.strides[dim])
+        yield from _pieces(Asked(own, part), there, most_elems)
 
 
-def _device() -> str:
-    return device_of_messages() if dist.is_initialized() else "cpu"
+# ---- shared memories
+#
+# The memories of all ranks as a source of memory that is filled in place: each rank takes what it
+# needs, straight to where it belongs.
+
+
+class SharedMemories:
+    """Each rank fills the parts that it has of a sink. Making one is collective. `lender`: the
+    holder, where its memory goes as it is used up."""
+
+    all_looked_at = False
+
+    def __init__(self, file: str, holder: Holder, lender: Lender | None = None) -> None:
+        self.file, self._held, self._lender = file, holdings_of(holder), lender
+        self.read_bytes, self.read_by_all, self.sums = 0, 0, (0, 0, 0)
+        self._lost: Lost = {}
+
+    def manifest_of(self, part: int) -> Manifest:
+        """The holder's."""
+        return self._held.engine.manifest
+
+    def locate(self, one: Proved) -> None:
+        """As `Holdings.require`."""
+        self._held.require(one.plan)
+
+    def fill(
+        self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
+    ) -> None:
+        """Fills what this rank has of some parts. Collective."""
+        lends = self._lender is not None
+        moves, kept = KeptMoves(self._held, parts, into, stepwise=lends), agree.KeptBack()
+        run.total = moves.filled_bytes
+        let_go = None if self._lender is None else _given_up(self._lender, moves)
+        self._lost = moves.run(kept, run.count, let_go)
+        self.read_bytes += moves.read_bytes
+        kept.raise_kept()
+
+    def check_records(self, slots: Iterable[Slot]) -> None:
+        """Memory has none."""
+
+    def lost(self, engine: Engine, plan: Plan) -> Lost:
+        """What was found while it moved."""
+        return self._lost
+
+    def check(self, thorough: bool) -> None:
+        """Memory has no checksums. Counts what all ranks took. Collective."""
+        self.sums = self.read_bytes, 0, 0
+        (self.read_by_all,) = agree.total(self.read_bytes)
+
+
+def _given_up(lender: Lender, moves: KeptMoves) -> Callable[[int], None]:
+    """Gives the lender up; returns what lets go of its memory after each step of the moves.
+    Collective. Raises on every rank before anything goes."""
+    with agree.together():
+        lender.give_up()
+        used_up = UsedUp(_all_of(lender))
+        for step, view in moves.reads():
+            used_up.read(step, view)
+    used_up.let_go(NEVER)
+    return used_up.let_go
+
+
+def _all_of(held: Holder) -> Iterator[torch.Tensor]:
+    """All memory that this rank has, piece by piece."""
+    for part in held.parts():
+        buffer = held.manifest.buffers[part[0]]
+        for state, _ in buffer.states:
+            for one in buffer.of(state).fragments(part[2]):
+                last = one.offset + one.high - one.low
+                yield held.read(Slot(*part, state), one.offset, last)

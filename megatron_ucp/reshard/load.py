@@ -58,6 +58,7 @@ from megatron_ucp.reshard.fingerprint import (
     true_shape,
 )
 from megatron_ucp.reshard.hybrid import for_model
+from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.match import (
     Fit,
     check_not_lost,
@@ -72,7 +73,6 @@ from megatron_ucp.reshard.match import (
     require_one_copy,
     source_states,
 )
-from megatron_ucp.reshard.memories import SharedMemories
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,

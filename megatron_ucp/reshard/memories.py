@@ -3,7 +3,7 @@ place."""
 
 import math
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -19,10 +19,10 @@ from megatron_ucp.core.plan import Windows as Planner
 from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, Holder, Lender
-from megatron_ucp.reshard.execute import NEVER, TORCH_DTYPES, OfOp, TensorOf, UsedUp
+from megatron_ucp.reshard.engine import Holder
+from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.messages import device_of_messages
-from megatron_ucp.reshard.transfer import Lost, Proved, Rounding, TransferRun, param_of
+from megatron_ucp.reshard.transfer import Proved, param_of
 
 # ---- memories
 #
@@ -97,6 +97,20 @@ class Holdings:
             is_of_all = not spec.layout.mean_over and spec.kind != "buffer"
             self._copies[key] = is_of_all and shares[0] == shares[1]
         return self._copies[key]
+
+    def require(self, plan: Plan) -> None:
+        """Looks up who has what a plan reads. Raises UnsupportedError for a mean of copies,
+        PlanError."""
+        means = [op for op in plan.ops if isinstance(op, Mean)]
+        if means:
+            raise UnsupportedError(
+                "a mean of copies is not made from memory",
+                found=f"{len(means)} of them, the first for {means[0].target.slot}",
+                fix='save, and use the files with --allow mean (Python: allow={"mean"})',
+            )
+        for slot in plan.sources:
+            if slot.place not in self.ranks:
+                raise PlanError("no rank holds what the plan reads", found=slot)
 
     def dtype(self, slot: Slot) -> str:
         """That of the values of a slot."""
@@ -221,18 +235,16 @@ class MemoryWindows:
 class Memories:
     """The source. Each part of a sink has a holder of its own, or the last one. Making one is
     collective. `keeps`: for several transfers of the same parts, each from holders of its own
-    (`use`). What a `lender` lends goes as it is used up."""
+    (`use`)."""
 
     all_looked_at = False
 
-    def __init__(
-        self, file: str, *holders: Holder, keeps: bool = False, lender: Lender | None = None
-    ) -> None:
-        self.file, self._keeps, self._lender = file, keeps, lender
+    def __init__(self, file: str, *holders: Holder, keeps: bool = False) -> None:
+        self.file, self._keeps = file, keeps
         self.read_bytes = 0  # that came from other ranks
         self.rank, self.world = agree.world()
         self._holdings = [holdings_of(engine) for engine in holders]
-        self._device = _device()
+        self._device = device_of_values()
         self._windows: dict[int, MemoryWindows] = {}  # by the number of the part
         self._known: tuple[list[Window], _Agreed] | None = None  # of the last queue
 
@@ -250,17 +262,8 @@ class Memories:
         return self._holdings[min(part, len(self._holdings) - 1)]
 
     def locate(self, one: Proved) -> None:
-        """Looks up who has what a plan reads. Raises UnsupportedError for a mean of copies."""
-        means = [op for op in one.plan.ops if isinstance(op, Mean)]
-        if means:
-            raise UnsupportedError(
-                "a mean of copies is not made from memory",
-                found=f"{len(means)} of them, the first for {means[0].target.slot}",
-                fix='save, and use the files with --allow mean (Python: allow={"mean"})',
-            )
-        for slot in one.plan.sources:
-            if slot.place not in self._of(one.number).ranks:
-                raise PlanError("no rank holds what the plan reads", found=slot)
+        """As `Holdings.require`."""
+        self._of(one.number).require(one.plan)
         self._windows[one.number] = MemoryWindows(self._of(one.number), one, self.world)
 
     def check(self, thorough: bool) -> None:
@@ -282,38 +285,13 @@ class Memories:
         of each window before it is put."""
         kept = agree.KeptBack()
         agreed = self._agreed(queue, kept)
-        let_go = _nothing if self._lender is None else self._given_up(self._lender, agreed, kept)
-        for number, taken in enumerate(agreed.own):
+        for taken in agreed.own:
             with kept:
                 if kept.error is None:
                     put(taken.window, self._put_together(taken, {}, room))
-            let_go(number)
         for number in range(agreed.rounds):
             self._round(agreed, number, kept, put, room)
-            let_go(len(agreed.own) + number)
         kept.raise_kept()
-
-    def _given_up(
-        self, lender: Lender, agreed: _Agreed, kept: agree.KeptBack
-    ) -> Callable[[int], None]:
-        """Gives the lender up; returns what lets go of its memory after each step of `move`.
-        Collective. Raises what was kept back, on every rank, before anything goes."""
-        with agree.together():
-            kept.raise_kept()
-        with agree.together():
-            lender.give_up()
-            used_up = UsedUp(_all_of(lender))
-            for number, own in enumerate((*([one] for one in agreed.own), *agreed.moving)):
-                for taken in own:
-                    part = self._of(taken.window.part)
-                    for op in taken.by_giver.get(self.rank, ()):
-                        used_up.read(number, part.lies_in(_side(op), op.shape))
-            for rounds in agreed.asked.values():
-                for number, reads in enumerate(rounds, len(agreed.own)):
-                    for one in reads:
-                        used_up.read(number, self._of(one.part).lies_in(one.side, one.shape))
-        used_up.let_go(NEVER)
-        return used_up.let_go
 
     def _agreed(self, queue: Sequence[Window], kept: agree.KeptBack) -> _Agreed:
         """Tells all ranks what this one will ask them for. Collective."""
@@ -442,20 +420,6 @@ def started(messages: list[Any], device: torch.device, kept: agree.KeptBack) -> 
     return works
 
 
-def _all_of(held: Holder) -> Iterator[torch.Tensor]:
-    """All memory that this rank has, piece by piece."""
-    for part in held.parts():
-        buffer = held.manifest.buffers[part[0]]
-        for state, _ in buffer.states:
-            for one in buffer.of(state).fragments(part[2]):
-                last = one.offset + one.high - one.low
-                yield held.read(Slot(*part, state), one.offset, last)
-
-
-def _nothing(step: int) -> None:
-    """The memory that is read stays."""
-
-
 def _read_of(window: Window, op: Op) -> _Read:
     return _Read(window.part, _side(op), op.shape)
 
@@ -483,96 +447,8 @@ def evenly(sizes: Sequence[tuple[int, set[int]]], world: int) -> list[int]:
     return takers
 
 
-def _device() -> torch.device:
+def device_of_values() -> torch.device:
     """Where messages of the default group lie."""
     if not dist.is_initialized():
         return torch.device("cpu")
     return torch.device(device_of_messages())
-
-
-# ---- shared memories
-#
-# The memories of all ranks as a source of memory that is filled in place: each rank takes what it
-# needs, straight to where it belongs.
-
-
-# What moving takes beside the memory that is filled, on any rank: what it gives to all others in a
-# round, and what it takes.
-EXTRA_BYTES = 256 * 2**20
-_COPIES = 4  # of the window that a rank takes: its messages, one of them in order, the window
-_LEAST_BYTES = 64 * 2**10  # of a window, whatever the number of ranks
-
-
-class SharedMemories(Memories):
-    """Each rank fills the parts that it has of a sink. Making one is collective. `lender`: the
-    holder, where its memory goes as it is used up."""
-
-    def __init__(self, file: str, holder: Holder, lender: Lender | None = None) -> None:
-        super().__init__(file, holder, lender=lender)
-        self._lost: Lost = {}
-        self.sums, self.read_by_all = (0, 0, 0), 0
-
-    def fill(
-        self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
-    ) -> None:
-        """Fills what this rank has of some parts. Collective."""
-        rounding, queue = Rounding(self, parts), [*self._queue(parts)]
-        run.total = sum(_bytes_of(one, parts) for one in queue)
-        known: dict[Slot, torch.Tensor] = {}
-
-        def place(window: Window) -> torch.Tensor:
-            # asked for while it moves: what fails there is kept back, and nobody waits for ever
-            if window.slot not in known:
-                known[window.slot] = into(window.slot)
-            return known[window.slot][window.low : window.low + window.elems]
-
-        def room(window: Window, size_bytes: int) -> torch.Tensor | None:
-            memory = place(window)
-            return memory.view(torch.uint8) if memory.nbytes == size_bytes else None
-
-        def put(window: Window, exact: torch.Tensor) -> None:
-            memory = place(window)
-            found = rounding.rounded(window.part, window.slot, window.low, exact)
-            if found.data_ptr() != memory.data_ptr():
-                memory.copy_(found)
-            run.count(memory.nbytes)
-
-        self.move(queue, put, room)
-        self._lost = rounding.overflows.found
-
-    def check_records(self, slots: Iterable[Slot]) -> None:
-        """Memory has none."""
-
-    def lost(self, engine: Engine, plan: Plan) -> Lost:
-        """What was found while it moved."""
-        return self._lost
-
-    def check(self, thorough: bool) -> None:
-        """Memory has no checksums. Counts what all ranks took. Collective."""
-        self.sums = self.read_bytes, 0, 0
-        (self.read_by_all,) = agree.total(self.read_bytes)
-
-    def _queue(self, parts: Sequence[Proved]) -> Iterator[Window]:
-        """What this rank takes, window by window; those of states that are cut alike follow each
-        other."""
-        for one in parts:
-            places: dict[tuple[BufferPart, int, int], list[Slot]] = {}
-            for slot, _ in one.part.wants:
-                buffer = one.part.target.buffers[slot.buffer]
-                elems = buffer.of(slot.state).elems(slot.part)
-                step = window_bytes(self.world) // ITEMSIZE[buffer.dtype_of(slot.state)]
-                places.setdefault((slot.place, elems, step), []).append(slot)
-            for (_, elems, step), slots in places.items():
-                for low in range(0, elems, step):
-                    for slot in slots:
-                        yield Window(one.number, slot, low, min(step, elems - low))
-
-
-def _bytes_of(window: Window, parts: Sequence[Proved]) -> int:
-    buffer = parts[window.part].part.target.buffers[window.slot.buffer]
-    return window.elems * ITEMSIZE[buffer.dtype_of(window.slot.state)]
-
-
-def window_bytes(world: int) -> int:
-    """How large the windows may be that so many ranks take at once."""
-    return max(_LEAST_BYTES, min(MESSAGE_BYTES, EXTRA_BYTES // (world + _COPIES)))

@@ -26,8 +26,9 @@ from megatron_ucp.reshard.fingerprint import (
     sums_of_rank,
     table_of,
 )
+from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.match import scheduler_for
-from megatron_ucp.reshard.memories import SharedMemories, evenly
+from megatron_ucp.reshard.memories import evenly
 from megatron_ucp.reshard.target import (
     Conversion,
     SourceSettings,

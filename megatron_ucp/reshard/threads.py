@@ -4,11 +4,15 @@ import ctypes
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from megatron_ucp.reshard.agree import KeptBack
+from megatron_ucp.reshard.agree import KeptBack, world
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class Alongside(threading.Thread):
@@ -33,6 +37,24 @@ class Alongside(threading.Thread):
         self.join()
         self._kept.raise_kept()
         return self._value
+
+
+def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> list[_R]:
+    """What `work` returns of each item, in their order: each thread does every so many-th."""
+    parts = [items[number::threads] for number in range(threads)]
+    others = [Alongside(partial(_each, work, part)) for part in parts[1:] if part]
+    found = [_each(work, parts[0]), *(other.result() for other in others)]
+    return [found[number % threads][number // threads] for number in range(len(items))]
+
+
+def _each(work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+    return [work(item) for item in items]
+
+
+def threads_of_rank() -> int:
+    """How many of the machine's processors this rank has for itself."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or world()[1]
+    return max(1, min(8, (os.cpu_count() or 1) // local))
 
 
 def at_lowest_priority() -> None:

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def _named(found: re.Match[str]) -> str:
 
 # ---- Python
 
-PUBLIC = ("attach", "load", "hold", "resize", "attach_megatron", "save")
+PUBLIC = ("attach", "load", "hold", "resize", "refit", "attach_megatron", "save")
 DOORS = {
     option_tables.LOAD: "files",
     option_tables.MEMORY: "memory",
@@ -162,8 +162,13 @@ def code(text: str) -> str:
 
 def functions(word: str) -> str:
     """What each other function does: the first sentence of its docstring."""
-    own = {"attach", "load", "save", "hold", "resize", "attach_megatron", "report", "fingerprint"}
-    own |= {"initialize", "install", "register_optimizer"}  # which have sections of their own
+    own = {"attach", "load", "save", "hold", "resize", "refit", "attach_megatron", "report"}
+    own |= {
+        "fingerprint",
+        "initialize",
+        "install",
+        "register_optimizer",
+    }  # which have sections of their own
     names = [name for name in ucp.__all__ if name.islower() and name not in own]
     return "\n".join(f"- `ucp.{name}`: {first(getattr(ucp, name))}" for name in names)
 
@@ -224,8 +229,7 @@ def figures(word: str) -> str:
     if word == "load":
         return loads(tree)
     if word == "weights":
-        rows = [(name, f"{found['ratio']:.2f}") for name, found in tree["found"].items()]
-        return table(("`ucp.resize` of weights alone / megatron-core's own resharding", ""), rows)
+        return weights(tree["found"])
     by_what: dict[str, dict[str, str]] = {}
     columns: list[str] = []
     for group, what, one in claims(tree, ()):
@@ -236,6 +240,27 @@ def figures(word: str) -> str:
         by_what.setdefault(what.removeprefix(f"{group[-1]}, "), {})[column] = shown(one)
     rows = [(what, *(cells.get(one, "") for one in columns)) for what, cells in by_what.items()]
     return table(("", *columns), rows)
+
+
+def weights(found: Mapping[str, Any]) -> str:
+    """Of a refit beside megatron-core's own resharding."""
+    limits = {"first": 1.5, "later": 0.7, "sent / needed": 1.0}
+    names = {
+        "first": "refit, first call / megatron-core",
+        "later": "refit, later calls / megatron-core",
+        "resize": "`ucp.resize` each time / megatron-core",
+        "sent / needed": "bytes sent / bytes that had to move",
+    }
+    rows = []
+    for what, name in names.items():
+        limit = limits.get(what)
+        cells = [
+            f"{row[what]:.2f}"
+            + ("" if limit is None else f" (≤{limit:g})" + ("" if row[what] <= limit else " ✗"))
+            for row in found.values()
+        ]
+        rows.append((name, *cells))
+    return table(("", *found), rows)
 
 
 def claims(tree: Any, path: Row) -> Iterator[tuple[Row, str, dict[str, Any]]]:

@@ -53,6 +53,35 @@ def in_between(store: str, edit: bool) -> Any:
                 os.environ[name] = value
 
 
+def refits() -> dict[str, list[str]]:
+    """The blocks of refit.md, in their order; after each the weights that are not the
+    trainer's."""
+    import torch
+
+    trainer = make_engine(Setup(1))
+    rollout = make_engine(Setup(0, seed=9, extra={"evaluate": True}))
+    like = {name: value.detach() for name, value in trainer.module.named_parameters()}
+    tensors = {name: torch.zeros_like(value) for name, value in like.items()}
+    taken: dict[str, torch.Tensor] = {}
+    names: dict[str, Any] = {
+        **{"ucp": ucp, "trainer": trainer, "rollout": rollout, "tensors": tensors},
+        **{"batches": range(2), "train": lambda engine, step: train(engine, 1, first=step)},
+        **{"load_weights": taken.update, "rank": 0},
+    }
+    text = (ROOT / "docs" / "refit.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, list[str]] = {}
+    for number, block in enumerate(blocks):
+        if number:
+            train(trainer, 1, first=number)
+        exec(block.replace(" if rank >= 2 else None", ""), names)  # both are on all ranks here
+        have = taken if number == 1 else dict(rollout.module.named_parameters())
+        found[f"block {number}"] = [
+            name for name, value in like.items() if not torch.equal(value, have[name].detach())
+        ]
+    return found
+
+
 def journeys(folder: str) -> dict[str, list[str]]:
     """What a save, a load, and a hold with its load call, by the headings of the architecture."""
     first = make_engine(Setup(1))

@@ -123,8 +123,8 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
         "planted faults; each advice is followed to its end",
     ),
     (
-        "resize and in-memory checkpoints",
-        "engines/test_resize, engines/test_memory_*",
+        "resize, refit and in-memory checkpoints",
+        "engines/test_resize, engines/test_refit, engines/test_memory_*",
         "a gather that knows nothing of the package; a run without interruption",
     ),
     (

@@ -18,6 +18,11 @@ def test_the_next_world_as_resize_md_builds_it(ranks: RankPool, tmp_path: Path) 
     assert ranks.run(4, recipe_jobs.in_between, store, False, timeout_s=100) == [[], [], [], []]
 
 
+def test_the_blocks_of_refit_md(ranks: RankPool) -> None:
+    for found in ranks.run(2, recipe_jobs.refits, timeout_s=100):
+        assert found == {"block 0": [], "block 1": [], "block 2": []}
+
+
 @pytest.mark.slow
 def test_groups_that_torch_takes_down_are_not_enough(tmp_path: Path) -> None:
     pool = RankPool(4)

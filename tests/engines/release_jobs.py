@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import execute, memories
+from megatron_ucp.reshard import execute, kept_moves
 from tests.engines.resize_jobs import compared, kind_of, look
 
 _OVERWRITTEN = 0xA5
@@ -39,7 +39,7 @@ def released(source: Any, target: Any, hold: dict[str, Any], window: int) -> dic
     one.train(engine, 3)
     want, old = one.canonical(engine), one.handle(engine)
     lender = old.ucp.present()
-    with small_pages(), mock.patch.object(memories, "window_bytes", lambda world: window):
+    with small_pages(), mock.patch.object(kept_moves, "round_bytes", lambda world: window):
         held = ucp.hold(old, **hold, release=True)
     found: dict[str, Any] = {"left": _left(lender)}
     found["then"] = [told(partial(one.train, engine, 1)), told(partial(ucp.hold, old))]
@@ -77,6 +77,6 @@ def told(doing: Callable[[], Any]) -> str:
 
 def _left(lender: Any) -> float:
     """How much of an engine's memory is not overwritten, of all of it."""
-    views = [one.contiguous().view(torch.uint8) for one in memories._all_of(lender)]
+    views = [one.contiguous().view(torch.uint8) for one in kept_moves._all_of(lender)]
     left = sum(int((one != _OVERWRITTEN).sum()) for one in views)
     return left / sum(one.numel() for one in views)

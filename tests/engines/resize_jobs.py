@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import memories
+from megatron_ucp.reshard import kept_moves
 from tests.connected import connect
 from tests.engines import (
     autotp_jobs,
@@ -117,7 +117,7 @@ def pair(
     loads, and compares. `filled`: with provenance values. `more` steps afterwards, beside the same
     ones of the engine that was never resized. `hold` and `load` are options of these. What moves at
     once has `window` bytes."""
-    with mock.patch.object(memories, "window_bytes", lambda world: window):
+    with mock.patch.object(kept_moves, "round_bytes", lambda world: window):
         return _pair(source, target, filled, more, hold, load)
 
 
@@ -330,8 +330,8 @@ def fails_while_moving(source: Any, target: Any, rank: int) -> dict[str, Any]:
     one.close(engine)
     engine, found = other.make(target), dict[str, Any]()
     for name, put in (("fails", _failing), ("changes", _changing)):
-        own = put if dist.get_rank() == rank else memories._put
-        with mock.patch.object(memories, "_put", own):
+        own = put if dist.get_rank() == rank else _copied
+        with mock.patch.object(kept_moves, "_copied", own):
             try:
                 ucp.load(other.handle(engine), held)
                 found[name] = "nothing was refused"
@@ -352,11 +352,13 @@ def _failing(*_: Any) -> None:
     raise ucp.DamagedFileError("only here")
 
 
-_put = memories._put
+_copied = kept_moves._copied
 
 
-def _changing(op: Any, values: Any, window: Any) -> None:
-    _put(op, values + 1, window)
+def _changing(pairs: Any, lost: Any) -> None:
+    _copied(pairs, lost)
+    for pair in pairs:
+        pair.into.add_(1)
 
 
 def weights_alone(source: Any, target: Any) -> dict[str, Any]:
@@ -404,7 +406,7 @@ def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
 
     dist.barrier()
     with (
-        mock.patch.object(memories.Memories, "_packed", killed)
+        mock.patch.object(kept_moves.KeptMoves, "_post", killed)
         if dist.get_rank() == rank
         else nothing()
     ):

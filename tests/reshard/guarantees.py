@@ -12,7 +12,7 @@ from unittest import mock
 import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
 from megatron_ucp.formats import output_folder
-from megatron_ucp.reshard import agree, files, memories
+from megatron_ucp.reshard import agree, files, kept_moves, memories
 from megatron_ucp.reshard import folder as folder_sink
 from tests.reshard.pairs import TIED, Pair, Toys, spoil
 
@@ -192,6 +192,7 @@ def a_rank_that_fails_is_every_ranks_failure(pair: Pair, folder: Path) -> None:
             )
             failing.enter_context(mock.patch.object(files, "execute", side_effect=full))
             failing.enter_context(mock.patch.object(memories, "_put", side_effect=full))
+            failing.enter_context(mock.patch.object(kept_moves, "_copied", side_effect=full))
         said = pair.attempt(source, out_of(folder))
         failing.close()
         assert said.startswith(("SaveError", "DamagedFileError")) and "No space left" in said, said

@@ -5,8 +5,18 @@ import random
 from functools import reduce
 from typing import Any
 
+import pytest
+import torch
+
 from megatron_ucp.core.box import Box
-from megatron_ucp.reshard.fingerprint import JoinedSums, Sums, joined_sums
+from megatron_ucp.core.flat import alone
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.reshard import fingerprint
+from megatron_ucp.reshard.fingerprint import JoinedSums, Sums, joined_sums, sums_of_memory
+from megatron_ucp.reshard.threads import in_threads
 from tests.reshard.thread_ranks import run
 
 BOXES = [Box((0, 0), (4, 8)), Box((4, 0), (8, 8))]
@@ -69,3 +79,41 @@ def test_a_copy_that_differs_is_apart() -> None:
         else:
             assert shares[key[3]] == want[key[3]] ^ 1 and not found.apart
     assert seen > 50
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_threads_give_what_one_gives(threads: int) -> None:
+    for count in range(7):
+        assert in_threads(lambda item: item * item, range(count), threads) == [
+            item * item for item in range(count)
+        ]
+
+
+def test_an_error_in_a_thread_is_raised() -> None:
+    for failing in range(4):
+        with pytest.raises(ValueError, match=f"item {failing}"):
+            in_threads(lambda item: _fails(item, failing), range(4), 2)
+
+
+def _fails(item: int, failing: int) -> int:
+    if item == failing:
+        raise ValueError(f"item {item}")
+    return item
+
+
+def test_sums_of_large_memory_are_those_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = tuple(ParamSpec(f"p{n}", (7 + n, 5), "float32", "trainable") for n in range(5))
+    states = (("fp32", "float32"), ("exp_avg", "float32"))
+    buffers = tuple(alone(one.name, one.elems, states, 0) for one in params)
+    manifest = Manifest(Keeper.ZERO_0, Mesh(), params, buffers, (ParamGroup({}),))
+    memory = {
+        Slot(number, (), 0, state): torch.rand(params[number].elems)
+        for number in range(5)
+        for state, _ in states
+    }
+    want = sums_of_memory(manifest, memory)
+    monkeypatch.setattr(fingerprint, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(fingerprint, "threads_of_rank", lambda: 3)
+    assert sums_of_memory(manifest, memory) == want and len(want) == 10
+    memory[Slot(4, (), 0, "fp32")][0] += 1
+    assert sums_of_memory(manifest, memory) != want
