@@ -2,7 +2,7 @@
 copies that differ are seen wherever they meet."""
 
 import random
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -92,10 +92,10 @@ def test_threads_give_what_one_gives(threads: int) -> None:
 def test_an_error_in_a_thread_is_raised() -> None:
     for failing in range(4):
         with pytest.raises(ValueError, match=f"item {failing}"):
-            in_threads(lambda item: _fails(item, failing), range(4), 2)
+            in_threads(partial(_fails, failing), range(4), 2)
 
 
-def _fails(item: int, failing: int) -> int:
+def _fails(failing: int, item: int) -> int:
     if item == failing:
         raise ValueError(f"item {item}")
     return item
