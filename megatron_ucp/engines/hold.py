@@ -280,7 +280,7 @@ def _checked(
 def _refuse_shared(old_engine: Any, new_engine: Any) -> None:
     """Collective. Raises UsageError for two engines around one model."""
     with agree.together():
-        one, other = (_params(engine) for engine in (old_engine, new_engine))
+        one, other = (params_of(engine) for engine in (old_engine, new_engine))
         if one & other:
             raise UsageError(
                 "the two engines have parameters in common: what is read would be written",
@@ -291,7 +291,7 @@ def _refuse_shared(old_engine: Any, new_engine: Any) -> None:
             )
 
 
-def _params(engine: Any) -> set[int]:
+def params_of(engine: Any) -> set[int]:
     """The parameters of an engine, by their numbers."""
     modules = getattr(engine, "chunks", None) or [getattr(engine, "module", None)]
     return {id(param) for module in modules if module is not None for param in module.parameters()}

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from megatron_ucp import say
 from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.core.names import VALUE
-from megatron_ucp.core.plan import LOSSLESS, Slot, make_plan
+from megatron_ucp.core.plan import LOSSLESS, Cast, Slot, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.core.tensor_parts import weights_manifest
 from megatron_ucp.engines.deepspeed.engine import handle_of
 from megatron_ucp.engines.handle import Handle, said_config
-from megatron_ucp.engines.live import dtype_name, flat_view
+from megatron_ucp.engines.hold import params_of
+from megatron_ucp.engines.live import LiveShards, dtype_name, flat_view
 from megatron_ucp.errors import (
     ForeignFileError,
     ModelMismatchError,
@@ -38,11 +39,11 @@ from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.hugging_face.export import training_dtype
 from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, twin_of
 from megatron_ucp.reshard.kept_moves import KeptMoves
-from megatron_ucp.reshard.load import fit_for, parts_for
+from megatron_ucp.reshard.load import fit_for, notes_of_fit, parts_for
 from megatron_ucp.reshard.memories import holdings_of
 from megatron_ucp.reshard.memory_layout import HostMemory
 from megatron_ucp.reshard.options import MEMORY, check_words
-from megatron_ucp.reshard.transfer import NARROW, Proved, SinkPart, refuse_lost
+from megatron_ucp.reshard.transfer import NARROW, Proved, SinkPart, param_of, refuse_lost
 
 _T = TypeVar("_T")
 
@@ -79,14 +80,17 @@ class RefitReport:
 # ---- targets
 
 
+_Wanted = tuple[tuple[SinkPart, ...], list[str]]  # and notes
+
+
 class _Target(Protocol):
     """What is filled on this rank. `name` is for messages, and the same on all ranks that fill
     one of a kind."""
 
     name: str
 
-    def parts(self, source: RunInMemory) -> tuple[SinkPart, ...]:
-        """What this rank wants of a source. Raises a UcpError."""
+    def parts(self, source: RunInMemory) -> "_Wanted":
+        """What this rank wants of a source, and notes. Raises a UcpError."""
         ...
 
     def wants_more(self, source: Manifest) -> bool:
@@ -118,13 +122,14 @@ class _EngineTarget:
         self._handle, self._allow = handle, allow
         self.live: Engine = handle.describe()
         self.live.prepare()
-        self.name, self.notes = str(self.live.manifest.mesh), list[str]()
+        self.name = str(self.live.manifest.mesh)
 
-    def parts(self, source: RunInMemory) -> tuple[SinkPart, ...]:
+    def parts(self, source: RunInMemory) -> _Wanted:
         target, live = self.live.manifest, self.live
         live.check(source, False)
         fit = fit_for(source.manifest, target, self._allow, False, source.name)
-        return parts_for(live, target, fit, self._allow)
+        described = notes_of_fit(fit, source.manifest)
+        return parts_for(live, target, fit, self._allow), described
 
     def wants_more(self, source: Manifest) -> bool:
         if self.live.has_optimizer:
@@ -157,7 +162,7 @@ class _TensorsTarget:
         self._flat: list[torch.Tensor] = []
         self.name = "tensors of a Hugging Face model"
 
-    def parts(self, source: RunInMemory) -> tuple[SinkPart, ...]:
+    def parts(self, source: RunInMemory) -> _Wanted:
         manifest = source.manifest
         found = None if self._config is None else config_for(manifest, self._config, None)
         family = found.family if found is not None and needs_family(manifest) else self._family
@@ -191,7 +196,8 @@ class _TensorsTarget:
             flat.append(flat_view(tensor.detach()))
         self._flat = flat
         target = weights_manifest(twin.specs, rows)
-        return (SinkPart(target, tuple(wants), NARROW, True, tuple(self._tensors)),)
+        part = SinkPart(target, tuple(wants), NARROW, True, tuple(self._tensors))
+        return (part,), [*twin.notes]
 
     def wants_more(self, source: Manifest) -> bool:
         trained = training_dtype(source)
@@ -228,16 +234,26 @@ class _Known:
     has_masters: bool
     filled_bytes: int
     moved_bytes: int
+    source: str
+    target: str
+    notes: tuple[str, ...]
 
 
 class _Members:
-    """The ranks of the default group that have something, as a group of their own where these are
-    not all. Making one is collective."""
+    """The ranks of the default group that have a `what`, as a group of their own where these are
+    not all. Making one is collective. Raises UsageError on every rank where none has one."""
 
-    def __init__(self, is_here: bool, every: Sequence[bool]) -> None:
-        self.is_here, self.ranks = is_here, [rank for rank, one in enumerate(every) if one]
-        self.are_all = len(self.ranks) == len(every)
-        self.group = None if self.are_all else dist.new_group(self.ranks)
+    def __init__(self, what: str, is_here: bool, every: Sequence[bool]) -> None:
+        ranks = [rank for rank, one in enumerate(every) if one]
+        if not ranks:
+            raise UsageError(
+                f"no rank has a {what}",
+                expected=f"an engine as {what} on at least one rank",
+                found="None on all of them",
+                fix="give None on those ranks alone that have none",
+            )
+        self.is_here, self.are_all = is_here, len(ranks) == len(every)
+        self.group = None if self.are_all else dist.new_group(ranks)
 
     def among(self) -> AbstractContextManager[None]:
         """Inside, these ranks are all; on others nothing is to be agreed on inside."""
@@ -270,32 +286,19 @@ class Refit:
         self._known: _Known | None = None
         has = source is not None, target is not None
         every = agree.gather(has)
-        self._givers = _Members(has[0], [one for one, _ in every])
-        self._takers = _Members(has[1], [one for _, one in every])
-        self._refuse_nobody()
+        self._givers = _Members("source", has[0], [one for one, _ in every])
+        self._takers = _Members("target", has[1], [one for _, one in every])
         self._target: _Target | None = None
         self._make_target = lambda: _made(target, family, config, allow)
         self._source: Handle | None = None
         self._holder: Holder | None = None
         self._source_of = lambda: None if source is None else handle_of(source, family)
-        self.notes: tuple[str, ...] = ()
         self._plan()
 
     @property
     def sent_bytes(self) -> int:
         """What this rank sends to others in each call."""
         return _known(self._known).moves.sent_bytes
-
-    def _refuse_nobody(self) -> None:
-        with agree.together():
-            for members, what in ((self._givers, "source"), (self._takers, "target")):
-                if not members.ranks:
-                    raise UsageError(
-                        f"no rank has a {what}",
-                        expected=f"an engine as {what} on at least one rank",
-                        found="None on all of them",
-                        fix="give None on those ranks alone that have none",
-                    )
 
     # ------------------------------------------------ plans
 
@@ -312,15 +315,22 @@ class Refit:
         if has_masters:
             manifest = self._givers.told(lambda: self._described(has_masters=True))
         mesh = str(manifest.mesh)
-        with agree.together():
-            parts = () if target is None else target.parts(_run(manifest, f"weights of {mesh}"))
+        with agree.gathering() as block:
+            run = _run(manifest, f"weights of {mesh}")
+            parts, notes = ((), []) if target is None else target.parts(run)
             plans = _proved(manifest, parts)
+            name = "" if target is None else target.name
+            block.value = name, (*notes, *_rounded(plans))
+        goal = some_of([*dict.fromkeys(name for name, _ in block.values if name)])
+        notes = tuple(dict.fromkeys(note for _, own in block.values for note in own))
         held = holdings_of(self._holder or HostMemory(manifest, []))
         into = target.tensor if target is not None else _nowhere
         moves = KeptMoves(held, plans, into)
-        sums = agree.total(moves.filled_bytes, moves.read_bytes)
-        self._known = _Known(held.engine, moves, self._lies_at(has_masters), has_masters, *sums)
-        self._names = mesh, agree.gather(target.name if target is not None else "")
+        filled, moved = agree.total(moves.filled_bytes, moves.read_bytes)
+        lies_at = self._lies_at(has_masters)
+        self._known = _Known(
+            held.engine, moves, lies_at, has_masters, filled, moved, mesh, goal, notes
+        )
 
     def _described(self, has_masters: bool) -> Manifest:
         """Of a source, with what its model is. Collective among the ranks that have one."""
@@ -365,29 +375,28 @@ class Refit:
         known, target = _known(self._known), self._target
         number = next(self._calls)
         compare = _is_turn(self._checksums, number) if checksums is None else checksums
-        finish = getattr(known.holder, "finish_gathers", None)
         kept = agree.KeptBack()
-        if finish is not None and self._source is not None:
-            finish()
-        if target is not None:
-            target.begin()
+        with kept:  # others wait for what this rank sends, whatever fails here
+            _finish_gathers(known.holder)
+            if target is not None:
+                target.begin()
         lost = known.moves.run(kept)
         with agree.together():
             kept.raise_kept()
-            refuse_lost([lost], f"weights of {self._names[0]}", "refit")
+            refuse_lost([lost], f"weights of {known.source}", "refit")
+        seen = self._compared(known) if compare else None
         with self._takers.among():
             if target is not None:
                 target.end()
-        seen = self._compared(known) if compare else None
-        goal = some_of([*dict.fromkeys(name for name in self._names[1] if name)])
         report = RefitReport(
-            self._names[0],
-            goal,
+            known.source,
+            known.target,
             known.filled_bytes,
             known.moved_bytes,
             time.perf_counter() - started,
             planned or number == 1,
             seen,
+            known.notes,
         )
         if not self._said:
             self._said = True
@@ -422,7 +431,7 @@ class Refit:
             if wrong:
                 raise ForeignFileError(
                     "what a refit moved is not what the source has",
-                    file=f"weights of {self._names[0]}",
+                    file=f"weights of {known.source}",
                     parameter=some_of(wrong),
                     expected="the checksums of the source",
                     found=f"others, of {len(wrong)} parameters",
@@ -441,6 +450,23 @@ def _known(known: _Known | None) -> _Known:
             id="",
         )
     return known
+
+
+def _finish_gathers(holder: Holder) -> None:
+    """Every rank of the source gets the weights that others stepped."""
+    if isinstance(holder, LiveShards):
+        holder.finish_gathers()
+
+
+def _rounded(plans: Sequence[Proved]) -> list[str]:
+    """A note of what is rounded, and was not so when the source was trained."""
+    names = {
+        param_of(op, one.part.target): None
+        for one in plans
+        for op in one.plan.ops
+        if isinstance(op, Cast) and not op.lossless
+    }
+    return [f"rounded to a narrower dtype: {some_of([*names])}"] if names else []
 
 
 def _nowhere(slot: Slot) -> torch.Tensor:
@@ -540,12 +566,13 @@ def _check(source: Any, target: Any, checksums: Any, allow: Any) -> None:
             found=repr(checksums),
             fix="give one of these",
         )
-    if source is not None and source is target:
+    shared = set() if isinstance(target, Mapping) else params_of(source) & params_of(target)
+    if shared:
         raise UsageError(
-            "source and target of a refit are one engine",
+            "source and target of a refit have parameters in common: what is read would be written",
             expected="a model of its own for each of them",
-            found=type(source).__name__,
-            fix="give the engine that is to be filled as target",
+            found=f"{len(shared)} parameters of both",
+            fix="build another model for the engine that is filled",
         )
     odd = _odd_tensors(target) if isinstance(target, Mapping) else []
     if odd:

@@ -566,7 +566,7 @@ def _prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> Engin
     filled = _filled(engine, source, states, groups)
     parts = parts_for(engine, target, fit, options.allow)
     copies = require_one_copy(source, bare.by_name, options.allow)
-    described = _described(fit, source.manifest)
+    described = notes_of_fit(fit, source.manifest)
     notes = [*source.notes, *copies, *described, *settings, *apart, *extras.notes]
     return EngineSink(engine, source.manifest, options, parts, filled, extras, notes)
 
@@ -738,7 +738,7 @@ def _origins(bare: Manifest, source: Manifest) -> list[int | None]:
     return [found.get(number) for number in range(len(bare.groups))]
 
 
-def _described(fit: Fit, source: Manifest) -> list[str]:
+def notes_of_fit(fit: Fit, source: Manifest) -> list[str]:
     """Notes for what metadata already shows to be not carried over."""
     found: dict[str, Sequence[str]] = {
         "kept from the engine: not in the checkpoint": fit.skipped,

@@ -23,6 +23,7 @@ from pretrain.mcore import models
 from tests.engines import autotp_states, model, resize_jobs
 from tests.engines import canonical as zero_states
 from tests.engines.autotp_jobs import Auto
+from tests.engines.tensor_jobs import Mega
 
 Differ = list[str]
 # what a rank could ask of all others
@@ -82,6 +83,13 @@ class Both:
 
     def train(self, step: int) -> None:
         self._kinds[0].train(self.old, 1, first=step)
+
+    def another(self, setup: Any) -> Any:
+        """One more engine."""
+        kind = resize_jobs.kind_of(setup)
+        found, _ = self._groups.made(lambda: kind.make(setup))
+        self._groups.use(self._own)
+        return kind.handle(found)
 
     def wrong(self) -> Differ:
         """What of the new engine is not as in the old one."""
@@ -315,6 +323,46 @@ def failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
             found["changed"] = "nothing was refused"
         except ucp.UcpError as error:
             found["changed"] = f"{type(error).__name__}: {error}"
+    try:
+        both.new.module.state_dict()
+        found["changed, then"] = "it is used"
+    except ucp.EngineUnusableError:
+        found["changed, then"] = "it refuses"
+    move(checksums=True)
+    found["whole again"] = both.wrong()
+    return found
+
+
+def refusals(source: Any, target: Any) -> dict[str, Differ]:
+    """What can't be refitted, and what is said; after each both engines are as they were."""
+    both = Both(source, target)
+    both.train(0)
+    old, new = both.handles
+    other = both.another(Mega("gpt", 1, 0, "bf16"))
+    whole = {"word_embeddings": torch.zeros(4)}
+    calls: dict[str, Callable[[], Any]] = {
+        "one engine": lambda: ucp.refit(old, old),
+        "nobody trains": lambda: ucp.refit(None, new),
+        "nobody is filled": lambda: ucp.refit(old, None),
+        "no engine": lambda: ucp.refit(old, torch.nn.Linear(1, 1)),
+        "no such tensor": lambda: ucp.refit(old, whole),
+        "another shape": lambda: ucp.refit(old, {"model.norm.weight": torch.zeros(3)}),
+        "no tensor": lambda: ucp.refit(old, {"model.norm.weight": [0.0]}),
+        "no number": lambda: ucp.refit(old, new, checksums="often"),  # type: ignore[arg-type]
+        "no word": lambda: ucp.refit(old, new, allow={"anything"}),
+        "ranks differ": lambda: ucp.refit(old, new, checksums=dist.get_rank()),
+        "another model": lambda: ucp.refit(old, other),
+    }
+    before, found = both.wrong(), dict[str, Differ]()
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = ["nothing was refused"]
+        except ucp.UcpError as error:
+            found[name] = [f"{type(error).__name__}: {error}"]
+        found[name] += [one for one in both.wrong() if one not in before]
+    ucp.refit(old, new)()
+    found["then"] = both.wrong()
     return found
 
 

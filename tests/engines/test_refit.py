@@ -127,6 +127,32 @@ def test_a_rank_that_fails(ranks: RankPool, failing: int) -> None:
         assert found["while it moves"].startswith("DamagedFileError: only here")
         assert found["changed"].startswith("ForeignFileError: what a refit moved is not")
         assert "parameter: " in found["changed"]
+        assert found["changed, then"] == "it refuses" and found["whole again"] == []
+
+
+REFUSED = {
+    "one engine": "UsageError: source and target of a refit have parameters in common",
+    "nobody trains": "UsageError: no rank has a source",
+    "nobody is filled": "UsageError: no rank has a target",
+    "no engine": "UsageError: this is no engine",
+    "no such tensor": "ModelMismatchError: the model has no tensor of a name",
+    "another shape": "ModelMismatchError: a tensor has another shape than in the Hugging Face",
+    "no tensor": "UsageError: a target of a refit is no tensor that can be filled",
+    "no number": "UsageError: checksums says whether, or how often",
+    "no word": "UsageError: ",
+    "ranks differ": "UsageError: the ranks were given different options",
+    "another model": "ModelMismatchError: ",
+}
+
+
+def test_what_is_refused(ranks: RankPool) -> None:
+    source, target = Mega("llama", 2, 1, "bf16"), Mega("llama", 1, 0, "bf16", seed=9)
+    for found in ranks.run(2, refit_jobs.refusals, source, target):
+        assert found.pop("then") == []
+        assert found.keys() == REFUSED.keys()
+        for name, (said, *changed) in found.items():
+            assert said.startswith(REFUSED[name]), said
+            assert changed == []
 
 
 def test_a_rank_that_dies(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
