@@ -109,10 +109,15 @@ def trained(setup: Plain, folder: str, model: str | None, steps: int = 3, more: 
     engine = make(setup, model)
     train(engine, steps, 0)
     engine.save_checkpoint(folder, tag="tag")
-    found = {"states": canonical(engine)}
+    found = {"states": canonical(engine), "saved": save_as(engine, folder)}
     found["losses"] = train(engine, more, steps)
     engine.destroy()
     return found
+
+
+def save_as(engine: Any, folder: str) -> dict[str, Any]:
+    """The reports of an engine's saves for FSDP2, by their formats."""
+    return {to: ucp.save(engine, f"{folder}-{to}", format=to) for to in ("dcp", "accelerate")}
 
 
 # ---- megatron-core's model under DeepSpeed, and in its own stack
@@ -172,7 +177,7 @@ def train_stack(tp: int, folder: str, model: str, steps: int = 3, more: int = 0)
     ucp.load(engine.handle, model)
     stack_jobs.train(engine, steps, 0)
     ucp.save(engine.handle, folder)
-    found = {"states": of_stack(engine)}
+    found = {"states": of_stack(engine), "saved": save_as(engine.handle, folder)}
     found["losses"] = stack_jobs.train(engine, more, steps)
     stack_jobs.close(engine)
     return found
