@@ -29,8 +29,9 @@ from megatron_ucp.formats.dcp.checkpoint import (
     OPTIMIZER_FOLDER,
     SCHEDULERS,
 )
-from megatron_ucp.formats.dcp.writer import IndexedFolder, KeyPath
+from megatron_ucp.formats.dcp.writer import IndexedFolder
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
+from megatron_ucp.formats.megatron.index_writer import KeyPath
 from megatron_ucp.formats.optimizers import DECOUPLED, rule_of
 from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.formats.pt.archive import Output, write_pt
