@@ -98,7 +98,10 @@ DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE, tag_name="step-{}
 ACCELERATE = Writable(
     "accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE, tag_name="checkpoint-{}"
 )
-WRITABLE = {row.name: row for row in (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE)}
+TORCHTITAN = Writable(
+    "torchtitan", dcp.torchtitan, LATEST, (LATEST,), _NO_PLACE, tag_name="step-{}"
+)
+WRITABLE = {row.name: row for row in (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE, TORCHTITAN)}
 
 
 def writable(name: str | None, given: Target | None) -> Writable:
@@ -287,7 +290,8 @@ def convert(
         to: "native" (files that DeepSpeed's own load takes on the mesh), "universal" (a universal
             folder of DeepSpeed's, which needs no mesh), "torch_dist" (a folder for Megatron; the
             mesh then says whether experts have an optimizer of their own), "dcp" (a folder for
-            FSDP2's own `dcp.load`) or "accelerate" (folders for FSDP2 under Accelerate or Trainer).
+            FSDP2's own `dcp.load`), "accelerate" (folders for FSDP2 under Accelerate or Trainer) or
+            "torchtitan" (a folder for torchtitan's own checkpointer, under its names).
             Default: native where a mesh is given, else universal.
         mesh: The mesh that the folder is for, such as "tp=2,dp=4". An axis that is left out is 1; a
             ZeRO stage that a string leaves out is the source's.

@@ -13,6 +13,7 @@ the products of experts, in fp32.
 
 import argparse
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ def attention(
     return out if change is None else change(out, scores.logsumexp(-1).transpose(1, 2))
 
 
-def products(self: Any, *, A: Any, B_t: Any, offs: Any) -> torch.Tensor:  # noqa: N803
+def products(self: Any, *, A: Any, B_t: Any, offs: Any) -> torch.Tensor:
     """The rows of each expert times its matrix."""
     bounds = [0, *offs.tolist()]
-    parts = [A[a:b] @ B_t[n] for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
+    parts = [A[a:b] @ B_t[n] for n, (a, b) in enumerate(pairwise(bounds))]
     return torch.cat([*parts, A.new_zeros(len(A) - bounds[-1], B_t.shape[-1])])
 
 
@@ -315,13 +316,16 @@ def trained(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    return value.full_tensor().clone() if isinstance(value, DTensor) else value
+    """A value as it is now."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def held(net: Any, optimizers: Any, schedulers: Any) -> dict[str, Any]:
     """All that the run is, by torchtitan's own names."""
     return {
-        "weights": {name: whole(value).clone() for name, value in net.state_dict().items()},
+        "weights": {name: whole(value) for name, value in net.state_dict().items()},
         "optimizer": {name: whole(value) for name, value in optimizers.state_dict().items()},
         "scheduler": schedulers.state_dict(),
     }

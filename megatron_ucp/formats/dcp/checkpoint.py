@@ -473,7 +473,7 @@ class DcpCheckpoint(Checkpoint):
         is_fused = any(len(fused_of(name)) > 1 for name in self.keys.stated)
         turns = has_turns(shapes)
         heads = self._heads(shapes, turns) if is_fused or turns else None
-        found, _ = titan_names(shares, sizes, heads, is_fused, _in_param)
+        found, _ = titan_names(shares, sizes, heads, is_fused, boxes_in_param)
         self._state_slices = found.states
         return {**found.shares, **self._beside_twins(lost)}
 
@@ -508,50 +508,44 @@ class DcpCheckpoint(Checkpoint):
         them. Raises NotFoundError where nothing does, ModelMismatchError for a wrong config."""
         first = next(name for name in shapes if name.endswith(".qkv_linear.wq.weight"))
         rows = [shapes[first.replace(".wq.", f".w{which}.")][0] for which in "qk"]
-        found = self._said_heads(shapes)
-        if found is None:
-            raise NotFoundError(
-                "nothing in the folder says how many heads attention has, and torchtitan orders "
-                "the rows of queries and keys by them",
-                file=self.folder / CONFIG_FILE,
-                expected="num_attention_heads, and head_dim or hidden_size",
-                fix="copy the config.json of the model, as transformers has it, into the folder",
-                id="no-config",
-            )
-        heads, groups, size = found
-        if [heads * size, groups * size] != rows or heads % max(groups, 1) or size % 2:
+        layer = first.partition("qkv_linear.")[0]
+        if f"{layer}q_norm.weight" in shapes:
+            size = shapes[f"{layer}q_norm.weight"][0]
+        elif f"{layer}sinks" in shapes:
+            size = rows[0] // max(shapes[f"{layer}sinks"][0], 1)
+        else:
+            size = rows[0] // self._said_heads()
+        heads, groups = (each // max(size, 1) for each in rows)
+        if [heads * size, groups * size] != rows or not groups or heads % groups or size % 2:
             raise ModelMismatchError(
                 "config.json is of another model than the tensors",
                 file=self.folder / CONFIG_FILE,
                 parameter=first,
-                expected=f"{rows[0]} rows of queries, {rows[1]} of keys",
-                found=f"{heads} heads in {groups} groups, of the size {size}",
+                expected=f"heads that divide {rows[0]} rows of queries and {rows[1]} of keys",
+                found=f"heads of the size {size}",
                 fix="give the config.json of the model that was trained",
             )
         return Heads(heads, groups, size, turns)
 
-    def _said_heads(self, shapes: Mapping[str, Ints]) -> tuple[int, int, int] | None:
-        """Heads, groups, size of a head."""
-        first = next(name for name in shapes if name.endswith(".qkv_linear.wq.weight"))
-        layer = first.partition("qkv_linear.")[0]
-        queries, keys = (shapes[first.replace(".wq.", f".w{which}.")][0] for which in "qk")
-        size = 0
-        if f"{layer}q_norm.weight" in shapes:
-            size = shapes[f"{layer}q_norm.weight"][0]
-        elif f"{layer}sinks" in shapes:
-            size = queries // max(shapes[f"{layer}sinks"][0], 1)
-        if size:
-            return queries // size, keys // size, size
-        if not self.folder.is_file(CONFIG_FILE):
-            return None
-        said = self.folder.json(CONFIG_FILE)
-        keys = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
-        heads, groups, whole, size = (
-            value if type(value := said.get(key)) is int and value > 0 else 0 for key in keys
+    def _said_heads(self) -> int:
+        """The number of heads that the model's config says, beside the files or in a manifest of
+        ours. Raises NotFoundError."""
+        said: Any = {}
+        if self.folder.is_file(CONFIG_FILE):
+            said = self.folder.json(CONFIG_FILE)
+        elif self.recorded is not None:
+            said = expect.key_or(self.recorded.run, RECORDED, {}, self.folder).get("config")
+        found = said.get("num_attention_heads") if isinstance(said, dict) else None
+        if type(found) is int and found > 0:
+            return found
+        raise NotFoundError(
+            "nothing in the folder says how many heads attention has, and torchtitan orders the "
+            "rows of queries and keys by them",
+            file=self.folder / CONFIG_FILE,
+            expected="num_attention_heads",
+            fix="copy the config.json of the model, as transformers has it, into the folder",
+            id="no-config",
         )
-        if not heads or not (size or whole):
-            return None
-        return heads, groups or heads, size or whole // heads
 
     # ------------------------------------------------ parameters
 
@@ -778,7 +772,7 @@ class DcpCheckpoint(Checkpoint):
             first = next(iter(own.values()))
             places = {state: run.place for state, run in own.items()}
             if first.elems:
-                boxes = tuple(_in_param(part, shape, (first.start, first.stop)))
+                boxes = tuple(boxes_in_param(part, shape, (first.start, first.stop)))
                 yield TensorBlock(first.elems, boxes, places)
             elif not math.prod(shape) and first.place[1] == 0:
                 yield TensorBlock(0, (((0,) * len(shape), shape),), places)
@@ -990,7 +984,7 @@ def _in_slice(within: Slice | None, start: Ints, stop: Ints) -> tuple[Ints, Ints
     return (low - within.first, *start[1:]), (high - within.first, *stop[1:]), first
 
 
-def _in_param(part: TensorPart, shape: Ints, box: Bounds) -> Iterator[Bounds]:
+def boxes_in_param(part: TensorPart, shape: Ints, box: Bounds) -> Iterator[Bounds]:
     """The boxes of a parameter of a `shape` that a box of one of its tensors is, one after the
     other along the dim along which the layout joins them."""
     start, stop = box

@@ -80,6 +80,8 @@ _STACKS = {
     "mlp.experts.down_proj_bias": f"{_EXPERTS}mlp2_bias_ED",
 }
 _MATRICES = ("gate_up_proj", "down_proj")
+_JOINED = tuple(f"mlp.experts.{one}" for one in _MATRICES)
+GATE = "moe.router.gate.weight"
 BIAS = "moe.expert_bias_E"  # of the router: every mixture here has it, and few in transformers
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _OF_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
@@ -207,7 +209,8 @@ def titan_names(
     `boxes_in(part, shape, box)` gives the boxes of a parameter that a box of one of its tensors
     is."""
     latent = any(name.endswith(".kv_a_proj_with_mqa.weight") for name in shares)
-    ends, counts = _all_ends(latent), _experts(shares)
+    is_gpt_oss = any(name.endswith(".sinks") for name in shares)
+    ends, counts = {**_LAYER, **_STACKS, **(_LATENT if latent else {})}, _experts(shares)
     out: dict[str, TensorPart] = {}
     states: dict[str, Slice] = {}
     lost: list[str] = []
@@ -222,6 +225,8 @@ def titan_names(
             stack = first + _EXPERT[expert[2]]
             within = Slice(stack, int(expert[1]), 0, counts[number])
             out[f"{stack}[{expert[1]}]"] = replace(part, slice_of=within)
+        elif end in _JOINED and not is_gpt_oss:
+            out |= _split(first, end, part, shapes[part.param])
         elif end not in ends:
             lost.append(name)
         elif ends[end].startswith(_QKV):
@@ -236,10 +241,6 @@ def titan_names(
     return TitanNames(_numbered(out), states), lost
 
 
-def _all_ends(latent: bool) -> dict[str, str]:
-    return {**_LAYER, **_STACKS, **(_LATENT if latent else {})}
-
-
 def _experts(shares: Mapping[str, TensorPart]) -> dict[str, int]:
     """How many experts each layer has, by its number."""
     out: dict[str, int] = {}
@@ -249,6 +250,21 @@ def _experts(shares: Mapping[str, TensorPart]) -> dict[str, int]:
         if layer is not None and expert is not None:
             out[layer[1]] = max(out.get(layer[1], 0), int(expert[1]) + 1)
     return out
+
+
+def _split(first: str, end: str, part: TensorPart, shape: Ints) -> dict[str, TensorPart]:
+    """A stack of experts as transformers 5 has it in memory: gate and up are one matrix there."""
+    if end == "mlp.experts.down_proj":
+        return {f"{first}{_EXPERTS}w2_EDF": part}
+    experts, rows, columns = shape
+    half = rows // 2
+    layout = Chunks(
+        tuple((((0, at, 0), (experts, at + half, columns)),) for at in (0, half)), dim=1
+    )
+    return {
+        f"{first}{_EXPERTS}{name}": TensorPart(part.param, layout, number)
+        for number, name in enumerate(("w1_EFD", "w3_EFD"))
+    }
 
 
 def _renamed(

@@ -96,7 +96,8 @@ class IndexedFolder:
         self._add(key, value)
 
     def value(self, path: KeyPath, value: Any) -> None:
-        """Adds a plain value."""
+        """Adds a plain value. Equal ones lie in archives of their own all the same, as a reader
+        takes places that two entries share for damage."""
         self._add(self._key(path), value)
 
     def copy(self, path: KeyPath, key: str) -> None:
