@@ -405,7 +405,9 @@ class _Written:
         recorded: Any = self.source.run.get(RECORDED)
         known: Any = recorded.get("config") if isinstance(recorded, dict) else None
         found = None
-        for said in (self.config, known, self._config_beside()):
+        if self.config is None and (beside := self._config_beside()) is not None:
+            self.config = beside
+        for said in (self.config, known):
             count = said.get("num_attention_heads") if isinstance(said, Mapping) else None
             found = found or (count if type(count) is int and count > 0 else None)
         if found is None:

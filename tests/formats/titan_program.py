@@ -280,6 +280,7 @@ def logits(net: Any, rows: torch.Tensor) -> torch.Tensor:
 
 def trained(args: argparse.Namespace) -> dict[str, Any]:
     on_a_cpu()
+    globals()["LAYERS"] = args.layers
     net = model(args.kind, not args.unfused, args.seed)
     mesh = dist.device_mesh.init_device_mesh("cpu", (args.world,), mesh_dim_names=("fsdp",))
     for layer in net.layers.values():
@@ -340,6 +341,7 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     parser.add_argument("--load")
     parser.add_argument("--unfused", action="store_true")
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--report")
