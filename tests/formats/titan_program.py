@@ -62,7 +62,7 @@ def on_a_cpu() -> None:
 # ---- models
 
 
-def around(kind: Any, layers: Any, tied: bool = False) -> Any:
+def around(kind: Any, layers: Any, tied: bool = False, epsilon: float = 1e-5) -> Any:
     from torchtitan.models import llama3
     from torchtitan.models.common import Embedding, Linear, RMSNorm
 
@@ -72,7 +72,7 @@ def around(kind: Any, layers: Any, tied: bool = False) -> Any:
         tok_embeddings=Embedding.Config(
             num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT
         ),
-        norm=RMSNorm.Config(normalized_shape=WIDTH, eps=1e-5, param_init=llama3._NORM_INIT),
+        norm=RMSNorm.Config(normalized_shape=WIDTH, eps=epsilon, param_init=llama3._NORM_INIT),
         lm_head=Linear.Config(
             in_features=WIDTH, out_features=VOCABULARY, param_init=llama3._output_linear_init(WIDTH)
         ),
@@ -113,7 +113,7 @@ def qwen3(fused: bool) -> Any:
         attn_backend="flex",
         rope=CosSinRoPE.Config(dim=8, max_seq_len=64, theta=10000.0),
     )
-    return around(module.Qwen3Model, layers, tied=True)
+    return around(module.Qwen3Model, layers, tied=True, epsilon=1e-6)
 
 
 def qwen3_moe(fused: bool) -> Any:
@@ -134,7 +134,7 @@ def qwen3_moe(fused: bool) -> Any:
         moe_comm_backend="standard",
         rope=CosSinRoPE.Config(dim=8, max_seq_len=64, theta=10000.0),
     )
-    return around(module.Qwen3Model, layers)
+    return around(module.Qwen3Model, layers, epsilon=1e-6)
 
 
 def deepseek_v3(fused: bool) -> Any:
