@@ -53,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 12, "v_head_dim": 4},
         **{"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "routed_scaling_factor": 2.5},
         **{"norm_topk_prob": True, "n_group": 1, "topk_group": 1, "rope_interleave": True},
-        **{"num_key_value_heads": titan_program.HEADS, "rms_norm_eps": 1e-6},
+        "num_key_value_heads": titan_program.HEADS,
     },
     "gpt_oss": {
         **{"model_type": "gpt_oss", "intermediate_size": 12, "head_dim": 4},
@@ -97,14 +97,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("titan"))
 
 
-def goes_on(runs: Runs, kind: str, folder: str, held: Any, *how: str) -> None:
-    """torchtitan loads what was written for it, and has all that the run had."""
-    again = runs.program(kind, "-", *how, "--load", folder, "--seed", 5, "--steps", MORE)
-    assert differ(held, again["begun"]) == []
+HOW_IT_RUNS = (".fused", ".foreach")  # of torch's optimizer, which megatron-core's has not
+
+
+def goes_on(runs: Runs, kind: str, folder: str, held: Any, left: tuple[str, ...] = ()) -> None:
+    """torchtitan loads what was written for it, and has all that the run had; keys that end with
+    what is `left` may differ."""
+    again = runs.program(kind, "-", "--load", folder, "--seed", 5, "--steps", MORE)
+    found = differ(held, again["begun"])
+    assert [key for key in found if not key.endswith(left)] == []
+    assert left or not found
     assert near(again["losses"], held["more"])
     key = next(key for key in held["optimizer"] if key.endswith(".exp_avg"))
     again["begun"]["optimizer"][key].view(-1)[-1] += 1e-3
-    assert differ(held, again["begun"]) == [key]
+    assert {*differ(held, again["begun"])} - {*found} == {key}
 
 
 @pytest.mark.parametrize("kind", titan_program.KINDS)
@@ -170,7 +176,7 @@ def test_by_way_of_megatron(runs: Runs, ranks: RankPool, tp: int, tmp_path: Path
     job = titan_jobs.pass_on_stack
     own = {"folder": str(folder), "out": out, "steps": MORE, "timeout_s": 200}
     found = ranks.run(2, job, tp=tp, **own)[0]
-    goes_on(runs, "llama3", found["report"].path, held)
+    goes_on(runs, "llama3", found["report"].path, held, HOW_IT_RUNS)
     assert near(found["losses"], held["more"])
 
 

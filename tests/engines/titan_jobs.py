@@ -45,7 +45,11 @@ def make(setup: Plain, config: str) -> Any:
     if setup.tp > 1:
         config_of_engine["tensor_parallel"] = {"autotp_size": setup.tp}
     engine = deepspeed.initialize(
-        model=net, optimizer=optimizer, config=config_of_engine, dist_init_required=False
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        config=config_of_engine,
+        dist_init_required=False,
     )[0]
     engine.plain_shapes = shapes
     return ucp.attach(engine)

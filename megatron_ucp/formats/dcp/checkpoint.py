@@ -57,6 +57,7 @@ from megatron_ucp.formats.dcp.torchtitan import (
 )
 from megatron_ucp.formats.folder import Folder, StoredFile
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
+from megatron_ucp.formats.hugging_face.stacked import joined
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
@@ -434,8 +435,11 @@ class DcpCheckpoint(Checkpoint):
         if shares is None or all(name in own for name in names):
             return {name: TensorPart(name) for name in names}
         whole = {self._tensor_name(name, part) for name, part in shares.items()}
-        if whole - {*names}:
-            return {name: TensorPart(name) for name in names}
+        if whole - {*names}:  # experts in one tensor, as a model has them in memory
+            shares = joined(shares, {name: self._shape_of(name) for name in names})
+            if shares is None:
+                return {name: TensorPart(name) for name in names}
+            whole = {self._tensor_name(name, part) for name, part in shares.items()}
         more = {name: TensorPart(name) for name in names if name not in whole}
         self._specs = own
         return {**shares, **more}
