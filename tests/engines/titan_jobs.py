@@ -62,7 +62,7 @@ def pass_on(setup: Plain, folder: str, out: str, steps: int = 0) -> dict[str, An
     found = {"states": canonical(engine), "notes": report.notes}
     found["report"] = ucp.save(engine, out, format="torchtitan")
     losses = fsdp2_jobs.train(engine, steps, report.global_steps)
-    found["losses"] = losses
+    found["losses"], found["scheduled"] = losses, engine.lr_scheduler.last_epoch
     engine.destroy()
     return found
 
