@@ -50,9 +50,10 @@ def save(
         engine: What `attach_megatron` returned. Its `iteration` names the tag (`iter_0000100`).
             With a `format` also an engine of DeepSpeed that was attached.
         save_dir: The folder above the tags; its pointer then names the new one.
-        format: "dcp" (a folder for FSDP2's own `dcp.load`) or "accelerate" (folders for FSDP2 under
-            Accelerate or Trainer), as `convert` writes them of a save; no pointer names them.
-            Default: what the engine's own program loads.
+        format: "dcp" (a folder for FSDP2's own `dcp.load`), "accelerate" (folders for FSDP2 under
+            Accelerate or Trainer) or "torchtitan" (a folder for its checkpointer), as `convert`
+            writes them of a save; no pointer names them. Default: what the engine's own program
+            loads.
         tag: With a `format`: the name of the new folder. Default: `step-100`, of Accelerate's
             `checkpoint-100`.
         arguments: Megatron-LM's flags (a Namespace or a mapping), which its own load asks for.

@@ -257,6 +257,11 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
             ("weights in bf16 and their moments", Y, Y, "", "formats/test_dcp"),
             ("names of transformers for a family's modules", Y, Y, Y, "reshard/test_dcp"),
             (
+                "the same with experts in one tensor, as transformers 5 has them in memory",
+                *(Y, Y, ""),
+                "reshard/test_dcp",
+            ),
+            (
                 "states by position, in 8 bits or factored; several optimizers; a live engine; "
                 "torchtitan's layers for further tokens; Megatron-FSDP's `fsdp_dtensor`",
                 *(N, N, N),

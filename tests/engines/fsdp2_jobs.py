@@ -139,7 +139,8 @@ def refused_saves(folder: str) -> dict[str, str]:
         try:
             ucp.save(given, folder, **options)
         except ucp.UcpError as error:
-            out[name] = f"{type(error).__name__}: {error.problem}"
+            problem = error.problem.partition(" (on rank")[0]
+            out[name] = f"{type(error).__name__}: {problem}"
     engine.destroy()
     return out
 

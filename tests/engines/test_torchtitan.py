@@ -100,9 +100,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 HOW_IT_RUNS = (".fused", ".foreach")  # an optimizer, and not what it computes: each side's own
 
 
-def goes_on(runs: Runs, kind: str, folder: str, held: Any) -> None:
+def goes_on(runs: Runs, kind: str, folder: str, held: Any, *how: str) -> None:
     """torchtitan loads what was written for it, and has all that the run had."""
-    again = runs.program(kind, "-", "--load", folder, "--seed", 5, "--steps", MORE)
+    again = runs.program(kind, "-", *how, "--load", folder, "--seed", 5, "--steps", MORE)
     found = differ(held, again["begun"])
     assert [key for key in found if not key.endswith(HOW_IT_RUNS)] == []
     assert near(again["losses"], held["more"])
@@ -170,12 +170,13 @@ def test_by_way_of_deepspeed(
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_by_way_of_megatron(runs: Runs, ranks: RankPool, tp: int, tmp_path: Path) -> None:
-    folder, held = runs.made("llama3")
+    how = ("--rate", str(titan_program.RATE))  # one for all, as the stack's schedule has
+    folder, held = runs.made("llama3", *how)
     out = str(tmp_path / "out")
     job = titan_jobs.pass_on_stack
     own = {"folder": str(folder), "out": out, "steps": MORE, "timeout_s": 200}
     found = ranks.run(2, job, tp=tp, **own)[0]
-    goes_on(runs, "llama3", found["report"].path, held)
+    goes_on(runs, "llama3", found["report"].path, held, *how)
     assert near(found["losses"], held["more"])
 
 

@@ -219,7 +219,8 @@ def batch(step: int) -> torch.Tensor:
 # ---- training
 
 
-def containers(net: Any) -> tuple[Any, Any]:
+def containers(net: Any, rate: float) -> tuple[Any, Any]:
+    """Optimizers, of which one group has a `rate` of its own, and schedulers."""
     from torchtitan.components.optimizer import (
         LRSchedulersContainer,
         OptimizersContainer,
@@ -231,7 +232,7 @@ def containers(net: Any) -> tuple[Any, Any]:
         ParamGroupConfig(
             pattern=r"norm|bias|sinks",
             optimizer_name="AdamW",
-            optimizer_kwargs={"lr": OTHER_RATE, "weight_decay": 0.0, **own},
+            optimizer_kwargs={"lr": rate, "weight_decay": 0.0, **own},
         ),
         ParamGroupConfig(
             pattern=r".*",
@@ -286,7 +287,7 @@ def trained(args: argparse.Namespace) -> dict[str, Any]:
     for layer in net.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    optimizers, schedulers = containers(net)
+    optimizers, schedulers = containers(net, args.rate)
     state = TrainState()
     if args.load:
         path = Path(args.load)
@@ -343,6 +344,7 @@ def main() -> None:
     parser.add_argument("--unfused", action="store_true")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=OTHER_RATE)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--report")
     args = parser.parse_args()

@@ -285,3 +285,59 @@ def test_a_family_reads_experts_in_one_tensor(
                 if not torch.equal(have.to(want.dtype), want.reshape(-1)):
                     wrong.append(f"{name} {state}")
     assert wrong == []
+
+
+# ---- plans, and fingerprints
+
+
+@pytest.mark.parametrize("case", ["plain", "flat", "accelerate", "bf16", "torchtitan"])
+def test_a_plan_reads_each_byte_that_was_saved_once(case: str) -> None:
+    held = torch.load(GOLDEN / f"{case}.pt", weights_only=False)
+    states = held.get("optimizer") or {
+        f"{name}.{state}": value
+        for name, own in held["state"].items()
+        for state, value in own.items()
+    }
+    moments = [value for name, value in states.items() if "exp_avg" in name]
+    size = sum(value.nbytes for value in (*held["weights"].values(), *moments))
+    (rank,) = ucp.plan(GOLDEN / case, "dp=1,zero=0").ranks
+    assert len(moments) > 3 and rank.read_bytes == size
+    ranks = ucp.plan(GOLDEN / case, "dp=3,zero=3").ranks
+    assert sum(one.read_bytes for one in ranks) >= size > max(one.read_bytes for one in ranks)
+    files = {name for one in (rank, *ranks) for name in one.files}
+    assert files == {str(p.relative_to(GOLDEN / case)) for p in (GOLDEN / case).rglob("*.distcp")}
+
+
+def test_a_plan_of_fewer_tensors_reads_less(tmp_path: Path) -> None:
+    tree = tree_of(GOLDEN / "plain", tmp_path)
+    name = "inner.bias"
+    lost = tree["model"].pop(name), *tree["optim"]["state"].pop(name).values()
+    for group in tree["optim"]["param_groups"]:
+        group["params"] = [one for one in group["params"] if one != name]
+    save_cut(tree, tmp_path / "less", (2,))
+    both = [ucp.plan(f, "dp=1,zero=0").ranks[0] for f in (GOLDEN / "plain", tmp_path / "less")]
+    size = sum(value.nbytes for value in lost if value.ndim)
+    assert both[0].read_bytes - both[1].read_bytes == size > 0
+
+
+@pytest.mark.parametrize("change", ["weight", "moment", "step", "rate", "nothing"])
+def test_a_fingerprint_sees_every_change(change: str, tmp_path: Path) -> None:
+    tree = tree_of(GOLDEN / "plain", tmp_path)
+    state = tree["optim"]["state"]["inner.bias"]
+    if change == "weight":
+        tree["model"]["inner.bias"][0] += 1
+    elif change == "moment":
+        state["exp_avg_sq"][-1] += 1
+    elif change == "step":
+        state["step"] += 1
+    elif change == "rate":
+        tree["optim"]["param_groups"][0]["lr"] *= 2
+    save_cut(tree, tmp_path / "other", (3,))
+    one, other = (ucp.fingerprint(folder) for folder in (GOLDEN / "plain", tmp_path / "other"))
+    found = other.differences(one)
+    if change == "nothing":
+        assert found == [] and str(one) == str(other)
+    else:
+        assert found != [] and str(one) != str(other)
+        words = {"weight": "inner.bias", "moment": "exp_avg_sq", "step": "step", "rate": "lr"}
+        assert all(words[change] in str(line) for line in found[:1])
