@@ -26,7 +26,7 @@ from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh
 from megatron_ucp.core.manifest import FINGERPRINT
 from megatron_ucp.errors import HELP_FILE, DamagedFileError, UsageError
 from megatron_ucp.families import families
-from megatron_ucp.reshard.options import CONVERT, EXPORT, FORMATS, IMPORT
+from megatron_ucp.reshard.options import CONVERT, EXPORT, IMPORT, OUTPUTS
 
 
 @dataclass(frozen=True)
@@ -295,9 +295,9 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-folder", help=argparse.SUPPRESS)
     parser.add_argument(
         "--to",
-        choices=[*FORMATS],
+        choices=[*OUTPUTS],
         metavar="FORMAT",
-        help=", ".join(f"{name} ({meaning})" for name, meaning in FORMATS.items()),
+        help=", ".join(f"{name} ({meaning})" for name, meaning in OUTPUTS.items()),
     )
     add_target(parser)
     add_allow(parser, CONVERT)

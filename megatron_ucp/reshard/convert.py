@@ -34,7 +34,7 @@ from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder import FolderOutput, FolderSink, check_source, require_plain
 from megatron_ucp.reshard.options import (
     CONVERT,
-    FORMATS,
+    OUTPUTS,
     check_switch,
     check_words,
     no_mesh,
@@ -103,7 +103,7 @@ TORCHTITAN = Writable(
     "torchtitan", dcp.torchtitan, LATEST, (LATEST,), _NO_PLACE, tag_name="step-{}"
 )
 _ROWS = (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE, TORCHTITAN)
-WRITABLE = dict(zip(FORMATS, _ROWS, strict=True))
+WRITABLE = dict(zip(OUTPUTS, _ROWS, strict=True))
 
 
 def writable(name: str | None, given: Target | None) -> Writable:

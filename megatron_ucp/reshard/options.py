@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # What `convert` writes, and what for. How each is written, `convert.WRITABLE` says.
 
 
-FORMATS = {
+OUTPUTS = {
     "native": "DeepSpeed's own files for one mesh; the default with --mesh",
     "universal": "the default without",
     "torch_dist": "for Megatron-LM",

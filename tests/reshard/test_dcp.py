@@ -340,4 +340,4 @@ def test_a_fingerprint_sees_every_change(change: str, tmp_path: Path) -> None:
     else:
         assert found != [] and str(one) != str(other)
         words = {"weight": "inner.bias", "moment": "exp_avg_sq", "step": "step", "rate": "lr"}
-        assert all(words[change] in str(line) for line in found[:1])
+        assert any(words[change] in str(line) for line in found)

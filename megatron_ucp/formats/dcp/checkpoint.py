@@ -156,7 +156,7 @@ class KeyedTensor:
     tensor: StoredTensor
 
 
-Place = tuple[str, int, int]  # of elements: key of the tensor, number of the chunk, first element
+PlaceOfRun = tuple[str, int, int]  # key of the tensor, number of the chunk, first element
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class TensorBlock:
 
     elems: int
     boxes: tuple[Bounds, ...]
-    places: Mapping[str, Place]
+    places: Mapping[str, PlaceOfRun]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Run:
 
     start: Ints
     stop: Ints
-    place: Place
+    place: PlaceOfRun
 
     @property
     def elems(self) -> int:

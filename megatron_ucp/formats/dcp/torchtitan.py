@@ -6,11 +6,11 @@ experts of a layer are one tensor. Two things are more than names:
 
 - Its llama3 rotates neighbouring rows of queries and keys, and transformers rows half a head
   apart. Row 2 i + j of a head here is row i + j * (head size / 2) there.
-- Its modules keep queries, keys and values in one parameter, `wqkv`, of which a save splits the
-  weights into `wq`, `wk` and `wv`, and leaves the optimizer's states in one: for each group of
+- Its modules keep queries, keys and values in one parameter, wqkv, of which a save splits the
+  weights into wq, wk and wv, and leaves the optimizer's states in one: for each group of
   heads the rows of its queries, then of its key, then of its value.
 
-Source: `state_dict_adapter.py` of each model, and `FusedQKVLinear`, of torchtitan 0.3.0.
+Source: `state_dict_adapter.py` of each model, and the class FusedQKVLinear, of torchtitan 0.3.0.
 """
 
 import re
@@ -21,8 +21,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layout import Chunks, Layout
 from megatron_ucp.core.tensor_parts import Interleaved, Slice, TensorPart
-
-Box = tuple[Ints, Ints]
+from megatron_ucp.formats.proof import Bounds
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 _TOP = {
@@ -56,7 +55,7 @@ _LAYER = {
     "mlp.shared_experts.up_proj.weight": "moe.shared_experts.w3.weight",
     "mlp.shared_experts.down_proj.weight": "moe.shared_experts.w2.weight",
 }
-# of DeepSeek-V3's latent attention, whose query has no place in `wqkv`
+# of DeepSeek-V3's latent attention, whose query has no place in wqkv
 _LATENT = {
     "self_attn.q_proj.weight": "attention.wq.weight",
     "self_attn.q_a_proj.weight": "attention.wq_a.weight",
@@ -105,13 +104,13 @@ class Heads:
         return self.size * (self.heads // self.groups if which == "q" else 1)
 
     def at(self, which: str, group: int) -> int:
-        """The first row of a group in `wqkv`."""
+        """The first row of a group in wqkv."""
         before = {"q": 0, "k": self.rows("q"), "v": self.rows("q") + self.size}[which]
         return group * self.all_rows // self.groups + before
 
     @property
     def all_rows(self) -> int:
-        """Of `wqkv`."""
+        """Of wqkv."""
         return (self.heads + 2 * self.groups) * self.size
 
     def there(self, which: str, row: int) -> int:
@@ -201,7 +200,7 @@ def titan_names(
     shapes: Mapping[str, Ints],
     heads: Heads | None,
     is_fused: bool,
-    boxes_in: Callable[[TensorPart, Ints, Box], Iterator[Box]],
+    boxes_in: Callable[[TensorPart, Ints, Bounds], Iterator[Bounds]],
 ) -> tuple[TitanNames, list[str]]:
     """What torchtitan's tensors hold of parameters, of which `shares` says what transformers'
     tensors hold; and the names of tensors that torchtitan has no place for. `shapes` are those of
@@ -289,7 +288,7 @@ def _rows(
     shapes: Mapping[str, Ints],
     heads: Heads | None,
     is_fused: bool,
-    boxes_in: Callable[[TensorPart, Ints, Box], Iterator[Box]],
+    boxes_in: Callable[[TensorPart, Ints, Bounds], Iterator[Bounds]],
 ) -> Iterator[tuple[str, TensorPart, Slice | None]]:
     """Queries, keys or values: as they are, or a slice for each group of heads."""
     which = own.rpartition(".")[0][-1]
@@ -300,7 +299,7 @@ def _rows(
     fused = f"{own.rpartition('.')[0][:-1]}qkv.{own.rpartition('.')[2]}"
     for group in range(heads.groups):
         first = group * rows
-        boxes: list[Box] = []
+        boxes: list[Bounds] = []
         for low, high in _runs([heads.there(which, row) for row in range(first, first + rows)]):
             box = (low, *(0,) * len(rest)), (high, *rest)
             boxes += boxes_in(part, shapes[part.param], box)
@@ -330,7 +329,7 @@ def _numbered(parts: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
             isinstance(one.layout, Interleaved) for one in own
         ):
             continue
-        held: list[tuple[Box, ...]] = []
+        held: list[tuple[Bounds, ...]] = []
         for one in own:
             layout: Layout = one.layout
             held.append(layout.held[one.number] if isinstance(layout, Chunks) else ())
