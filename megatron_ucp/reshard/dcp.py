@@ -34,10 +34,10 @@ from megatron_ucp.formats.dcp.checkpoint import (
     boxes_in_param,
 )
 from megatron_ucp.formats.dcp.torchtitan import (
-    BIAS,
     EMBEDDING,
     GATE,
     HEAD,
+    ROUTER_BIAS,
     Heads,
     TitanNames,
     is_torchtitan,
@@ -436,7 +436,7 @@ class _Written:
         for name in sorted(self.model.shapes):
             if (
                 name.endswith(GATE)
-                and (bias := name.removesuffix(GATE) + BIAS) not in self.model.shapes
+                and (bias := name.removesuffix(GATE) + ROUTER_BIAS) not in self.model.shapes
             ):
                 self.model.small_tensor((bias,), _zeros(self.model.shapes[name][1][:1]))
         self.notes.append(

@@ -46,8 +46,8 @@ from megatron_ucp.formats.dcp.keys import (
     read_keys,
 )
 from megatron_ucp.formats.dcp.torchtitan import (
-    BIAS,
     FURTHER,
+    ROUTER_BIAS,
     Heads,
     fused_of,
     has_turns,
@@ -498,7 +498,7 @@ class DcpCheckpoint(Checkpoint):
     def _beside_twins(self, names: Sequence[str]) -> dict[str, TensorPart]:
         """Tensors that no model of transformers has, under their own names. Biases of routers that
         are zeros change nothing, and are left out."""
-        zeros = [name for name in names if name.endswith(BIAS) and self._is_zero(name)]
+        zeros = [name for name in names if name.endswith(ROUTER_BIAS) and self._is_zero(name)]
         if zeros:
             self._left_out.append(f"biases of routers that are zeros: {some_of(zeros)}")
         return {name: TensorPart(name) for name in names if name not in zeros}

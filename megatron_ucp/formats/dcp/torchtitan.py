@@ -10,7 +10,7 @@ experts of a layer are one tensor. Two things are more than names:
   weights into wq, wk and wv, and leaves the optimizer's states in one: for each group of
   heads the rows of its queries, then of its key, then of its value.
 
-Source: `state_dict_adapter.py` of each model, and the class FusedQKVLinear, of torchtitan 0.3.0.
+Source: state_dict_adapter.py of each model, and the class FusedQKVLinear, of torchtitan 0.3.0.
 """
 
 import re
@@ -81,7 +81,9 @@ _STACKS = {
 _MATRICES = ("gate_up_proj", "down_proj")
 _JOINED = tuple(f"mlp.experts.{one}" for one in _MATRICES)
 GATE = "moe.router.gate.weight"
-BIAS = "moe.expert_bias_E"  # of the router: every mixture here has it, and few in transformers
+ROUTER_BIAS = "moe.expert_bias_E"  # every mixture here has it, and few in transformers
+    "moe.expert_bias_E"  # of the router: every mixture here has it, and few in transformers
+)
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _OF_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _FUSED = re.compile(r"(.+\.qkv_linear\.)wqkv\.(weight|bias)")
@@ -167,7 +169,7 @@ def twin_shapes(shapes: Mapping[str, Ints]) -> tuple[dict[str, Ints], list[str]]
         found = _OWN_LAYER.fullmatch(name)
         number, end = ("", "") if found is None else (found[1], found[2])
         first = f"model.layers.{number}."
-        is_bias = end == BIAS and not latent
+        is_bias = end == ROUTER_BIAS and not latent
         if name in top:
             out[top[name]] = shape
         elif end in experts:
