@@ -82,8 +82,6 @@ _MATRICES = ("gate_up_proj", "down_proj")
 _JOINED = tuple(f"mlp.experts.{one}" for one in _MATRICES)
 GATE = "moe.router.gate.weight"
 ROUTER_BIAS = "moe.expert_bias_E"  # every mixture here has it, and few in transformers
-    "moe.expert_bias_E"  # of the router: every mixture here has it, and few in transformers
-)
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _OF_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _FUSED = re.compile(r"(.+\.qkv_linear\.)wqkv\.(weight|bias)")
