@@ -474,7 +474,7 @@ class _Written:
             tuple(self.held.values()),
             tuple(self.buffers),
             tuple(one.group for one in self.groups),
-            run=self.source.run,
+            run={**self._samples(), **self.source.run},
         )
         wants: list[Want] = [
             (Slot(number, (), 0, state), state)
@@ -485,6 +485,11 @@ class _Written:
         part = SinkPart(target, tuple(wants))
         publish = partial(self._publish, folder, target, [file.name for file in files])
         return FolderOutput((part,), files, self._close, publish)
+
+    def _samples(self) -> dict[str, Any]:
+        """How many the run took, which no file of FSDP2's has a place for."""
+        found = self.origin.extras.counters.get("global_samples")
+        return {} if found is None else {"global_samples": found}
 
     def _close(self, aside: Location) -> None:
         for plan in self.plans:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from tests.engines import fsdp2_jobs
+from tests.engines import fsdp2_jobs, titan_jobs
 from tests.engines.fsdp2_jobs import Plain
 from tests.engines.test_fsdp2_pairs import unlike
 from tests.formats import fsdp2_runs
+from tests.formats.test_dcp import GOLDEN
 from tests.ranks import RankPool
+from tests.reshard.test_torchtitan import differ, flat_of
 
 pytestmark = pytest.mark.long
 pytest.importorskip("transformers", reason="these programs train a model of transformers")
@@ -32,11 +34,18 @@ def test_fsdp2_loads_it_under_strict_keys(ranks: RankPool, setup: Plain, tmp_pat
     assert sorted(path.name for path in Path(report.path).parent.iterdir()) == ["step-3"]
 
 
-@pytest.mark.parametrize("to", ["dcp", "accelerate"])
-def test_it_is_what_convert_writes(ranks: RankPool, to: str, tmp_path: Path) -> None:
-    """Byte by byte, but for the manifest: a fault of an engine's memory is a fault of its save."""
-    own = {"setup": Plain(2, tp=2), "folder": str(tmp_path / "run"), "model": None}
-    run = ranks.run(2, fsdp2_jobs.trained, timeout_s=200, **own)[0]
+@pytest.mark.parametrize(
+    ("to", "stack"), [("dcp", False), ("accelerate", False), ("accelerate", True)], ids=str
+)
+def test_it_is_what_convert_writes(ranks: RankPool, to: str, stack: bool, tmp_path: Path) -> None:
+    """Byte by byte, but for the manifest: of AutoTP's engine, and of megatron-core's stack."""
+    own: dict[str, Any] = {"folder": str(tmp_path / "run"), "timeout_s": 200}
+    if stack:
+        start = str(tmp_path / "start")
+        ranks.run(1, fsdp2_jobs.start, folder=start, timeout_s=120)
+        run = ranks.run(2, fsdp2_jobs.train_stack, tp=2, model=start, **own)[0]
+    else:
+        run = ranks.run(2, fsdp2_jobs.trained, setup=Plain(2, tp=2), model=None, **own)[0]
     ucp.convert(tmp_path / "run", tmp_path / "out", to=to)
     one, two = Path(run["saved"][to].path), tmp_path / "out"
 
@@ -48,7 +57,8 @@ def test_it_is_what_convert_writes(ranks: RankPool, to: str, tmp_path: Path) -> 
 
     assert other() == ["ucp_manifest.json"]
     assert len(ucp.diff(one, two)) == 0
-    assert str(ucp.fingerprint(one)) == str(ucp.fingerprint(tmp_path / "run"))
+    if not stack:  # whose own files have other names
+        assert str(ucp.fingerprint(one)) == str(ucp.fingerprint(tmp_path / "run"))
     file = next(path for path in sorted(one.rglob("*.distcp")))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -79,3 +89,23 @@ def test_after_a_step_the_next_save_is_another_one(ranks: RankPool, tmp_path: Pa
     assert first.keys() == second.keys()
     assert not any(torch.equal(first[name], second[name]) for name in first)
     assert found["losses"] == found["alone"], "a save changes nothing in the engine"
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_torchtitan_saved_comes_back(ranks: RankPool, zero: int, tmp_path: Path) -> None:
+    """Through an engine: every weight, moment, step and setting, and the step of the schedule."""
+    held = torch.load(GOLDEN / "torchtitan.pt", weights_only=False)
+    own = {"folder": str(GOLDEN / "torchtitan"), "out": str(tmp_path / "out"), "steps": 1}
+    found = ranks.run(2, titan_jobs.pass_on, setup=Plain(zero), timeout_s=200, **own)[0]
+    assert any("step alone" in note for note in found["notes"]) and found["scheduled"] == 4
+    back = flat_of(Path(found["report"].path), tmp_path)
+
+    def unlike_held() -> list[str]:
+        # which implementation of torch's steps is each program's own
+        return [k for k in differ(held, back) if not k.endswith((".fused", ".foreach"))]
+
+    assert unlike_held() == []
+    key = "state.layers.0.attention.qkv_linear.wqkv.weight.exp_avg"
+    rows = back["optimizer"][key]
+    rows[[0, 1]] = rows[[1, 0]]
+    assert unlike_held() == [key]
