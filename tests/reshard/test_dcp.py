@@ -339,5 +339,5 @@ def test_a_fingerprint_sees_every_change(change: str, tmp_path: Path) -> None:
         assert found == [] and str(one) == str(other)
     else:
         assert found != [] and str(one) != str(other)
-        words = {"weight": "inner.bias", "moment": "exp_avg_sq", "step": "step", "rate": "lr"}
-        assert any(words[change] in str(line) for line in found)
+        words = {"weight": "fp32", "moment": "exp_avg_sq"}
+        assert any(words.get(change, "steps or hyper-parameters") in line for line in found), found
