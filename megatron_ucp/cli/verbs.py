@@ -26,7 +26,7 @@ from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh
 from megatron_ucp.core.manifest import FINGERPRINT
 from megatron_ucp.errors import HELP_FILE, DamagedFileError, UsageError
 from megatron_ucp.families import families
-from megatron_ucp.reshard.options import CONVERT, EXPORT, IMPORT
+from megatron_ucp.reshard.options import CONVERT, EXPORT, IMPORT, OUTPUTS
 
 
 @dataclass(frozen=True)
@@ -283,9 +283,6 @@ def run_diff(args: Any) -> int:
 # ---- convert
 
 
-_FORMATS = ("native", "universal", "torch_dist", "dcp", "accelerate")
-
-
 def add_convert(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser, optional=True)
     parser.add_argument("--input-folder", help=argparse.SUPPRESS)
@@ -298,11 +295,9 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-folder", help=argparse.SUPPRESS)
     parser.add_argument(
         "--to",
-        choices=_FORMATS,
+        choices=[*OUTPUTS],
         metavar="FORMAT",
-        help="native (DeepSpeed's own files for one mesh; the default with --mesh), universal (the "
-        "default without), torch_dist (for Megatron-LM), dcp (for FSDP2), accelerate (for "
-        "FSDP2 under Accelerate or Trainer)",
+        help=", ".join(f"{name} ({meaning})" for name, meaning in OUTPUTS.items()),
     )
     add_target(parser)
     add_allow(parser, CONVERT)

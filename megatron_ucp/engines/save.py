@@ -240,7 +240,7 @@ def save_engine(request: SaveRequest) -> SaveReport:
         report = replace(begun, is_under_way=False, error=str(error))
         engine.__dict__[SAVED] = report
         return report
-    return report if report.is_under_way else _ended(engine, report)
+    return report if report.is_under_way else ended(engine, report)
 
 
 def _unfinished(path: Location, steps: int, mesh: str = "", seconds: float = 0.0) -> SaveReport:
@@ -250,7 +250,7 @@ def _unfinished(path: Location, steps: int, mesh: str = "", seconds: float = 0.0
     )
 
 
-def _ended(engine: Any, report: SaveReport) -> SaveReport:
+def ended(engine: Any, report: SaveReport) -> SaveReport:
     """Shows the line of a save, and keeps its report for `report_of`."""
     engine.__dict__[SAVED] = report
     say.ended(str(report), report.notes)
@@ -299,7 +299,7 @@ def _in_background(
 ) -> None:
     """The rest of a save, in a thread of its own."""
     with left, as_rank_error(request.folder, request.tag):
-        _ended(request.engine, settle(turn, blocked_seconds))
+        ended(request.engine, settle(turn, blocked_seconds))
 
 
 def _settled(

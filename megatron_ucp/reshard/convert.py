@@ -34,6 +34,7 @@ from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder import FolderOutput, FolderSink, check_source, require_plain
 from megatron_ucp.reshard.options import (
     CONVERT,
+    OUTPUTS,
     check_switch,
     check_words,
     no_mesh,
@@ -60,7 +61,8 @@ FolderPlan = Callable[
 class Writable:
     """One format. `plan` says everything about a folder but its tensors. `pointer` is the file that
     names the newest tag, one of `pointers`, which decide together what a load takes; Megatron's
-    names none but `numbered` folders. `for_ranks`: its files are those of the ranks of one mesh;
+    names none but `numbered` folders. `tag_name` is how a live engine's save of a step is called
+    (none: it is written of files alone). `for_ranks`: its files are those of the ranks of one mesh;
     else `as_source`: it names the tensor-parallel ranks and stages of a mesh, of the source's where
     nobody says one. `unused` are the words of a target that it has no place for."""
 
@@ -72,6 +74,7 @@ class Writable:
     for_ranks: bool = False
     as_source: bool = False
     numbered: bool = False
+    tag_name: str = ""
 
 
 NATIVE = Writable("native", native, LATEST, (LATEST, MEGATRON_LATEST), for_ranks=True)
@@ -92,9 +95,15 @@ _NO_PLACE = (
     *("dtype", "stages", "sub_group_size", "alignment", "round_robin"),
     *("grad_accum_fp32", "offloaded"),
 )
-DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE)
-ACCELERATE = Writable("accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE)
-WRITABLE = {row.name: row for row in (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE)}
+DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE, tag_name="step-{}")
+ACCELERATE = Writable(
+    "accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE, tag_name="checkpoint-{}"
+)
+TORCHTITAN = Writable(
+    "torchtitan", dcp.torchtitan, LATEST, (LATEST,), _NO_PLACE, tag_name="step-{}"
+)
+_ROWS = (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE, TORCHTITAN)
+WRITABLE = dict(zip(OUTPUTS, _ROWS, strict=True))
 
 
 def writable(name: str | None, given: Target | None) -> Writable:
@@ -283,7 +292,8 @@ def convert(
         to: "native" (files that DeepSpeed's own load takes on the mesh), "universal" (a universal
             folder of DeepSpeed's, which needs no mesh), "torch_dist" (a folder for Megatron; the
             mesh then says whether experts have an optimizer of their own), "dcp" (a folder for
-            FSDP2's own `dcp.load`) or "accelerate" (folders for FSDP2 under Accelerate or Trainer).
+            FSDP2's own `dcp.load`), "accelerate" (folders for FSDP2 under Accelerate or Trainer) or
+            "torchtitan" (a folder for torchtitan's own checkpointer, under its names).
             Default: native where a mesh is given, else universal.
         mesh: The mesh that the folder is for, such as "tp=2,dp=4". An axis that is left out is 1; a
             ZeRO stage that a string leaves out is the source's.

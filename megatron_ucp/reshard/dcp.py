@@ -6,21 +6,24 @@ their own.
 """
 
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.manifest import RECORDED, FileEntry, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot, Want
-from megatron_ucp.core.tensor_parts import TensorPart
+from megatron_ucp.core.tensor_parts import Slice, TensorPart
 from megatron_ucp.core.values import TENSOR, InertObject
-from megatron_ucp.errors import StateMismatchError, UnsupportedError, some_of
+from megatron_ucp.errors import NotFoundError, StateMismatchError, UnsupportedError, some_of
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.dcp.checkpoint import (
@@ -28,16 +31,28 @@ from megatron_ucp.formats.dcp.checkpoint import (
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
     SCHEDULERS,
+    boxes_in_param,
 )
-from megatron_ucp.formats.dcp.writer import IndexedFolder, KeyPath
+from megatron_ucp.formats.dcp.torchtitan import (
+    EMBEDDING,
+    GATE,
+    HEAD,
+    ROUTER_BIAS,
+    Heads,
+    TitanNames,
+    is_torchtitan,
+    titan_names,
+)
+from megatron_ucp.formats.dcp.writer import IndexedFolder
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
+from megatron_ucp.formats.megatron.index_writer import KeyPath
 from megatron_ucp.formats.optimizers import DECOUPLED, rule_of
 from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.formats.pt.archive import Output, write_pt
 from megatron_ucp.formats.pt.unpickle import named_in
-from megatron_ucp.formats.store import Location
+from megatron_ucp.formats.store import Location, location
 from megatron_ucp.reshard.folder import FolderOutput
-from megatron_ucp.reshard.hugging_face.names import needs_family, twin_of
+from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, twin_of
 from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.target import (
     Conversion,
@@ -69,17 +84,26 @@ _PLAIN = (bool, int, float, str, type(None))
 @dataclass(frozen=True)
 class FolderKeys:
     """How a folder is laid out: the folder and the path of the model and of its optimizer in the
-    dictionaries that the program saves. `folders` are those that Accelerate looks into."""
+    dictionaries that the program saves. `folders` are those that Accelerate looks into.
+    `is_flat`: names are torchtitan's, and the optimizer's dictionary is flat."""
 
     model: KeyPath = ("model",)
     optimizer: KeyPath = ("optim",)
     folders: tuple[str, str] = ("", "")
+    is_flat: bool = False
+
+    def of_state(self, tensor: str, state: str) -> KeyPath:
+        """Where a state of a tensor lies."""
+        if self.is_flat:
+            return (*self.optimizer, f"state.{tensor}.{state}")
+        return (*self.optimizer, "state", tensor, state)
 
 
 _PLAIN_KEYS = FolderKeys()
 _ACCELERATE = FolderKeys(
     optimizer=("optimizer",), folders=(f"{MODEL_FOLDER}/", f"{OPTIMIZER_FOLDER}/")
 )
+_TORCHTITAN = FolderKeys((), ("optimizer",), is_flat=True)
 
 
 def plain(
@@ -94,6 +118,13 @@ def accelerate(
 ) -> FolderOutput:
     """Two folders beside each other, as Accelerate's FSDP2 plugin and Trainer have them."""
     return _output(origin, wanted, folder, _ACCELERATE)
+
+
+def torchtitan(
+    origin: SourceSettings, wanted: Conversion, config: Mapping[str, Any] | None, folder: Location
+) -> FolderOutput:
+    """One folder, as torchtitan's checkpointer writes it, under its names."""
+    return _output(origin, wanted, folder, _TORCHTITAN)
 
 
 def _output(
@@ -116,7 +147,11 @@ class _Written:
         self.file = wanted.file
         self.groups = [self._as_torch(one) for one in named_groups(wanted)]
         self._check_states()
-        self.shares, self.specs, self.config = self._names()
+        self.twins, self.specs, self.config = self._names()
+        self.shares, self.state_slices = self.twins, dict[str, Slice]()
+        if layout.is_flat:
+            found = self._as_torchtitan()
+            self.shares, self.state_slices = found.shares, found.states
         model = IndexedFolder(layout.folders[0])
         same = layout.folders[0] == layout.folders[1]
         optimizer = model if same else IndexedFolder(layout.folders[1])
@@ -127,11 +162,16 @@ class _Written:
         self._group_of = {
             name: number for number, one in enumerate(self.groups) for name in one.names
         }
-        by_tensor = grouped((self._tensor_name(n, s), n) for n, s in self.shares.items())
-        for tensor, names in by_tensor.items():
+        for tensor, names in self._by_tensor().items():
             self._tensor(tensor, names)
-        self._settings(by_tensor)
+        by_state = grouped((self._state_tensor(n, s), n) for n, s in self.shares.items())
+        for tensor, names in by_state.items():
+            self._check_one_group(tensor, names)
+        self._settings(by_state)
         self._aliases()
+        if layout.is_flat:
+            self._of_the_run()
+            return
         if layout is _ACCELERATE and self._scheduler is None:
             self.notes.append(
                 "the source has no scheduler of torch's: there is no scheduler.bin, so prepare the "
@@ -163,34 +203,32 @@ class _Written:
         specs = {n: replace(s, order=None) for n, s in twin.specs.items()}
         return twin.shares, specs, twin.config
 
+    def _by_tensor(self) -> dict[str, list[str]]:
+        """The parts of each tensor of the folder, by their names."""
+        return grouped((self._tensor_name(n, s), n) for n, s in self.shares.items())
+
     def _tensor_name(self, name: str, share: TensorPart) -> str:
         return name if share.slice_of is None else share.slice_of.tensor
+
+    def _state_tensor(self, name: str, share: TensorPart) -> str:
+        """Under which tensor's name the states of a part lie."""
+        within = self.state_slices.get(name)
+        return self._tensor_name(name, share) if within is None else within.tensor
 
     def _tensor(self, tensor: str, names: Sequence[str]) -> None:
         """Adds a tensor, of which each name is a slice or all."""
         for name in names:
             share = self.shares[name]
-            spec, within = self.specs[share.param], share.slice_of
+            spec = self.specs[share.param]
             shape = share.stored_shape(spec)
-            whole = shape if within is None else within.whole_shape(shape)
-            start = (0,) * len(whole)
-            stored = shape
-            if within is not None:
-                start = (within.first, *start[1:])
-                stored = shape if within.rows else (1, *shape)
             number, states = len(self.buffers), self._states(share.param)
-            scalars = self.source.scalars_of(share.param)
-            group = self._group_of.get(share.param)
-            size = 1
-            for one in shape:
-                size *= one
             self.buffers.append(
                 alone(
                     share.param,
-                    size,
+                    math.prod(shape),
                     tuple(states.items()),
-                    group,
-                    scalars,
+                    self._group_of.get(share.param),
+                    self.source.scalars_of(share.param),
                     axes=(),
                     chunk=share.chunk,
                 )
@@ -198,9 +236,20 @@ class _Written:
             self.held.setdefault(share.param, share.held(spec))
             for state, dtype in states.items():
                 slot = Slot(number, (), 0, state)
-                plan, path = self._place(tensor, state)
+                is_weight = state in (MASTER, VALUE)
+                within = (
+                    share.slice_of if is_weight else self.state_slices.get(name, share.slice_of)
+                )
+                whole, start, stored = shape, (0,) * len(shape), shape
+                if within is not None:
+                    whole = within.whole_shape(shape)
+                    start = (within.first, *(0,) * (len(whole) - 1))
+                    stored = shape if within.rows else (1, *shape)
+                plan, path = self.model, (*self.layout.model, tensor)
+                if not is_weight:
+                    plan = self.optimizer
+                    path = self.layout.of_state(self._state_tensor(name, share), state)
                 plan.tensor(path, dtype, whole, start, stored, slot)
-        self._check_one_group(tensor, names)
 
     def _states(self, param: str) -> dict[str, str]:
         """Name and dtype of each state of a parameter that is written."""
@@ -208,11 +257,6 @@ class _Written:
         if param in self._group_of:
             return {state: dtype for state, dtype in states.items() if state != VALUE}
         return {VALUE: states[VALUE]}
-
-    def _place(self, tensor: str, state: str) -> tuple[IndexedFolder, KeyPath]:
-        if state in (MASTER, VALUE):
-            return self.model, (*self.layout.model, tensor)
-        return self.optimizer, (*self.layout.optimizer, "state", tensor, state)
 
     def _check_one_group(self, tensor: str, names: Sequence[str]) -> None:
         """Raises StateMismatchError where slices of one tensor are stepped differently, and adds
@@ -237,7 +281,7 @@ class _Written:
         if group is None:
             return
         for name, value in scalars:
-            path = (*self.layout.optimizer, "state", tensor, name)
+            path = self.layout.of_state(tensor, name)
             number = torch.tensor(value, dtype=torch.float32)
             if float(number) != value:
                 raise UnsupportedError(
@@ -271,17 +315,22 @@ class _Written:
         return replace(one, group=replace(one.group, settings=known))
 
     def _settings(self, by_tensor: Mapping[str, Sequence[str]]) -> None:
+        """Adds the groups' settings; `by_tensor` are the parts whose states lie under a name."""
         tensors = grouped(
             (self._group_of.get(self.shares[names[0]].param), tensor)
             for tensor, names in by_tensor.items()
         )
         for number, one in enumerate(self.groups):
-            first = (*self.layout.optimizer, "param_groups", number)
             said = {"initial_lr": one.group.settings.get("lr"), **one.group.settings}
-            for key, value in said.items():
-                if value is not None or key != "initial_lr":
-                    self._setting((*first, key), value)
+            said = {k: v for k, v in said.items() if v is not None or k != "initial_lr"}
             names = tensors.get(number, [])
+            if self.layout.is_flat:
+                for name, (key, value) in itertools.product(names, said.items()):
+                    self._setting((*self.layout.optimizer, f"param_groups.{name}.{key}"), value)
+                continue
+            first = (*self.layout.optimizer, "param_groups", number)
+            for key, value in said.items():
+                self._setting((*first, key), value)
             if not self.source.family:
                 places = {name: place for place, name in enumerate(one.names)}
                 names = sorted(names, key=lambda name: places.get(name, len(places)))
@@ -305,6 +354,10 @@ class _Written:
     def _aliases(self) -> None:
         """A tied parameter is listed under each of its names, as torch saves it."""
         ties = {tie.canonical: tie.aliases for tie in self.source.ties}
+        if self.layout.is_flat:
+            if any(HEAD in aliases for aliases in ties.values()):
+                self.model.copy((HEAD,), EMBEDDING)
+            ties = {}
         for param, aliases in ties.items():
             key = ".".join(map(str, (*self.layout.model, param)))
             if key in self.model.shapes:
@@ -314,6 +367,82 @@ class _Written:
         if self.source.family and config.get("tie_word_embeddings") and _HEAD not in self.shares:
             key = ".".join((*map(str, self.layout.model), next(iter(self.shares))))
             self.model.copy((*self.layout.model, _HEAD), key)
+
+    # ------------------------------------------------ torchtitan
+
+    def _as_torchtitan(self) -> TitanNames:
+        """The names and orders of torchtitan. Raises UnsupportedError for a model that is none of
+        its, NotFoundError where nobody says the number of heads."""
+        shapes = {name: spec.shape for name, spec in self.specs.items()}
+        queries = next(
+            (n for n in self.twins if n.endswith("layers.0.self_attn.q_proj.weight")), ""
+        )
+        heads = None
+        if queries and not any(name.endswith(".kv_b_proj.weight") for name in self.twins):
+            own = {which: queries.replace(".q_proj", f".{which}_proj") for which in "qk"}
+            rows = [
+                self.twins[n].stored_shape(self.specs[self.twins[n].param])[0] for n in own.values()
+            ]
+            count = self._heads()
+            size = rows[0] // count
+            turns = not any(name.endswith((".q_norm.weight", ".sinks")) for name in self.twins)
+            heads = Heads(count, rows[1] // size, size, turns)
+        found, lost = titan_names(self.twins, shapes, heads, True, boxes_in_param)
+        if lost or not is_torchtitan(found.shares):
+            raise UnsupportedError(
+                "torchtitan has no model with these tensors",
+                file=self.file,
+                parameter=some_of(lost or list(self.twins)),
+                expected="a Llama, Qwen3, DeepSeek-V3 (without layers for further tokens) or "
+                "gpt-oss, under the names of transformers",
+                found=self.source.family or "no such family",
+                fix="convert to dcp, which keeps the names of transformers",
+            )
+        return found
+
+    def _heads(self) -> int:
+        """The number of heads, as the model's config says it."""
+        recorded: Any = self.source.run.get(RECORDED)
+        known: Any = recorded.get("config") if isinstance(recorded, dict) else None
+        found = None
+        if self.config is None and (beside := self._config_beside()) is not None:
+            self.config = beside
+        for said in (self.config, known):
+            count = said.get("num_attention_heads") if isinstance(said, Mapping) else None
+            found = found or (count if type(count) is int and count > 0 else None)
+        if found is None:
+            raise NotFoundError(
+                "nothing says how many heads attention has, and torchtitan orders the rows of "
+                "queries and keys by them",
+                file=self.file,
+                expected="num_attention_heads",
+                fix="put the config.json of the model, as transformers has it, beside the "
+                "checkpoint",
+                id="no-config",
+            )
+        return found
+
+    def _config_beside(self) -> Mapping[str, Any] | None:
+        found = config_for(self.source, None, location(self.file))
+        return None if found is None else found.tree
+
+    def _of_the_run(self) -> None:
+        """What torchtitan's checkpointer asks for besides model and optimizer."""
+        schedule = self._scheduler or {}
+        steps = self.origin.extras.counters.get("global_steps", 0)
+        self.model.value(("lr_scheduler", "last_epoch"), schedule.get("last_epoch", steps))
+        self.model.value(("train_state", "step"), steps)
+        self.model.value(("train_state", "ntokens_seen"), 0)
+        for name in sorted(self.model.shapes):
+            if (
+                name.endswith(GATE)
+                and (bias := name.removesuffix(GATE) + ROUTER_BIAS) not in self.model.shapes
+            ):
+                self.model.small_tensor((bias,), _zeros(self.model.shapes[name][1][:1]))
+        self.notes.append(
+            "torchtitan's count of tokens begins at 0, and its data loader at the first batch: "
+            "give --checkpoint.exclude_from_loading dataloader"
+        )
 
     # ------------------------------------------------ what is refused
 
@@ -345,7 +474,7 @@ class _Written:
             tuple(self.held.values()),
             tuple(self.buffers),
             tuple(one.group for one in self.groups),
-            run=self.source.run,
+            run={**self._samples(), **self.source.run},
         )
         wants: list[Want] = [
             (Slot(number, (), 0, state), state)
@@ -356,6 +485,11 @@ class _Written:
         part = SinkPart(target, tuple(wants))
         publish = partial(self._publish, folder, target, [file.name for file in files])
         return FolderOutput((part,), files, self._close, publish)
+
+    def _samples(self) -> dict[str, Any]:
+        """How many the run took, which no file of FSDP2's has a place for."""
+        found = self.origin.extras.counters.get("global_samples")
+        return {} if found is None else {"global_samples": found}
 
     def _close(self, aside: Location) -> None:
         for plan in self.plans:
@@ -408,19 +542,20 @@ class _Written:
         """The manifest with each tensor of the files as a parameter of its own."""
         specs: dict[str, ParamSpec] = {}
         buffers: list[FlatBuffer] = []
-        for (name, share), buffer in zip(self._in_order(), self.buffers, strict=True):
+        for name, share in self.twins.items():
             spec = self.specs[share.param]
             shape = share.stored_shape(spec)
             specs[name] = ParamSpec(name, shape, spec.dtype, spec.kind)
-            (member,) = buffer.members
-            buffers.append(
-                alone(name, member.size, buffer.states, member.group, member.scalars, axes=())
-            )
+            states = tuple(self._states(share.param).items())
+            group, scalars = self._group_of.get(share.param), self.source.scalars_of(share.param)
+            buffers.append(alone(name, math.prod(shape), states, group, scalars, axes=()))
         return replace(target, params=tuple(specs.values()), buffers=tuple(buffers))
 
-    def _in_order(self) -> list[tuple[str, TensorPart]]:
-        by_tensor = grouped((self._tensor_name(n, s), n) for n, s in self.shares.items())
-        return [(name, self.shares[name]) for names in by_tensor.values() for name in names]
+
+def _zeros(shape: Ints) -> Any:
+    import torch
+
+    return torch.zeros(shape)
 
 
 def _entry(aside: Location, name: str, is_large: bool) -> FileEntry:

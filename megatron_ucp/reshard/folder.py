@@ -742,9 +742,8 @@ class RanksFolderSink(OutputFolder):
         aside: Location | None = None,
     ) -> None:
         self.rank, self.world = agree.world()
-        if isinstance(folder, StorePath):  # an object is sent by one rank
-            output = replace(output, files=_owned(output.files, self.world))
-        super().__init__(folder, output, aside)
+        files = _owned(output.files, self.world, isinstance(folder, StorePath))
+        super().__init__(folder, replace(output, files=files), aside)
         self.sync = sync or output_folder.Syncs()
         self.writer = RangeWriter(self.sync, self.wrote)
         self._snapshot = snapshot
@@ -826,7 +825,7 @@ class RanksFolderSink(OutputFolder):
         if isinstance(self.aside, StorePath):
             return
         held = {self.aside / file.name for file in self.output.files}  # by those who wrote them
-        for path in [*sorted({*self.aside.iterdir()} - held), self.aside]:
+        for path in [*sorted({*self.aside.rglob("*")} - held), self.aside]:
             self.sync(path)
 
     def publish(self) -> None:
@@ -875,13 +874,17 @@ class RanksFolderSink(OutputFolder):
         self.writer.later(replace(one, memory=kept))
 
 
-def _owned(files: Sequence[FileLayout], world: int) -> tuple[FileLayout, ...]:
-    """Files that each have an owner, so that each rank has about as many bytes."""
-    free = [file for file in files if file.owner is None]
-    takers = evenly([(file.size_bytes, set[int]()) for file in free], world)
-    owners = iter(takers)
+def _owned(files: Sequence[FileLayout], world: int, are_objects: bool) -> tuple[FileLayout, ...]:
+    """The files, of which each that one rank has to write has an owner, so that each rank has about
+    as many bytes: an object of a store, and a file whose end follows from the checksums of it."""
+    free = [
+        file.owner is None and (are_objects or file.around is not nothing_around) for file in files
+    ]
+    sizes = [file.size_bytes for file, is_free in zip(files, free, strict=True) if is_free]
+    takers = iter(evenly([(size, set[int]()) for size in sizes], world))
     return tuple(
-        replace(file, owner=next(owners)) if file.owner is None else file for file in files
+        replace(file, owner=next(takers)) if is_free else file
+        for file, is_free in zip(files, free, strict=True)
     )
 
 

@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.target import Target
 
 
+# ---- formats
+#
+# What `convert` writes, and what for. How each is written, `convert.WRITABLE` says.
+
+
+OUTPUTS = {
+    "native": "DeepSpeed's own files for one mesh; the default with --mesh",
+    "universal": "the default without",
+    "torch_dist": "for Megatron-LM",
+    "dcp": "for FSDP2",
+    "accelerate": "for FSDP2 under Accelerate or Trainer",
+    "torchtitan": "for torchtitan, under its names",
+}
+
 # ---- allowances
 #
 # What a caller may allow to happen besides exact copies: each word, and where it acts. A word

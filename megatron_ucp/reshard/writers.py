@@ -90,19 +90,23 @@ def signed(
     """The manifest with what identifies the files, and what else is `said` of them. All of it comes
     from the source: whoever converts it again gets the same bytes."""
     recorded = source.recorded.run if source.recorded is not None else {}
-    newest = max(source.folder.modified(name) for name in source.file_names)
     content = json.dumps([recorded.get("saved_at"), [asdict(entry) for entry in files]])
     run = {
         **{key: recorded[key] for key in CARRIED if key in recorded},
         **_fingerprint(manifest, source),
         **{key: value for key, value in manifest.run.items() if key not in (SAVED_ON, FINGERPRINT)},
         CONVERTED_FROM: str(source.manifest.written_on),
-        "saved_at": recorded.get("saved_at", newest),
+        "saved_at": recorded.get("saved_at") or _newest(source),
         MOVED_LATEST: False,
         **said,
     }
     save_id = hashlib.sha256(content.encode()).hexdigest()[:32]
     return replace(manifest, files=files, save_id=save_id, run=run)
+
+
+def _newest(source: Checkpoint) -> float:
+    """When the newest of the source's files was written."""
+    return max(source.folder.modified(name) for name in source.file_names)
 
 
 def _fingerprint(manifest: Manifest, source: Checkpoint) -> dict[str, Any]:

@@ -41,8 +41,13 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "FSDP2's folders",
-        "formats/test_dcp, reshard/test_dcp, engines/test_fsdp2_pairs",
+        "formats/test_dcp, reshard/test_dcp, engines/test_fsdp2_pairs, engines/test_save_as",
         "torch's own gather and reader; programs of torch, Accelerate and Trainer alone",
+    ),
+    (
+        "torchtitan's folders",
+        "reshard/test_torchtitan, engines/test_torchtitan",
+        "plain torch; torchtitan's own modules and checkpointer; logits of transformers",
     ),
     (
         "Hugging Face folders",

@@ -248,11 +248,22 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
                 *(Y, Y, Y),
                 "engines/test_fsdp2_pairs",
             ),
-            ("flat, as torchtitan saves, under its own names", Y, Y, "", "formats/test_dcp"),
+            (
+                "torchtitan 0.3: llama3, qwen3 with and without experts, deepseek_v3, gpt_oss",
+                *(Y, Y, Y),
+                "engines/test_torchtitan",
+            ),
+            ("flat, under names of your own", Y, Y, "", "formats/test_dcp"),
             ("weights in bf16 and their moments", Y, Y, "", "formats/test_dcp"),
             ("names of transformers for a family's modules", Y, Y, Y, "reshard/test_dcp"),
             (
-                "states by position, in 8 bits or factored; several optimizers; a live engine",
+                "the same with experts in one tensor, as transformers 5 has them in memory",
+                *(Y, Y, ""),
+                "reshard/test_dcp",
+            ),
+            (
+                "states by position, in 8 bits or factored; several optimizers; a live engine; "
+                "torchtitan's layers for further tokens; Megatron-FSDP's `fsdp_dtensor`",
                 *(N, N, N),
                 "formats/test_dcp",
             ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import megatron_ucp as ucp
@@ -40,37 +41,55 @@ class Runs:
             self._made["start"] = True
         return folder
 
+    def program(self, world: int, kind: str, folder: object = "-", **options: object) -> Any:
+        """What a program that begins with that model reports; an option that is True is a word."""
+        words = {"model": self.model, **options}
+        how = [
+            text
+            for name, value in words.items()
+            for text in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+        ]
+        return fsdp2_runs.run(world, kind, str(folder), *how)
+
     def fsdp2(self, world: int, kind: str = "fsdp", layout: str = "plain") -> tuple[str, Any]:
         """A folder that a program saved, and what it held; its losses after that."""
         key = f"{kind}-{layout}-{world}"
         folder = str(self.folder / key)
         if key not in self._made:
-            how = (kind, folder, "--model", self.model, "--layout", layout)
-            found = fsdp2_runs.run(world, *how, "--steps", str(STEPS))
-            more = fsdp2_runs.run(
-                world, kind, "-", "--model", self.model, "--steps", str(STEPS + MORE)
-            )
+            found = self.program(world, kind, folder, layout=layout, steps=STEPS)
+            more = self.program(world, kind, steps=STEPS + MORE)
             self._made[key] = {**found, "more": more["losses"][STEPS:]}
+        return folder, self._made[key]
+
+    def trainer(self) -> tuple[Path, Any]:
+        """Trainer's folder, what it held, and the losses of a run that was not broken."""
+        folder = self.folder / "trainer"
+        if "trainer" not in self._made:
+            held = self.program(2, "trainer", folder, steps=STEPS, total=STEPS)
+            more = self.program(2, "trainer", self.folder / "more", steps=99, total=STEPS + MORE)
+            self._made["trainer"] = {**held, "more": more["losses"][STEPS:]}
+        return folder / f"checkpoint-{STEPS}", self._made["trainer"]
+
+    def _trained(self, key: str, world: int, job: Any, **options: Any) -> tuple[str, Any]:
+        folder = str(self.folder / key)
+        if key not in self._made:
+            own = {"folder": folder, "model": self.model, "more": MORE, **options}
+            self._made[key] = self._ranks.run(world, job, timeout_s=200, **own)[0]
         return folder, self._made[key]
 
     def deepspeed(self, world: int, setup: Plain) -> tuple[str, Any]:
         key = f"zero{setup.zero}tp{setup.tp}-{world}"
-        folder = str(self.folder / key)
-        if key not in self._made:
-            options = {"setup": setup, "folder": folder, "model": self.model, "more": MORE}
-            self._made[key] = self._ranks.run(world, fsdp2_jobs.trained, timeout_s=200, **options)[
-                0
-            ]
-        return folder, self._made[key]
+        return self._trained(key, world, fsdp2_jobs.trained, setup=setup)
 
     def megatron(self, world: int, tp: int) -> tuple[str, Any]:
-        key = f"megatron-tp{tp}-{world}"
-        folder = str(self.folder / key)
-        if key not in self._made:
-            options = {"tp": tp, "folder": folder, "model": self.model, "more": MORE}
-            run = self._ranks.run(world, fsdp2_jobs.train_stack, timeout_s=200, **options)
-            self._made[key] = run[0]
-        return folder, self._made[key]
+        return self._trained(f"megatron-tp{tp}-{world}", world, fsdp2_jobs.train_stack, tp=tp)
+
+    def resumed(self, world: int, setup: Plain, folder: object, **options: Any) -> Any:
+        """An engine under DeepSpeed that loaded a folder, and went on."""
+        own = {"setup": setup, "folder": str(folder), "model": self.model, "steps": MORE, **options}
+        found = self._ranks.run(world, fsdp2_jobs.resume, timeout_s=200, **own)[0]
+        assert found["error"] == ""
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -125,30 +144,17 @@ INTO_DEEPSPEED = [
 
 
 @pytest.mark.parametrize(("source", "world", "setup"), INTO_DEEPSPEED, ids=str)
-def test_fsdp2_into_deepspeed(
-    runs: Runs, ranks: RankPool, source: Any, world: int, setup: Plain
-) -> None:
+def test_fsdp2_into_deepspeed(runs: Runs, source: Any, world: int, setup: Plain) -> None:
     folder, held = runs.fsdp2(*source)
-    found = ranks.run(
-        world,
-        fsdp2_jobs.resume,
-        setup=setup,
-        folder=folder,
-        model=runs.model,
-        steps=MORE,
-        timeout_s=200,
-    )[0]
-    assert found["error"] == ""
+    found = runs.resumed(world, setup, folder)
     assert unlike(held, found["states"]) == []
     assert near(found["losses"], held["more"])
 
 
 @pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq", "step", "lr"])
-def test_the_comparison_sees_a_fault(runs: Runs, ranks: RankPool, state: str) -> None:
+def test_the_comparison_sees_a_fault(runs: Runs, state: str) -> None:
     folder, held = runs.fsdp2(2)
-    found = ranks.run(
-        1, fsdp2_jobs.resume, setup=Plain(0), folder=folder, model=runs.model, timeout_s=200
-    )[0]
+    found = runs.resumed(1, Plain(0), folder, steps=0)
     name = "model.layers.1.mlp.up_proj.weight"
     if state == "step":
         found["states"]["scalars"][name, "step"] += 1
@@ -156,7 +162,7 @@ def test_the_comparison_sees_a_fault(runs: Runs, ranks: RankPool, state: str) ->
         found["states"]["hyper"][name]["lr"] *= 2
     else:
         found["states"]["full"][name, state].view(-1)[-1] += 1e-3
-    assert unlike(held, found["states"]) == [f"{name} {'fp32' if state == 'fp32' else state}"]
+    assert unlike(held, found["states"]) == [f"{name} {state}"]
 
 
 # ---- DeepSpeed to FSDP2
@@ -168,25 +174,36 @@ FROM_DEEPSPEED = [
     (1, Plain(0), "dcp", (4, "hsdp", "plain")),
     (2, Plain(1), "dcp", (4, "tp", "plain")),
 ]
+WAYS = ("converted", "saved")
 
 
+def written(run: tuple[str, Any], to: str, way: str, out: Path) -> str:
+    """The folder of a run for FSDP2: converted from its files, or saved from the engine, which are
+    the same but for the manifest."""
+    folder, source = run
+    saved, done = source["saved"][to], ucp.convert(folder, out, to=to)
+    assert NO_PLACE not in str(done.notes) or to == "dcp"
+    files = [
+        {p.relative_to(f): p.read_bytes() for p in Path(f).rglob("*") if p.is_file()}
+        for f in (out, saved.path)
+    ]
+    other = [str(name) for name in {**files[0], **files[1]} if files[0].get(name) != files[1][name]]
+    assert other == ["ucp_manifest.json"], "what is saved is what is converted"
+    return str(out) if way == "converted" else saved.path
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world", "setup", "to", "target"), FROM_DEEPSPEED, ids=str)
 def test_deepspeed_into_fsdp2(
-    runs: Runs, tmp_path: Path, world: int, setup: Plain, to: str, target: Any
+    runs: Runs, tmp_path: Path, world: int, setup: Plain, to: str, target: Any, way: str
 ) -> None:
-    folder, source = runs.deepspeed(world, setup)
-    done = ucp.convert(folder, tmp_path / "out", to=to)
-    assert [note.partition(":")[0] for note in done.notes] in ([], [NO_PLACE])
+    run = runs.deepspeed(world, setup)
+    folder, source = written(run, to, way, tmp_path / "out"), run[1]
     ranks_there, kind, layout = target
-    found = fsdp2_runs.run(
-        ranks_there,
-        *(kind, "-", "--model", runs.model, "--layout", layout),
-        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
-    )
+    found = runs.program(ranks_there, kind, layout=layout, load=folder, steps=MORE)
     assert unlike(found["begun"], source["states"]) == []
     assert near(found["losses"], source["losses"])
-    with_a_fault = found["begun"]["states"]["model.norm.weight"]["exp_avg"]
-    with_a_fault[-1] += 1e-3
+    found["begun"]["states"]["model.norm.weight"]["exp_avg"][-1] += 1e-3
     assert unlike(found["begun"], source["states"]) == ["model.norm.weight exp_avg"]
 
 
@@ -267,24 +284,24 @@ def test_fsdp2_into_megatron(
     assert unlike_megatron(held, found["states"]) == [f"{name} exp_avg"]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("world", "tp", "to", "target"),
     [(2, 2, "dcp", (2, "fsdp", "plain")), (2, 1, "accelerate", (4, "fsdp", "accelerate"))],
     ids=str,
 )
 def test_megatron_into_fsdp2(
-    runs: Runs, tmp_path: Path, world: int, tp: int, to: str, target: Any
+    runs: Runs, tmp_path: Path, world: int, tp: int, to: str, target: Any, way: str
 ) -> None:
-    folder, source = runs.megatron(world, tp)
-    ucp.convert(folder, tmp_path / "out", to=to)
+    run = runs.megatron(world, tp)
+    folder, source = written(run, to, way, tmp_path / "out"), run[1]
     ranks_there, kind, layout = target
-    found = fsdp2_runs.run(
-        ranks_there,
-        *(kind, "-", "--model", runs.model, "--layout", layout),
-        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
-    )
+    found = runs.program(ranks_there, kind, layout=layout, load=folder, steps=MORE)
     assert unlike_megatron(found["begun"], source["states"]) == []
     assert near(found["losses"], source["losses"])
+    found["begun"]["states"]["lm_head.weight"]["exp_avg"][-1] += 1e-3
+    name = "output_layer.weight exp_avg"
+    assert unlike_megatron(found["begun"], source["states"]) == [name]
 
 
 def test_hugging_face_and_back_by_all_of_them(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
@@ -305,7 +322,7 @@ def test_hugging_face_and_back_by_all_of_them(runs: Runs, ranks: RankPool, tmp_p
         ucp.export_hf(source, out, dtype="float32", **own)
         exports.append(weights_of(out))
     assert len({*exports}) == 1
-    found = fsdp2_runs.run(4, "fsdp", "-", "--model", runs.model, "--load", last, "--steps", "0")
+    found = runs.program(4, "fsdp", load=last, steps=0)
     assert same_states(held, found["begun"]) == []
     found["begun"]["states"]["lm_head.weight"]["exp_avg_sq"][0, 0] += 1
     assert same_states(held, found["begun"]) == ["lm_head.weight"]
@@ -335,105 +352,89 @@ def same_states(one: Any, other: Any) -> list[str]:
 # ---- Accelerate and Trainer
 
 
-def test_trainer_into_deepspeed(runs: Runs, ranks: RankPool) -> None:
-    out = runs.folder / "trainer"
-    held = fsdp2_runs.run(2, "trainer", out, "--model", runs.model, "--steps", "3", "--total", "3")
-    found = ranks.run(
-        2,
-        fsdp2_jobs.resume,
-        setup=Plain(3),
-        folder=str(out / "checkpoint-3"),
-        model=runs.model,
-        steps=MORE,
-        timeout_s=200,
-    )[0]
-    assert found["error"] == ""
+def test_trainer_into_deepspeed(runs: Runs) -> None:
+    folder, held = runs.trainer()
+    found = runs.resumed(2, Plain(3), folder)
     assert unlike(held, found["states"]) == []
-    unbroken = fsdp2_runs.run(
-        2, "trainer", runs.folder / "more", "--model", runs.model, "--total", "13", "--steps", "99"
-    )
-    assert near(found["losses"], unbroken["losses"][STEPS:])
+    assert near(found["losses"], held["more"])
+    found["states"]["full"]["model.norm.weight", "exp_avg"][-1] += 1e-3
+    found["losses"][-1] += 1e-4
+    assert unlike(held, found["states"]) == ["model.norm.weight exp_avg"]
+    assert not near(found["losses"], held["more"])
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tp", [0, 2], ids=["from DeepSpeed", "from Megatron"])
-def test_accelerate_loads_what_is_written_for_it(runs: Runs, tmp_path: Path, tp: int) -> None:
-    folder, source = runs.megatron(2, tp) if tp else runs.deepspeed(2, Plain(1))
-    ucp.convert(folder, tmp_path / "out", to="accelerate")
-    found = fsdp2_runs.run(
-        2,
-        *("accelerate", tmp_path / "again", "--model", runs.model),
-        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
-        *(("--no-schedule",) if tp else ()),  # Megatron's is none of torch's
-    )
+def test_accelerate_loads_what_is_written_for_it(
+    runs: Runs, tmp_path: Path, tp: int, way: str
+) -> None:
+    run = runs.megatron(2, tp) if tp else runs.deepspeed(2, Plain(1))
+    folder, source = written(run, "accelerate", way, tmp_path / "out"), run[1]
+    own = {"no_schedule": True} if tp else {}  # Megatron's is none of torch's
+    found = runs.program(2, "accelerate", tmp_path / "again", load=folder, steps=MORE, **own)
     compare = unlike_megatron if tp else unlike
     assert compare(found["begun"], source["states"]) == []
     assert near(found["losses"], source["losses"])
+    held = found["begun"]["states"]["lm_head.weight"]
+    held["exp_avg_sq"][0, 0] *= 2
+    assert len(compare(found["begun"], source["states"])) == 1
+    held["step"] += 1
+    assert len(compare(found["begun"], source["states"])) > 1
 
 
 def test_trainer_goes_on_from_what_is_written_for_it(runs: Runs, tmp_path: Path) -> None:
-    out = runs.folder / "trained"
-    if not out.is_dir():
-        fsdp2_runs.run(2, "trainer", out, "--model", runs.model, "--steps", "3", "--total", "3")
-    ucp.convert(out / "checkpoint-3", tmp_path / "mid", mesh="dp=2,zero=1")
-    ucp.convert(tmp_path / "mid", tmp_path / "run" / "checkpoint-3", to="accelerate")
-    shutil.copy(out / "checkpoint-3" / "trainer_state.json", tmp_path / "run" / "checkpoint-3")
-    found = fsdp2_runs.run(
-        2,
-        *("trainer", tmp_path / "run", "--model", runs.model, "--total", "13", "--steps", "99"),
-        *("--load", str(tmp_path / "run" / "checkpoint-3")),
-    )
-    unbroken = fsdp2_runs.run(
-        2, "trainer", tmp_path / "more", "--model", runs.model, "--total", "13", "--steps", "99"
-    )
-    assert near(found["losses"][-MORE:], unbroken["losses"][STEPS:])
+    checkpoint, held = runs.trainer()
+    ucp.convert(checkpoint, tmp_path / "mid", mesh="dp=2,zero=1")
+    folder = tmp_path / "run" / checkpoint.name
+    ucp.convert(tmp_path / "mid", folder, to="accelerate")
+    shutil.copy(checkpoint / "trainer_state.json", folder)
+    total = {"total": STEPS + MORE, "steps": 99}
+    found = runs.program(2, "trainer", tmp_path / "run", load=folder, **total)
+    assert near(found["losses"][-MORE:], held["more"])
+    damaged = tmp_path / "other" / checkpoint.name
+    shutil.copytree(folder, damaged)
+    flipped(damaged / "optimizer_0")
+    found = runs.program(2, "trainer", tmp_path / "other", load=damaged, **total)
+    assert not near(found["losses"][-MORE:], held["more"])
+
+
+def flipped(folder: Path) -> None:
+    """Turns the moments of a folder round, by torch's own reader and writer."""
+    from tests.reshard.test_dcp import tree_of
+
+    tree = tree_of(folder, folder)
+    for own in tree["optimizer"]["state"].values():
+        own["exp_avg"].neg_()
+    for path in folder.iterdir():
+        path.unlink()
+    dcp.save(tree, checkpoint_id=folder, no_dist=True)
 
 
 def test_the_recipe_of_the_page(runs: Runs, tmp_path: Path) -> None:
     """docs/fsdp2.md, word for word."""
-    folder, source = runs.deepspeed(2, Plain(1))
-    ucp.convert(folder, tmp_path / "out", to="dcp")
+    _, source = runs.deepspeed(2, Plain(1))
     (tmp_path / "recipe.py").write_text(recipe("fsdp2.md", "From DeepSpeed to FSDP2"))
-    found = fsdp2_runs.run(
-        2,
-        *("fsdp", "-", "--model", runs.model, "--recipe", str(tmp_path / "recipe.py")),
-        *("--load", str(tmp_path / "out"), "--steps", str(MORE)),
-    )
+    folder = source["saved"]["dcp"].path
+    found = runs.program(2, "fsdp", recipe=tmp_path / "recipe.py", load=folder, steps=MORE)
     assert unlike(found["begun"], source["states"]) == []
     assert near(found["losses"], source["losses"])
 
 
-def test_two_rates_and_a_schedule_that_falls(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
+def test_two_rates_and_a_schedule_that_falls(runs: Runs, tmp_path: Path) -> None:
     """From torchtitan's flat layout, which has the scheduler: groups have rates of their own."""
-    how = ("--model", runs.model, "--layout", "flat", "--rate", "1e-3", "--decay")
-    held = fsdp2_runs.run(2, "fsdp", tmp_path / "flat", *how, "--steps", str(STEPS))
-    more = fsdp2_runs.run(2, "fsdp", "-", *how, "--steps", str(STEPS + MORE))
-    found = ranks.run(
-        2,
-        fsdp2_jobs.resume,
-        setup=Plain(1, rate=1e-3, decay=True),
-        folder=str(tmp_path / "flat"),
-        model=runs.model,
-        steps=MORE,
-        timeout_s=200,
-    )[0]
-    assert found["error"] == ""
+    how = {"layout": "flat", "rate": "1e-3", "decay": True}
+    held = runs.program(2, "fsdp", tmp_path / "flat", **how, steps=STEPS)
+    more = runs.program(2, "fsdp", **how, steps=STEPS + MORE)
+    found = runs.resumed(2, Plain(1, rate=1e-3, decay=True), tmp_path / "flat")
     assert unlike(held, found["states"]) == []
     rates = {states["lr"] for states in found["states"]["hyper"].values()}
     assert len(rates) == 2 and 3e-3 not in rates
     assert near(found["losses"], more["losses"][STEPS:])
 
 
-def test_weights_in_bf16_go_on_as_masters(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
-    how = ("--model", runs.model, "--dtype", "bfloat16", "--steps", str(STEPS))
-    held = fsdp2_runs.run(2, "fsdp", tmp_path / "bf16", *how)
-    found = ranks.run(
-        2,
-        fsdp2_jobs.resume,
-        setup=Plain(1, dtype="bf16"),
-        folder=str(tmp_path / "bf16"),
-        model=runs.model,
-        timeout_s=200,
-    )[0]
+def test_weights_in_bf16_go_on_as_masters(runs: Runs, tmp_path: Path) -> None:
+    held = runs.program(2, "fsdp", tmp_path / "bf16", dtype="bfloat16", steps=STEPS)
+    found = runs.resumed(2, Plain(1, dtype="bf16"), tmp_path / "bf16", steps=0)
     assert any("bfloat16" in note for note in found["notes"])
     for (name, state), value in found["states"]["full"].items():
         want = held["weights"][name] if state == "fp32" else held["states"][name][state]

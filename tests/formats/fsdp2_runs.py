@@ -13,12 +13,21 @@ PROGRAM = Path(__file__).with_name("fsdp2_program.py")
 TIMEOUT_S = 180
 
 
-def run(world: int, kind: str, folder: str | Path, *options: str, **environment: str) -> Any:
+def run(
+    world: int,
+    kind: str,
+    folder: str | Path,
+    *options: str,
+    program: Path = PROGRAM,
+    **environment: str,
+) -> Any:
     """What rank 0 reports. Raises AssertionError with what a rank said that failed."""
+    path = os.environ.get("PYTHONPATH", "") if program != PROGRAM else ""
+    environment = {"PYTHONPATH": path, **environment}
     with tempfile.TemporaryDirectory() as place:
         report = f"{place}/report.pt"
         ranks = [
-            _start(rank, world, kind, str(folder), place, report, options, environment)
+            _start(rank, world, program, [kind, str(folder)], place, report, options, environment)
             for rank in range(world)
         ]
         try:
@@ -35,16 +44,16 @@ def run(world: int, kind: str, folder: str | Path, *options: str, **environment:
 def _start(
     rank: int,
     world: int,
-    kind: str,
-    folder: str,
+    program: Path,
+    what: list[str],
     place: str,
     report: str,
     options: tuple[str, ...],
     environment: dict[str, str],
 ) -> subprocess.Popen[str]:
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **environment}
-    command = [sys.executable, str(PROGRAM), kind, folder, str(rank), str(world)]
+    own |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, str(program), *what, str(rank), str(world)]
     command += ["--store", f"{place}/store", "--report", report, *options]
     return subprocess.Popen(
         command,

@@ -227,3 +227,117 @@ def test_a_family_reads_the_names_of_transformers(
             if kind == "trainable":
                 assert found.manifest.scalars_of(name) == {"step": 3.0}
     assert wrong == []
+
+
+def in_memory(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As transformers 5 has a mixture in memory: the experts of a layer in one tensor."""
+    out: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[str, torch.Tensor]] = {}
+    words = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    for name, value in found.items():
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        layer, is_expert, rest = name.partition(".mlp.experts.")
+        if not is_expert:
+            out[name] = value
+            continue
+        number, matrix, _ = rest.split(".")
+        experts.setdefault(layer, {})[f"{number}.{words.get(matrix, matrix)}"] = value
+    for layer, own in experts.items():
+        first, numbers = f"{layer}.mlp.experts.", range(len(own) // 3)
+        both = [torch.cat([own[f"{n}.gate_proj"], own[f"{n}.up_proj"]]) for n in numbers]
+        out[f"{first}gate_up_proj"] = torch.stack(both)
+        out[f"{first}down_proj"] = torch.stack([own[f"{n}.down_proj"] for n in numbers])
+    return out
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("pieces", [(1,), (3,)], ids=str)
+def test_a_family_reads_experts_in_one_tensor(
+    family: str, pieces: tuple[int, ...], tmp_path: Path
+) -> None:
+    """What FSDP2 saves of a mixture of transformers 5, for megatron-core's modules."""
+    model = twins.model(family)
+    ucp.convert(paper.write(model, tmp_path / "in" / "step7"), tmp_path / "out", to="dcp")
+    tree = tree_of(tmp_path / "out", tmp_path)
+    states: dict[str, dict[str, Any]] = {}
+    for state in ("exp_avg", "exp_avg_sq"):
+        own = {name: one[state] for name, one in tree["optim"]["state"].items()}
+        for name, value in in_memory(own).items():
+            states.setdefault(name, {"step": torch.tensor(3.0)})[state] = value
+    tree["model"] = in_memory(tree["model"])
+    tree["optim"]["state"] = states
+    (group,) = tree["optim"]["param_groups"]
+    group["params"] = list(states)
+    assert any(len(value.shape) == 3 for value in tree["model"].values())
+    save_cut(tree, tmp_path / "cut", pieces)
+    (tmp_path / "cut" / "config.json").write_bytes((tmp_path / "out" / "config.json").read_bytes())
+    twin, _, _ = read_twin(tmp_path / "cut", family, model.shapes)
+    wrong: list[str] = []
+    with open_checkpoint(tmp_path / "cut", told=twin.told) as found:
+        assert sorted(found.manifest.by_name) == sorted(model.shapes)
+        for name in model.shapes:
+            trained = model.kinds[name] == "trainable"
+            for state in ("fp32", "exp_avg", "exp_avg_sq") if trained else ("value",):
+                want = model.truth(name, "fp32" if state == "value" else state)
+                rows = found.manifest.by_name[name].shape[:1]
+                want = want[: rows[0]] if rows else want
+                have = read_state(found, name, state)
+                if not torch.equal(have.to(want.dtype), want.reshape(-1)):
+                    wrong.append(f"{name} {state}")
+    assert wrong == []
+
+
+# ---- plans, and fingerprints
+
+
+@pytest.mark.parametrize("case", ["plain", "flat", "accelerate", "bf16", "torchtitan"])
+def test_a_plan_reads_each_byte_that_was_saved_once(case: str) -> None:
+    held = torch.load(GOLDEN / f"{case}.pt", weights_only=False)
+    states = held.get("optimizer") or {
+        f"{name}.{state}": value
+        for name, own in held["state"].items()
+        for state, value in own.items()
+    }
+    moments = [value for name, value in states.items() if "exp_avg" in name]
+    size = sum(value.nbytes for value in (*held["weights"].values(), *moments))
+    (rank,) = ucp.plan(GOLDEN / case, "dp=1,zero=0").ranks
+    assert len(moments) > 3 and rank.read_bytes == size
+    ranks = ucp.plan(GOLDEN / case, "dp=3,zero=3").ranks
+    assert sum(one.read_bytes for one in ranks) >= size > max(one.read_bytes for one in ranks)
+    files = {name for one in (rank, *ranks) for name in one.files}
+    assert files == {str(p.relative_to(GOLDEN / case)) for p in (GOLDEN / case).rglob("*.distcp")}
+
+
+def test_a_plan_of_fewer_tensors_reads_less(tmp_path: Path) -> None:
+    tree = tree_of(GOLDEN / "plain", tmp_path)
+    name = "inner.bias"
+    lost = tree["model"].pop(name), *tree["optim"]["state"].pop(name).values()
+    for group in tree["optim"]["param_groups"]:
+        group["params"] = [one for one in group["params"] if one != name]
+    save_cut(tree, tmp_path / "less", (2,))
+    both = [ucp.plan(f, "dp=1,zero=0").ranks[0] for f in (GOLDEN / "plain", tmp_path / "less")]
+    size = sum(value.nbytes for value in lost if value.ndim)
+    assert both[0].read_bytes - both[1].read_bytes == size > 0
+
+
+@pytest.mark.parametrize("change", ["weight", "moment", "step", "rate", "nothing"])
+def test_a_fingerprint_sees_every_change(change: str, tmp_path: Path) -> None:
+    tree = tree_of(GOLDEN / "plain", tmp_path)
+    state = tree["optim"]["state"]["inner.bias"]
+    if change == "weight":
+        tree["model"]["inner.bias"][0] += 1
+    elif change == "moment":
+        state["exp_avg_sq"][-1] += 1
+    elif change == "step":
+        state["step"] += 1
+    elif change == "rate":
+        tree["optim"]["param_groups"][0]["lr"] *= 2
+    save_cut(tree, tmp_path / "other", (3,))
+    one, other = (ucp.fingerprint(folder) for folder in (GOLDEN / "plain", tmp_path / "other"))
+    found = other.differences(one)
+    if change == "nothing":
+        assert found == [] and str(one) == str(other)
+    else:
+        assert found != [] and str(one) != str(other)
+        words = {"weight": "fp32", "moment": "exp_avg_sq"}
+        assert any(words.get(change, "steps or hyper-parameters") in line for line in found), found

@@ -183,9 +183,9 @@ def _experts(
 
 def _deepseek(model: paper.Model, sizes: DeepSeekSizes) -> dict[str, torch.Tensor]:
     out = {"model.norm.weight": model.truth("decoder.final_layernorm.weight")}
-    for layer in range(3):
+    for layer in range(sizes.layers + sizes.predictions):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        if layer == 2:
+        if layer == sizes.layers:
             out |= _prediction(model, "mtp.layers.0.", theirs, sizes.true_vocab)
             ours = "mtp.layers.0.transformer_layer."
         for part in ("q", "kv"):

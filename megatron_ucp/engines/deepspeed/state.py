@@ -206,6 +206,27 @@ def check_class(saved: Any, scheduler: Any, source: Checkpoint, allow: bool) -> 
     return [f"the state of another scheduler ({wrote}) was given to {have}, as allowed"]
 
 
+def with_step_alone(
+    saved: Any, here: Any, groups: Sequence[int | None], source: Checkpoint
+) -> dict[str, Any] | None:
+    """The state of an engine's scheduler of torch's (`here`) at the step of a checkpoint, of which
+    that is all that was saved, as torchtitan does; None of any other checkpoint."""
+    if not isinstance(here, dict) or not isinstance(saved, dict) or {*saved} != {"last_epoch"}:
+        return None
+    step: object = saved["last_epoch"]
+    if type(step) is not int or not {"last_epoch", "base_lrs", "_last_lr"} <= here.keys():
+        return None
+    known = source.manifest.groups
+    rates = [None if n is None else known[n].settings.get("lr") for n in groups]
+    kept = here["_last_lr"]
+    own: dict[str, Any] = {"last_epoch": step, "_step_count": step + 1}
+    if len(rates) == len(kept):
+        own["_last_lr"] = [
+            old if new is None else new for new, old in zip(rates, kept, strict=True)
+        ]
+    return {**here, **own}
+
+
 def _kept(state: Any) -> frozenset[str]:
     """Names of a state without those that torch's base class keeps for itself."""
     names = state if isinstance(state, dict) else ()
@@ -410,6 +431,8 @@ def _schedule(
     if found is None:
         return None, []
     here = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    if (whole := with_step_alone(found, here, groups, source)) is not None:
+        return whole, ["the checkpoint has the scheduler's step alone: the rest is the engine's"]
     found = scheduler_for(found, groups, len(source.manifest.groups), here)
     notes = check_class(found, engine.lr_scheduler, source, "scheduler" in options.allow)
     _check_scheduler(found, engine, source)

@@ -731,42 +731,15 @@ def save(
     loader: ResumableLoader | None = None,
     ckpt_format: str = TORCH_DIST,
 ) -> SaveReport:
-    """Saves megatron-core's own stack, as stock Megatron-LM and every engine here load it. Atomic
-    and collective. A DeepSpeed engine saves by its own `save_checkpoint`.
-
-    Args:
-        stack: What `attach_megatron` returned. Its `iteration` names the tag (`iter_0000100`).
-        save_dir: The folder above the tags; its pointer then names the new one.
-        arguments: Megatron-LM's flags (a Namespace or a mapping), which its own load asks for.
-            Default: those that the model shows.
-        durable: Whether files are on disk before they count.
-        keep_latest: How many whole tags of this run are left. Default: all.
-        rng: Whether random states are kept.
-        loader: A `ResumableLoader`, whose position is kept.
-        ckpt_format: "torch_dist", the one format of Megatron-LM's that is written.
-
-    Returns:
-        What was done: path, mesh, step, bytes, seconds, notes. Of a stack that is saved in the
-        background (see `attach_megatron`) that it goes on: `ucp.wait` waits, and `ucp.report` then
-        says what was done.
-
-    Raises:
-        SaveError: Where a file can't be written, on every rank; older tags are as they were. In
-            the background that is raised by what the program next asks for.
-        UsageError: Before the first step, and for another engine.
-        UnsupportedError: For another `ckpt_format`.
-
-    Example:
-        >>> stack = ucp.attach_megatron(model, optimizer, opt_param_scheduler)
-        >>> saved = ucp.save(stack, "megatron")
-    """
+    """As `ucp.save` without a `format`."""
     with agree.together():
         if not isinstance(stack, MegatronStack):
             raise UsageError(
                 "ucp.save is for megatron-core's own stack",
                 expected="what ucp.attach_megatron returned",
                 found=type(stack).__name__,
-                fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
+                fix="an engine of DeepSpeed saves by its own engine.save_checkpoint; for FSDP2: "
+                'ucp.save(engine, folder, format="dcp")',
             )
         require_written(ckpt_format)
         options = SaveOptions(durable, keep_latest, rng, loader)

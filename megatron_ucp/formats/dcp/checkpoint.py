@@ -7,6 +7,7 @@ say no placements, and need none.
 """
 
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +23,13 @@ from megatron_ucp.core.manifest import FILE_NAME, RECORDED, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.tensor_parts import Interleaved, TensorPart
+from megatron_ucp.core.tensor_parts import Interleaved, Slice, TensorPart
 from megatron_ucp.core.values import same
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
+    ModelMismatchError,
+    NotFoundError,
     StateMismatchError,
     UnsupportedError,
     some_of,
@@ -42,7 +45,19 @@ from megatron_ucp.formats.dcp.keys import (
     params_keys,
     read_keys,
 )
+from megatron_ucp.formats.dcp.torchtitan import (
+    FURTHER,
+    ROUTER_BIAS,
+    Heads,
+    fused_of,
+    has_turns,
+    is_torchtitan,
+    titan_names,
+    twin_shapes,
+)
 from megatron_ucp.formats.folder import Folder, StoredFile
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
+from megatron_ucp.formats.hugging_face.stacked import joined
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
@@ -141,17 +156,37 @@ class KeyedTensor:
     tensor: StoredTensor
 
 
+PlaceOfRun = tuple[str, int, int]  # key of the tensor, number of the chunk, first element
+
+
 @dataclass(frozen=True)
 class TensorBlock:
-    """What a chunk of a stored tensor has of a parameter: `boxes` of it, one after the other along
-    the layout's dim, all of which lie from element `first` of the chunk on. `name` is that of the
-    tensor, `number` that of the chunk."""
+    """What chunks of stored tensors have of a parameter: `boxes` of it, one after the other along
+    the layout's dim. `places` say by state where these elements lie, each in a row."""
 
-    name: str
-    number: int
-    first: int
     elems: int
     boxes: tuple[Bounds, ...]
+    places: Mapping[str, PlaceOfRun]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one chunk of a tensor has of a part: the box [start, stop) of the part."""
+
+    start: Ints
+    stop: Ints
+    place: PlaceOfRun
+
+    @property
+    def elems(self) -> int:
+        return math.prod(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    def rows(self, low: int, high: int) -> "Run":
+        """Some of its rows."""
+        key, number, first = self.place
+        row = self.elems // max(self.stop[0] - self.start[0], 1)
+        place = key, number, first + (low - self.start[0]) * row
+        return Run((low, *self.start[1:]), (high, *self.stop[1:]), place)
 
 
 class DcpCheckpoint(Checkpoint):
@@ -176,7 +211,9 @@ class DcpCheckpoint(Checkpoint):
             self._check_states()
             self._ties: tuple[Tie, ...] = ()
             self._blocks: list[TensorBlock] = []
-            self._state_keys: dict[str, dict[str, str]] = {}
+            self._specs: Mapping[str, ParamSpec] | None = None  # of parts under other names
+            self._state_slices: Mapping[str, Slice] = {}
+            self._left_out: list[str] = []
             self.manifest = self._build()
 
     # ------------------------------------------------ what lies there
@@ -235,6 +272,8 @@ class DcpCheckpoint(Checkpoint):
     def _read_keys(self) -> Keys:
         like = {} if self.told.like is None else self.told.like.by_name
         known = [*(self.told.shares or {}), *like]
+        if is_torchtitan(self._stored.keys()):  # whose names are nobody's here
+            known = []
         keys = [*self._stored, *self._objects]
         listed = {key: self._params(key) for key in params_keys(keys, self._index_file)}
         self._listed = listed
@@ -314,7 +353,8 @@ class DcpCheckpoint(Checkpoint):
             )
             if number == len(out):
                 out.append(found)
-            for name in (*group.names, *self._listed.get(group.params, ())):
+            listed = self._listed.get(group.params, ())
+            for name in (*group.names, *(w for one in listed for w in fused_of(one))):
                 if name in numbers:
                     raise DamagedFileError(
                         "a parameter is in two groups", file=self._index_file, parameter=name
@@ -365,7 +405,7 @@ class DcpCheckpoint(Checkpoint):
 
     def _build(self) -> Manifest:
         tensors = self._parts()
-        states = {name: self._states_of(name) for name in tensors}
+        states = {name: self._states_of(name, part) for name, part in tensors.items()}
         self._leave_out_ties(tensors, states)
         by_param = grouped((part.param, (name, part)) for name, part in tensors.items())
         specs: list[ParamSpec] = []
@@ -389,30 +429,158 @@ class DcpCheckpoint(Checkpoint):
         """What each tensor, or each slice of one, holds of which parameter: all of the one of its
         name; or as the caller's family says it, where the folder has the names of Hugging Face."""
         names, shares = self.keys.weights, self.told.shares
+        if is_torchtitan(names.keys()):
+            return self._parts_of_torchtitan()
         own = {} if self.told.specs is None else self.told.specs
         if shares is None or all(name in own for name in names):
             return {name: TensorPart(name) for name in names}
-        whole = {part.slice_of.tensor if part.slice_of else name for name, part in shares.items()}
-        if whole - {*names}:
-            return {name: TensorPart(name) for name in names}
+        whole = {self._tensor_name(name, part) for name, part in shares.items()}
+        if whole - {*names}:  # experts in one tensor, as a model has them in memory
+            shares = joined(shares, {name: self._shape_of(name) for name in names})
+            if shares is None:
+                return {name: TensorPart(name) for name in names}
+            whole = {self._tensor_name(name, part) for name, part in shares.items()}
         more = {name: TensorPart(name) for name in names if name not in whole}
-        self._is_twin = True
+        self._specs = own
         return {**shares, **more}
 
-    _is_twin = False  # whether the names are those of the caller's twin in transformers
+    # ------------------------------------------------ torchtitan
+
+    def _parts_of_torchtitan(self) -> dict[str, TensorPart]:
+        """As `_parts`, by way of the names in transformers. Raises UnsupportedError for layers that
+        nothing is known of, ModelMismatchError for tensors of another model than the caller's."""
+        shapes = {name: self._shape_of(name) for name in self.keys.weights}
+        if further := [name for name in shapes if name.startswith(FURTHER)]:
+            raise UnsupportedError(
+                "torchtitan's layers that predict further tokens are not read",
+                file=self._index_file,
+                parameter=some_of(further),
+                fix="save the model without them",
+            )
+        there, lost = twin_shapes(shapes)
+        shares, specs = self._as_the_caller(there)
+        missing = sorted({self._tensor_name(*one) for one in shares.items()} - {*there})
+        if missing:
+            raise ModelMismatchError(
+                "the folder lacks tensors of the model",
+                file=self._index_file,
+                parameter=some_of(missing),
+                expected=f"{len(shares)} tensors, under torchtitan's names",
+                found=f"{len(there)}",
+                fix="build the model with the configuration that was trained",
+            )
+        whole = {self._tensor_name(*one) for one in shares.items()}
+        shares = {**shares, **{name: TensorPart(name) for name in there if name not in whole}}
+        plain = {name: ParamSpec(name, shape, "float32") for name, shape in there.items()}
+        self._specs = {**plain, **specs}
+        sizes = {name: spec.shape for name, spec in self._specs.items()}
+        is_fused = any(len(fused_of(name)) > 1 for name in self.keys.stated)
+        turns = has_turns(shapes)
+        heads = self._heads(shapes, turns) if is_fused or turns else None
+        found, _ = titan_names(shares, sizes, heads, is_fused, boxes_in_param)
+        self._state_slices = found.states
+        return {**found.shares, **self._beside_twins(lost)}
+
+    def _as_the_caller(
+        self, there: Mapping[str, Ints]
+    ) -> tuple[Mapping[str, TensorPart], Mapping[str, ParamSpec]]:
+        """What the caller's model has of tensors under the names of transformers, and its
+        parameters; nothing where nobody says it."""
+        told = self.told
+        if told.shares is not None and told.specs is not None:
+            return told.shares, told.specs
+        if told.like is None:
+            return {}, {}
+        shares = None if told.tensors is None else told.tensors(there)
+        like = told.like.by_name
+        return {n: p for n, p in (shares or {}).items() if p.param in like}, like
+
+    def _beside_twins(self, names: Sequence[str]) -> dict[str, TensorPart]:
+        """Tensors that no model of transformers has, under their own names. Biases of routers that
+        are zeros change nothing, and are left out."""
+        zeros = [name for name in names if name.endswith(ROUTER_BIAS) and self._is_zero(name)]
+        if zeros:
+            self._left_out.append(f"biases of routers that are zeros: {some_of(zeros)}")
+        return {name: TensorPart(name) for name in names if name not in zeros}
+
+    def _is_zero(self, name: str) -> bool:
+        """Whether all bytes of a small weight are."""
+        key = self.keys.weights[name]
+        for number, chunk in enumerate(self._stored[key].tensor.chunks):
+            elems = math.prod(chunk.shape)
+            if elems > MAX_INDEXED:
+                return False
+            where = self._place(key, number, 0, elems)
+            self.note_read(where.file, where.record)
+            value: Any = tensor_at(where, contiguous("0", self._dtype(name), chunk.shape))
+            if any(value.get("data")):
+                return False
+        return True
+
+    def _heads(self, shapes: Mapping[str, Ints], turns: bool) -> Heads:
+        """The heads of attention: of the model's config beside the files, or as other tensors show
+        them. Raises NotFoundError where nothing does, ModelMismatchError for a wrong config."""
+        first = next(name for name in shapes if name.endswith(".qkv_linear.wq.weight"))
+        rows = [shapes[first.replace(".wq.", f".w{which}.")][0] for which in "qk"]
+        layer = first.partition("qkv_linear.")[0]
+        if f"{layer}q_norm.weight" in shapes:
+            size = shapes[f"{layer}q_norm.weight"][0]
+        elif f"{layer}sinks" in shapes:
+            size = rows[0] // max(shapes[f"{layer}sinks"][0], 1)
+        else:
+            size = rows[0] // self._said_heads()
+        heads, groups = (each // max(size, 1) for each in rows)
+        if [heads * size, groups * size] != rows or not groups or heads % groups or size % 2:
+            raise ModelMismatchError(
+                "config.json is of another model than the tensors",
+                file=self.folder / CONFIG_FILE,
+                parameter=first,
+                expected=f"heads that divide {rows[0]} rows of queries and {rows[1]} of keys",
+                found=f"heads of the size {size}",
+                fix="give the config.json of the model that was trained",
+            )
+        return Heads(heads, groups, size, turns)
+
+    def _said_heads(self) -> int:
+        """The number of heads that the model's config says, beside the files or in a manifest of
+        ours. Raises NotFoundError."""
+        said: Any = {}
+        if self.folder.is_file(CONFIG_FILE):
+            said = self.folder.json(CONFIG_FILE)
+        elif self.recorded is not None:
+            said = expect.key_or(self.recorded.run, RECORDED, {}, self.folder).get("config")
+        found = said.get("num_attention_heads") if isinstance(said, dict) else None
+        if type(found) is int and found > 0:
+            return found
+        raise NotFoundError(
+            "nothing in the folder says how many heads attention has, and torchtitan orders the "
+            "rows of queries and keys by them",
+            file=self.folder / CONFIG_FILE,
+            expected="num_attention_heads",
+            fix="copy the config.json of the model, as transformers has it, into the folder",
+            id="no-config",
+        )
+
+    # ------------------------------------------------ parameters
+
+    def _shape_of(self, name: str) -> Ints:
+        """The shape of a weight, as it is stored."""
+        return self._stored[self.keys.weights[name]].tensor.shape
 
     def _tensor_name(self, name: str, part: TensorPart) -> str:
         return name if part.slice_of is None else part.slice_of.tensor
 
-    def _states_of(self, name: str) -> dict[str, str]:
+    def _states_of(self, name: str, part: TensorPart) -> dict[str, str]:
         """The key of each element-wise state of a tensor. Raises UnsupportedError for a state that
         is not known, or is not element-wise."""
-        part = self._part_name(name)
-        found = {} if self.told.weights else self.keys.states.get(part, {})
+        tensor = self._tensor_name(name, part)
+        found = {} if self.told.weights else self.keys.states.get(tensor, {})
         if not found:
             return {}
         check_known(found, self._index_file)
-        shape = self._stored[self.keys.weights[part]].tensor.shape
+        shape, within = self._shape_of(tensor), self._state_slices.get(name)
+        if within is not None:
+            shape = (within.of, *shape[1:])
         out: dict[str, str] = {}
         for state, key in found.items():
             if not is_element(state):
@@ -422,7 +590,7 @@ class DcpCheckpoint(Checkpoint):
                 raise UnsupportedError(
                     "a state of the optimizer is no number for each element of its parameter",
                     file=self._index_file,
-                    parameter=f"{part}: {state}",
+                    parameter=f"{tensor}: {state}",
                     expected=f"{shape} in {', '.join(_FLOATS[:3])}",
                     found="an object"
                     if have is None
@@ -431,13 +599,6 @@ class DcpCheckpoint(Checkpoint):
                 )
             out[state] = key
         return out
-
-    def _part_name(self, name: str) -> str:
-        """The tensor of a name, which may be that of a slice."""
-        shares = self.told.shares or {}
-        if name in self.keys.weights:
-            return name
-        return self._tensor_name(name, shares[name])
 
     def _scalars(self, tensor: str) -> dict[str, float]:
         found = self.keys.states.get(tensor, {})
@@ -456,9 +617,40 @@ class DcpCheckpoint(Checkpoint):
         held: Sequence[tuple[str, TensorPart]],
         states: Mapping[str, Mapping[str, str]],
     ) -> tuple[ParamSpec, list[FlatBuffer]]:
-        """A parameter with a buffer for each chunk. Raises StateMismatchError where its tensors are
+        """A parameter with a buffer for each block. Raises StateMismatchError where its tensors are
         stepped differently, or are in different dtypes."""
-        tensors = [self._part_name(name) for name, _ in held]
+        tensors = [self._tensor_name(*one) for one in held]
+        group, dtype = self._stepped(param, held, states)
+        first = VALUE if group is None else MASTER
+        keys = [
+            {first: self.keys.weights[tensor], **states[name]}
+            for (name, _), tensor in zip(held, tensors, strict=True)
+        ]
+        shape = self._shape(param, held)
+        blocks = [
+            block
+            for (name, part), own in zip(held, keys, strict=True)
+            for block in self._blocks_of(name, part, shape, own)
+        ]
+        self._blocks += blocks
+        kept = tuple((state, self._stored[key].tensor.dtype) for state, key in keys[0].items())
+        scalars = {} if group is None else self._scalars_of[tensors[0]]
+        buffers = [
+            alone(param, block.elems, kept, group, scalars, axes=(), chunk=number)
+            for number, block in enumerate(blocks)
+        ]
+        kind = _kind(param, dtype) if group is None else "trainable"
+        return self._spec(param, shape, dtype, kind, held[0][1], blocks), buffers
+
+    def _stepped(
+        self,
+        param: str,
+        held: Sequence[tuple[str, TensorPart]],
+        states: Mapping[str, Mapping[str, str]],
+    ) -> tuple[int | None, str]:
+        """The number of a parameter's group (None: nobody steps it), and its dtype. Raises
+        StateMismatchError."""
+        tensors = [self._tensor_name(*one) for one in held]
         dtypes = {self._dtype(name) for name in tensors}
         kinds = {
             (self._group_of.get(n), tuple(states[name]), tuple(sorted(self._scalars_of[n].items())))
@@ -474,57 +666,35 @@ class DcpCheckpoint(Checkpoint):
                 fix="load it into a model that has these tensors as parameters of their own",
             )
         ((group, _, _),), (dtype,) = kinds, dtypes
-        (name, part), *_ = held
-        known = self.told.specs or {}
-        shape = self._shape(param, held)
-        kind = "trainable" if group is not None else _kind(param, dtype)
-        expert = known[param].expert if self._is_twin and param in known else None
-        blocks = [block for name, part in held for block in self._blocks_of(name, part, shape)]
+        return group, dtype
+
+    def _spec(
+        self,
+        param: str,
+        shape: Ints,
+        dtype: str,
+        kind: str,
+        part: TensorPart,
+        blocks: Sequence[TensorBlock],
+    ) -> ParamSpec:
+        """A parameter that lies in these blocks; `part` is the first of its tensors."""
+        known = None if self._specs is None else self._specs.get(param)
+        expert = None if known is None else known.expert
         dim = part.layout.dim if isinstance(part.layout, Chunks) else _joined_dim(part.layout)
         layout = Chunks(tuple(block.boxes for block in blocks), dim)
         spec = ParamSpec(param, shape, dtype, kind, layout, order=part.order, expert=expert)
-        spec = self._on_mesh(spec)
-        first = MASTER if group is not None else VALUE
-        own = (
-            (first, dtype),
-            *((s, self._stored[k].tensor.dtype) for s, k in states[name].items()),
-        )
-        scalars = {} if group is None else self._scalars_of[tensors[0]]
-        buffers = [
-            alone(param, block.elems, own, group, scalars, axes=(), chunk=number)
-            for number, block in enumerate(blocks)
-        ]
-        for (each, _), tensor in zip(held, tensors, strict=True):
-            self._state_keys[tensor] = {first: self.keys.weights[tensor], **states[each]}
-            self._check_alike(tensor)
-        self._blocks += blocks
-        return spec, buffers
+        return self._on_mesh(spec)
 
     def _dtype(self, tensor: str) -> str:
         return self._stored[self.keys.weights[tensor]].tensor.dtype
-
-    def _check_alike(self, tensor: str) -> None:
-        """Raises UnsupportedError where a state is cut into other chunks than its weight."""
-        first, *others = (self._stored[key].tensor for key in self._state_keys[tensor].values())
-        boxes = [(chunk.start, chunk.shape) for chunk in first.chunks]
-        for other in others:
-            if [(chunk.start, chunk.shape) for chunk in other.chunks] != boxes:
-                raise UnsupportedError(
-                    "a state is cut otherwise than its parameter",
-                    file=self._index_file,
-                    parameter=other.key,
-                    expected=f"the {len(boxes)} chunks of {first.key}",
-                    found=f"{len(other.chunks)} others",
-                    fix="save weights and states from one mesh",
-                )
 
     def _shape(self, param: str, held: Sequence[tuple[str, TensorPart]]) -> Ints:
         """The whole shape of a parameter. Raises StateMismatchError where a tensor has another one
         than the caller's model asks for."""
         ((name, part), *_) = held
-        if not self._is_twin or param not in (self.told.specs or {}):
-            return self._stored[self.keys.weights[name]].tensor.shape
-        spec = (self.told.specs or {})[param]
+        if self._specs is None or param not in self._specs:
+            return self._shape_of(name)
+        spec = self._specs[param]
         for name, part in held:
             rows = self._rows(name, part, spec)
             spec = spec if rows is None else replace(spec, shape=(rows, *spec.shape[1:]))
@@ -547,7 +717,7 @@ class DcpCheckpoint(Checkpoint):
         return self._tensor_shape(name, part)[0]
 
     def _tensor_shape(self, name: str, part: TensorPart) -> Ints:
-        whole = self._stored[self.keys.weights[self._tensor_name(name, part)]].tensor.shape
+        whole = self._shape_of(self._tensor_name(name, part))
         if part.slice_of is None:
             return whole
         return part.slice_of.sliced_shape(whole) or whole
@@ -602,20 +772,69 @@ class DcpCheckpoint(Checkpoint):
 
     # ------------------------------------------------ blocks
 
-    def _blocks_of(self, name: str, part: TensorPart, shape: Ints) -> Iterator[TensorBlock]:
-        """What each chunk of a tensor has of a parameter of a `shape`."""
-        tensor = self._tensor_name(name, part)
-        for number, chunk in enumerate(self._stored[self.keys.weights[tensor]].tensor.chunks):
-            found = _in_slice(part, chunk.start, chunk.stop)
-            if found is None:
-                continue
-            start, stop, first = found
-            elems = math.prod(b - a for a, b in zip(start, stop, strict=True))
-            if elems:
-                boxes = tuple(_in_param(part, shape, (start, stop)))
-                yield TensorBlock(tensor, number, first, elems, boxes)
-            elif not math.prod(shape) and not number:
-                yield TensorBlock(tensor, number, 0, 0, (((0,) * len(shape), shape),))
+    def _blocks_of(
+        self, name: str, part: TensorPart, shape: Ints, keys: Mapping[str, str]
+    ) -> Iterator[TensorBlock]:
+        """What chunks of the tensors of a part's states, by their `keys`, have of a parameter of a
+        `shape`."""
+        others = self._state_slices.get(name, part.slice_of)
+        runs = {
+            state: self._runs(key, part.slice_of if state in (MASTER, VALUE) else others)
+            for state, key in keys.items()
+        }
+        for own in self._aligned(runs, keys):
+            first = next(iter(own.values()))
+            places = {state: run.place for state, run in own.items()}
+            if first.elems:
+                boxes = tuple(boxes_in_param(part, shape, (first.start, first.stop)))
+                yield TensorBlock(first.elems, boxes, places)
+            elif not math.prod(shape) and first.place[1] == 0:
+                yield TensorBlock(0, (((0,) * len(shape), shape),), places)
+
+    def _runs(self, key: str, within: Slice | None) -> list[Run]:
+        """What each chunk of a tensor has of a slice of it."""
+        out: list[Run] = []
+        for number, chunk in enumerate(self._stored[key].tensor.chunks):
+            found = _in_slice(within, chunk.start, chunk.stop)
+            if found is not None:
+                start, stop, first = found
+                out.append(Run(start, stop, (key, number, first)))
+        return out
+
+    def _aligned(
+        self, runs: Mapping[str, Sequence[Run]], keys: Mapping[str, str]
+    ) -> Iterator[dict[str, Run]]:
+        """Runs of all states that have the same elements: as they are, or cut at the rows at which
+        any of them is. Raises UnsupportedError where other dims are cut differently."""
+        first, *_ = runs.values()
+        boxes = [(one.start, one.stop) for one in first]
+        if all([(one.start, one.stop) for one in each] == boxes for each in runs.values()):
+            for number in range(len(boxes)):
+                yield {state: each[number] for state, each in runs.items()}
+            return
+        rest = {(one.start[1:], one.stop[1:]) for each in runs.values() for one in each}
+        if len(rest) > 1 or not boxes[0][0]:
+            state = next(
+                s for s, each in runs.items() if [(r.start, r.stop) for r in each] != boxes
+            )
+            raise UnsupportedError(
+                "a state is cut otherwise than its parameter",
+                file=self._index_file,
+                parameter=keys[state],
+                expected=f"the {len(boxes)} chunks of {next(iter(keys.values()))}",
+                found=f"{len(runs[state])} others",
+                fix="save weights and states from one mesh",
+            )
+        ordered = {state: sorted(each, key=lambda one: one.start) for state, each in runs.items()}
+        cuts = sorted(
+            {row for each in runs.values() for r in each for row in (r.start[0], r.stop[0])}
+        )
+        at = dict.fromkeys(ordered, 0)
+        for low, high in itertools.pairwise(cuts):
+            for state, each in ordered.items():
+                while each[at[state]].stop[0] <= low:
+                    at[state] += 1
+            yield {state: each[at[state]].rows(low, high) for state, each in ordered.items()}
 
     def _place(self, key: str, number: int, first: int, elems: int) -> Where:
         """So many elements of a chunk of a tensor, from `first` on."""
@@ -652,7 +871,8 @@ class DcpCheckpoint(Checkpoint):
     def _as_recorded(self, found: Manifest) -> Manifest:
         """With what a manifest of ours beside the files knows of the model."""
         kept = self.recorded
-        if kept is None or RECORDED not in kept.run or self._is_twin:
+        is_twin = self._specs is not None and self.told.shares is not None
+        if kept is None or RECORDED not in kept.run or is_twin:
             return found
         return replace(found, family="", run={**found.run, RECORDED: kept.run[RECORDED]})
 
@@ -680,6 +900,7 @@ class DcpCheckpoint(Checkpoint):
         out = [*self.path_notes]
         if self.manifest.keeper == Keeper.WEIGHTS:
             out.append("weights alone: no states of an optimizer")
+        out += [f"left out: {one}" for one in self._left_out]
         if self.keys.left:
             out.append(f"left out: other weights beside the model: {some_of(self.keys.left)}")
         lower = sorted(
@@ -718,8 +939,7 @@ class DcpCheckpoint(Checkpoint):
 
     def where(self, slot: Slot) -> Where:
         block = self._blocks[slot.buffer]
-        key = self._state_keys[block.name][slot.state]
-        return self._place(key, block.number, block.first, block.elems)
+        return self._place(*block.places[slot.state], block.elems)
 
     def file(self, name: str) -> Any:
         if name not in self._open:
@@ -762,10 +982,9 @@ def _class_name(settings: Mapping[str, Any]) -> str:
 # ---- boxes
 
 
-def _in_slice(part: TensorPart, start: Ints, stop: Ints) -> tuple[Ints, Ints, int] | None:
-    """What of a chunk [start, stop) of a tensor lies in a part, in the coordinates of that part,
-    and the first element of it in the chunk; None for nothing."""
-    within = part.slice_of
+def _in_slice(within: Slice | None, start: Ints, stop: Ints) -> tuple[Ints, Ints, int] | None:
+    """What of a chunk [start, stop) of a tensor lies in a slice of it (None: all), in the
+    coordinates of the slice, and the first element of it in the chunk; None for nothing."""
     if within is None:
         return start, stop, 0
     row = math.prod(b - a for a, b in zip(start[1:], stop[1:], strict=True))
@@ -779,7 +998,7 @@ def _in_slice(part: TensorPart, start: Ints, stop: Ints) -> tuple[Ints, Ints, in
     return (low - within.first, *start[1:]), (high - within.first, *stop[1:]), first
 
 
-def _in_param(part: TensorPart, shape: Ints, box: Bounds) -> Iterator[Bounds]:
+def boxes_in_param(part: TensorPart, shape: Ints, box: Bounds) -> Iterator[Bounds]:
     """The boxes of a parameter of a `shape` that a box of one of its tensors is, one after the
     other along the dim along which the layout joins them."""
     start, stop = box

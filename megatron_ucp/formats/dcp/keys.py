@@ -12,9 +12,10 @@ Source: `get_optimizer_state_dict` and its flattening in torch.distributed.check
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError, some_of
+from megatron_ucp.formats.dcp.torchtitan import fused_of
 
 # What a flat state dict has beside parameters and their optimizer.
 SCHEDULER, TRAIN_STATE = "lr_scheduler.", "train_state."
@@ -40,7 +41,8 @@ class GroupKeys:
 class Keys:
     """`weights`: the key of each parameter or buffer by its name; `states`: of each state by name
     and state; `groups` as the files list them; `beside`: keys of what is neither, such as the
-    scheduler; `prefix` of the weights and `optimizer` of the optimizer's keys."""
+    scheduler; `prefix` of the weights and `optimizer` of the optimizer's keys; `stated` are the
+    names of which the optimizer says anything, of which one may stand for several weights."""
 
     weights: Mapping[str, str]
     states: Mapping[str, Mapping[str, str]]
@@ -48,12 +50,8 @@ class Keys:
     beside: tuple[str, ...] = ()
     prefix: str = ""
     optimizer: str = ""
-    left: tuple[str, ...] = field(default=())
-
-    @property
-    def stepped(self) -> set[str]:
-        """Names of parameters that have states."""
-        return {*self.states}
+    left: tuple[str, ...] = ()
+    stated: frozenset[str] = frozenset()
 
 
 def read_keys(
@@ -84,10 +82,15 @@ def read_keys(
     if optimizer is not None:
         _refuse_positions(states, file)
     found = _groups(groups, file)
-    names = {
+    stated = {
         *states,
         *(name for one in found for name in (*one.names, *listed.get(one.params, ()))),
     }
+    names = {weight for name in stated for weight in fused_of(name)}
+    states = {weight: own for name, own in states.items() for weight in fused_of(name)}
+    found = tuple(
+        replace(one, names=tuple(w for name in one.names for w in fused_of(name))) for one in found
+    )
     here = {*tensors}
     weights = [key for key in rest if key in here]
     prefix, left = _weights_prefix(weights, sorted(names), known, file)
@@ -98,7 +101,7 @@ def read_keys(
     }
     taken = {*held.values()}
     beside = tuple(key for key in rest if key not in taken)
-    return Keys(held, states, found, beside, prefix, optimizer or "", left)
+    return Keys(held, states, found, beside, prefix, optimizer or "", left, frozenset(stated))
 
 
 def optimizer_prefix(keys: Iterable[str], file: str) -> str | None:

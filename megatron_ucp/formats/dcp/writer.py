@@ -6,7 +6,6 @@ The plan needs no tensor and is the same wherever it is made. A tensor is one ar
 """
 
 import math
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +16,14 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.file_layout import Blob, Crcs, FileLayout, FilePiece
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, SUFFIX
+from megatron_ucp.formats.megatron.index_writer import (
+    IndexedBytes,
+    IndexedChunk,
+    KeyPath,
+    index_bytes,
+)
 from megatron_ucp.formats.pt.archive import ArchiveLayout, tensor_archive
 
-KeyPath = tuple[str | int, ...]  # of a value in the nested dictionaries that a program saves
 _FILES = 8  # not as many as there are cores: every machine writes the same folder
 
 
@@ -40,6 +44,12 @@ class PlacedTensor:
     def data_offset(self) -> int:
         """The first byte of its elements in the file."""
         return self.offset_bytes + self.archive.places["0"]
+
+    @property
+    def indexed(self) -> IndexedChunk:
+        """As the index lists it."""
+        place = IndexedBytes(self.file, self.offset_bytes, self.archive.size_bytes)
+        return IndexedChunk(self.key, self.start, self.shape, place)
 
     @property
     def piece(self) -> FilePiece:
@@ -86,7 +96,8 @@ class IndexedFolder:
         self._add(key, value)
 
     def value(self, path: KeyPath, value: Any) -> None:
-        """Adds a plain value."""
+        """Adds a plain value. Equal ones lie in archives of their own all the same, as a reader
+        takes places that two entries share for damage."""
         self._add(self._key(path), value)
 
     def copy(self, path: KeyPath, key: str) -> None:
@@ -127,49 +138,18 @@ class IndexedFolder:
                 yield FileLayout(self.name + file, size, pieces, blobs, partial(_around, here))
 
     def index_bytes(self) -> bytes:
-        """The file `.metadata`: torch's own types, pickled as torch does."""
-        import torch
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-        from torch.distributed.checkpoint.metadata import (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
-
-        entries: dict[str, Any] = {}
-        places: dict[Any, Any] = {}
-        for key in self.paths:
-            if key in self.shapes:
-                dtype, shape = self.shapes[key]
-                properties = TensorProperties(dtype=getattr(torch, dtype))
-                entries[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
-            elif key not in self.copies:
-                entries[key] = BytesStorageMetadata()
+        """The file `.metadata`."""
+        objects: dict[str, IndexedBytes] = {}
+        chunks: list[IndexedChunk] = []
         for key, (file, at, data) in self.known.items():
-            index = MetadataIndex(key)
+            place = IndexedBytes(file, at, len(data))
             if key in self.shapes:
-                zeros = torch.Size((0,) * len(self.shapes[key][1]))
-                whole = torch.Size(self.shapes[key][1])
-                entries[key].chunks.append(ChunkStorageMetadata(zeros, whole))
-                index = MetadataIndex(key, zeros)
-            places[index] = _StorageInfo(file, at, len(data))
-        for one in self.placed:
-            start, size = torch.Size(one.start), torch.Size(one.shape)
-            entries[one.key].chunks.append(ChunkStorageMetadata(start, size))
-            place = _StorageInfo(one.file, one.offset_bytes, one.archive.size_bytes)
-            places[MetadataIndex(one.key, start)] = place
-        for other, key in self.copies.items():  # behind all others: a reader takes the first
-            entries[other] = entries[key]
-            for chunk in entries[key].chunks:
-                places[MetadataIndex(other, chunk.offsets)] = places[
-                    MetadataIndex(key, chunk.offsets)
-                ]
-        metadata = Metadata(entries, dict(self.paths), places, StorageMeta(), "1.0.0")
-        return pickle.dumps(metadata, protocol=4)
+                shape = self.shapes[key][1]
+                chunks.append(IndexedChunk(key, (0,) * len(shape), shape, place))
+            else:
+                objects[key] = place
+        chunks += [one.indexed for one in self.placed]
+        return index_bytes(self.shapes, chunks, objects, self.copies, self.paths)
 
     @property
     def index_file(self) -> str:

@@ -6,11 +6,14 @@ The names are those of `transformers.conversion_mapping` (5.0 to 5.23): of Mixtr
 like it, and of Qwen2-MoE, which most other mixtures share.
 """
 
+import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import ParamSpec
-from megatron_ucp.core.tensor_parts import TensorPart
+from megatron_ucp.core.tensor_parts import Slice, TensorPart
 
 # end of a parameter's name -> the matrices of an expert that lie one above the other in it, by the
 # names that they may have
@@ -75,3 +78,51 @@ def _one_by_one(name: str, spec: ParamSpec, files: Collection[str]) -> dict[str,
                     for number, one in enumerate(names)
                 }
     return {}
+
+
+_EXPERT = re.compile(r"(.+\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_PLACES = {
+    matrix: (ending, place)
+    for ending, both in _STACKED.items()
+    for matrices in both
+    for place, matrix in enumerate(matrices)
+}
+
+
+def joined(
+    shares: Mapping[str, TensorPart], shapes: Mapping[str, Ints]
+) -> dict[str, TensorPart] | None:
+    """What the tensors of a model in memory hold, of which `shares` says what those of files do;
+    `shapes` are those that there are. None where some are of neither kind."""
+    out: dict[str, TensorPart] = {}
+    upper: dict[str, TensorPart] = {}  # the matrix that lies above another one, by its slice
+    for name, part in shares.items():
+        found, memory = _EXPERT.fullmatch(name), name.replace(_MIXTRALS, _MODULE)
+        if name in shapes or found is None or found[3] not in _PLACES:
+            own = name if part.slice_of is None else part.slice_of.tensor
+            if own not in shapes and memory not in shapes:
+                return None
+            out[name if own in shapes else memory] = part
+            continue
+        ending, place = _PLACES[found[3]]
+        stack = f"{found[1]}mlp{ending}"
+        if len(shapes.get(stack, ())) != 3:
+            return None
+        within = Slice(stack, int(found[2]), 0, shapes[stack][0])
+        key = f"{stack}[{found[2]}]"
+        if ending.endswith("down_proj"):
+            out[key] = replace(part, slice_of=within)
+        elif not place:
+            upper[key] = part
+        elif key in upper:
+            parts = upper.pop(key), part
+            layouts = [one.layout for one in parts]
+            if parts[0].param != part.param or not all(isinstance(one, Chunks) for one in layouts):
+                return None
+            boxes = tuple(b for one in parts for b in _boxes(one))
+            out[key] = TensorPart(part.param, Chunks((boxes,)), order=part.order, slice_of=within)
+    return None if upper else out
+
+
+def _boxes(part: TensorPart) -> tuple[tuple[Ints, Ints], ...]:
+    return part.layout.held[part.number] if isinstance(part.layout, Chunks) else ()

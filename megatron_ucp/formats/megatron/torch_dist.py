@@ -389,5 +389,6 @@ def check_backend(folder: Folder) -> None:
             file=folder / METADATA_FILE,
             expected=f"sharded_backend {BACKEND}",
             found=said or f"no {METADATA_FILE}: torch_dcp or fsdp_dtensor",
-            fix=f"save it again with --ckpt-format {BACKEND}",
+            fix=f"save it again with --ckpt-format {BACKEND}, which Megatron-FSDP lacks: train "
+            "without --use-megatron-fsdp for it",
         )

@@ -1,10 +1,8 @@
 """Writes Megatron-core's distributed checkpoints (`torch_dist`, `fully_reshardable`), which
 every mesh of Megatron loads: the plan of the `.distcp` files, and `common.pt`."""
 
-import functools
 import json
 import math
-import pickle
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from megatron_ucp.formats.file_layout import Blob, Crcs, FileLayout, FilePiece
 from megatron_ucp.formats.megatron.arguments import OF_WSD, Kind, is_schedule, written_arguments
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, SUFFIX
 from megatron_ucp.formats.megatron.groups import SCHEDULED, is_not_decayed
+from megatron_ucp.formats.megatron.index_writer import IndexedBytes, IndexedChunk, index_bytes
 from megatron_ucp.formats.megatron.names import (
     ROUTER,
     Stacking,
@@ -360,6 +359,12 @@ class PlannedChunk:
         """As it is stored, stacked dims first."""
         return _stored_shape(self.at.index, self.box)
 
+    @property
+    def indexed(self) -> IndexedChunk:
+        """As the index lists it."""
+        place = IndexedBytes(self.file, self.offset_bytes, self.archive.size_bytes)
+        return IndexedChunk(self.key, self.tensor_start, self.shape, place)
+
     def around(self, crcs: Crcs) -> Iterator[Blob]:
         """What stands around its elements in the file."""
         for at, data in self.archive.around({"0": crcs[self.data_offset]}):
@@ -398,6 +403,15 @@ class TorchDistPlan:
             pieces = [_piece(chunk, slot_of) for chunk in chunks]
             owner = int(name.split("_")[2])
             yield FileLayout(name, size, pieces, blobs, partial(_around, chunks), owner=owner)
+
+    def index_bytes(self) -> bytes:
+        """The file `.metadata`."""
+        tensors = {one.key: (one.wish.dtype, self.shapes[one.key]) for one in self.chunks}
+        chunks = [one.indexed for one in self.chunks]
+        objects = {
+            key: IndexedBytes(file, at, len(data)) for key, (file, at, data) in self.objects.items()
+        }
+        return index_bytes(tensors, chunks, objects, self.copies)
 
 
 def _piece(chunk: PlannedChunk, slot_of: Callable[[PlannedChunk], tuple[int, Slot]]) -> FilePiece:
@@ -562,7 +576,7 @@ def finish_files(folder: Location, plan: TorchDistPlan, common: Output) -> None:
     """Writes what is no chunk: `common.pt`, the index, and the file that says the format, last.
     Raises OSError, UnsupportedError."""
     write_pt(folder / common.name, common.tree, lambda storage: [_bytes(common, storage.key)])
-    (folder / INDEX_FILE).write_bytes(index_bytes(plan))
+    (folder / INDEX_FILE).write_bytes(plan.index_bytes())
     (folder / METADATA_FILE).write_text(json.dumps(_METADATA))
 
 
@@ -586,43 +600,3 @@ def _bytes(output: Output, key: str) -> bytes:
     if not isinstance(found, bytes):
         raise TypeError(f"the storage {key} of {output.name} is no plain bytes")
     return found
-
-
-def index_bytes(plan: TorchDistPlan) -> bytes:
-    """The file `.metadata`: torch's own types, pickled as torch does."""
-    import torch
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in plan.objects}
-    places: dict[Any, Any] = {
-        MetadataIndex(key): _StorageInfo(file, offset, len(data))
-        for key, (file, offset, data) in plan.objects.items()
-    }
-    size_of = functools.cache(torch.Size)  # one object for all of a shape is pickled once
-    for chunk in plan.chunks:
-        start = size_of(chunk.tensor_start)
-        if chunk.key not in entries:
-            properties = TensorProperties(dtype=getattr(torch, chunk.wish.dtype))
-            shape = size_of(plan.shapes[chunk.key])
-            entries[chunk.key] = TensorStorageMetadata(properties, shape, [])
-        size = size_of(chunk.shape)
-        entries[chunk.key].chunks.append(ChunkStorageMetadata(start, size))
-        places[MetadataIndex(chunk.key, start)] = _StorageInfo(
-            chunk.file, chunk.offset_bytes, chunk.archive.size_bytes
-        )
-    for other, key in plan.copies.items():  # behind all others: a reader takes the first
-        entries[other] = entries[key]
-        for chunk in (one for one in plan.chunks if one.key == key):
-            start = size_of(chunk.tensor_start)
-            places[MetadataIndex(other, start)] = places[MetadataIndex(key, start)]
-    metadata = Metadata(entries, None, places, StorageMeta(), "1.0.0")
-    return pickle.dumps(metadata, protocol=4)

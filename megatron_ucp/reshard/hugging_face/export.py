@@ -129,7 +129,7 @@ _FOLDERS = ("additional_chat_templates",)  # what transformers itself puts into 
 # Written anew by the export, or of weights in this or another program's form.
 _WEIGHTS = re.compile(
     r"(?:adapter_)?config\.json|adapter_model\..+|.+\.index\.json|"
-    r".+\.(?:safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|onnx_data|npz|npy|tflite|nemo)"
+    r".+\.(?:safetensors|bin|pt|pth|ckpt|distcp|gguf|ggml|h5|msgpack|onnx|onnx_data|npz|npy|tflite|nemo)"
 )
 # Of a run, a trainer or DeepSpeed.
 _TRAINING = re.compile(
