@@ -600,6 +600,15 @@ class ObjectServer(Served):
     def count(self, name: str = "*", key: str = "*") -> int:
         return len(self.requests(name, key))
 
+    def depth(self) -> int:
+        """How many requests were waited for one after the other: the longest row of which each
+        began when the one before it had its answer."""
+        depth, ended = 0, 0.0
+        for one in sorted(self.requests(), key=lambda one: one.began_s + one.took_s):
+            if one.began_s >= ended:
+                depth, ended = depth + 1, one.began_s + one.took_s
+        return depth
+
     def counts(self) -> Counter[str]:
         return Counter(request.name for request in self.requests())
 
