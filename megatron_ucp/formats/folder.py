@@ -532,7 +532,8 @@ class _ToldFile(StoredFile):
             target[:] = known
 
     def will_read(self, start_byte: int, size_bytes: int) -> None:
-        if (start_byte, size_bytes) not in self._reads:
+        end = start_byte + size_bytes
+        if not any(start_byte <= at and at + size <= end for at, size in self._reads):
             self._opened.will_read(start_byte, size_bytes)
 
     def begin_reading(self) -> None:

@@ -736,14 +736,12 @@ class StoredObject(StoredFile):
                 self._ahead.drop(asked)  # nobody reads it again
         if asked is None:
             return self._range(at, at + size), at
-        try:
-            return asked.data.result(), asked.first
-        except Exception:
+        if asked.data.exception() is not None:
             with self._lock:  # whoever reads it again asks again
                 self._ahead.drop(asked)
                 self._small.drop(asked)
                 self._blocks.pop(asked.first, None)
-            raise
+        return asked.data.result(), asked.first
 
     def _around(self, at: int, size: int) -> _Asked | None:
         """Asks for the head or the tail where it has these bytes, else for what lies around a few;

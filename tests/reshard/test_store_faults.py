@@ -431,8 +431,9 @@ def test_a_tag_that_can_t_be_asked_for_is_not_passed_over(
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_file_that_can_t_be_asked_for_is_no_damage(
-    object_server: ObjectServer, two_tags: str, deep: bool
+    object_server: ObjectServer, two_tags: str, deep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(store, "BLOCK_BYTES", 4096)  # what is read later is asked for later
     object_server.fault("status", "GET", "*optim_states.pt", value=503, after=1)
     with pytest.raises(ucp.StoreError):
         ucp.verify(two_tags, deep=deep)
