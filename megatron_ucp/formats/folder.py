@@ -23,6 +23,7 @@ from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
 
 MAX_JSON_BYTES = 256 * 2**20
 AHEAD_BYTES = 32 * 2**20  # of a disk, which keeps them itself
+ENDS_BYTES = 128 * 2**10  # of head and tail of a file, which a store sends at once
 _T = TypeVar("_T")
 
 
@@ -135,9 +136,9 @@ class Folder(ABC):
     def open(self, name: str) -> StoredFile:
         """Opens a regular file. Raises NotFoundError, DamagedFileError."""
 
-    def will_open(self, names: Iterable[str]) -> None:  # noqa: B027  a hint, which disks don't need
-        """Says that these files are opened soon, and read from both ends, so that storage may begin
-        with them."""
+    def will_open(self, names: Iterable[str], ends_bytes: int = ENDS_BYTES) -> None:  # noqa: B027
+        """Says that these files are opened soon, and so many bytes of both ends read. A hint, which
+        disks don't need."""
 
     def listing(self) -> Any:
         """What was seen of the names, where another rank needs it to open the files without looking
@@ -387,8 +388,8 @@ class LookingFolder(_Through):
             self.look.listing = self._base.listing()
         return file
 
-    def will_open(self, names: Iterable[str]) -> None:
-        self._base.will_open(names)
+    def will_open(self, names: Iterable[str], ends_bytes: int = ENDS_BYTES) -> None:
+        self._base.will_open(names, ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
         look, self.look = self.look, None
@@ -480,8 +481,8 @@ class ToldFolder(_Through):
         open_here = partial(self._base.open, name)
         return _ToldFile(self / name, look.sizes[name], look.reads.get(name, {}), open_here)
 
-    def will_open(self, names: Iterable[str]) -> None:
-        self._base.will_open(name for name in names if name not in self._look.sizes)
+    def will_open(self, names: Iterable[str], ends_bytes: int = ENDS_BYTES) -> None:
+        self._base.will_open((one for one in names if one not in self._look.sizes), ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
         return self._look.made[key] if key in self._look.made else make()

@@ -35,7 +35,7 @@ from megatron_ucp.errors import (
     StoreError,
     UsageError,
 )
-from megatron_ucp.formats.folder import Folder, LocalFile, LocalFolder, StoredFile
+from megatron_ucp.formats.folder import ENDS_BYTES, Folder, LocalFile, LocalFolder, StoredFile
 
 _T = TypeVar("_T")
 
@@ -577,7 +577,6 @@ def read_object(path: StorePath) -> tuple[bytes, str | None]:
 # ---- reading
 
 
-BLOCK_BYTES = 128 * 2**10  # of the head and of the tail of an object, which are asked for once
 SMALL_BYTES = 4 * 2**10  # what is asked for at least, and kept: of records, headers and scalars
 _KEPT_PAGES = 256  # of so many bytes each, for what nobody said would be read
 _JOINED_BYTES, _GAP_BYTES = 8 * 2**20, 4 * 2**10  # what is asked for in one request
@@ -635,6 +634,7 @@ class StoredObject(StoredFile):
         self._pages: deque[_Asked] = deque()  # the small ones that nobody told of
         self._told: tuple[int, int] | None = None  # bytes that are to be asked for with the next
         self._lock = threading.RLock()  # of what was asked
+        self._ends_bytes = ENDS_BYTES
         self._is_closed = False
 
     def close(self) -> None:
@@ -697,9 +697,10 @@ class StoredObject(StoredFile):
         with self._lock:
             self._ask_told()
 
-    def will_read_ends(self) -> None:
-        """Asks for the head and for the tail now."""
+    def will_read_ends(self, ends_bytes: int) -> None:
+        """Asks for the head and for the tail now, which are to have so many bytes."""
         with self._lock:
+            self._ends_bytes = ENDS_BYTES if self.size_bytes <= ENDS_BYTES else ends_bytes
             for first in self._block_starts():
                 self._block(first)
 
@@ -714,8 +715,10 @@ class StoredObject(StoredFile):
         """Sends the request for what was told."""
         if self._told is not None:
             (first, end), self._told = self._told, None
-            kept = self._small if end - first <= SMALL_BYTES else self._ahead
-            kept.add(self._ask(first, end))
+            if end - first > SMALL_BYTES:
+                self._ahead.add(self._ask(first, end))
+            else:
+                self._small.add(self._ask(first, min(first + SMALL_BYTES, self.size_bytes)))
 
     def _ask(self, first: int, end: int) -> _Asked:
         return _Asked(first, end, _threads().submit(self._range, first, end))
@@ -747,7 +750,7 @@ class StoredObject(StoredFile):
         """Asks for the head or the tail where it has these bytes, else for what lies around a few;
         None for many."""
         for first in self._block_starts():
-            if first <= at and at + size <= min(first + BLOCK_BYTES, self.size_bytes):
+            if first <= at and at + size <= min(first + self._ends_bytes, self.size_bytes):
                 return self._block(first)
         if size > SMALL_BYTES or at + size > self.size_bytes:
             return None
@@ -760,12 +763,12 @@ class StoredObject(StoredFile):
 
     def _block_starts(self) -> tuple[int, ...]:
         """The first bytes of the head and of the tail."""
-        tail = self.size_bytes - BLOCK_BYTES
+        tail = self.size_bytes - self._ends_bytes
         return (0,) if tail <= 0 else (0, tail)
 
     def _block(self, first: int) -> _Asked:
         if first not in self._blocks:
-            end = min(first + BLOCK_BYTES, self.size_bytes)
+            end = min(first + self._ends_bytes, self.size_bytes)
             self._blocks[first] = self._ask(first, end)
         return self._blocks[first]
 
@@ -872,11 +875,11 @@ class StoreFolder(Folder):
         self._begun[name] = None
         return file
 
-    def will_open(self, names: Iterable[str]) -> None:
+    def will_open(self, names: Iterable[str], ends_bytes: int = ENDS_BYTES) -> None:
         for name in names:
             if name not in self._begun and self.is_file(name):
                 self._begun[name] = file = self._opened(name)
-                file.will_read_ends()
+                file.will_read_ends(ends_bytes)
 
     def _opened(self, name: str) -> StoredObject:
         status = self._status(name)

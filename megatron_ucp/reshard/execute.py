@@ -360,18 +360,17 @@ def read_run(
 ) -> None:
     """Reads a contiguous run, in the bytes of its record, into memory, and notes its CRC-32.
     `advance` is told how many bytes `counts` has, before each piece that is read."""
-    size, before = len(into), counts.read_bytes
+    size, before, crc = len(into), counts.read_bytes, 0
     counts.read_bytes += size
-    if not checksums or not where.record.crc32:
-        where.file.read_into(where.record, offset_bytes, into)
-        counts.unsummed_bytes += size
-        return
-    crc = 0
+    is_summed = checksums and bool(where.record.crc32)
     for at in range(0, size, CRC_CHUNK_BYTES):
         advance(before + at)
         chunk = into[at : at + CRC_CHUNK_BYTES]
         where.file.read_into(where.record, offset_bytes + at, chunk)
-        crc = isal_zlib.crc32(chunk, crc)
+        crc = isal_zlib.crc32(chunk, crc) if is_summed else 0
+    if not is_summed:
+        counts.unsummed_bytes += size
+        return
     path = str(where.file.path)
     counts.runs.append(SummedRun(path, where.record.name, offset_bytes, size, crc))
     counts.records[path, where.record.name] = where.record

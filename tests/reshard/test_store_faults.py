@@ -312,7 +312,7 @@ def test_an_object_that_is_replaced_while_it_is_read(
     verbs: Verbs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second half of a file would be of another save."""
-    monkeypatch.setattr(store, "BLOCK_BYTES", 4096)  # its head and tail are not all of it
+    monkeypatch.setattr(store, "ENDS_BYTES", 4096)  # its head and tail are not all of it
     file = next(verbs.disk.run.glob(f"step7/{HOLDS_STATES}"))
     other = tmp_path / "other"
     other.write_bytes(file.read_bytes()[::-1])
@@ -433,7 +433,7 @@ def test_a_tag_that_can_t_be_asked_for_is_not_passed_over(
 def test_a_file_that_can_t_be_asked_for_is_no_damage(
     object_server: ObjectServer, two_tags: str, deep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "BLOCK_BYTES", 4096)  # what is read later is asked for later
+    monkeypatch.setattr(store, "ENDS_BYTES", 4096)  # what is read later is asked for later
     object_server.fault("status", "GET", "*optim_states.pt", value=503, after=1)
     with pytest.raises(ucp.StoreError):
         ucp.verify(two_tags, deep=deep)
