@@ -23,7 +23,6 @@ from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
 
 MAX_JSON_BYTES = 256 * 2**20
 AHEAD_BYTES = 32 * 2**20  # of a disk, which keeps them itself
-ENDS_BYTES = 128 * 2**10  # of head and tail of a file, which a store sends at once
 _T = TypeVar("_T")
 
 
@@ -136,9 +135,9 @@ class Folder(ABC):
     def open(self, name: str) -> StoredFile:
         """Opens a regular file. Raises NotFoundError, DamagedFileError."""
 
-    def will_open(self, names: Iterable[str], ends_bytes: int = ENDS_BYTES) -> None:  # noqa: B027
-        """Says that these files are opened soon, and so many bytes of both ends read. A hint, which
-        disks don't need."""
+    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:  # noqa: B027
+        """Says that these files are opened soon, and so many bytes of both ends read (0: as many as
+        usual). A hint, which disks don't need."""
 
     def listing(self) -> Any:
         """What was seen of the names, where another rank needs it to open the files without looking
@@ -388,7 +387,7 @@ class LookingFolder(_Through):
             self.look.listing = self._base.listing()
         return file
 
-    def will_open(self, names: Iterable[str], ends_bytes: int = ENDS_BYTES) -> None:
+    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
         self._base.will_open(names, ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
@@ -481,7 +480,7 @@ class ToldFolder(_Through):
         open_here = partial(self._base.open, name)
         return _ToldFile(self / name, look.sizes[name], look.reads.get(name, {}), open_here)
 
-    def will_open(self, names: Iterable[str], ends_bytes: int = ENDS_BYTES) -> None:
+    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
         self._base.will_open((one for one in names if one not in self._look.sizes), ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:

@@ -35,7 +35,7 @@ from megatron_ucp.errors import (
     StoreError,
     UsageError,
 )
-from megatron_ucp.formats.folder import ENDS_BYTES, Folder, LocalFile, LocalFolder, StoredFile
+from megatron_ucp.formats.folder import Folder, LocalFile, LocalFolder, StoredFile
 
 _T = TypeVar("_T")
 
@@ -577,6 +577,7 @@ def read_object(path: StorePath) -> tuple[bytes, str | None]:
 # ---- reading
 
 
+ENDS_BYTES = 128 * 2**10  # of the head and of the tail of an object, which are asked for once
 SMALL_BYTES = 4 * 2**10  # what is asked for at least, and kept: of records, headers and scalars
 _KEPT_PAGES = 256  # of so many bytes each, for what nobody said would be read
 _JOINED_BYTES, _GAP_BYTES = 8 * 2**20, 4 * 2**10  # what is asked for in one request
@@ -700,7 +701,8 @@ class StoredObject(StoredFile):
     def will_read_ends(self, ends_bytes: int) -> None:
         """Asks for the head and for the tail now, which are to have so many bytes."""
         with self._lock:
-            self._ends_bytes = ENDS_BYTES if self.size_bytes <= ENDS_BYTES else ends_bytes
+            if ends_bytes and self.size_bytes > ENDS_BYTES:
+                self._ends_bytes = ends_bytes
             for first in self._block_starts():
                 self._block(first)
 
@@ -875,7 +877,7 @@ class StoreFolder(Folder):
         self._begun[name] = None
         return file
 
-    def will_open(self, names: Iterable[str], ends_bytes: int = ENDS_BYTES) -> None:
+    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
         for name in names:
             if name not in self._begun and self.is_file(name):
                 self._begun[name] = file = self._opened(name)
