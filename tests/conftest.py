@@ -13,6 +13,7 @@ from tests.ranks import RankPool
 
 if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are started
     from tests.engines.sources import Sources
+    from tests.places import Place
 
 SHOWN_JOBS = 10
 CASES = 3  # of one test, that the default run takes in any case
@@ -67,6 +68,15 @@ def object_server(
     running_object_server.ask("empty")
     _lead_to(running_object_server, monkeypatch)
     return running_object_server
+
+
+@pytest.fixture(params=["disk", "store"])
+def place(request: pytest.FixtureRequest) -> "Place":
+    """Gives folders to a test that runs with both places where they can lie."""
+    from tests.places import Place
+
+    stored = request.param == "store"
+    return Place(request.getfixturevalue("object_server") if stored else None)
 
 
 @pytest.fixture(scope="session")

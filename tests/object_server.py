@@ -575,12 +575,12 @@ os._exit(0)
 """
 
 
-class ObjectServer(Served):
-    """The server above, which a test asks and tells."""
+@dataclass
+class Remote:
+    """The server above, which a test asks and tells; `control` is where. Ranks of a test get it
+    too."""
 
-    def __init__(self) -> None:
-        super().__init__("-m", "tests.object_server")
-        self.control = f"http://127.0.0.1:{self._ports[1]}"
+    control: str
 
     def ask(self, what: str, **said: Any) -> Any:
         """Calls a method of `Control`."""
@@ -600,8 +600,25 @@ class ObjectServer(Served):
     def count(self, name: str = "*", key: str = "*") -> int:
         return len(self.requests(name, key))
 
+    def depth(self) -> int:
+        """How many requests were waited for one after the other: the longest row of which each
+        began when the one before it had its answer."""
+        depth, ended = 0, 0.0
+        for one in sorted(self.requests(), key=lambda one: one.began_s + one.took_s):
+            if one.began_s >= ended:
+                depth, ended = depth + 1, one.began_s + one.took_s
+        return depth
+
     def counts(self) -> Counter[str]:
         return Counter(request.name for request in self.requests())
+
+
+class ObjectServer(Served, Remote):
+    """The server above, in a process of its own."""
+
+    def __init__(self) -> None:
+        Served.__init__(self, "-m", "tests.object_server")
+        Remote.__init__(self, f"http://127.0.0.1:{self._ports[1]}")
 
 
 if __name__ == "__main__":

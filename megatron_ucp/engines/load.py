@@ -19,7 +19,7 @@ from megatron_ucp.engines.record import HANDLE, LOADED, go_on_with, record_of
 from megatron_ucp.engines.run_state import ResumableLoader
 from megatron_ucp.engines.values import reducing
 from megatron_ucp.errors import NotFoundError, UsageError
-from megatron_ucp.formats.store import Location, absolute, location
+from megatron_ucp.formats.store import Location, absolute, is_url, location
 from megatron_ucp.formats.tags import content_id, nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions, Report
@@ -247,6 +247,8 @@ def no_checkpoint(folder: Any) -> bool:
     others look too. Collective. Raises UsageError where some ranks see one."""
     if not agree.of_first(lambda: nothing_there(folder)):
         return False
+    if is_url(folder):  # which is the same store on all ranks
+        return True
     seen = agree.total(int(not nothing_there(folder)))[0]
     if seen:
         raise UsageError(

@@ -107,7 +107,7 @@ def entries_in(aside: Location, paths: Iterable[Location], sync: Syncs) -> list[
     hold them come to disk too. Raises OSError."""
     for folder in sorted({path.parent for path in paths} - {aside}):
         sync(folder)
-    return [output_folder.entry_of(one, one.relative_to(aside).as_posix()) for one in paths]
+    return output_folder.entries_of(aside, [one.relative_to(aside).as_posix() for one in paths])
 
 
 @dataclass(frozen=True)

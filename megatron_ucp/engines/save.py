@@ -321,7 +321,7 @@ def _settled(
     entries = agree.merging(add, ranks=turn, to_all=False)
     with as_save_error(), entries:
         lines = taken.writer.close([one for ranges in others.values() for one in ranges])
-        beside = [output_folder.entry_of(request.aside / name) for name in taken.state.files]
+        beside = output_folder.entries_of(request.aside, taken.state.files)
         sync(request.aside)
         entries.value = [*lines, *beside]
     with as_save_error():

@@ -57,6 +57,10 @@ class ByteFile(ABC):
         """Says that these bytes of a record are read soon. A hint, which most files don't need."""
         return
 
+    def begin_reading(self) -> None:
+        """Says that nothing more is told for now."""
+        return
+
     def will_locate(self, storage: StorageRef) -> None:
         """Says that the record of a storage is looked up soon. A hint as well."""
         return
@@ -146,6 +150,9 @@ class OpenFile(ByteFile, Closing):
 
     def will_read(self, record: Record, start_byte: int, size_bytes: int) -> None:
         self.stored.will_read(record.offset_bytes + start_byte, size_bytes)
+
+    def begin_reading(self) -> None:
+        self.stored.begin_reading()
 
     def _read_run(
         self, name: str, offset_bytes: int, size_bytes: int, start_byte: int, target: memoryview

@@ -16,6 +16,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.core.values import InertObject
+from megatron_ucp.errors import StoreError, UcpError
 from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.byte_files import ByteFile, Record, Where
 from megatron_ucp.formats.folder import Folder
@@ -35,6 +36,7 @@ from megatron_ucp.formats.pt.refs import (
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
 TWISTER_WORDS = 624  # of the state of a Mersenne Twister, which torch, numpy and Python have
 NO_RANDOM_STATES = "the checkpoint has none"
+_CHECKED_AT_ONCE = 64  # files whose heads and tails an object store is asked for together
 
 
 # What torch's schedulers keep once per parameter group; the stages of a pipeline may have different
@@ -213,6 +215,26 @@ class Checkpoint(ABC):
         left.
         """
         self.file(name)
+
+    def check_all(
+        self, names: Sequence[str], allow: Collection[str] = (), optimizer: bool = True
+    ) -> None:
+        """As `check`, for several files; an object store sends what some of them need at once."""
+        for at in range(0, len(names), _CHECKED_AT_ONCE):
+            some = names[at : at + _CHECKED_AT_ONCE]
+            self.folder.will_open(some)
+            try:
+                self.will_check(some, allow)
+            except StoreError:
+                raise
+            except UcpError:  # who checks the file says it
+                pass
+            for name in some:
+                self.check(name, allow, optimizer)
+
+    def will_check(self, names: Collection[str], allow: Collection[str]) -> None:
+        """Says what of these files is read when they are checked. A hint, as `will_place`."""
+        return
 
     def records(self, name: str) -> list[tuple[Record, str]]:
         """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""

@@ -10,7 +10,7 @@ import os
 import resource
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,7 +65,11 @@ class StoredFile(Closing):
             self.read(start, target[place : place + size_bytes])
 
     def will_read(self, start_byte: int, size_bytes: int) -> None:
-        """Says that these bytes are read soon, so that storage may begin with them."""
+        """Says that these bytes are read soon, so that storage may begin with them; at the latest
+        with `begin_reading`, as neighbours may follow."""
+
+    def begin_reading(self) -> None:
+        """Says that nothing more is told for now."""
 
     def bytes_at(self, start_byte: int, size_bytes: int) -> bytes:
         """Bytes of the file. Raises as `read`."""
@@ -131,14 +135,17 @@ class Folder(ABC):
     def open(self, name: str) -> StoredFile:
         """Opens a regular file. Raises NotFoundError, DamagedFileError."""
 
-    def known(self, name: str) -> str:
-        """What another rank needs to open the same file without looking for it."""
-        return ""
+    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:  # noqa: B027
+        """Says that these files are opened soon, and so many bytes of both ends read (0: as many as
+        usual). A hint, which disks don't need."""
 
-    def open_known(self, name: str, size_bytes: int, known: str) -> StoredFile:
-        """A file of which another rank said its size, and what is `known` of it. Raises as
-        `open`."""
-        return self.open(name)
+    def listing(self) -> Any:
+        """What was seen of the names, where another rank needs it to open the files without looking
+        for them (`take_listing`)."""
+        return None
+
+    def take_listing(self, listing: Any) -> None:  # noqa: B027  as `listing`
+        """Takes what another rank saw of the names."""
 
     def small(self, name: str, max_bytes: int) -> bytes:
         """A small file whole. Raises as `open`, and DamagedFileError for a larger one."""
@@ -322,7 +329,7 @@ class Look:
     names: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     answers: dict[tuple[str, str], Any] = field(default_factory=dict)  # by question and name
     sizes: dict[str, int] = field(default_factory=dict)  # of files that were opened
-    known: dict[str, str] = field(default_factory=dict)  # of these, what `Folder.known` says
+    listing: Any = None  # what `Folder.listing` says
     reads: dict[str, dict[tuple[int, int], bytes]] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
 
@@ -377,9 +384,11 @@ class LookingFolder(_Through):
         file = _LookedAtFile(self._base.open(name), self, name)
         if self.look is not None:
             self.look.sizes[name] = file.size_bytes
-            if known := self._base.known(name):
-                self.look.known[name] = known
+            self.look.listing = self._base.listing()
         return file
+
+    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
+        self._base.will_open(names, ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
         look, self.look = self.look, None
@@ -417,6 +426,9 @@ class _LookedAtFile(StoredFile):
     def will_read(self, start_byte: int, size_bytes: int) -> None:
         self._file.will_read(start_byte, size_bytes)
 
+    def begin_reading(self) -> None:
+        self._file.begin_reading()
+
     def keeps_folder(self) -> bool:
         return self._file.keeps_folder()
 
@@ -431,6 +443,8 @@ class ToldFolder(_Through):
     def __init__(self, base: Folder, look: Look) -> None:
         super().__init__(base)
         self._look = look
+        if look.listing is not None:
+            base.take_listing(look.listing)
         self._names = {
             below: names.split("\n") if names else [] for below, (names, _) in look.names.items()
         }
@@ -463,9 +477,11 @@ class ToldFolder(_Through):
         look = self._look
         if name not in look.sizes:
             return self._base.open(name)
-        size, known = look.sizes[name], look.known.get(name, "")
-        open_here = partial(self._base.open_known, name, size, known)
-        return _ToldFile(self / name, size, look.reads.get(name, {}), open_here)
+        open_here = partial(self._base.open, name)
+        return _ToldFile(self / name, look.sizes[name], look.reads.get(name, {}), open_here)
+
+    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
+        self._base.will_open((one for one in names if one not in self._look.sizes), ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
         return self._look.made[key] if key in self._look.made else make()
@@ -516,8 +532,13 @@ class _ToldFile(StoredFile):
             target[:] = known
 
     def will_read(self, start_byte: int, size_bytes: int) -> None:
-        if (start_byte, size_bytes) not in self._reads:
+        end = start_byte + size_bytes
+        if not any(start_byte <= at and at + size <= end for at, size in self._reads):
             self._opened.will_read(start_byte, size_bytes)
+
+    def begin_reading(self) -> None:
+        if self._file is not None:
+            self._file.begin_reading()
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         self._opened.read_rows(starts, size_bytes, target, places)

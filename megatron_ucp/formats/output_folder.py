@@ -15,7 +15,8 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -168,6 +169,18 @@ def entry_of(path: Location, name: str | None = None) -> FileEntry:
             return FileEntry(name, file.size_bytes, file.directory_sha256)
     data = path.read_bytes()
     return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def entries_of(folder: Location, names: Iterable[str]) -> list[FileEntry]:
+    """As `entry_of`, of files in a folder. Objects of a store are looked at several at a time."""
+    files = [(folder / name, name) for name in names]
+    if not isinstance(folder, StorePath):
+        return [entry_of(*file) for file in files]
+    with ThreadPoolExecutor(_LOOKED_AT_ONCE) as threads:
+        return [*threads.map(lambda file: entry_of(*file), files)]
+
+
+_LOOKED_AT_ONCE = 16
 
 
 @dataclass

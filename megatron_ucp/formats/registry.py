@@ -22,7 +22,7 @@ from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint, check_
 from megatron_ucp.formats.per_rank import FILES as OF_RANKS
 from megatron_ucp.formats.per_rank import RANDOM_STATES
 from megatron_ucp.formats.rule_file import read_rules
-from megatron_ucp.formats.store import Location, folder_at, location
+from megatron_ucp.formats.store import Location, folder_at, location, look_once
 from megatron_ucp.formats.tags import FoundTag, find_tag
 
 # ---- formats
@@ -76,12 +76,16 @@ def open_checkpoint(
     an engine knows. A stage-0 checkpoint without a manifest keeps optimizer states by position
     only: without `told.order` it is read without its optimizer. Raises a UcpError.
     """
-    found = find_checkpoint(path, tag)
     read = rules if rules is None or isinstance(rules, RuleSet) else read_rules(rules)
     known = told or CallerModel()
     if read is not None:
         known = replace(known, rules=read)
-    return open_folder(folder_at(found.folder), found.notes, known)
+
+    def look() -> Checkpoint:
+        found = find_checkpoint(path, tag)
+        return open_folder(folder_at(found.folder), found.notes, known)
+
+    return look_once(path, look)
 
 
 def open_folder(folder: Folder, notes: Sequence[str], told: CallerModel) -> Checkpoint:

@@ -11,18 +11,22 @@ import io
 import json
 import os
 import re
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path, PurePosixPath
 from queue import Full, Queue
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import (
@@ -32,6 +36,9 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.folder import Folder, LocalFile, LocalFolder, StoredFile
+
+_T = TypeVar("_T")
+
 
 # ---- paths
 
@@ -403,26 +410,34 @@ def _asking(path: object, what: str) -> Iterator[None]:
         ) from error
 
 
-def _head(path: StorePath) -> Any:
+def _head(path: StorePath) -> "_Status | None":
     """What is known of an object; None where there is none."""
     import obstore
 
+    if (listed := _listing_of(path)) is not None and listed.objects:
+        return listed.objects.get(listed.name_of(path))
     client = _of(path)
     try:
         with _asking(path, "say whether the object is there"):
-            return _Status(obstore.head(client, path.key))
+            return _Status.of(obstore.head(client, path.key))
     except FileNotFoundError:
         return None
 
 
-class _Status:
+class _Status(NamedTuple):
     """As `os.stat_result`, of an object."""
 
-    def __init__(self, meta: Mapping[str, Any]) -> None:
-        self.st_size: int = meta["size"]
-        self.st_mtime: float = meta["last_modified"].timestamp()
-        self.st_mtime_ns = int(self.st_mtime * 1e9)
-        self.e_tag: str | None = meta.get("e_tag")
+    st_size: int
+    st_mtime: float
+    e_tag: str | None
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> "_Status":
+        return cls(meta["size"], meta["last_modified"].timestamp(), meta.get("e_tag"))
+
+    @property
+    def st_mtime_ns(self) -> int:
+        return int(self.st_mtime * 1e9)
 
 
 def _prefix(path: StorePath) -> str:
@@ -431,26 +446,110 @@ def _prefix(path: StorePath) -> str:
 
 def objects_below(path: StorePath) -> Iterator[tuple[StorePath, _Status]]:
     """All objects below a folder."""
+    if (listed := _listing_of(path)) is not None:
+        yield from listed.below(path)
+        return
+    for page in _pages_below(path):
+        yield from page
+
+
+_PAGE_OBJECTS = 1000  # of one answer, as S3 gives them
+
+
+def _pages_below(path: StorePath) -> Iterator[list[tuple[StorePath, _Status]]]:
+    """All objects below a folder, as many at a time as one answer has."""
     import obstore
 
     prefix, client = _prefix(path), _of(path)
     with _asking(path, "list its objects"):
-        for page in obstore.list(client, prefix=prefix or None):
-            for meta in page:
-                if (name := meta["path"].removeprefix(prefix)) and meta["path"] != path.key:
-                    yield path / name, _Status(meta)
+        for page in obstore.list(client, prefix=prefix or None, chunk_size=_PAGE_OBJECTS):
+            names = [(meta["path"].removeprefix(prefix), meta) for meta in page]
+            yield [
+                (path / name, _Status.of(meta))
+                for name, meta in names
+                if name and meta["path"] != path.key
+            ]
 
 
 def level_of(path: StorePath) -> tuple[list[str], dict[str, _Status]]:
     """Names of the folders in a folder, and of the objects."""
     import obstore
 
+    if (listed := _listing_of(path)) is not None:
+        return listed.level(path)
     prefix, client = _prefix(path), _of(path)
     with _asking(path, "list its objects"):
         found = obstore.list_with_delimiter(client, prefix=prefix or None)
     folders = [one.rstrip("/").removeprefix(prefix) for one in found["common_prefixes"]]
-    files = {meta["path"].removeprefix(prefix): _Status(meta) for meta in found["objects"]}
+    files = {meta["path"].removeprefix(prefix): _Status.of(meta) for meta in found["objects"]}
     return sorted({*folders} - {""}), {name: files[name] for name in sorted(files) if name}
+
+
+# ---- one listing for a look
+
+
+class _Listing:
+    """What lies below a folder, from one answer; `is_whole` says whether that had all of it."""
+
+    def __init__(self, root: StorePath) -> None:
+        self.root = root
+        page = next(_pages_below(root), [])
+        self.is_whole = len(page) < _PAGE_OBJECTS - 1  # the folder itself may be an object
+        self.objects = {self.name_of(path): status for path, status in page}
+
+    def name_of(self, path: StorePath) -> str:
+        """The name of a path relative to the folder; empty of the folder."""
+        return path.key.removeprefix(self.root.key).removeprefix("/")
+
+    def holds(self, path: StorePath) -> bool:
+        """Whether all is known of a path."""
+        return self.is_whole and self.root in (path, *path.parents)
+
+    def below(self, path: StorePath) -> Iterator[tuple[StorePath, _Status]]:
+        """All objects below a folder."""
+        prefix = f"{name}/" if (name := self.name_of(path)) else ""
+        for name, status in self.objects.items():
+            if name.startswith(prefix):
+                yield self.root / name, status
+
+    def level(self, path: StorePath) -> tuple[list[str], dict[str, _Status]]:
+        """As `level_of`."""
+        folders, files = set[str](), dict[str, _Status]()
+        for one, status in self.below(path):
+            first, *rest = one.relative_to(path).parts
+            if rest:
+                folders.add(first)
+            else:
+                files[first] = status
+        return sorted(folders), dict(sorted(files.items()))
+
+
+_LISTED: ContextVar["_Listing | None"] = ContextVar("listed", default=None)
+
+
+def _listing_of(path: StorePath) -> _Listing | None:
+    """The listing of the look that is under way, where it says all of a path."""
+    listed = _LISTED.get()
+    return listed if listed is not None and listed.holds(path) else None
+
+
+def look_once(path: object, look: Callable[[], _T]) -> _T:
+    """What `look` finds below a folder. A store lists it once meanwhile, where one answer has all;
+    what is missed there is looked for once more, as somebody may have saved in between. Raises what
+    `look` raises, StoreError."""
+    if not is_url(path) or not (root := StorePath(os.fspath(cast("str", path)))).key:
+        return look()
+    held = _LISTED.get()
+    if held is not None and held.holds(root):
+        return look()
+    token = _LISTED.set(_Listing(root))
+    try:
+        return look()
+    except NotFoundError:
+        _LISTED.set(None)
+        return look()
+    finally:
+        _LISTED.reset(token)
 
 
 def read_object(path: StorePath) -> tuple[bytes, str | None]:
@@ -478,8 +577,48 @@ def read_object(path: StorePath) -> tuple[bytes, str | None]:
 # ---- reading
 
 
-BLOCK_BYTES = 128 * 2**10  # of the head and of the tail of an object, which are asked for once
+ENDS_BYTES = 128 * 2**10  # of the head and of the tail of an object, which are asked for once
+SMALL_BYTES = 4 * 2**10  # what is asked for at least, and kept: of records, headers and scalars
+_KEPT_PAGES = 256  # of so many bytes each, for what nobody said would be read
 _JOINED_BYTES, _GAP_BYTES = 8 * 2**20, 4 * 2**10  # what is asked for in one request
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Bytes [first, end) of an object, which were asked for."""
+
+    first: int
+    end: int
+    data: "Future[memoryview]"
+
+
+class _Ranges:
+    """Ranges of an object that hardly overlap, found by a byte in them."""
+
+    def __init__(self) -> None:
+        self._by_first: dict[int, _Asked] = {}
+        self._firsts: list[int] = []  # sorted
+
+    def add(self, asked: _Asked) -> None:
+        if asked.first not in self._by_first:
+            insort(self._firsts, asked.first)
+        self._by_first[asked.first] = asked
+
+    def at(self, byte: int) -> _Asked | None:
+        """The range that begins last of those that begin at this byte or before it, where it has
+        the byte."""
+        number = bisect_right(self._firsts, byte) - 1
+        found = self._by_first[self._firsts[number]] if number >= 0 else None
+        return found if found is not None and byte < found.end else None
+
+    def drop(self, asked: _Asked) -> None:
+        if self._by_first.get(asked.first) is asked:
+            del self._by_first[asked.first]
+            self._firsts.remove(asked.first)
+
+    def clear(self) -> None:
+        self._by_first.clear()
+        self._firsts.clear()
 
 
 class StoredObject(StoredFile):
@@ -490,15 +629,21 @@ class StoredObject(StoredFile):
 
     def __init__(self, path: StorePath, size_bytes: int, e_tag: str | None) -> None:
         self._at, self.path, self.size_bytes, self._e_tag = path, str(path), size_bytes, e_tag
-        self._ahead: dict[int, tuple[int, Future[memoryview]]] = {}  # by the first byte: its end
+        self._ahead = _Ranges()  # until they were read
+        self._small = _Ranges()  # until the file is closed
+        self._blocks: dict[int, _Asked] = {}  # head and tail, by the first byte; as long
+        self._pages: deque[_Asked] = deque()  # the small ones that nobody told of
         self._told: tuple[int, int] | None = None  # bytes that are to be asked for with the next
-        self._blocks: dict[int, memoryview] = {}  # head and tail, by the first byte
+        self._lock = threading.RLock()  # of what was asked
+        self._ends_bytes = ENDS_BYTES
         self._is_closed = False
 
     def close(self) -> None:
-        self._is_closed = True
-        self._ahead.clear()
-        self._blocks.clear()
+        with self._lock:
+            self._is_closed = True
+            self._ahead.clear()
+            self._small.clear()
+            self._blocks.clear()
 
     def read(self, start_byte: int, target: memoryview) -> None:
         if self._is_closed:
@@ -513,11 +658,11 @@ class StoredObject(StoredFile):
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         """Several rows at a time, each by a request of its own; those that are near by one."""
-        if self._is_asked(starts[0]):
-            super().read_rows(starts, size_bytes, target, places)
-            return
         joined: list[tuple[int, int, list[tuple[int, int]]]] = []  # first byte, end, rows in it
         for start, place in zip(starts, places, strict=True):
+            if self._is_asked(start, size_bytes):
+                self.read(start, target[place : place + size_bytes])
+                continue
             if joined and 0 <= start - joined[-1][1] <= _GAP_BYTES // 16:
                 first, _, rows = joined.pop()
             else:
@@ -535,54 +680,99 @@ class StoredObject(StoredFile):
 
     def will_read(self, start_byte: int, size_bytes: int) -> None:
         """Asks for these bytes now; together with those before them where they are neighbours."""
-        end = start_byte + size_bytes
-        if any(first in self._blocks for first in self._block_starts(start_byte, size_bytes)):
-            return
-        if self._told is not None:
-            first, told = self._told
-            if 0 <= start_byte - told <= _GAP_BYTES and end - first <= _JOINED_BYTES:
-                self._told = first, end
+        at, end = start_byte, start_byte + size_bytes
+        with self._lock:
+            while at < end and (asked := self._found(at, end - at)):
+                at = asked.end
+            if at >= end:
                 return
-        self._ask()
-        self._told = start_byte, end
+            if self._told is not None:
+                first, told = self._told
+                if first <= at <= told + _GAP_BYTES and end - first <= _JOINED_BYTES:
+                    self._told = first, max(end, told)
+                    return
+            self._ask_told()
+            self._told = at, end
 
-    def _is_asked(self, at: int) -> bool:
-        """Whether a byte is on its way."""
-        asked = [(first, end) for first, (end, _) in self._ahead.items()]
-        return any(first <= at < end for first, end in (*asked, self._told or (0, 0)))
+    def begin_reading(self) -> None:
+        with self._lock:
+            self._ask_told()
 
-    def _ask(self) -> None:
+    def will_read_ends(self, ends_bytes: int) -> None:
+        """Asks for the head and for the tail now, which are to have so many bytes."""
+        with self._lock:
+            if ends_bytes and self.size_bytes > ENDS_BYTES:
+                self._ends_bytes = ends_bytes
+            for first in self._block_starts():
+                self._block(first)
+
+    def _is_asked(self, at: int, size: int) -> bool:
+        """Whether bytes are there, or on their way."""
+        with self._lock:
+            first, told = self._told or (0, 0)
+            asked = self._found(at, size)
+            return first <= at < told or (asked is not None and at + size <= asked.end)
+
+    def _ask_told(self) -> None:
         """Sends the request for what was told."""
         if self._told is not None:
-            first, end = self._told
-            future = _threads().submit(self._range, first, end)
-            self._ahead[first] = end, future
-            self._told = None
+            (first, end), self._told = self._told, None
+            if end - first > SMALL_BYTES:
+                self._ahead.add(self._ask(first, end))
+            else:
+                self._small.add(self._ask(first, min(first + SMALL_BYTES, self.size_bytes)))
+
+    def _ask(self, first: int, end: int) -> _Asked:
+        return _Asked(first, end, _threads().submit(self._range, first, end))
+
+    def _found(self, at: int, size: int) -> _Asked | None:
+        """What was asked for and has all of these bytes; else what has the first of them."""
+        asked = self._ahead.at(at), self._small.at(at), *self._blocks.values()
+        found = [one for one in asked if one is not None and one.first <= at < one.end]
+        return next((one for one in found if at + size <= one.end), found[0] if found else None)
 
     def _piece(self, at: int, size: int) -> tuple[memoryview, int]:
         """Bytes that begin at `at` or before it, and their first byte."""
-        if self._told is not None and self._told[0] <= at < self._told[1]:
-            self._ask()
-        for first, (end, future) in self._ahead.items():
-            if first <= at < end:
-                if at + size >= end:  # nobody reads it again
-                    del self._ahead[first]
-                return future.result(), first
-        if size <= BLOCK_BYTES:
-            for first in self._block_starts(at, size):
-                if first not in self._blocks:
-                    end = min(first + BLOCK_BYTES, self.size_bytes)
-                    self._blocks[first] = self._range(first, end)
-                return self._blocks[first], first
-        return self._range(at, at + size), at
+        with self._lock:
+            if self._told is not None and self._told[0] <= at < self._told[1]:
+                self._ask_told()
+            asked = self._found(at, size) or self._around(at, size)
+            if asked is not None and at + size >= asked.end:
+                self._ahead.drop(asked)  # nobody reads it again
+        if asked is None:
+            return self._range(at, at + size), at
+        if asked.data.exception() is not None:
+            with self._lock:  # whoever reads it again asks again
+                self._ahead.drop(asked)
+                self._small.drop(asked)
+                self._blocks.pop(asked.first, None)
+        return asked.data.result(), asked.first
 
-    def _block_starts(self, at: int, size: int) -> Iterator[int]:
-        """The first byte of the head, or of the tail, where it holds a range."""
-        tail = max(0, self.size_bytes - BLOCK_BYTES)
-        if at + size <= BLOCK_BYTES:
-            yield 0
-        elif tail <= at and at + size <= self.size_bytes:
-            yield tail
+    def _around(self, at: int, size: int) -> _Asked | None:
+        """Asks for the head or the tail where it has these bytes, else for what lies around a few;
+        None for many."""
+        for first in self._block_starts():
+            if first <= at and at + size <= min(first + self._ends_bytes, self.size_bytes):
+                return self._block(first)
+        if size > SMALL_BYTES or at + size > self.size_bytes:
+            return None
+        if len(self._pages) == _KEPT_PAGES:
+            self._small.drop(self._pages.popleft())
+        page = self._ask(at, min(at + SMALL_BYTES, self.size_bytes))
+        self._pages.append(page)
+        self._small.add(page)
+        return page
+
+    def _block_starts(self) -> tuple[int, ...]:
+        """The first bytes of the head and of the tail."""
+        tail = self.size_bytes - self._ends_bytes
+        return (0,) if tail <= 0 else (0, tail)
+
+    def _block(self, first: int) -> _Asked:
+        if first not in self._blocks:
+            end = min(first + self._ends_bytes, self.size_bytes)
+            self._blocks[first] = self._ask(first, end)
+        return self._blocks[first]
 
     def _range(self, start: int, end: int) -> memoryview:
         """Bytes [start, end). Raises DamagedFileError where the object ends before, or was
@@ -598,7 +788,7 @@ class StoredObject(StoredFile):
             return memoryview(b"")
         found = 0
         for _ in range(_TRIES):
-            data = self._asked(start, end)
+            data = self._sent(start, end)
             if len(data) == end - start:
                 return data
             found = len(data)
@@ -609,7 +799,7 @@ class StoredObject(StoredFile):
             found=f"{found} bytes, {_TRIES} times",
         )
 
-    def _asked(self, start: int, end: int) -> memoryview:
+    def _sent(self, start: int, end: int) -> memoryview:
         import obstore
 
         wanted: Any = {"range": (start, end)}
@@ -652,6 +842,8 @@ class StoreFolder(Folder):
         self._at = path
         self._levels: dict[str, dict[str, _Status | None]] = {}  # None of a folder
         self._below = ""  # the folder in it that holds the objects of the save that counts
+        # files whose ends are on their way; None of those that were opened
+        self._begun: dict[str, StoredObject | None] = {}
 
     def __str__(self) -> str:
         return str(self._at)
@@ -681,15 +873,25 @@ class StoreFolder(Folder):
         return self._status(name).st_mtime
 
     def open(self, name: str) -> StoredFile:
+        file = self._begun.get(name) or self._opened(name)
+        self._begun[name] = None
+        return file
+
+    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
+        for name in names:
+            if name not in self._begun and self.is_file(name):
+                self._begun[name] = file = self._opened(name)
+                file.will_read_ends(ends_bytes)
+
+    def _opened(self, name: str) -> StoredObject:
         status = self._status(name)
         return StoredObject(self._object(name), status.st_size, status.e_tag)
 
-    def open_known(self, name: str, size_bytes: int, known: str) -> StoredFile:
-        at, _, e_tag = known.partition("\n")
-        return StoredObject(StorePath(at), size_bytes, e_tag or None)
+    def listing(self) -> Any:
+        return self._below, self._levels
 
-    def known(self, name: str) -> str:
-        return f"{self._object(name)}\n{self._status(name).e_tag or ''}"
+    def take_listing(self, listing: Any) -> None:
+        self._below, self._levels = listing
 
     def _status(self, name: str) -> _Status:
         found = self._found(name)

@@ -21,6 +21,7 @@ from megatron_ucp.formats.store import (
     folder_at,
     is_left_over,
     location,
+    look_once,
 )
 
 # ---- pointers
@@ -399,15 +400,17 @@ def content_id(folder: Location) -> str:
 def nothing_there(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is missing, or holds neither a pointer nor anything like a checkpoint: a
     run's first start."""
-    path = location(path)
-    if not path.exists():
-        return True
-    return (
-        path.is_dir()
-        and not has_tags(path)
-        and not any(path.glob("*.safetensors"))  # of a Hugging Face folder
-        and not weights_as_pickles(folder_at(path))
-    )
+    there = location(path)
+
+    def is_bare() -> bool:
+        return (
+            there.is_dir()
+            and not has_tags(there)
+            and not any(there.glob("*.safetensors"))  # of a Hugging Face folder
+            and not weights_as_pickles(folder_at(there))
+        )
+
+    return look_once(path, lambda: not there.exists() or is_bare())
 
 
 def has_tags(path: Location) -> bool:

@@ -50,7 +50,7 @@ from megatron_ucp.formats.registry import (
 )
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.formats.schedules import without_groups
-from megatron_ucp.formats.store import Location, folder_at, location
+from megatron_ucp.formats.store import Location, folder_at, location, look_once
 from megatron_ucp.reshard.checksums import check_runs
 from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 from megatron_ucp.reshard.files import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
@@ -306,7 +306,7 @@ def verify(
         >>> ucp.verify("runs/llama", deep=True).raise_if_damaged()
     """
     known = read_rules(rules) if rules is not None else None
-    found = find_checkpoint(path, tag)
+    found = look_once(path, lambda: find_checkpoint(path, tag))
     findings: list[Finding] = []
     try:
         with open_checkpoint(found.folder, rules=known) as checkpoint:

@@ -19,7 +19,7 @@ from megatron_ucp.core.box import Ints, span, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.byte_files import Record, Where
+from megatron_ucp.formats.byte_files import ByteFile, Record, Where
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.checksums import CRC_CHUNK_BYTES, SummedRun
 from megatron_ucp.reshard.findings import Progress
@@ -206,15 +206,19 @@ class _Ahead:
 
     def __init__(self, ordered: Sequence[Op], places: dict[Slot, Where]) -> None:
         self._steps, self._told_bytes = _steps_of(ordered, places), 0
+        self._last: ByteFile | None = None  # that storage was told of
         self._ahead_bytes = max((one.file.ahead_bytes for one in places.values()), default=0)
 
     def advance(self, read_bytes: int) -> None:
         """So many bytes were read."""
         while self._told_bytes < read_bytes + self._ahead_bytes:
             step = next(self._steps, None)
+            if self._last is not None and (step is None or step[0].file is not self._last):
+                self._last.begin_reading()
             if step is None:
                 return
             where, start, size = step
+            self._last = where.file
             self._told_bytes += size
             if self._told_bytes > read_bytes:
                 where.file.will_read(where.record, start, size)
@@ -356,18 +360,17 @@ def read_run(
 ) -> None:
     """Reads a contiguous run, in the bytes of its record, into memory, and notes its CRC-32.
     `advance` is told how many bytes `counts` has, before each piece that is read."""
-    size, before = len(into), counts.read_bytes
+    size, before, crc = len(into), counts.read_bytes, 0
     counts.read_bytes += size
-    if not checksums or not where.record.crc32:
-        where.file.read_into(where.record, offset_bytes, into)
-        counts.unsummed_bytes += size
-        return
-    crc = 0
+    is_summed = checksums and bool(where.record.crc32)
     for at in range(0, size, CRC_CHUNK_BYTES):
         advance(before + at)
         chunk = into[at : at + CRC_CHUNK_BYTES]
         where.file.read_into(where.record, offset_bytes + at, chunk)
-        crc = isal_zlib.crc32(chunk, crc)
+        crc = isal_zlib.crc32(chunk, crc) if is_summed else 0
+    if not is_summed:
+        counts.unsummed_bytes += size
+        return
     path = str(where.file.path)
     counts.runs.append(SummedRun(path, where.record.name, offset_bytes, size, crc))
     counts.records[path, where.record.name] = where.record

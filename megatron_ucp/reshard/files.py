@@ -21,6 +21,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import SummedRun, check_runs
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import (
+    AHEAD_STEP_BYTES,
     TORCH_DTYPES,
     Counts,
     OfOp,
@@ -32,6 +33,7 @@ from megatron_ucp.reshard.execute import (
 )
 from megatron_ucp.reshard.transfer import Lost, Proved, SinkPart, TransferRun, lost_in_casts, proved
 
+_AHEAD_BYTES = 16 * 2**20  # of what one thread reads, window by window
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
 # The next window of a transposed tensor reads the bytes between the rows of this one: reading them
 # twice costs less than a system call for each row.
@@ -308,6 +310,10 @@ class FileWindows:
         """Elements of a run from the slot's element `first` on."""
         where = self._source.places[run.source]
         at = where.offset_bytes + (run.offset + first - run.start) * ITEMSIZE[where.dtype]
+        left = (run.start + run.elems - first) * ITEMSIZE[where.dtype]
+        for low in range(0, min(left, _AHEAD_BYTES), AHEAD_STEP_BYTES):
+            where.file.will_read(where.record, at + low, min(AHEAD_STEP_BYTES, left - low))
+        where.file.begin_reading()
         if TORCH_DTYPES[where.dtype] == into.dtype:
             read_run(where, at, bytes_of(into), counts)
             return

@@ -409,7 +409,7 @@ def in_file_order(
     they are. The header of a record has its checksum, so a record is read before it is sent. It is
     kept meanwhile, a large one in a temporary file; what is lasting is asked for twice."""
     blobs = dict(layout.blobs)
-    known = _SummedWhenAsked(sizes, read, blobs, is_lasting)
+    known = _SummedWhenAsked(sizes, read, {**blobs}, is_lasting)
     around, pending, at = iter(layout.around(known)), None, 0
     there = {place for place, size in sizes.items() if size}
     starts = sorted({*there, *blobs})
@@ -418,7 +418,7 @@ def in_file_order(
             yield from map(bytes, known.chunks(at))
             at += sizes[at]
         if at in blobs:
-            data = blobs[at]()
+            data = blobs.pop(at)()  # once: one of no bytes leaves the place to what follows it
             yield data
             at += len(data)
         elif at not in there and at < layout.size_bytes:

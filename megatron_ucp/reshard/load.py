@@ -29,7 +29,7 @@ from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_unless
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import find_checkpoint, open_folder
-from megatron_ucp.formats.store import folder_at
+from megatron_ucp.formats.store import folder_at, look_once
 from megatron_ucp.formats.tags import FoundTag
 from megatron_ucp.reshard import agree, read_once
 from megatron_ucp.reshard.engine import (
@@ -482,7 +482,7 @@ def open_together(
         seen, folder.look = folder.look, None
         return found, seen or Look()
 
-    found, seen = agree.of_first(look)
+    found, seen = agree.of_first(lambda: look_once(path, look))
     with agree.together():
         if not own:
             folder = ToldFolder(folder_at(found.folder), seen)
@@ -599,8 +599,7 @@ def _check_files(source: Checkpoint, options: LoadOptions, engine: Engine) -> Pe
     rank, world = agree.world()
     optimizer = options.optimizer and engine.has_optimizer
     own = source.file_names[rank::world]
-    for name in own:
-        source.check(name, options.allow, optimizer)
+    source.check_all(own, options.allow, optimizer)
     if optimizer:
         refuse_lost_moments(source.manifest, str(source.folder))
     return differing(source, own)

@@ -39,7 +39,7 @@ from megatron_ucp.formats.registry import (
     is_hugging_face,
     open_checkpoint,
 )
-from megatron_ucp.formats.store import Location, StorePath, folder_at, location
+from megatron_ucp.formats.store import Location, StorePath, folder_at, location, look_once
 from megatron_ucp.formats.tags import (
     LATEST_UNIVERSAL,
     has_state_files,
@@ -735,6 +735,11 @@ def ls(path: str | os.PathLike[str], *, remove_left_overs: bool = False) -> List
                 fix="leave --remove-left-overs out (Python: remove_left_overs=)",
             )
         removed = store_saves.remove_left_overs(folder)
+    return look_once(folder, lambda: _tags_in(folder, removed))
+
+
+def _tags_in(folder: Location, removed: Sequence[str]) -> Listed:
+    """What `ls` gives."""
     if not folder.is_dir() or (has_state_files(folder) and not pointers_in(folder)):
         return Listed(str(folder), (_listed(tag_folder(folder), ""),), ())
     named = named_or_note(folder)

@@ -280,7 +280,7 @@ def _publish(
     aside: Location,
 ) -> None:
     listed = [*names, *map(file_name, range(len(apart.ranks)))]
-    entries = tuple(output_folder.entry_of(aside / name, name) for name in listed)
+    entries = tuple(output_folder.entries_of(aside, listed))
     said = {PER_RANK: apart.what.as_value() if apart.what else {}}
     name_folder(folder, signed(manifest, source, entries, said), aside)
 

@@ -4,11 +4,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 import megatron_ucp as ucp
 from megatron_ucp.formats import store
 from megatron_ucp.formats.store import StoreOptions, configure
 from tests.engines.canonical import canonical
 from tests.engines.model import Setup, make_engine, train
+from tests.object_server import Remote
 
 PART = "TESTS_PART_BYTES"
 
@@ -87,3 +90,27 @@ def notes_of_a_save(setup: Setup, url: str, tag: str) -> tuple[str, ...]:
     saved = ucp.report(engine).save
     assert saved is not None
     return saved.notes
+
+
+DELAY_S = 0.08  # of each request, that those which are asked for at once overlap
+
+
+def counted(setup: Setup, url: str, server: Remote, is_save: bool) -> int:
+    """A save, or the load of one, by all ranks; `server` counts the requests of that alone, each of
+    which takes a while."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="direct")
+    train(engine, 1)
+    engine.save_checkpoint(url, tag="step1")
+    engine.save_checkpoint(url, tag="step2")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        server.ask("forget_requests")
+        server.fault("delay", value=DELAY_S)
+    dist.barrier()
+    if is_save:
+        train(engine, 1, first=2)
+        engine.save_checkpoint(url, tag="step3")
+    else:
+        ucp.load(engine, url)
+    return engine.global_steps

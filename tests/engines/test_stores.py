@@ -1,5 +1,6 @@
 """Saves into an object store, and loads from one: the bytes of the disk, whole or not there."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.engines import test_stack_background as stacks
 from tests.engines.canonical import differences
 from tests.engines.model import Setup
 from tests.engines.store_jobs import in_store
-from tests.object_server import MotoServer, ObjectServer
+from tests.object_server import MotoServer, ObjectServer, Remote
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -108,6 +109,36 @@ def test_a_store_that_fails_is_named_on_every_rank_and_nothing_counts(
     said = ranks.run(2, in_store, small_parts(object_server), job, setup, RUN, "step1")
     assert said == ["", ""]
     assert not ucp.verify(RUN, deep=True).findings
+
+
+# Requests by kind, of both ranks together, and how many at most one after the other. Half of each
+# is too little, as the test tries.
+LOAD_TAKES = {"LIST": 1, "HEAD": 0, "GET": 16, "PUT": 0}, 9
+SAVE_TAKES = {"LIST": 1, "HEAD": 8, "GET": 14, "PUT": 8}, 24
+
+
+def over(limits: tuple[Mapping[str, int], int], server: ObjectServer) -> dict[str, int]:
+    """What there is more of than the limits say."""
+    counts, (most, depth) = server.counts(), limits
+    found = {kind: counts[kind] for kind in most if counts[kind] > most[kind]}
+    return found | ({"depth": server.depth()} if server.depth() > depth else {})
+
+
+@pytest.mark.parametrize("is_save", [False, True], ids=["load", "save"])
+def test_requests_are_few_and_sent_at_once(
+    ranks: RankPool, object_server: ObjectServer, is_save: bool
+) -> None:
+    """At a store each request takes 10 to 100 ms, however small it is: what counts is how many are
+    waited for one after the other."""
+    setup, job = Setup(1, "bf16"), store_jobs.counted
+    environment = object_server.environment()
+    ranks.run(2, in_store, environment, job, setup, RUN, Remote(object_server.control), is_save)
+    object_server.ask("heal")
+    limits = SAVE_TAKES if is_save else LOAD_TAKES
+    assert over(limits, object_server) == {}
+    halves = {kind: most // 2 for kind, most in limits[0].items()}, limits[1] // 2
+    wanted = {"depth", *(kind for kind, most in limits[0].items() if most)}
+    assert over(halves, object_server).keys() == wanted, "negative control"
 
 
 def test_a_store_that_ignores_conditions_is_refused_or_has_one_writer(

@@ -34,6 +34,7 @@ from megatron_ucp.reshard.check import read_state, verify
 from tests.formats.hostile import bounded
 from tests.formats.hostile_pickles import System
 from tests.formats.megatron_files import changed_index
+from tests.places import Place
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
 CASES = ("plain", "flat", "accelerate", "tied", "bf16")
@@ -77,18 +78,18 @@ def differences(checkpoint: Checkpoint, want: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_state_is_read_as_torch_gathers_it(case: str) -> None:
-    with open_checkpoint(GOLDEN / case) as checkpoint:
+def test_every_state_is_read_as_torch_gathers_it(case: str, place: Place) -> None:
+    with open_checkpoint(place(GOLDEN / case)) as checkpoint:
         for name in checkpoint.file_names:
             checkpoint.check(name)
         assert differences(checkpoint, said(case)) == []
         assert checkpoint.manifest.keeper == Keeper.DCP
         assert checkpoint.extras.counters["global_steps"] == 3
-    assert verify(GOLDEN / case, deep=True).findings == ()
+    assert verify(place(GOLDEN / case), deep=True).findings == ()
 
 
 @pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq", "step", "lr", "weight"])
-def test_the_comparison_finds_one_wrong_value(state: str) -> None:
+def test_the_comparison_finds_one_wrong_value(state: str, place: Place) -> None:
     want, name = said("plain"), "inner.weight"
     if state == "lr":
         want["param_groups"][0]["lr"] *= 2
@@ -96,7 +97,7 @@ def test_the_comparison_finds_one_wrong_value(state: str) -> None:
         want["weights"][name][-1, -1] += 1
     else:
         want["state"][name][state].view(-1)[-1] += 1
-    with open_checkpoint(GOLDEN / "plain") as checkpoint:
+    with open_checkpoint(place(GOLDEN / "plain")) as checkpoint:
         found = differences(checkpoint, want)
     seen = {"lr": "group", "weight": "fp32"}.get(state, state)
     assert f"{name} {seen}" in found and (state == "lr" or len(found) == 1)
@@ -426,11 +427,11 @@ REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused_by_name(what: str, tmp_path: Path) -> None:
+def test_refused_by_name(what: str, tmp_path: Path, place: Place) -> None:
     change, error, says = REFUSED[what]
     folder = copied("plain", tmp_path)
     change(folder)
-    with pytest.raises(error, match=says), open_checkpoint(folder) as checkpoint:
+    with pytest.raises(error, match=says), open_checkpoint(place(folder)) as checkpoint:
         for name in checkpoint.file_names:
             checkpoint.check(name)
         for spec in checkpoint.manifest.params:
@@ -528,7 +529,7 @@ def test_nothing_of_a_pickle_is_run(place: str, tmp_path: Path) -> None:
     assert mark.exists(), "the pickle would have run"
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path, place: Place) -> None:
     folder = copied("plain", tmp_path)
     with open_checkpoint(folder) as checkpoint:
         number = checkpoint.manifest.holders["inner.weight"][0][0]
@@ -537,7 +538,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-    assert any("checksum" in one.what for one in verify(folder, deep=True).findings)
+    assert any("checksum" in one.what for one in verify(place(folder), deep=True).findings)
 
 
 @pytest.mark.long

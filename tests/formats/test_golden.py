@@ -20,9 +20,10 @@ from megatron_ucp.errors import DamagedFileError, UcpError
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizers import reader_for
-from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.store import Location, folder_at
 from megatron_ucp.reshard.check import read_state
+from tests.places import Place
 
 from .golden.make import CASES, FOLDER
 
@@ -53,10 +54,10 @@ def expected(case: str) -> tuple[dict[tuple[str, str], torch.Tensor], dict[str, 
         )
 
 
-def opened(case: str, folder: Path, order: list[list[str]] | None = None) -> NativeCheckpoint:
+def opened(case: str, folder: Location, order: list[list[str]] | None = None) -> NativeCheckpoint:
     known = order or expected(case)[1]["order"]
     return NativeCheckpoint(
-        LocalFolder(folder), told=CallerModel(known if case.startswith("zero0") else None)
+        folder_at(folder), told=CallerModel(known if case.startswith("zero0") else None)
     )
 
 
@@ -83,8 +84,8 @@ def differences(checkpoint: NativeCheckpoint, case: str) -> list[tuple[str, str]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_state_is_read_bit_for_bit(case: str) -> None:
-    with opened(case, FOLDER / case) as checkpoint:
+def test_every_state_is_read_bit_for_bit(case: str, place: Place) -> None:
+    with opened(case, place(FOLDER / case)) as checkpoint:
         assert checkpoint.manifest.keeper == ENGINES[case]
         assert {spec.dtype for spec in checkpoint.manifest.params if spec.kind == "trainable"} == {
             "float32" if case == "zero0_fp32" else "bfloat16"
@@ -95,9 +96,9 @@ def test_every_state_is_read_bit_for_bit(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_and_hyper_parameters(case: str) -> None:
+def test_steps_and_hyper_parameters(case: str, place: Place) -> None:
     _, rest = expected(case)
-    with opened(case, FOLDER / case) as checkpoint:
+    with opened(case, place(FOLDER / case)) as checkpoint:
         for spec in checkpoint.manifest.params:
             if spec.kind != "trainable":
                 continue
@@ -116,10 +117,10 @@ def test_steps_and_hyper_parameters(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero3", "zero0_fp32", "zero3_old"])
-def test_buffers_and_frozen_parameters(case: str) -> None:
+def test_buffers_and_frozen_parameters(case: str, place: Place) -> None:
     """What has no master is there under its own name, where the file holds it at all."""
     module = {"scale", "calls"} | ({"frozen.weight"} if not case.endswith("_old") else set())
-    with opened(case, FOLDER / case) as checkpoint:
+    with opened(case, place(FOLDER / case)) as checkpoint:
         assert {
             spec.name for spec in checkpoint.manifest.params if spec.kind != "trainable"
         } == module
@@ -211,19 +212,19 @@ def optimizer_states(tree: dict[str, Any]) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_changed_bit_is_seen(case: str, tmp_path: Path) -> None:
+def test_one_changed_bit_is_seen(case: str, tmp_path: Path, place: Place) -> None:
     def flip(tree: dict[str, Any]) -> None:
         moment = optimizer_states(tree)[0]["exp_avg"].view(-1)
         moment.view(torch.int32)[1] ^= 1
 
     pattern = "mp_rank_*" if case.startswith("zero0") else "*rank_1_*optim_states.pt"
-    with opened(case, changed(case, tmp_path, pattern, flip)) as checkpoint:
+    with opened(case, place(changed(case, tmp_path, pattern, flip))) as checkpoint:
         found = differences(checkpoint, case)
     assert len(found) == 1 and found[0][1] == "exp_avg"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_changed_byte_of_a_record_is_an_error(case: str, tmp_path: Path) -> None:
+def test_one_changed_byte_of_a_record_is_an_error(case: str, tmp_path: Path, place: Place) -> None:
     folder = tmp_path / case
     shutil.copytree(FOLDER / case, folder)
     path = next(
@@ -235,7 +236,10 @@ def test_one_changed_byte_of_a_record_is_an_error(case: str, tmp_path: Path) -> 
     data = bytearray(path.read_bytes())
     data[record.offset_bytes + 2] ^= 1
     path.write_bytes(data)
-    with opened(case, folder) as checkpoint, pytest.raises(DamagedFileError, match="damaged"):
+    with (
+        opened(case, place(folder)) as checkpoint,
+        pytest.raises(DamagedFileError, match="damaged"),
+    ):
         differences(checkpoint, case)
 
 

@@ -15,6 +15,8 @@ from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import ForeignFileError, NotFoundError, UcpError
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.store import Location
+from tests.places import Place
 
 TENSORS = {f"layers.{n}.weight": torch.full((2, 3), float(n)) for n in range(3)}
 INDEX = "model.safetensors.index.json"
@@ -37,13 +39,13 @@ def one_file(folder: Path, name: str = "model.safetensors", times: float = 1.0) 
     return folder
 
 
-def refusal(folder: Path, error: type[UcpError] = NotFoundError) -> str:
+def refusal(folder: Location, error: type[UcpError] = NotFoundError) -> str:
     with pytest.raises(error) as raised:
         open_checkpoint(folder)
     return str(raised.value)
 
 
-def notes(folder: Path) -> str:
+def notes(folder: Location) -> str:
     with open_checkpoint(folder) as found:
         return "\n".join(found.notes)
 
@@ -61,52 +63,52 @@ def test_a_variant_is_named_and_the_advice_leads_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["consolidated.safetensors", "model.fp8-00001-of-00001.safetensors"]
 )
-def test_other_names(tmp_path: Path, name: str) -> None:
-    said = refusal(one_file(tmp_path / "m", name))
+def test_other_names(tmp_path: Path, name: str, place: Place) -> None:
+    said = refusal(place(one_file(tmp_path / "m", name)))
     assert f"found: {name}" in said and "under another name" in said
 
 
-def test_shards_without_their_index(tmp_path: Path) -> None:
+def test_shards_without_their_index(tmp_path: Path, place: Place) -> None:
     """All of them are read; of which one is missing, none."""
     folder = shards(tmp_path / "m")
-    with_index = notes(folder)
+    with_index = notes(place(folder))
     (folder / INDEX).unlink()
-    assert f"there is no {INDEX}: all of the 3 shards were read" in notes(folder)
+    assert f"there is no {INDEX}: all of the 3 shards were read" in notes(place(folder))
     assert INDEX not in with_index
-    with open_checkpoint(folder) as found:
+    with open_checkpoint(place(folder)) as found:
         assert {*found.manifest.by_name} == {*TENSORS}
     (folder / "model-00002-of-00003.safetensors").unlink()
-    said = refusal(folder)
+    said = refusal(place(folder))
     assert "not all of them" in said and "model-00001-of-00003.safetensors" in said
 
 
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards(tmp_path: Path, place: Place) -> None:
     folder = shards(tmp_path / "m")
     (folder / INDEX).unlink()
     save_file(TENSORS, folder / "model-00003-of-00003.safetensors", {"format": "pt"})
-    assert "two shards hold a tensor" in refusal(folder, ForeignFileError)
+    assert "two shards hold a tensor" in refusal(place(folder), ForeignFileError)
 
 
 @pytest.mark.parametrize("also", [shards, lambda f: one_file(f, "adapter_model.safetensors")])
-def test_two_sets_of_weights(tmp_path: Path, also: Callable[[Path], Path]) -> None:
+def test_two_sets_of_weights(tmp_path: Path, also: Callable[[Path], Path], place: Place) -> None:
     """transformers takes model.safetensors: so do we, and say so."""
     folder = also(one_file(tmp_path / "m", times=5))
-    assert "model.safetensors is read, as transformers does; not" in notes(folder)
-    assert "is read" not in notes(one_file(tmp_path / "alone"))
+    assert "model.safetensors is read, as transformers does; not" in notes(place(folder))
+    assert "is read" not in notes(place(one_file(tmp_path / "alone")))
 
 
-def test_tensors_of_size_0(tmp_path: Path) -> None:
+def test_tensors_of_size_0(tmp_path: Path, place: Place) -> None:
     """As save_pretrained leaves them under ZeRO-3: none is ever a value. A model may have an empty
     buffer."""
     folder = tmp_path / "m"
     folder.mkdir()
     empty = {**TENSORS, "layers.1.weight": torch.empty(0), "empty": torch.empty(0)}
     save_file(empty, folder / "model.safetensors", {"format": "pt"})
-    said = refusal(folder, ForeignFileError)
+    said = refusal(place(folder), ForeignFileError)
     assert "ZeRO-3" in said and "1 of 4 tensors" in said and "layers.1.weight" in said
     specs = tuple(ParamSpec(name, tuple(t.shape), "float32", "buffer") for name, t in empty.items())
     like = Manifest(Keeper.ZERO_3, Mesh(), specs, ())
-    with open_checkpoint(folder, told=CallerModel(like=like)) as found:
+    with open_checkpoint(place(folder), told=CallerModel(like=like)) as found:
         assert found.manifest.by_name["empty"].elems == 0
 
 

@@ -30,6 +30,7 @@ from tests.formats.megatron_files import (
     stored_weights,
     swapped_chunks,
 )
+from tests.places import Place
 
 pytestmark = pytest.mark.long
 
@@ -53,8 +54,8 @@ def unequal(checkpoint: Checkpoint, weights: dict[str, torch.Tensor]) -> list[st
 
 
 @pytest.mark.parametrize("case", [*FLAT, LEGACY])
-def test_every_master_is_the_stored_weight(case: str) -> None:
-    with open_checkpoint(GOLDEN / case) as checkpoint:
+def test_every_master_is_the_stored_weight(case: str, place: Place) -> None:
+    with open_checkpoint(place(GOLDEN / case)) as checkpoint:
         for name in checkpoint.file_names:
             checkpoint.check(name)
         weights = stored_weights(case)
@@ -64,7 +65,7 @@ def test_every_master_is_the_stored_weight(case: str) -> None:
         assert unequal(checkpoint, weights) == [one, other], "the comparison sees two that changed"
 
 
-def test_moments_lie_where_the_masters_lie() -> None:
+def test_moments_lie_where_the_masters_lie(place: Place) -> None:
     """By the order and the alignment that are written out here."""
     case = FLAT[0]
     order = ["embedding.word_embeddings.weight"]
@@ -72,7 +73,7 @@ def test_moments_lie_where_the_masters_lie() -> None:
     order += ["decoder.final_layernorm.weight", "output_layer.weight"]
     key = next(k for k in by_torch(GOLDEN / case / TAG) if k.endswith("bucket_idx_0.exp_avg_sq"))
     flat, at = by_torch(GOLDEN / case / TAG)[key], 0
-    with open_checkpoint(GOLDEN / case) as checkpoint:
+    with open_checkpoint(place(GOLDEN / case)) as checkpoint:
         for name in reversed(order):
             found, at = read_state(checkpoint, name, "exp_avg_sq"), -(-at // 64) * 64
             assert torch.equal(found, flat[at : at + found.numel()]), name
@@ -80,8 +81,8 @@ def test_moments_lie_where_the_masters_lie() -> None:
     assert at == flat.numel() and flat.count_nonzero() > flat.numel() // 2
 
 
-def test_place_steps_and_groups_of_virtual_stages() -> None:
-    with open_checkpoint(GOLDEN / "td_dpr_pp2vpp2") as checkpoint:
+def test_place_steps_and_groups_of_virtual_stages(place: Place) -> None:
+    with open_checkpoint(place(GOLDEN / "td_dpr_pp2vpp2")) as checkpoint:
         manifest = checkpoint.manifest
         extras = checkpoint.extras
     assert str(manifest.mesh) == "tp=1,pp=2,vpp=2,dp=1,zero=0"

@@ -17,6 +17,7 @@ from megatron_ucp.formats.megatron.params import stored_params
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state
 from tests.formats.megatron_files import GOLDEN, NAMED, TAG, by_torch, split
+from tests.places import Place
 
 Found = dict[tuple[str, str], torch.Tensor]
 
@@ -44,23 +45,23 @@ def differences(checkpoint: Checkpoint, want: Found) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_every_state_is_read_as_torch_reads_it(case: str) -> None:
-    with open_checkpoint(GOLDEN / case) as checkpoint:
+def test_every_state_is_read_as_torch_reads_it(case: str, place: Place) -> None:
+    with open_checkpoint(place(GOLDEN / case)) as checkpoint:
         for name in checkpoint.file_names:
             checkpoint.check(name)
         assert differences(checkpoint, expected(case)) == []
 
 
-def test_the_comparison_finds_two_layers_that_are_swapped() -> None:
+def test_the_comparison_finds_two_layers_that_are_swapped(place: Place) -> None:
     want = expected("td_full_tp2dp2")
     one, other = (f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in (1, 2))
     want[one, "exp_avg"], want[other, "exp_avg"] = want[other, "exp_avg"], want[one, "exp_avg"]
-    with open_checkpoint(GOLDEN / "td_full_tp2dp2") as checkpoint:
+    with open_checkpoint(place(GOLDEN / "td_full_tp2dp2")) as checkpoint:
         assert differences(checkpoint, want) == [(one, "exp_avg"), (other, "exp_avg")]
 
 
-def test_parameters_shapes_groups_and_steps() -> None:
-    with open_checkpoint(GOLDEN / "td_full_moe_ep2" / TAG) as checkpoint:
+def test_parameters_shapes_groups_and_steps(place: Place) -> None:
+    with open_checkpoint(place(GOLDEN / "td_full_moe_ep2" / TAG)) as checkpoint:
         manifest = checkpoint.manifest
     assert (manifest.keeper, str(manifest.mesh)) == ("torch_dist", "tp=1,pp=1,dp=1,zero=0")
     assert manifest.run["saved_on"] == "tp=1,pp=1,ep=2,dp=2,zero=0"
@@ -87,8 +88,8 @@ def test_parameters_shapes_groups_and_steps() -> None:
     assert {group.optimizer for group in manifest.groups} == {"torch.AdamW"}
 
 
-def test_counters_scheduler_and_arguments() -> None:
-    with open_checkpoint(GOLDEN / "td_full_tp2dp2") as checkpoint:
+def test_counters_scheduler_and_arguments(place: Place) -> None:
+    with open_checkpoint(place(GOLDEN / "td_full_tp2dp2")) as checkpoint:
         extras = checkpoint.extras
     assert extras.counters == {"global_steps": 3, "global_samples": 12, "skipped_steps": 0}
     assert extras.scheduler is not None

@@ -2,13 +2,15 @@
 
 import threading
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_ucp.formats.file_layout import FileLayout
 from megatron_ucp.formats.output_folder import Syncs
-from megatron_ucp.reshard.folder import FileRange, RangeWriter, record_crcs
+from megatron_ucp.reshard.folder import FileRange, RangeWriter, in_file_order, record_crcs
 
 
 class OneFails(RangeWriter):
@@ -48,3 +50,13 @@ def test_threads_write_what_one_writes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == bytes(range(50))
         sums.append(record_crcs(writer.written))
     assert sums[0] == sums[1] and len(sums[0]) == 1
+
+
+@pytest.mark.parametrize("empty", [0, 4, 7])
+def test_a_record_of_no_bytes_is_sent_to_a_store_and_not_waited_for(empty: int) -> None:
+    """In a file's middle, before what follows it at the same byte, and at both ends."""
+    blobs = [(0, lambda: b"abcd"), (empty, lambda: b"")] if empty else [(0, lambda: b"")]
+    begin = [] if empty else [(0, b"abcd")]
+    layout = FileLayout("a", 7, (), blobs, lambda _: [*begin, (4, b"efg")])
+    chunks = in_file_order(layout, {}, {})
+    assert b"".join(islice(chunks, 20)) == b"abcdefg"

@@ -266,7 +266,9 @@ def notes_of_batch(
     steps, taken = counters.get("global_steps", 0), counters.get("global_samples")
     if not steps or taken is None:
         return []
-    of_trainer, batch = (folder.parent / FILE).is_file(), batch_of(engine)
+    batch = batch_of(engine)
+    # nothing below differs by it otherwise, and a store takes a request to say it
+    of_trainer = (tp > 1 or steps * batch != int(taken)) and (folder.parent / FILE).is_file()
     taken = int(taken) // (tp if of_trainer else 1)  # the Trainer's tensor parallelism is AutoTP
     is_known = of_trainer or tp == 1  # whether `taken` counts each sample once
     was = run.get(BATCH) or (taken / steps if is_known else batch)

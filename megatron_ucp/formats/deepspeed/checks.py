@@ -34,6 +34,7 @@ SAMPLES = 16  # parameters of one partition whose masters are compared with the 
 COMPARED = (Keeper.ZERO_1_OR_2, Keeper.BF16)  # the optimizers that keep masters beside weights
 # slot of the masters, fragment, name, weight, file of the weight
 _Sample = tuple[Slot, Fragment, str, TensorRef, str]
+_Runs = tuple[_Sample, range, int]  # where runs of a sample begin, and how many elements each has
 _Place = tuple[ByteFile, Record, str, int]  # with the dtype, and an element of the record
 
 
@@ -152,26 +153,46 @@ def check_weights(
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
     run. Of at most that many parameters, evenly chosen, as many runs are compared as `spread`
     gives."""
-    samples = [
-        (sample, *spread(sample[1].high - sample[1].low, runs, run_elems))
-        for sample in _sampled(run, rank, most)
-    ]
-    _will_check(run, samples)
+    samples = _samples_of(run, rank, most, runs, run_elems)
+    _will_compare(run, samples)
     for sample, starts, elems in samples:
         _check_runs(run, sample, starts, elems)
 
 
-def _will_check(run: NativeRun, samples: Sequence[tuple[_Sample, range, int]]) -> None:
+def _samples_of(
+    run: NativeRun, rank: int, most: int = SAMPLES, runs: int = 1, run_elems: int = 1
+) -> list[_Runs]:
+    """What `check_weights` compares."""
+    return [
+        (sample, *spread(sample[1].high - sample[1].low, runs, run_elems))
+        for sample in _sampled(run, rank, most)
+    ]
+
+
+def will_check_files(run: NativeRun, names: Collection[str], allow: Collection[str]) -> None:
+    """Says what `check_file` reads of these files, besides their heads and tails."""
+    for name in names:
+        if name in run.names.optimizer.values():
+            run.will_read_scalars(name, run.tree(name))
+    if "stale" in allow or run.contents.keeper not in COMPARED:
+        return
+    ranks = [run.rank_of_file(*at) for at, name in run.names.optimizer.items() if name in names]
+    _will_compare(run, [one for rank in ranks for one in _samples_of(run, rank)])
+
+
+def _will_compare(run: NativeRun, samples: Sequence[_Runs]) -> None:
     """Says what is compared next, first where it lies and then all of it: an object store answers
     many requests in the time of one."""
     run.will_place(sample[0] for sample, _, _ in samples)
     for (*_, weight, beside), _, _ in samples:
         run.file(beside).will_locate(weight.storage)
+    run.begin_reading()
     for sample, starts, elems in samples:
         for file, record, dtype, first in _places(run, sample):
             for start in starts:
                 size = ITEMSIZE[dtype]
                 file.will_read(record, (first + start) * size, elems * size)
+    run.begin_reading()
 
 
 def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:

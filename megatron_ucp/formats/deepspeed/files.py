@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import storages_of
 from megatron_ucp.formats.pt.unpickle import VouchedClasses
 
 # ---- keys
@@ -180,6 +182,15 @@ class TagFiles:
         return self.model[min(self.model, key=lambda at: (at[0] is not None, at[1], at[0] or 0))]
 
     @property
+    def first_ones(self) -> list[str]:
+        """The files that say what kind of run wrote all: of each model-parallel rank the first."""
+        ranks = dict[tuple[bool, int], str]()
+        for is_optimizer, kind in enumerate((self.model, self.optimizer)):
+            for (_, mp), name in sorted(kind.items(), key=lambda one: one[0][0] or 0):
+                ranks.setdefault((bool(is_optimizer), mp), name)
+        return [*ranks.values()]
+
+    @property
     def is_partitioned(self) -> bool:
         """Whether each partition has a model file, as at ZeRO-3, where none holds weights."""
         return all(part is not None for part, _ in self.model)
@@ -304,6 +315,7 @@ class TagFolder(Checkpoint):
         names = scan(folder)
         self.names: TagFiles = names.without_optimizer if without_optimizer else names
         self._trees: dict[str, Any] = {}
+        folder.will_open([FILE_NAME, *self.names.first_ones])
         self._closing.callback(self.evidence.close)
 
     @cached_property
@@ -363,6 +375,18 @@ class TagFolder(Checkpoint):
                 )
             self._trees[name] = tree
         return self._trees[name]
+
+    def will_read_scalars(self, name: str, tree: object) -> None:
+        """Says that the small tensors in the tree of a file are read soon: an optimizer's steps."""
+        file = self.file(name)
+        for storage in storages_of(tree):
+            file.will_read_small(storage)
+        file.begin_reading()
+
+    def begin_reading(self) -> None:
+        """Says of all open files that nothing more is told for now."""
+        for file in self._open.values():
+            file.begin_reading()
 
     def check_beside(self) -> None:
         """Compares what the manifest lists besides state files. Raises ForeignFileError."""

@@ -21,7 +21,12 @@ from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import Where
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras
 from megatron_ucp.formats.deepspeed.by_position import MATCHED, by_position
-from megatron_ucp.formats.deepspeed.checks import TrainedWeights, check_file, trained_weights
+from megatron_ucp.formats.deepspeed.checks import (
+    TrainedWeights,
+    check_file,
+    trained_weights,
+    will_check_files,
+)
 from megatron_ucp.formats.deepspeed.expected_files import (
     require_expert_files,
     require_layer_files,
@@ -119,6 +124,9 @@ class NativeCheckpoint(NativeRun):
         refuse_unusable(self.manifest, self.main_file, allow)
         check_file(self, name, allow, optimizer)
 
+    def will_check(self, names: Collection[str], allow: Collection[str]) -> None:
+        will_check_files(self, names, allow)
+
     @property
     def _ranks_have_files(self) -> bool:
         """Whether model files alone show what differs from rank to rank: at ZeRO-3 all have one."""
@@ -138,6 +146,7 @@ class NativeCheckpoint(NativeRun):
             ref, name = self._ref(slot, self.manifest.buffers[slot.buffer])
             if isinstance(ref, TensorRef):
                 self.file(name).will_locate(ref.storage)
+        self.begin_reading()
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees

@@ -525,6 +525,7 @@ class NativeRun(TagFolder):
         """What the optimizer of a rank holds, with canonical names: its state dict, and its
         file."""
         tree = expect.kind(tree, dict, "the optimizer", file)
+        self.will_read_scalars(self.folder.name_of(file), tree)
         found = OptimizerTree(tree, file, lambda ref: self.tensor(file, ref))
         contents = format_.contents(
             found, self._flattened(found, order, rank), self.partition_ranks

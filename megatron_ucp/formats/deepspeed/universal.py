@@ -212,6 +212,7 @@ def _cut(spec: ParamSpec) -> dict[str, Any]:
 
 
 _RESTORE, _PARAM = "restore it, or convert again", "param"
+_ENDS_BYTES = 4 * 2**10  # of a file with one tensor, whose directory has 700 bytes
 _GLOBAL = f"{ATOMS}/{GLOBAL}"
 
 
@@ -247,6 +248,7 @@ class UniversalCheckpoint(TagFolder):
         self._global = self.tree(_GLOBAL)
         self._stacked = autoep_of(self.meta, self.main_file).experts  # whole layers here
         self._atoms = self._find_atoms()
+        self.folder.will_open(self.file_names, _ENDS_BYTES)
         self._check_listed()
         self._experts = {**counts_of(self._atoms), **self._stacked}
         self.manifest = self._manifest(self._groups(), recorded)

@@ -36,6 +36,7 @@ from megatron_ucp.formats.pt.zip import (
 # Of an archive inside of a file, what is read at once from either end: the directory that torch
 # writes for one tensor has about 700 bytes, its pickle 300.
 _END_BYTES = 1536
+_SMALL_BYTES = 16  # of a record with a scalar
 
 
 class PtFile(OpenFile):
@@ -141,6 +142,12 @@ class PtFile(OpenFile):
             self._looked_up.add(name)
             header_bytes = LOCAL.size + len(name.encode())
             self.stored.will_read(self._entries[name].header_bytes, header_bytes)
+
+    def will_read_small(self, storage: StorageRef) -> None:
+        """Says that a record is read soon, header and all, where it has a number or two."""
+        entry = self._entries.get(f"{self.root}/data/{storage.key}")
+        if entry is not None and entry.size_bytes <= _SMALL_BYTES:
+            self.stored.will_read(entry.header_bytes, entry.limit_bytes - entry.header_bytes)
 
     def read_into(
         self, source: Record | StorageRef | TensorRef, start_byte: int, target: memoryview
