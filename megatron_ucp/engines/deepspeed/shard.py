@@ -37,6 +37,7 @@ from megatron_ucp.engines.deepspeed.modules import (
 from megatron_ucp.engines.deepspeed.optimizer import (
     LiveBuffer,
     WeightsAlone,
+    Wrapper,
     rank_in,
     stepper_of,
     wrapper_of,
@@ -91,7 +92,7 @@ class LocalShard:
     def __init__(self, engine: Any, model: Model | None, weights: bool = False) -> None:
         self.engine, self.model = engine, model
         (tp, self.tp_rank), (pp, self.number) = parallel_of(engine)
-        self.wrapper = WeightsAlone(engine) if weights else wrapper_of(engine)
+        self.wrapper: Wrapper = WeightsAlone(engine) if weights else wrapper_of(engine)
         self.mesh = _mesh_under(engine, tp, pp, self.wrapper.zero)
         self.layouts = layouts_of(engine, tp, self.tp_rank)
         self.uneven = is_uneven(self.layouts, tp)
