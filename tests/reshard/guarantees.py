@@ -132,7 +132,7 @@ def one_writes_a_folder(pair: Pair, folder: Path) -> None:
         aside = output_folder.aside_of(out.parent, out.name)
         if agree.world()[0] == 0:
             held.enter_context(output_folder.held(aside))
-            (aside / "file").touch()
+            (aside / "file").write_text("")
         agree.gather(0)
         said = pair.attempt(source, out)
         assert "is writing this" in said and (aside / "file").exists() and not out.exists()
