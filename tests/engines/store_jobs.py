@@ -35,11 +35,11 @@ def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any
 
 
 def saved_and_loaded(setup: Setup, other: Setup, url: str, way: str) -> dict[str, Any]:
-    """Saves three steps, the second one twice, and keeps two; an engine of another kind loads what
+    """Saves three steps, the last two twice, and keeps two; an engine of another kind loads what
     the pointer names. The states of both, and what is listed."""
     engine = make_engine(setup, attach=False)
     ucp.attach(engine, save=way, keep_latest=2)
-    for step in (1, 2, 2, 3):
+    for step in (1, 2, 2, 3, 3):
         train(engine, 1, first=step)
         engine.save_checkpoint(url, tag=f"step{step}", client_state={"seen": step})
         ucp.wait(engine)
