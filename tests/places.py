@@ -3,15 +3,19 @@
 from pathlib import Path
 
 from megatron_ucp.formats.store import Location, StorePath
-from tests.object_server import ObjectServer
+from tests.object_server import Remote
 
 
 class Place:
     """Gives a folder as it is, or where its files are in a store, as they are at that moment. The
     fixture `place` runs a test with both."""
 
-    def __init__(self, server: ObjectServer | None) -> None:
+    def __init__(self, server: Remote | None) -> None:
         self._server, self._count = server, 0
+
+    @property
+    def is_store(self) -> bool:
+        return self._server is not None
 
     def __call__(self, folder: Path) -> Location:
         if self._server is None:

@@ -852,7 +852,8 @@ class StoreFolder(Folder):
         return f"{self}/{name}"
 
     def name_of(self, path: str) -> str:
-        return path.removeprefix(f"{self}/")
+        """Of the path that `/` gives, and of the one that an object has."""
+        return path.removeprefix(f"{self}/").removeprefix(self._below)
 
     def names(self, below: str = "") -> list[str]:
         return sorted(self._level(below))

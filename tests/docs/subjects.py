@@ -29,7 +29,8 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "DeepSpeed's files",
-        "formats/test_golden, formats/test_older, formats/test_rounding, formats/test_schedule*, "
+        "formats/test_golden, formats/test_universal, formats/test_older, formats/test_rounding, "
+        "formats/test_schedule*, "
         "formats/test_steppers, formats/test_prefixes, formats/test_partition, "
         "formats/test_autotp_maps, formats/test_rule_file, formats/test_param_groups",
         "golden folders that DeepSpeed wrote; DeepSpeed's own functions",

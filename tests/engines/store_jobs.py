@@ -1,6 +1,7 @@
 """What the ranks do in the tests of saves into object stores."""
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.engines.canonical import canonical
 from tests.engines.model import Setup, make_engine, train
 from tests.object_server import Remote
 
-PART = "TESTS_PART_BYTES"
+PART, TIMEOUT = "TESTS_PART_BYTES", "TESTS_TIMEOUT_S"
 
 
 def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any) -> Any:
@@ -22,7 +23,8 @@ def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any
     os.environ.update(environment)
     before = store.PART_BYTES
     store.PART_BYTES = int(environment.get(PART, before))
-    configure(StoreOptions(timeout_s=20, give_up_s=2))
+    timeout_s = float(environment.get(TIMEOUT, 20))
+    configure(StoreOptions(timeout_s=timeout_s, give_up_s=min(2, timeout_s)))
     try:
         return job(*args)
     finally:
@@ -33,11 +35,11 @@ def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any
 
 
 def saved_and_loaded(setup: Setup, other: Setup, url: str, way: str) -> dict[str, Any]:
-    """Saves three steps, the second one twice, and keeps two; an engine of another kind loads what
+    """Saves three steps, the last two twice, and keeps two; an engine of another kind loads what
     the pointer names. The states of both, and what is listed."""
     engine = make_engine(setup, attach=False)
     ucp.attach(engine, save=way, keep_latest=2)
-    for step in (1, 2, 2, 3):
+    for step in (1, 2, 2, 3, 3):
         train(engine, 1, first=step)
         engine.save_checkpoint(url, tag=f"step{step}", client_state={"seen": step})
         ucp.wait(engine)
@@ -59,14 +61,15 @@ def failing(setup: Setup, url: str, way: str) -> dict[str, Any]:
     engine = make_engine(setup, attach=False)
     ucp.attach(engine, save=way)
     train(engine, 1)
+    said, began = "", time.monotonic()
     try:
         engine.save_checkpoint(url, tag="step1")
         ucp.wait(engine)
-        said = ""
     except ucp.UcpError as error:
         said = f"{type(error).__name__}: {error}"
+    took_s = time.monotonic() - began
     engine.destroy()
-    return {"said": said}
+    return {"said": said, "took_s": took_s}
 
 
 def save_once(setup: Setup, url: str, tag: str) -> str:

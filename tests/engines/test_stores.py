@@ -111,6 +111,21 @@ def test_a_store_that_fails_is_named_on_every_rank_and_nothing_counts(
     assert not ucp.verify(RUN, deep=True).findings
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("request_name", ["PART", "COMPLETE"])
+def test_an_upload_that_stalls_is_given_up_on_every_rank_in_time(
+    ranks: RankPool, object_server: ObjectServer, way: str, request_name: str
+) -> None:
+    setup, job = Setup(1, "bf16"), store_jobs.failing
+    object_server.fault("delay", request_name, value=300)
+    environment = {**small_parts(object_server), store_jobs.TIMEOUT: "1"}
+    for found in ranks.run(2, in_store, environment, job, setup, RUN, way):
+        assert "SaveError" in found["said"] and RUN in found["said"], found["said"]
+        assert found["took_s"] < 20, found
+    left = object_server.ask("objects")
+    assert not any(name.endswith(("manifest.json", "latest")) for name in left), left
+
+
 # Requests by kind, of both ranks together, and how many at most one after the other. Half of each
 # is too little, as the test tries.
 LOAD_TAKES = {"LIST": 1, "HEAD": 0, "GET": 16, "PUT": 0}, 9

@@ -12,13 +12,17 @@ from unittest import mock
 import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
 from megatron_ucp.formats import output_folder
+from megatron_ucp.formats.store import StorePath
 from megatron_ucp.reshard import agree, files, kept_moves, memories
 from megatron_ucp.reshard import folder as folder_sink
-from tests.reshard.pairs import TIED, Pair, Toys, spoil
+from tests.object_server import Remote
+from tests.places import Place
+from tests.reshard.pairs import PLACE, TIED, Pair, Toys, spoil
 
 
-def out_of(folder: Path) -> Path:
-    return folder / "out" / "iter_0000007"
+def out_of(folder: Path) -> Any:
+    place = StorePath("s3://bucket") if PLACE.is_store else folder
+    return place / "out" / "iter_0000007"
 
 
 @contextlib.contextmanager
@@ -128,7 +132,7 @@ def one_writes_a_folder(pair: Pair, folder: Path) -> None:
         aside = output_folder.aside_of(out.parent, out.name)
         if agree.world()[0] == 0:
             held.enter_context(output_folder.held(aside))
-            (aside / "file").touch()
+            (aside / "file").write_text("")
         agree.gather(0)
         said = pair.attempt(source, out)
         assert "is writing this" in said and (aside / "file").exists() and not out.exists()
@@ -148,7 +152,7 @@ def a_manifest_lies_beside(pair: Pair, folder: Path) -> None:
 def copies_of_stages_are_noted(pair: Pair, folder: Path) -> None:
     """Of what several stages hold the first one's is read."""
     with prepared(pair, folder) as source:
-        assert TIED in pair.move(source, out_of(folder)).notes
+        assert TIED in pair.moved(source, out_of(folder)).notes
 
 
 def an_engine_whose_load_failed_is_no_source(pair: Pair, folder: Path) -> None:
@@ -222,8 +226,22 @@ GUARANTEES: dict[str, tuple[Callable[[Pair, Path], None], Callable[[Pair], bool]
 }
 
 
-def on_rank(guarantee: str, pair: str, folder: str) -> None:
+# Of a source and an output in a store; how that is written, and by whom alone, tests of stores say.
+AT_A_STORE = (
+    "plan_is_proved",
+    "lost_values_are_refused",
+    "files_are_compared",
+    "a_manifest_lies_beside",
+    "copies_of_stages_are_noted",
+)
+
+
+def on_rank(guarantee: str, pair: str, folder: str, server: Remote | None = None) -> None:
     """A guarantee of a pair that lives on ranks."""
     from tests.reshard.pairs import PAIRS
 
-    GUARANTEES[guarantee][0](PAIRS[pair], Path(folder))
+    PLACE.place = Place(server)
+    try:
+        GUARANTEES[guarantee][0](PAIRS[pair], Path(folder))
+    finally:
+        PLACE.place = Place(None)

@@ -4,7 +4,7 @@ one row of PAIRS."""
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.store import Location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.files import FileSource
 from megatron_ucp.reshard.memories import Memories, Window
@@ -32,9 +33,23 @@ from megatron_ucp.reshard.transfer import (
     proved,
     transfer,
 )
+from tests.places import Place
 from tests.reshard import paper, twins
 from tests.reshard.test_export_edges import with_values
 
+
+@dataclass
+class Placed:
+    """Where the folders of a test lie; a test, or what it runs on ranks, sets it."""
+
+    place: Place = field(default_factory=lambda: Place(None))
+
+    @property
+    def is_store(self) -> bool:
+        return self.place.is_store
+
+
+PLACE = Placed()
 LARGE = {"decoder.final_layernorm.weight": 1e6}  # no float16 holds it
 TIED = "replicas not compared: embedding.word_embeddings.weight"
 
@@ -55,16 +70,22 @@ class Pair:
     world: int = 0
     notes_ties: bool = True
 
-    def attempt(self, source: Any, out: Path, callback: Any = None, **options: Any) -> str:
+    def attempt(self, source: Any, out: Location, callback: Any = None, **options: Any) -> str:
         """What a transfer says that fails; "" for one that does not."""
         try:
             with progress_of(callback):
-                self.move(source, out, **options)
+                self.moved(source, out, **options)
         except (ucp.UcpError, KeyboardInterrupt) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def nothing_counts(self, source: Any, out: Path) -> bool:
+    def moved(self, source: Any, out: Location, **options: Any) -> Any:
+        """Does the work, from where the test has put the source, with what lies beside it."""
+        if isinstance(source, Path):
+            source = PLACE.place(source.parent) / source.name
+        return self.move(source, out, **options)
+
+    def nothing_counts(self, source: Any, out: Location) -> bool:
         """Whether nothing of an output is there, or may be used."""
         agree.gather(0)
         if self.beside:
@@ -218,7 +239,7 @@ def into_another(live: LiveTwo, out: Path, **_: Any) -> Any:
 
 
 def loaded(live: Live, out: Path, **_: Any) -> Any:
-    return ucp.load(live.engine.handle, live.folder)
+    return ucp.load(live.engine.handle, str(PLACE.place(live.folder)))
 
 
 def live_export(live: Live, out: Path, **options: Any) -> Any:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.store_jobs import in_store
+from tests.object_server import ObjectServer, Remote
 from tests.ranks import RankPool
 from tests.reshard import guarantees, transfer_jobs
 from tests.reshard.guarantees import GUARANTEES
@@ -16,11 +18,33 @@ CASES = [(n, g) for n, pair in PAIRS.items() for g, (_, is_of) in GUARANTEES.ite
 def test_every_pair_has_the_guarantees_that_it_can_have() -> None:
     """A table that is filled by a mistake would pass all the same."""
     assert len(PAIRS) == 11 and len(GUARANTEES) == 10 and len(CASES) == 74
+    assert len(STORED) == 31
 
 
 @pytest.mark.parametrize(("pair", "guarantee"), [one for one in CASES if not PAIRS[one[0]].world])
 def test_a_pair(pair: str, guarantee: str, tmp_path: Path) -> None:
     GUARANTEES[guarantee][0](PAIRS[pair], tmp_path)
+
+
+STORED = [(n, g) for n, g in CASES if PAIRS[n].reads == "files" and g in guarantees.AT_A_STORE]
+
+
+@pytest.mark.parametrize(("pair", "guarantee"), [one for one in STORED if not PAIRS[one[0]].world])
+def test_a_pair_in_a_store(
+    pair: str, guarantee: str, tmp_path: Path, object_server: ObjectServer
+) -> None:
+    """From a store, and into one."""
+    guarantees.on_rank(guarantee, pair, str(tmp_path), object_server)
+    assert object_server.count("GET")
+
+
+@pytest.mark.parametrize(("pair", "guarantee"), [one for one in STORED if PAIRS[one[0]].world])
+def test_a_pair_on_ranks_in_a_store(
+    pair: str, guarantee: str, tmp_path: Path, ranks: RankPool, object_server: ObjectServer
+) -> None:
+    job, args = guarantees.on_rank, (guarantee, pair, str(tmp_path), Remote(object_server.control))
+    ranks.run(PAIRS[pair].world, in_store, object_server.environment(), job, *args, timeout_s=120)
+    assert object_server.count("GET")
 
 
 @pytest.mark.parametrize(("pair", "guarantee"), [one for one in CASES if PAIRS[one[0]].world])
