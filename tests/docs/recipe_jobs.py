@@ -2,10 +2,14 @@
 
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_ucp as ucp
+from megatron_ucp.formats.store import location
 from tests.docs.journeys import called
+from tests.engines import autotp_jobs
+from tests.engines.autotp_jobs import Auto
 from tests.engines.canonical import canonical, differences, everywhere
 from tests.engines.model import Setup, make_engine, train
 from tests.rank_reset import take_down
@@ -80,6 +84,22 @@ def refits() -> dict[str, list[str]]:
             name for name, value in like.items() if not torch.equal(value, have[name].detach())
         ]
     return found
+
+
+def in_a_bucket() -> list[str]:
+    """The blocks of stores.md that save and resume, for a model of transformers whose config lies
+    beside the saves, as trainers leave it: what differs between what was saved and what is there
+    again."""
+    saved, again = (autotp_jobs.make(Auto("even", 1, zero), attach=False) for zero in (1, 3))
+    autotp_jobs.train(saved, 2)
+    exec(recipe("stores.md", "Save to a bucket"), {"ucp": ucp, "engine": saved})
+    ucp.wait(saved)
+    config = location("s3://bucket/runs/llama/config.json")
+    config.write_text(saved.module.config.to_json_string())
+    made = SimpleNamespace(initialize=lambda **_: (again, None, None, None))
+    names = {"ucp": ucp, "deepspeed": made, "model": None, "ds_config": None}
+    exec(recipe("stores.md", "Resume from a bucket"), names)
+    return differences(canonical(saved), canonical(again))
 
 
 def journeys(folder: str) -> dict[str, list[str]]:

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 import megatron_ucp as ucp
-from tests.docs import recipe_jobs
+from tests.docs import console, recipe_jobs
 from tests.docs.journeys import called, differ, listed
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, blocks_of
+from tests.engines.store_jobs import in_store
+from tests.object_server import ObjectServer
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
@@ -21,6 +23,22 @@ def test_the_next_world_as_resize_md_builds_it(ranks: RankPool, tmp_path: Path) 
 def test_the_blocks_of_refit_md(ranks: RankPool) -> None:
     for found in ranks.run(2, recipe_jobs.refits, timeout_s=100):
         assert found == {"block 0": [], "block 1": [], "block 2": []}
+
+
+def test_the_blocks_of_stores_md(
+    ranks: RankPool, object_server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a server of the tests' own in the place of a bucket."""
+    environment = object_server.environment()
+    assert ranks.run(2, in_store, environment, recipe_jobs.in_a_bucket, timeout_s=100) == [[], []]
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of((ROOT / "docs" / "stores.md").read_text())
+    ours = [one for one in blocks if one.commands and "test_the_blocks_of" in one.comment]
+    assert [len(one.commands) for one in ours] == [4, 1]
+    assert [fault for block in ours for fault in console.faults(block)] == []
+    for url in ("s3://bucket/converted/global_step80", "s3://bucket/runs/llama/global_step2"):
+        assert ucp.verify(url, deep=True).findings == ()
+    assert "bucket/models/llama/model.safetensors" in object_server.ask("objects")
 
 
 @pytest.mark.slow
