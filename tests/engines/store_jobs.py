@@ -14,7 +14,7 @@ from tests.engines.canonical import canonical
 from tests.engines.model import Setup, make_engine, train
 from tests.object_server import Remote
 
-PART, TIMEOUT = "TESTS_PART_BYTES", "TESTS_TIMEOUT_S"
+PART, TIMEOUT, GIVE_UP = "TESTS_PART_BYTES", "TESTS_TIMEOUT_S", "TESTS_GIVE_UP_S"
 
 
 def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any) -> Any:
@@ -24,7 +24,8 @@ def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any
     before = store.PART_BYTES
     store.PART_BYTES = int(environment.get(PART, before))
     timeout_s = float(environment.get(TIMEOUT, 20))
-    configure(StoreOptions(timeout_s=timeout_s, give_up_s=min(2, timeout_s)))
+    give_up_s = float(environment.get(GIVE_UP, min(2, timeout_s)))
+    configure(StoreOptions(timeout_s=timeout_s, give_up_s=give_up_s))
     try:
         return job(*args)
     finally:
@@ -70,6 +71,29 @@ def failing(setup: Setup, url: str, way: str) -> dict[str, Any]:
     took_s = time.monotonic() - began
     engine.destroy()
     return {"said": said, "took_s": took_s}
+
+
+def saved_state(setup: Setup, url: str) -> dict[str, Any]:
+    """A save, and the state that it is of."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="direct")
+    train(engine, 2)
+    engine.save_checkpoint(url, tag="step2")
+    return canonical(engine)
+
+
+def loaded(setup: Setup, url: str) -> dict[str, Any]:
+    """A load from a store that may be failing: what each rank is told, and the state where it is
+    whole."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine)
+    said, began = "", time.monotonic()
+    try:
+        ucp.load(engine, url)
+    except ucp.UcpError as error:
+        said = f"{type(error).__name__}: {error}"
+    took_s = time.monotonic() - began
+    return {"said": said, "took_s": took_s, "state": None if said else canonical(engine)}
 
 
 def save_once(setup: Setup, url: str, tag: str) -> str:

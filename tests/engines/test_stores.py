@@ -1,5 +1,6 @@
 """Saves into an object store, and loads from one: the bytes of the disk, whole or not there."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.engines.canonical import differences
 from tests.engines.model import Setup
 from tests.engines.store_jobs import in_store
 from tests.object_server import MotoServer, ObjectServer, Remote
-from tests.ranks import RankPool
+from tests.ranks import RankPool, free_port
 
 pytestmark = pytest.mark.ranks
 RUN = "s3://bucket/run"
@@ -124,6 +125,55 @@ def test_an_upload_that_stalls_is_given_up_on_every_rank_in_time(
         assert found["took_s"] < 20, found
     left = object_server.ask("objects")
     assert not any(name.endswith(("manifest.json", "latest")) for name in left), left
+
+
+STATES = "*optim_states.pt"
+# a fault, its request, value, how often, key; what every rank is told where it can't be right
+LOADING: dict[str, tuple[tuple[str, str, float, int, str], str]] = {
+    "503 for a while": (("status", "*", 503, 3, "*"), ""),
+    "503 for ever": (("status", "GET", 503, -1, "*"), "StoreError"),
+    "503 for ever, of states": (("status", "GET", 503, -1, STATES), "StoreError"),
+    "an answer that is cut": (("cut", "GET", 100, 1, STATES), ""),
+    "answers that are cut": (("cut", "GET", 100, -1, STATES), "StoreError"),
+    "an answer that stalls": (("stall", "GET", 10, 1, STATES), ""),
+    "answers that stall": (("stall", "GET", 10, -1, STATES), "StoreError"),
+    "a short answer": (("short", "GET", 1, 1, STATES), ""),
+    "short answers": (("short", "GET", 1, -1, STATES), "StoreError"),
+    "answers that are lost": (("lost", "*", 0, 2, "*"), ""),
+    "wrong bytes": (("flip", "GET", 3000, -1, STATES), "DamagedFileError|ForeignFileError"),
+    "states that are gone": (("status", "GET", 404, -1, STATES), "NotFoundError|DamagedFileError"),
+}
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_a_load_by_ranks_is_right_or_refused_on_all_of_them(
+    ranks: RankPool, object_server: ObjectServer, name: str
+) -> None:
+    (kind, request_name, value, times, key), told = LOADING[name]
+    setups, environment = (Setup(1, "bf16"), Setup(3, "bf16", seed=9)), object_server.environment()
+    want = ranks.run(2, in_store, environment, store_jobs.saved_state, setups[0], RUN)[0]
+    object_server.fault(kind, request_name, key, value=value, times=times)
+    environment |= {store_jobs.TIMEOUT: "1", store_jobs.GIVE_UP: "1" if told else "20"}
+    for found in ranks.run(2, in_store, environment, store_jobs.loaded, setups[1], RUN):
+        assert re.match(f"({told})" if told else "$", found["said"]), found["said"]
+        assert found["took_s"] < 20, found["took_s"]
+        assert told or differences(want, found["state"]) == []
+        assert not told or "s3://" in found["said"]
+    assert object_server.requests(request_name, key), "the fault was not met"
+
+
+def test_a_host_that_is_gone_is_named_on_every_rank(ranks: RankPool) -> None:
+    closed = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", "AWS_ALLOW_HTTP": "true"}
+    environment = {
+        **closed,
+        **{"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "here"},
+        store_jobs.TIMEOUT: "1",
+    }
+    for job in (store_jobs.loaded, store_jobs.save_once):
+        args = (Setup(1, "bf16"), RUN, *(("step1",) if job is store_jobs.save_once else ()))
+        for found in ranks.run(2, in_store, environment, job, *args):
+            said = found if isinstance(found, str) else found["said"]
+            assert re.match("StoreError|SaveError", said) and "s3://" in said, said
 
 
 # Requests by kind, of both ranks together, and how many at most one after the other. Half of each
