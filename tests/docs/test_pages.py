@@ -232,6 +232,7 @@ def test_the_readme_names_the_two_scripts() -> None:
         ("<!-- run by tests/docs/test_pages.py::no_such -->\n```bash\nls\n```", "there is no test"),
         ("<!-- run by tests/nowhere.py::test -->\n```bash\nls\n```", "there is no test"),
         (f"<!-- run by {OTHER} -->\n```bash\npython oth3r.py\n```", "has nothing of"),
+        (f"<!-- run by {OTHER} -->\n```bash\nmegatron-ucp ls x\n```", "has nothing of"),
     ],
 )
 def test_a_bad_block_is_seen(text: str, fault: str) -> None:
