@@ -21,13 +21,12 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.dcp import torchtitan
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.check import read_state, verify
-from megatron_ucp.reshard.hugging_face.names import read_twin
+from megatron_ucp.reshard.check import verify
 from tests.formats.cut_dcp import save_cut
 from tests.formats.test_dcp import GOLDEN
 from tests.formats.titan_names import fused, to_torchtitan
 from tests.reshard import paper, twins
-from tests.reshard.test_dcp import OfState, tree_of
+from tests.reshard.test_dcp import OfState, tree_of, wrong_elements
 
 KINDS = {
     "llama": "llama3",
@@ -143,21 +142,7 @@ def test_a_family_reads_it(
         flat |= more or {key: value}
     save_cut(flat, tmp_path / "cut", pieces)
     (tmp_path / "cut" / "config.json").write_bytes((out / "config.json").read_bytes())
-    twin, _, _ = read_twin(tmp_path / "cut", family, model.shapes)
-    wrong: list[str] = []
-    with open_checkpoint(tmp_path / "cut", told=twin.told) as found:
-        assert sorted(found.manifest.by_name) == sorted(model.shapes)
-        for name in model.shapes:
-            trained = model.kinds[name] == "trainable"
-            for state in ("fp32", *STATES) if trained else ("value",):
-                want = model.truth(name, "fp32" if state == "value" else state)
-                rows = found.manifest.by_name[name].shape[:1]
-                want = want[: rows[0]] if rows else want
-                if not torch.equal(read_state(found, name, state), want.reshape(-1)):
-                    wrong.append(f"{name} {state}")
-            if trained:
-                assert found.manifest.scalars_of(name) == {"step": 3.0}
-    assert wrong == []
+    assert wrong_elements(tmp_path / "cut", family, model) == []
 
 
 @pytest.mark.parametrize("family", KINDS)
