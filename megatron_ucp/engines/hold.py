@@ -264,17 +264,22 @@ def _checked(
         check_switch("rng", options.rng)
         check_switch("checksums", options.checksums)
         check_switch("release", release)
-        if getattr(engine, HANDLE, None) is None:
-            raise UsageError(
-                "this is no attached engine",
-                expected="an engine of DeepSpeed after ucp.attach, or what ucp.attach_megatron "
-                "returned",
-                found=type(engine).__name__,
-                fix="attach the engine first: ucp.attach(engine)",
-            )
+        require_attached(engine)
         found = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         ranks_that_stay(found, ranks, agree.world()[1])
     return found
+
+
+def require_attached(engine: Any) -> None:
+    """Raises UsageError for what is no attached engine."""
+    if getattr(engine, HANDLE, None) is None:
+        raise UsageError(
+            "this is no attached engine",
+            expected="an engine of DeepSpeed after ucp.attach, or what ucp.attach_megatron "
+            "returned",
+            found=type(engine).__name__,
+            fix="attach the engine first: ucp.attach(engine)",
+        )
 
 
 def _refuse_shared(old_engine: Any, new_engine: Any) -> None:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from megatron_ucp import say
 from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.core.names import VALUE
-from megatron_ucp.core.plan import LOSSLESS, Cast, Slot, make_plan
-from megatron_ucp.core.proof import prove
+from megatron_ucp.core.plan import LOSSLESS, Cast, Slot
 from megatron_ucp.core.tensor_parts import weights_manifest
 from megatron_ucp.engines.deepspeed.engine import handle_of
 from megatron_ucp.engines.handle import Handle, said_config
@@ -38,12 +37,18 @@ from megatron_ucp.reshard.check import weight_of
 from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.hugging_face.export import training_dtype
 from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, twin_of
-from megatron_ucp.reshard.kept_moves import KeptMoves
+from megatron_ucp.reshard.kept_moves import KeptMoves, SharedMemories
 from megatron_ucp.reshard.load import fit_for, notes_of_fit, parts_for
-from megatron_ucp.reshard.memories import holdings_of
 from megatron_ucp.reshard.memory_layout import HostMemory
 from megatron_ucp.reshard.options import MEMORY, check_words
-from megatron_ucp.reshard.transfer import NARROW, Proved, SinkPart, param_of, refuse_lost
+from megatron_ucp.reshard.transfer import (
+    NARROW,
+    Proved,
+    SinkPart,
+    param_of,
+    proved,
+    refuse_lost,
+)
 
 _T = TypeVar("_T")
 
@@ -283,7 +288,6 @@ class Refit:
         allow: frozenset[str],
     ) -> None:
         self._checksums, self._calls, self._said = checksums, count(1), False
-        self._known: _Known | None = None
         has = source is not None, target is not None
         every = agree.gather(has)
         self._givers = _Members("source", has[0], [one for one, _ in every])
@@ -293,16 +297,16 @@ class Refit:
         self._source: Handle | None = None
         self._holder: Holder | None = None
         self._source_of = lambda: None if source is None else handle_of(source, family)
-        self._plan()
+        self._known = self._plan()
 
     @property
     def sent_bytes(self) -> int:
         """What this rank sends to others in each call."""
-        return _known(self._known).moves.sent_bytes
+        return self._known.moves.sent_bytes
 
     # ------------------------------------------------ plans
 
-    def _plan(self) -> None:
+    def _plan(self) -> _Known:
         """Describes both sides, plans, proves, and makes the buffers. Collective. Raises a
         UcpError on every rank."""
         with agree.together(), self._givers.among():
@@ -315,22 +319,20 @@ class Refit:
         if has_masters:
             manifest = self._givers.told(lambda: self._described(has_masters=True))
         mesh = str(manifest.mesh)
+        memories = SharedMemories(f"weights of {mesh}", self._holder or HostMemory(manifest, []))
         with agree.gathering() as block:
-            run = _run(manifest, f"weights of {mesh}")
+            run = _run(manifest, memories.file)
             parts, notes = ((), []) if target is None else target.parts(run)
-            plans = _proved(manifest, parts)
+            plans = [proved(memories, part, number=number) for number, part in enumerate(parts)]
             name = "" if target is None else target.name
             block.value = name, (*notes, *_rounded(plans))
         goal = some_of([*dict.fromkeys(name for name, _ in block.values if name)])
         notes = tuple(dict.fromkeys(note for _, own in block.values for note in own))
-        held = holdings_of(self._holder or HostMemory(manifest, []))
-        into = target.tensor if target is not None else _nowhere
-        moves = KeptMoves(held, plans, into)
+        moves = KeptMoves(memories.held, plans, target.tensor if target is not None else _nowhere)
         filled, moved = agree.total(moves.filled_bytes, moves.read_bytes)
         lies_at = self._lies_at(has_masters)
-        self._known = _Known(
-            held.engine, moves, lies_at, has_masters, filled, moved, mesh, goal, notes
-        )
+        holder = memories.held.engine
+        return _Known(holder, moves, lies_at, has_masters, filled, moved, mesh, goal, notes)
 
     def _described(self, has_masters: bool) -> Manifest:
         """Of a source, with what its model is. Collective among the ranks that have one."""
@@ -372,7 +374,7 @@ class Refit:
     def _moved(self, checksums: bool | None) -> RefitReport:
         started = time.perf_counter()
         planned = self._plan_again()
-        known, target = _known(self._known), self._target
+        known, target = self._known, self._target
         number = next(self._calls)
         compare = _is_turn(self._checksums, number) if checksums is None else checksums
         kept = agree.KeptBack()
@@ -406,7 +408,7 @@ class Refit:
     def _plan_again(self) -> bool:
         """Plans where an engine has changed on any rank; whether it did. Before that the ranks tell
         each other one number: a rank that plans alone would wait for ever. Collective."""
-        known = _known(self._known)
+        known = self._known
         state, kept = _FAILED, agree.KeptBack()
         with kept:
             if self._source is not None:
@@ -417,7 +419,7 @@ class Refit:
             with agree.together():
                 kept.raise_kept()
         if state == _CHANGED:
-            self._plan()
+            self._known = self._plan()
         return state == _CHANGED
 
     def _compared(self, known: _Known) -> int:
@@ -440,16 +442,6 @@ class Refit:
                     id="",
                 )
         return sum(block.values)
-
-
-def _known(known: _Known | None) -> _Known:
-    if known is None:
-        raise UsageError(
-            "the refit has no plan: an earlier call failed while it planned",
-            fix="call ucp.refit again",
-            id="",
-        )
-    return known
 
 
 def _finish_gathers(holder: Holder) -> None:
@@ -482,16 +474,6 @@ def _run(manifest: Manifest, name: str) -> RunInMemory:
     """What a source is besides elements, as far as weights need it."""
     nothing = Extras({}, None, LossScale(), None, {})
     return RunInMemory(name, manifest, manifest, nothing, {}, [])
-
-
-def _proved(manifest: Manifest, parts: Sequence[SinkPart]) -> list[Proved]:
-    """Raises a UcpError."""
-    out: list[Proved] = []
-    for number, part in enumerate(parts):
-        plan = make_plan(manifest, part.target, part.wants, part.allow)
-        prove(plan, manifest, part.target)
-        out.append(Proved(number, part, plan, part.allow))
-    return out
 
 
 def _made(target: Any, family: Any, config: Any, allow: frozenset[str]) -> _Target:

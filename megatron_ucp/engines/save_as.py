@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.hold import HoldOptions, lent_by
+from megatron_ucp.engines.hold import HoldOptions, lent_by, require_attached
 from megatron_ucp.engines.megatron.save import TORCH_DIST
 from megatron_ucp.engines.megatron.save import save as save_stack
 from megatron_ucp.engines.record import HANDLE
@@ -122,14 +122,7 @@ def _row(engine: Any, format: str, own: Mapping[str, Any]) -> Writable:
             found=repr(format),
             fix="give one of these; ucp.convert writes others of a checkpoint",
         )
-    if getattr(engine, HANDLE, None) is None:
-        raise UsageError(
-            "this is no attached engine",
-            expected="an engine of DeepSpeed after ucp.attach, or what ucp.attach_megatron "
-            "returned",
-            found=type(engine).__name__,
-            fix="attach the engine first: ucp.attach(engine)",
-        )
+    require_attached(engine)
     for name, value in own.items():
         if value != _DEFAULTS[name]:
             raise _no_place(name, f"a folder in the format {format}", name)

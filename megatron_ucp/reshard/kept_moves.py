@@ -90,8 +90,7 @@ class KeptMoves:
     """Fills what some proved parts want, out of the memories of all ranks, as often as it is
     called. `into` gives the memory of a slot of this rank; the views of both sides are kept, so
     that whoever replaces a tensor must make new moves. `stepwise`: what this rank has itself is
-    copied in pieces, of which each may be let go of. Making them is collective. Raises as
-    `Holdings.require`."""
+    copied in pieces, of which each may be let go of. Making them is collective."""
 
     def __init__(
         self, held: Holdings, parts: Sequence[Proved], into: TensorOf, stepwise: bool = False
@@ -115,12 +114,11 @@ class KeptMoves:
             self._going = self._buffers(
                 [self._to_go(asked, number) for number in range(self.rounds)]
             )
-        self.own_bytes = sum(_bytes_of(pair.into) for pair in self._own)
         self.read_bytes = sum(one.memory.nbytes for row in self._coming for one in row)
         self.sent_bytes = sum(one.memory.nbytes for row in self._going for one in row)
-        self.filled_bytes = self.own_bytes + sum(
-            _bytes_of(one.into) for row in taken for rows in row.values() for one in rows
-        )
+        others_into = [one.into for row in taken for rows in row.values() for one in rows]
+        filled = [*(pair.into for pair in self._own), *others_into]
+        self.filled_bytes = sum(map(_bytes_of, filled))
 
     # ------------------------------------------------ once
 
@@ -130,7 +128,6 @@ class KeptMoves:
         for fill in one.plan.fills:
             if not fill.is_kept:
                 self._zeros.append(into(fill.slot)[fill.start : fill.stop])
-        self._held.require(one.plan)
         most_elems = max(1, round_bytes(self.world) // 8)
         for number, planned in enumerate(one.plan.ops):
             name, slot = param_of(planned, target), planned.target.slot
@@ -423,24 +420,24 @@ class SharedMemories:
     all_looked_at = False
 
     def __init__(self, file: str, holder: Holder, lender: Lender | None = None) -> None:
-        self.file, self._held, self._lender = file, holdings_of(holder), lender
+        self.file, self.held, self._lender = file, holdings_of(holder), lender
         self.read_bytes, self.read_by_all, self.sums = 0, 0, (0, 0, 0)
         self._lost: Lost = {}
 
     def manifest_of(self, part: int) -> Manifest:
         """The holder's."""
-        return self._held.engine.manifest
+        return self.held.engine.manifest
 
     def locate(self, one: Proved) -> None:
         """As `Holdings.require`."""
-        self._held.require(one.plan)
+        self.held.require(one.plan)
 
     def fill(
         self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
     ) -> None:
         """Fills what this rank has of some parts. Collective."""
         lends = self._lender is not None
-        moves, kept = KeptMoves(self._held, parts, into, stepwise=lends), agree.KeptBack()
+        moves, kept = KeptMoves(self.held, parts, into, stepwise=lends), agree.KeptBack()
         run.total = moves.filled_bytes
         let_go = None if self._lender is None else _given_up(self._lender, moves)
         self._lost = moves.run(kept, run.count, let_go)

@@ -1,5 +1,4 @@
-"""The memories of all ranks as a source: what one rank takes, others send. By windows, or in
-place."""
+"""The memories of all ranks as a source: what one rank takes, others send, by windows."""
 
 import math
 import socket
