@@ -216,12 +216,16 @@ def _killed(*_: Any) -> None:
 
 
 def dies_anytime(world: World, folder: str, rank: int, after_s: float) -> None:
-    """Keeps every step, until a rank is killed at some moment behind the second one."""
+    """Keeps every step, until a rank is killed at some moment behind the second one, when the first
+    one is whole on all ranks."""
     os.environ[NODE] = world.nodes[dist.get_rank()]
     kind = kind_of(world.setup)
     engine = make(world, folder, every=1)
     for step in range(1, 1000):
         kind.train(engine, 1, first=step)
+        if step == 2:
+            ucp.wait(kind.handle(engine))
+            dist.barrier()
         if step == 2 and dist.get_rank() == rank:
             threading.Timer(after_s, _killed).start()
     raise AssertionError("nobody was killed")
