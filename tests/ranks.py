@@ -41,22 +41,22 @@ START_TIMEOUT_S = 180.0  # four imports of DeepSpeed on a machine that does othe
 PEERS_REPORT_S = 8.0  # after the first error the others' collectives break: their tracebacks follow
 STOP_S = 3.0
 LOG_TAIL_CHARS = 3000
+TOLD_OF_ANOTHER = "RankError: another rank failed"
 BUFFERS = Path("/dev/shm")
 Job = Callable[..., Any]  # a function at the top level of a module
 
 
 class RanksFailed(AssertionError):
     """A job did not return on every rank. `by_rank` holds what each failed rank said, the first to
-    fail first: the others mostly tell of connections that it closed."""
+    fail first: the others mostly tell of connections that it closed. Those that only heard of
+    another one's error come last."""
 
     def __init__(self, job: str, by_rank: dict[int, str]) -> None:
-        self.by_rank = by_rank
-        parts = [f"{job} failed on rank(s) {sorted(by_rank)}"]
-        super().__init__(
-            "\n".join(
-                parts + [f"---- rank {rank}: {text.rstrip()}" for rank, text in by_rank.items()]
-            )
-        )
+        in_order = sorted(by_rank, key=lambda rank: TOLD_OF_ANOTHER in by_rank[rank])
+        self.by_rank = {rank: by_rank[rank] for rank in in_order}
+        lines = [f"{job} failed on rank(s) {sorted(by_rank)}"]
+        lines += [f"---- rank {rank}: {text.rstrip()}" for rank, text in self.by_rank.items()]
+        super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class RankPool:
         Raises `RanksFailed` when a rank raises or dies, or when not all have returned after
         `timeout_s` seconds.
         """
+        __tracebackhide__ = True  # a failure is told by the ranks; reports cut what is long
         if not 1 <= world <= self.size:
             raise ValueError(f"this pool has {self.size} ranks, the job wants {world}")
         function = name_of(job)
