@@ -25,6 +25,7 @@ def registered() -> Iterator[None]:
         yield
     finally:
         del table._TABLE[LION]
+        table._REGISTERED.discard(LION)
         table.ELEMENT.discard("trend")
         table.SCALAR.discard("turns")
 
