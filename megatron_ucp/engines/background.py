@@ -360,7 +360,11 @@ class SaveTurn(Ranks):
     def begin(self, work: Callable[[], object], ended: Callable[[], object]) -> None:
         """Does the work in a thread of its own; `ended` is called when nothing more comes of it."""
 
+        # a thread that works takes the interpreter from the one that starts it, for milliseconds
+        goes = threading.Event()
+
         def write() -> None:
+            goes.wait()
             at_lowest_priority()
             with self._found:
                 work()
@@ -372,7 +376,10 @@ class SaveTurn(Ranks):
         writer = threading.Thread(target=write, name="ucp-save", daemon=True)
         self._keeper = threading.Thread(target=keep, name="ucp-save-keeper", daemon=False)
         writer.start()  # before the keeper: a program that ends starts no threads any more
-        self._keeper.start()
+        try:
+            self._keeper.start()
+        finally:
+            goes.set()
 
     def _wait_for(self, writer: threading.Thread) -> None:
         """Until it is done, or a little longer than the ranks wait for each other, so that the
@@ -429,10 +436,15 @@ class Background:
         """What is saved now."""
         return "" if self._turn is None else self._turn.what
 
-    def ready(self) -> None:
-        """Connections and memory for the next save. Collective; nothing is under way."""
-        # a rank that failed has let its connections go, and then all of them are made anew
-        if not agree.all_of(self._ranks is not None):
+    @property
+    def is_connected(self) -> bool:
+        """Whether this rank has connections: one that failed has let them go."""
+        return self._ranks is not None
+
+    def ready(self, are_connected: bool) -> None:
+        """Connections, which are made anew unless all ranks have theirs (`are_connected`), and
+        memory for the next save. Collective; nothing is under way."""
+        if not are_connected:
             self._ranks = SideGroup()
         self.snapshot.begin()
 

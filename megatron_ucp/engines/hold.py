@@ -66,10 +66,7 @@ def lent(holder: Lender, state: RunState, extras: Extras, options: HoldOptions) 
     """Puts together what all ranks have besides elements, which the `holder` has. Collective.
     Raises a UcpError on every rank."""
     manifest = holder.manifest
-    with agree.together():
-        own = sums_of_rank(holder) if options.checksums else {}
-    joined = joined_sums(own)
-    table, apart = agree.of_first(lambda: table_of(manifest, joined))
+    table, apart = _summed(holder) if options.checksums else ({}, [])
     files = agree.gather(state.files)
     manifest = replace(manifest, run={**state.facts, **recorded_as(table, apart)})
     run = RunInMemory(
@@ -81,6 +78,14 @@ def lent(holder: Lender, state: RunState, extras: Extras, options: HoldOptions) 
         [*state.notes, *diverged(apart)],
     )
     return MemoryRun(run, holder)
+
+
+def _summed(holder: Holder) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """As `table_of` of what all ranks hold. Collective."""
+    with agree.together():
+        own = sums_of_rank(holder)
+    joined = joined_sums(own)
+    return agree.of_first(lambda: table_of(holder.manifest, joined))
 
 
 # ---- hold, and resize

@@ -113,7 +113,8 @@ def tensors_lie_at(
     masters: Sequence[torch.Tensor] = (),
 ) -> list[object]:
     """Where parameters and buffers lie, and the `masters` that `optimizers` step, with their
-    states: another list where a tensor, its memory, or how many a group has, is another one."""
+    states: another list where a tensor, its memory, how many a group has, or what stands in the
+    state dict of a module, is another one."""
     params = [param for module in modules for param in module.parameters()]
     held = [getattr(param, "ds_tensor", param) for param in params]  # of ZeRO-3 the partition
     held += [one for module in modules for one in module.buffers()]
@@ -121,8 +122,10 @@ def tensors_lie_at(
         states = next((one.state[master] for one in optimizers if master in one.state), {})
         held += [master, *(one for one in states.values() if isinstance(one, torch.Tensor))]
     groups = [len(group["params"]) for one in optimizers for group in one.param_groups]
-    who = [*map(id, modules), *map(id, params)]
-    return [who, groups, [(one.data_ptr(), tuple(one.shape), one.dtype) for one in held]]
+    who = [*map(id, modules), *map(id, params), *map(id, masters)]
+    parts = [part for module in modules for part in module.modules()]
+    dicts = [(len(one._non_persistent_buffers_set), len(one._state_dict_hooks)) for one in parts]
+    return [who, groups, dicts, [(one.data_ptr(), tuple(one.shape), one.dtype) for one in held]]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -612,23 +612,25 @@ class MemorySteps:
             client = self.options.client_state
             state = {} if client is None else dict(client())
             own = run_of(self._attached.program)
-            block.value = self.background.is_busy, uuid.uuid4().hex, own.id, own.origin
+            if not (is_busy := self.background.is_busy):
+                self.background.wait()
+            is_connected = self.background.is_connected
+            block.value = is_busy, is_connected, uuid.uuid4().hex, own.id, own.origin
         if any(is_busy for is_busy, *_ in block.values):
             self._note_once(
                 "a step is not kept in memory where the one before it is still under way; more "
                 "steps between them (every=) let it end. Said once"
             )
             return
-        self.background.wait()
         options = HoldOptions(state, self._loader, self._rng, checksums=False, place=self._place)
         lent = self._attached.lent(options)
         life = self._arranged(lent)
         with _as_save_error(), agree.together():
             turn, memory = life.begin_turn()
             copy_of(lent, life.own, memory)
-        _, *ids = block.values[0]
+        _, _, *ids = block.values[0]
         step = _Step(life, lent.known, turn, memory, steps, *ids)
-        self.background.ready()
+        self.background.ready(all(is_connected for _, is_connected, *_ in block.values))
         blocked = time.perf_counter() - started
         rest = partial(self._settle, step, started, blocked)
         self.background.start(f"step {steps} in memory", rest)

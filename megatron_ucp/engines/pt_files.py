@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -26,6 +26,7 @@ from megatron_ucp.formats.output_folder import Syncs
 from megatron_ucp.formats.pt.archive import ArchiveLayout, archive_of
 from megatron_ucp.formats.store import Location, StorePath, location, upload
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.fingerprint import Sums
 from megatron_ucp.reshard.folder import (
     FileRange,
     RangeWriter,
@@ -43,6 +44,7 @@ from megatron_ucp.reshard.threads import Alongside, threads_of_rank
 
 
 _PROTOCOL = 2  # as torch.save
+_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         """Of a storage; None for all else, which is pickled."""
-        if isinstance(obj, torch.storage.TypedStorage):
-            storage, dtype = obj._untyped_storage, obj.dtype
-            kind, elems = getattr(torch, obj._pickle_storage_type()), obj._size()
-        elif isinstance(obj, torch.UntypedStorage):
+        if not isinstance(obj, _STORAGES):  # asked for every value in the tree
+            return None
+        if isinstance(obj, torch.UntypedStorage):
             storage, dtype = obj, torch.uint8
             kind, elems = torch.UntypedStorage, obj.nbytes()
         else:
-            return None
+            storage, dtype = obj._untyped_storage, obj.dtype
+            kind, elems = getattr(torch, obj._pickle_storage_type()), obj._size()
         if storage.data_ptr() and self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
             raise RuntimeError("two tensors of different dtypes share their memory")
         key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
@@ -112,20 +114,22 @@ def entries_in(aside: Location, paths: Iterable[Location], sync: Syncs) -> list[
 
 @dataclass(frozen=True)
 class StockFiles:
-    """The files that DeepSpeed's own code wrote on this rank into the folder `aside`. `summing`
-    makes the sums for the fingerprint meanwhile."""
+    """The files that DeepSpeed's own code wrote on this rank into the folder `aside`. `sums` makes
+    those for the fingerprint."""
 
     aside: Location
     paths: Sequence[Location]
     sync: Syncs
-    summing: Alongside
+    sums: Callable[[], Sums]
 
     def write(self) -> Written:
-        """Brings them to disk. Raises OSError."""
+        """Brings them to disk, and sums meanwhile: both let go of the interpreter. Raises
+        OSError."""
+        summing = Alongside(self.sums)
         for path in self.paths:
             self.sync(path)
         size_bytes = sum(path.stat().st_size for path in self.paths)
-        return Written(size_bytes, self.summing.result())
+        return Written(size_bytes, summing.result())
 
     def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
         """Each of them is whole already. Raises OSError."""
@@ -184,7 +188,7 @@ class RankFiles:
         snapshot: SnapshotMemory | None = None,
     ) -> None:
         self.aside, self.replicas, self.sync, self.snapshot = aside, replicas, sync, snapshot
-        self.summing: Alongside | None = None  # makes the sums for the fingerprint
+        self.sums: Callable[[], Sums] = dict  # makes those for the fingerprint
         self._writer = RangeWriter(sync)
         self._archives: list[LiveArchive] = []
         self._around_bytes = 0
@@ -263,11 +267,13 @@ class RankFiles:
         return part.view(memory.dtype).view(memory.shape) if len(part) == size else None
 
     def write(self) -> Written:
-        """Writes what waits, in this thread; on disk when it returns. Raises OSError."""
+        """Writes what waits, in this thread, and sums meanwhile; on disk when it returns. Raises
+        OSError."""
+        summing = Alongside(self.sums, is_lowest=self.snapshot is not None)
         self._writer.write_waiting()
         for path in self._writer.paths:
             self.sync(path)
-        sums = {} if self.summing is None else self.summing.result()
+        sums = summing.result()
         own = {archive.path for archive in self._archives}
         others = [one for one in self._writer.written if one.path not in own]
         of_owners = grouped((self._owners[one.path], one) for one in others)
@@ -349,13 +355,13 @@ class StoreRankFiles(RankFiles):
         self._begins = sorted(self._copies)
 
     def write(self) -> Written:
-        """Sends what waits, in this thread. Raises StoreError."""
+        """Sends what waits, in this thread, and sums meanwhile. Raises StoreError."""
+        summing = Alongside(self.sums, is_lowest=self.snapshot is not None)
         for archive in self._waiting:
             with self.sync.right.changing(f"writes {archive.path}"):
                 self._send(archive)
         self._waiting.clear()
-        sums = {} if self.summing is None else self.summing.result()
-        return Written(self._size_bytes, sums, {})
+        return Written(self._size_bytes, summing.result(), {})
 
     def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
         """Each file is whole already. Raises StoreError."""

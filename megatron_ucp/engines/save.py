@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from megatron_ucp import say
 from megatron_ucp.core.manifest import MOVED_LATEST, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.background import Background, SaveTurn, background_of
 from megatron_ucp.engines.record import SAVED, run_of
 from megatron_ucp.engines.run_state import ResumableLoader, RunState
@@ -86,7 +87,9 @@ class SaveReport:
     `stock_seconds` in DeepSpeed's own call, on this rank; `notes` say which older tags went, and
     what no load gets from the files. `blocked_seconds` are those in which training stood still, and
     `bytes_by_rank` what each rank wrote. `is_under_way`: the save goes on in the background, and
-    nothing counts yet. `error`: why nothing was saved, of a save that was to warn."""
+    nothing counts yet. `planned`: the engine was described for this save; one of the same structure
+    goes by what an earlier one found. `error`: why nothing was saved, of a save that was to warn.
+    """
 
     path: str
     mesh: str
@@ -101,6 +104,7 @@ class SaveReport:
     bytes_by_rank: tuple[int, ...] = ()
     is_under_way: bool = False
     error: str = ""
+    planned: bool = False
 
     def __str__(self) -> str:
         if self.error:
@@ -134,6 +138,11 @@ class Written:
     ranges: Mapping[int, Sequence[WrittenRange]] = field(default_factory=dict)
 
 
+OTHER_TENSORS = (
+    "the engine has other tensors than at an earlier save: they were described, and planned, anew"
+)
+
+
 class SaveWriter(Protocol):
     """The files of one save on one rank."""
 
@@ -151,17 +160,19 @@ class SaveWriter(Protocol):
 class PendingSave:
     """All that a save takes of an engine, which may train from here on.
 
-    `manifest` describes what the files hold; `elements` what the ranks sum for the fingerprint,
-    which may be more: frozen parameters that the files leave out. `stock_seconds` were spent in
-    DeepSpeed's own save. `retire` removes what goes beside older tags, once this save counts, and
-    returns notes.
+    `manifest` gives what describes the files, once training goes on; `elements` what the ranks sum
+    for the fingerprint, which may be more: frozen parameters that the files leave out.
+    `stock_seconds` were spent in DeepSpeed's own save; `planned` is that of the report. `retire`
+    removes what goes beside older tags, once this save counts, and returns notes.
     """
 
-    manifest: Manifest
-    elements: Manifest
+    mesh: Mesh
+    manifest: Callable[[], Manifest]
+    elements: Callable[[], Manifest]
     state: RunState
     writer: SaveWriter
     stock_seconds: float = 0.0
+    planned: bool = False
     retire: Callable[[], list[str]] = list
 
 
@@ -198,21 +209,17 @@ class SaveRequest(ABC):
         """What goes on with the save while the engine trains; None where that waits."""
         return background_of(self.engine)
 
-    def asked(self, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What all ranks must have been asked for alike: where to save, and how. Raises SaveError
-        where an earlier save into the folder was given up on this rank, and may still write."""
-        locks.require_left(self.aside)
+    def asked(self) -> dict[str, Any]:
+        """What all ranks must have been asked for alike: where to save, and how."""
         own = {one.name: getattr(self.options, one.name) for one in fields(self.options)}
-        options = {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
-        return {"save_dir": str(absolute(self.folder)), "tag": self.tag}, options
+        options = {name: agree.plain_option(value) for name, value in own.items()}
+        return {"save_dir": str(absolute(self.folder)), "tag": self.tag, **options}
 
-
-def require_one_save(asked: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
-    """Raises UsageError on all ranks unless all of them save into one tag, in one way
-    (`SaveRequest.asked`). Collective."""
-    where, options = asked
-    agree.require_same(where, "the ranks don't save into one tag")
-    agree.require_same(options)
+    def begin(self, sync: Syncs, left: ExitStack) -> None:
+        """Everything that can refuse the save on this rank before a file is written. Raises a
+        UcpError: SaveError where an earlier save into the folder was given up on this rank, and may
+        still write."""
+        locks.require_left(self.aside)
 
 
 _WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
@@ -223,12 +230,10 @@ def save_engine(request: SaveRequest) -> SaveReport:
     UcpError on every rank; a rank that died raises RankError on the others. Where the disk refuses
     a save that was to warn, a note and the report say why."""
     engine, background = request.engine, background_of(request.engine)
-    if background is not None:
-        if background.options.busy == "skip" and agree.any_of(background.is_busy):
-            say.note(f"a save was skipped: that of {background.what} is still under way")
-            return _unfinished(location(background.what), request.steps)
-        with agree.together():
-            background.wait()
+    is_skipped = background is not None and background.options.busy == "skip"
+    if background is not None and is_skipped and agree.any_of(background.is_busy):
+        say.note(f"a save was skipped: that of {background.what} is still under way")
+        return _unfinished(location(background.what), request.steps)
     try:
         report = _begun(request)
     except SaveError as error:
@@ -259,29 +264,43 @@ def ended(engine: Any, report: SaveReport) -> SaveReport:
 
 def _begun(request: SaveRequest) -> SaveReport:
     """Takes the save, and writes it; in the background a thread does, and this returns."""
-    started = time.perf_counter()
     sync = Syncs(request.options.durable, right=PublishRight(request.aside))
     with as_rank_error(request.folder, request.tag), ExitStack() as left:
+        _agreed(request, sync, left)
+        started = time.perf_counter()
         request = _claimed(request, sync, left)
         taken = request.take(sync, left)
         settle = partial(_settled, request, taken, sync, started)
         if request.background is None:
             return settle()
         seconds = time.perf_counter() - started
-        mesh = str(taken.manifest.mesh)
+        mesh = str(taken.mesh)
         rest = partial(_in_background, request, settle, left.pop_all(), seconds)
         request.background.start(str(request.path), rest, sync.right)
         return _unfinished(request.path, request.steps, mesh, seconds)
 
 
+def _agreed(request: SaveRequest, sync: Syncs, left: ExitStack) -> None:
+    """Nothing of an earlier save is under way, each rank can save, and all save into one tag in one
+    way; what goes on beside training is ready for it. Collective. Raises a UcpError on every
+    rank."""
+    background = background_of(request.engine)
+    block = agree.alike("the ranks don't save into one tag in one way", numbers=(0,))
+    with as_save_error(), block:
+        if background is not None:
+            background.wait()
+            block.numbers = [int(background.is_connected)]
+        block.options = request.asked()
+        request.begin(sync, left)
+    if request.background is not None:
+        request.background.ready(bool(block.lowest[0]))
+
+
 def _claimed(request: SaveRequest, sync: Syncs, left: ExitStack) -> SaveRequest:
-    """A save into a store claims its tag first: where the files go is told to all ranks. Until
-    `left` ends the claim is this save's. Collective. Raises SaveError on every rank."""
+    """A save into a store claims its tag: where the files go is told to all ranks. Until `left`
+    ends the claim is this save's. Collective. Raises SaveError on every rank."""
     if not isinstance(request.folder, StorePath):
         return request
-    with as_save_error(), agree.together():
-        asked = request.asked()
-    require_one_save(asked)
 
     def claim() -> Location:
         return left.enter_context(output_folder.begin(request.folder, request.tag, sync.right))
@@ -331,7 +350,7 @@ def _settled(
     seconds = time.perf_counter() - started
     return SaveReport(
         str(request.path),
-        str(taken.manifest.mesh),
+        str(taken.mesh),
         request.steps,
         size_bytes,
         seconds,
@@ -341,6 +360,7 @@ def _settled(
         (*taken.state.notes, *notes),
         seconds if blocked_seconds is None else blocked_seconds,
         tuple(sizes),
+        planned=taken.planned,
     )
 
 
@@ -363,12 +383,13 @@ def _published(
 ) -> tuple[int, list[str]]:
     """The manifest beside the files, with the fingerprint of what they hold; the folder's name, and
     the pointers; then older tags go. Returns the bytes of all files, and notes."""
-    table, apart = table_of(taken.elements, sums)
-    saved = {name: states for name, states in table.items() if name in taken.manifest.by_name}
+    table, apart = table_of(taken.elements(), sums)
+    described = taken.manifest()
+    saved = {name: states for name, states in table.items() if name in described.by_name}
     moves = request.pointer is not None
     tag = {TAG: request.tag, MOVED_LATEST: moves}
     facts = {**taken.state.facts, **tag, **recorded_as(saved, apart)}
-    manifest = completed(taken.manifest, entries, facts, request.folder)
+    manifest = completed(described, entries, facts, request.folder)
     notes = diverged(apart)
     notes += publish(request.aside, request.folder, manifest, request.pointer, sync)
     if moves:

@@ -75,10 +75,14 @@ class together:
 
     An error that is no UcpError (a defect, an interrupt) goes on unchanged on its own rank; the
     others get a RankError. They agree in the default process group, or as `ranks` can.
+
+    Beside that number each rank may say `numbers`, as many as the others, before the block ends:
+    after it `lowest` has the lowest of all ranks.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
+    def __init__(self, ranks: Ranks | None = None, numbers: Sequence[int] = ()) -> None:
         self._ranks = ranks
+        self.numbers = self.lowest = list(numbers)
 
     def __enter__(self) -> "together":
         return self
@@ -87,11 +91,13 @@ class together:
         ranks = self._ranks or default_ranks()
         told = _as_ucp_error(error)
         if ranks.world == 1:  # nothing is sent
+            self.lowest = self.numbers
             if told is not None:
                 _raise(_Failure(0, told), 0, error, told)
             return
         with waiting(_caller(), ranks):
-            (first,) = ranks.lowest(ranks.world if told is None else ranks.rank)
+            fate = ranks.world if told is None else ranks.rank
+            first, *self.lowest = ranks.lowest(fate, *self.numbers)
             if first == ranks.world:
                 return
             data = ranks.broadcast(packed(told) if first == ranks.rank else None, first)
@@ -115,6 +121,33 @@ def _raise(failure: _Failure, own: int, error: BaseException | None, told: UcpEr
         raise told or failure.error
     failure.error.problem += f" (on rank {failure.rank})"
     raise failure.error
+
+
+class alike(together):
+    """As `together`; and the `options`, which each rank sets in the block, are the same on all. Or
+    every rank raises UsageError, which names the first one in which a rank differs from rank 0, and
+    both values."""
+
+    def __init__(
+        self,
+        problem: str = "the ranks were given different options",
+        numbers: Sequence[int] = (),
+    ) -> None:
+        super().__init__(numbers=numbers)
+        self._problem = problem
+        self.options: Mapping[str, Any] = {}
+
+    def __enter__(self) -> "alike":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        text = repr(sorted((name, repr(value)) for name, value in self.options.items()))
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        self.numbers = [*self.numbers, digest, -digest]
+        super().__exit__(kind, error, trace)
+        *self.lowest, low, high = self.lowest
+        if error is None and low != -high:
+            _require_same_as_first(gather(self.options), self._problem)
 
 
 class merging(together):
@@ -389,14 +422,10 @@ def require_same(
     options: Mapping[str, Any], problem: str = "the ranks were given different options"
 ) -> None:
     """Raises UsageError, on every rank, that names the first option in which a rank's `options` are
-    not those of rank 0, and both values. Collective: two numbers, as long as they are the same."""
-    ranks = default_ranks()
-    text = repr(sorted((name, repr(value)) for name, value in options.items()))
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-    with waiting(_caller(), ranks):
-        low, high = ranks.lowest(digest, -digest)
-    if low != -high:
-        _require_same_as_first(gather(options), problem)
+    not those of rank 0, and both values. Collective: three numbers, as long as they are the
+    same."""
+    with alike(problem) as block:
+        block.options = options
 
 
 def _require_same_as_first(options: Sequence[Mapping[str, Any]], problem: str) -> None:

@@ -236,7 +236,9 @@ class ProgramSave(SaveRequest):
         }
         said = {"counters": {STEPS: self.steps}, "client_state": dict(self.client_state)}
         files = ToyFiles(self.aside, slots, said, sums_of_rank(live), sync)
-        return PendingSave(live.manifest, live.manifest, state, files)
+        return PendingSave(
+            live.manifest.mesh, lambda: live.manifest, lambda: live.manifest, state, files
+        )
 
 
 class ProgramHandle(Handle):

@@ -419,7 +419,6 @@ class _DeepSpeedHandle(Handle):
         exclude_frozen_parameters: bool = False,
     ) -> SaveReport:
         engine = self.program
-        self.require_usable()
         steps = engine.global_steps
         request = EngineSave(
             engine,

@@ -35,16 +35,17 @@ from megatron_ucp.engines.deepspeed.state import (
     saved_by_caller,
     saved_by_engine,
 )
-from megatron_ucp.engines.live import require_unstepped
+from megatron_ucp.engines.live import require_unstepped, require_usable
 from megatron_ucp.engines.pt_files import RankFiles, StockFiles, StoreRankFiles, replicas_of
+from megatron_ucp.engines.record import record_of
 from megatron_ucp.engines.run_state import STEPS, DrawnState
 from megatron_ucp.engines.save import (
+    OTHER_TENSORS,
     SAVE_FAILED,
     PendingSave,
     SaveRequest,
     as_save_error,
     flat,
-    require_one_save,
 )
 from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.errors import SaveError, StoreError
@@ -61,10 +62,9 @@ from megatron_ucp.formats.deepspeed.tp_patterns import (
 from megatron_ucp.formats.output_folder import Syncs
 from megatron_ucp.formats.store import Location, StorePath, location
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import sums_of_memory
+from megatron_ucp.reshard.fingerprint import Sums, sums_of_memory
 from megatron_ucp.reshard.folder import save_error_of
 from megatron_ucp.reshard.options import BACKGROUND, STOCK
-from megatron_ucp.reshard.threads import Alongside
 
 # ---- stock info
 #
@@ -201,8 +201,9 @@ class EngineSave(SaveRequest):
 
     def take(self, sync: Syncs, left: ExitStack) -> PendingSave:
         """Takes everything, and writes what can't wait. Collective."""
-        self._begin(sync, left)
+        kept = record_of(self.engine).described
         live = describe(self.engine, self.model, present=True)
+        planned = record_of(self.engine).described is not kept
         steps = _steps_of(live)
         drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
         state = read_state(live.shard, self.client_state, drawn_now, self.aside)
@@ -218,52 +219,59 @@ class EngineSave(SaveRequest):
             if files is not None:
                 files.share(shared)
             require_unstepped(steps, _steps_of(live))
-        # beside the writing: summing and fsync both let go of the interpreter
-        sums = partial(sums_of_memory, live.manifest, held_by(live, files))
-        summing = Alongside(sums, is_lowest=self.background is not None)
+        held = held_by(live, files)
+
+        def sums() -> Sums:
+            return sums_of_memory(live.manifest, held)
+
+        def saved() -> Manifest:
+            return _without_frozen(live.manifest) if self.exclude_frozen else live.manifest
+
         if files is not None:
-            files.summing = summing
-        notes = (*_note_of_states(flat(unknown)), *state.notes)
+            files.sums = sums
+        notes = [*_note_of_states(flat(unknown)), *state.notes]
+        if planned and kept is not None:
+            notes.append(OTHER_TENSORS)
         return PendingSave(
-            _without_frozen(live.manifest) if self.exclude_frozen else live.manifest,
-            live.manifest,
-            replace(state, notes=notes),
-            files or StockFiles(self.aside, paths, sync, summing),
+            live.structure.mesh,
+            saved,
+            lambda: live.manifest,
+            replace(state, notes=tuple(notes)),
+            files or StockFiles(self.aside, paths, sync, sums),
             stock_seconds,
+            planned,
         )
 
-    def _begin(self, sync: Syncs, left: ExitStack) -> None:
-        """Everything that can refuse a save before a file is written; then the folder aside, which
-        is this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
+    def asked(self) -> dict[str, Any]:
+        own = {"save_latest": self.pointer is not None}
+        return {**super().asked(), **own, "exclude_frozen_parameters": self.exclude_frozen}
+
+    def begin(self, sync: Syncs, left: ExitStack) -> None:
+        """And makes the folder aside, which is this job's until `left` removes it. Raises
+        EngineUnusableError, SaveError, UsageError."""
         engine = self.engine
-        with as_save_error(), agree.together():
-            asked = self.asked(
-                save_latest=self.pointer is not None, exclude_frozen_parameters=self.exclude_frozen
+        require_usable(engine)
+        super().begin(sync, left)
+        if not wrapper_of(engine).is_saved:
+            raise SaveError(
+                "this engine has no optimizer, and DeepSpeed's own save fails for such an engine "
+                "at ZeRO-3, and in bf16 and fp16 at stage 0",
+                fix="save the weights with engine.save_16bit_model, or torch.save of "
+                "engine.module.state_dict() at stage 0",
+                id="unsupported",
             )
-            if not wrapper_of(engine).is_saved:
-                raise SaveError(
-                    "this engine has no optimizer, and DeepSpeed's own save fails for such an "
-                    "engine at ZeRO-3, and in bf16 and fp16 at stage 0",
-                    fix="save the weights with engine.save_16bit_model, or torch.save of "
-                    "engine.module.state_dict() at stage 0",
-                    id="unsupported",
-                )
-            check_states(engine)
-            file = location(engine._get_ckpt_name(str(self.folder), self.tag))
-            refuse_strange(saved_by_caller(self.client_state, engine, file), SaveError, file)
-            refuse_strange(saved_by_engine(engine), SaveError, file, left=self.options.values_left)
-            if agree.world()[0] == 0 and self.claimed is None:
-                left.enter_context(output_folder.begin(self.folder, self.tag, sync.right))
-        require_one_save(asked)
+        check_states(engine)
+        file = location(engine._get_ckpt_name(str(self.folder), self.tag))
+        refuse_strange(saved_by_caller(self.client_state, engine, file), SaveError, file)
+        refuse_strange(saved_by_engine(engine), SaveError, file, left=self.options.values_left)
+        if agree.world()[0] == 0 and not isinstance(self.folder, StorePath):
+            left.enter_context(output_folder.begin(self.folder, self.tag, sync.right))
 
     def _rank_files(self, sync: Syncs, left: ExitStack) -> RankFiles | None:
         """What writes the files in the place of `torch.save`, if anything does. Collective."""
         if self.options.way == STOCK and self.claimed is None:
             return None
-        background = self.background
-        if background is not None:
-            background.ready()
-        snapshot = None if background is None else background.snapshot
+        snapshot = None if self.background is None else self.background.snapshot
         kind = RankFiles if self.claimed is None else StoreRankFiles
         files = kind(self.aside, replicas_of(self.engine), sync, snapshot)
         left.callback(files.release)

@@ -55,7 +55,8 @@ from megatron_ucp.formats.param_groups import GROUP_MARKS
 @dataclass(frozen=True)
 class LiveValue:
     """A value that no optimizer steps: `tensor` is what this rank has of it, partition `part` of
-    `partitions`."""
+    `partitions`: the engine's own, so that whoever keeps this keeps no memory that the engine let
+    go of."""
 
     kind: str
     shape: tuple[int, ...]
@@ -83,6 +84,30 @@ class Part:
     holds: Stage
     order: tuple[tuple[str, ...], ...]
     ties: tuple[Tie, ...]
+
+    def moved(self, by: "Moved") -> "Part":
+        """The same place with the steps and hyper-parameters that it has now."""
+        buffers = [
+            _with_scalars(buffer, scalars)
+            for buffer, scalars in zip(self.holds.buffers, by.scalars, strict=True)
+        ]
+        return replace(self, holds=replace(self.holds, buffers=tuple(buffers), groups=by.groups))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What of a place moves as it trains: the `scalars` of each buffer of its optimizer, and
+    hyper-parameters."""
+
+    at: Coords
+    scalars: tuple[Scalars, ...]
+    groups: tuple[ParamGroup, ...]
+
+
+def _with_scalars(buffer: FlatBuffer, scalars: Scalars) -> FlatBuffer:
+    """A buffer whose members, which are stepped together, have other steps."""
+    members = tuple(replace(member, scalars=scalars) for member in buffer.members)
+    return replace(buffer, members=members)
 
 
 class LocalShard:
@@ -205,15 +230,15 @@ class LocalShard:
 
     def _value(self, tensor: Any, is_param: bool) -> LiveValue:
         if not is_param:
-            return LiveValue("buffer", tuple(tensor.shape), tensor.data)
+            return LiveValue("buffer", tuple(tensor.shape), tensor)
         # an engine without an optimizer holds the weights of a model that others train
         idle = self.wrapper.base is None and tensor.requires_grad
         kind = "trainable" if idle else "frozen"
         if not hasattr(tensor, "ds_tensor"):
-            return LiveValue(kind, tuple(tensor.shape), tensor.data)
+            return LiveValue(kind, tuple(tensor.shape), tensor)
         group = getattr(tensor, "ds_process_group", None)
         count = torch.distributed.get_world_size(group=group)
-        shape, own = tuple(tensor.ds_shape), tensor.ds_tensor.data
+        shape, own = tuple(tensor.ds_shape), tensor.ds_tensor
         return LiveValue(kind, shape, own, count, rank_in(group), True)
 
     def ties(self) -> tuple[Tie, ...]:
@@ -305,6 +330,10 @@ class LocalShard:
         return sorted(found)
 
     # ------------------------------------------------ as a manifest
+
+    def moved(self) -> Moved:
+        """What moves as it trains, as it is now."""
+        return Moved(self.at, tuple(map(self.scalars, self.buffers)), self.groups())
 
     def part(self, present: bool) -> Part:
         """This stage; with the element-wise states that are `present`, or with masters alone.

@@ -34,13 +34,13 @@ from megatron_ucp.engines.megatron.state import read_extras, read_state
 from megatron_ucp.engines.record import record_of, run_of
 from megatron_ucp.engines.run_state import DrawnState, ResumableLoader
 from megatron_ucp.engines.save import (
+    OTHER_TENSORS,
     SAVE_FAILED,
     PendingSave,
     SaveOptions,
     SaveReport,
     SaveRequest,
     Written,
-    require_one_save,
     save_engine,
 )
 from megatron_ucp.errors import PlanError, SaveError, UcpError, UnsupportedError, UsageError
@@ -612,15 +612,14 @@ class StackSave(SaveRequest):
         """Takes everything. Collective. Raises as `save`."""
         stack, background = self.engine, self.background
         present = _present(stack)
-        with agree.together():
-            structure, asked = structure_of(stack, present), self.asked()
-        require_one_save(asked)
-        known = agree.all_of(knows(stack, structure))
+        with agree.together(numbers=[0]) as block:
+            structure = structure_of(stack, present)
+            block.numbers = [int(knows(stack, structure))]
+        known = bool(block.lowest[0])
+        is_other = not known and record_of(stack).plan is not None
         plan = planned(stack, structure, present, str(self.path), known)
         drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
         state = read_state(stack, present.live.shard, drawn_now, self.path)
-        if background is not None:
-            background.ready()
         manifest = replace(present.manifest, run=state.facts)
         with agree.together():
             sums = FingerprintWriter(present, plan.output)
@@ -636,10 +635,12 @@ class StackSave(SaveRequest):
             taken = plan.moved(present, sink, TransferRun(progress=advance))
         left.enter_context(taken.held)
         return PendingSave(
-            manifest,
-            manifest,
-            replace(state, notes=(*state.notes, *common.notes)),
+            manifest.mesh,
+            lambda: manifest,
+            lambda: manifest,
+            replace(state, notes=(*state.notes, *common.notes, *[OTHER_TENSORS] * is_other)),
             StackFiles(taken, sink, sums, (values.name, METADATA_FILE)),
+            planned=not known,
             retire=partial(self._retire, older, sync),
         )
 
