@@ -1,5 +1,6 @@
 """What the ranks do in `benchmarks.save`."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from benchmarks.model import make_engine, train_step
 from benchmarks.resize_ranks import held_bytes, peak
 from megatron_ucp.engines.background import background_of
 from megatron_ucp.engines.deepspeed.save import EngineSave
+from megatron_ucp.engines.pt_files import RankFiles
 from megatron_ucp.engines.save import SaveOptions, save_engine
 from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
@@ -67,8 +69,9 @@ def measure_ways(
 ) -> list[dict[str, Any]]:
     """Saves of one engine by every way, in turns, and copies of the same bytes on disk and in
     memory, and with `others` torch's own save of as many; the first round is not counted. Of this
-    rank: seconds until the pointer names the tag, seconds in which training stands still, bytes
-    written."""
+    rank: seconds until the pointer names the tag, seconds in which training stands still, those of
+    them that are not in DeepSpeed's own code, bytes written."""
+    _watch_stock()
     engine = make_engine(mesh, size)
     train_step(engine, mesh)
     ucp.attach(engine, save="background")
@@ -84,6 +87,29 @@ def measure_ways(
         dist.barrier()
     engine.destroy()
     return out[1:]
+
+
+_IN_STOCK = [0.0]  # seconds in DeepSpeed's own code, of all saves of this process
+
+
+def _watch_stock() -> None:
+    """From now on those seconds are counted: of its save without the files that it is to write."""
+    _counted(EngineSave, "_stock", 1)
+    _counted(RankFiles, "save", -1)
+
+
+def _counted(owner: Any, name: str, sign: int) -> None:
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            _IN_STOCK[0] += sign * (time.perf_counter() - started)
+
+    setattr(owner, name, timed)
 
 
 def bytes_by_rank(folder: str, mesh: Mesh, size: dict[str, int]) -> tuple[int, ...]:
@@ -112,16 +138,17 @@ def _measured(engine: Any, folder: Path, way: str) -> dict[str, Any]:
             subprocess.run(["sh", "-c", f"cp -r {folder}/direct {folder}/copy && sync"], check=True)
         dist.barrier()
         return {"seconds": time.perf_counter() - started}
-    handle = engine.ucp
+    handle, in_stock = engine.ucp, _IN_STOCK[0]
     handle.save_options = replace(handle.save_options, way=way)
     engine.save_checkpoint(str(folder), tag=way)
     blocked = time.perf_counter() - started
+    own = blocked - (_IN_STOCK[0] - in_stock)
     ucp.wait(engine)
     dist.barrier()
     seconds = time.perf_counter() - started
     report = ucp.report(engine).save
     assert report is not None
-    return {"blocked": blocked, "seconds": seconds, "bytes": report.bytes_by_rank}
+    return {"blocked": blocked, "own": own, "seconds": seconds, "bytes": report.bytes_by_rank}
 
 
 def _own_bytes(folder: Path) -> int:
