@@ -567,9 +567,10 @@ def _own_values(shard: LocalShard, client_state: Any) -> LiveValues:
 def read_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
     """Counters, schedule, loss scale, client state and more, as the files of a save have them.
     Collective. Raises a UcpError on every rank."""
-    stages = agree.collect(lambda: _schedule_of_rank(shard))
-    with agree.together():
+    with agree.gathering() as block:
         extras = _bare_extras(shard, client_state)
+        block.value = _schedule_of_rank(shard)
+    stages = block.values
     return replace(extras, scheduler=of_all_stages(stages[0][1], _by_stage(stages)))
 
 
