@@ -107,6 +107,16 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat_view(tensor if order is None else tensor.permute(order))
 
 
+# what decides which entries a module has in its state dict, and under which names
+_OF_STATE_DICT = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+)
+
+
 def tensors_lie_at(
     modules: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer] = (),
@@ -124,7 +134,7 @@ def tensors_lie_at(
     groups = [len(group["params"]) for one in optimizers for group in one.param_groups]
     who = [*map(id, modules), *map(id, params), *map(id, masters)]
     parts = [part for module in modules for part in module.modules()]
-    dicts = [(len(one._non_persistent_buffers_set), len(one._state_dict_hooks)) for one in parts]
+    dicts = [[len(one.__dict__[kept]) for kept in _OF_STATE_DICT] for one in parts]
     return [who, groups, dicts, [(one.data_ptr(), tuple(one.shape), one.dtype) for one in held]]
 
 

@@ -93,7 +93,11 @@ class _Described:
 def _structure(engine: Any) -> list[object]:
     """Everything that a description depends on but steps and hyper-parameters."""
     wrapper = wrapper_of(engine)
-    return [id(wrapper.opt), id(wrapper.base), *lies_at(engine, masters=True)]
+    cuts = [
+        (live.length, live.partitions, live.part, live.rule, live.group, live.uncut)
+        for live in wrapper.buffers()
+    ]
+    return [id(wrapper.opt), id(wrapper.base), cuts, *lies_at(engine, masters=True)]
 
 
 def _described(engine: Any, model: Model | None) -> "LiveEngine | None":
