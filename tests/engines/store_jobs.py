@@ -119,7 +119,7 @@ def notes_of_a_save(setup: Setup, url: str, tag: str) -> tuple[str, ...]:
     return saved.notes
 
 
-DELAY_S = 0.08  # of each request, that those which are asked for at once overlap
+DELAY_S = 0.25  # of each request: those that go at once overlap, on a loaded machine too
 
 
 def counted(setup: Setup, url: str, server: Remote, is_save: bool) -> int:
