@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,11 +69,16 @@ class Both:
     target: Any
     idle: bool = True
     padded: bool = False  # with more rows of a vocabulary
+    like: "Both | None" = None  # another one, whose source is the source of this one
 
     def __post_init__(self) -> None:
         one, other = map(resize_jobs.kind_of, (self.source, self.target))
-        self._kinds, self._groups = (one, other), Groups()
-        self.old, self._own = self._groups.made(lambda: one.make(self.source))
+        self._kinds = one, other
+        if self.like is None:
+            self._groups = Groups()
+            self.old, self._own = self._groups.made(lambda: one.make(self.source))
+        else:
+            self._groups, self.old, self._own = self.like._groups, self.like.old, self.like._own
         self.new, self._others = self._groups.made(lambda: self._filled(other))
         self.handles = one.handle(self.old), self.new if self.idle else other.handle(self.new)
         self._groups.use(self._own)
@@ -83,6 +88,39 @@ class Both:
 
     def train(self, step: int) -> None:
         self._kinds[0].train(self.old, 1, first=step)
+
+    def of_target(self, make: Callable[..., Any], *args: Any) -> Any:
+        """What is made of the new engine, in its own groups."""
+        self._groups.use(self._others)
+        try:
+            return make(self.new, *args)
+        finally:
+            self._groups.use(self._own)
+
+    def train_target(self, step: int) -> list[float]:
+        return self.of_target(self._kinds[1].train, 1, step)
+
+    def plant(self, fault: str) -> None:
+        if fault != "one counter":
+            self.of_target(self._kinds[1].plant, fault)
+        elif hasattr(self.new, "handle"):
+            self.new.handle.iteration += 1
+        else:
+            self.new.global_steps += 1
+
+    def unlike(self, other: "Both | None" = None) -> Differ:
+        """What of all states of the new engine is not as in the old one, or in the new one of
+        `other`."""
+        compare = resize_jobs.compared(self.target if other else self.source, self.target)
+        kind = self._kinds[1]
+        if other is None:
+            want = self._kinds[0].canonical(self.old)
+        else:
+            want = other.of_target(kind.canonical)
+        try:
+            return compare(want, self.of_target(kind.canonical))
+        except AssertionError as error:  # ranks of the new one have copies that differ
+            return [str(error)]
 
     def another(self, setup: Any) -> Any:
         """One more engine."""
@@ -94,13 +132,9 @@ class Both:
     def wrong(self) -> Differ:
         """What of the new engine is not as in the old one."""
         want = self._kinds[0].canonical(self.old)
-        self._groups.use(self._others)
-        try:
-            if self.idle:
-                return wrong_weights(want, self.new, self.target, self.padded)
-            return wrong_masters(want, self._kinds[1].canonical(self.new))
-        finally:
-            self._groups.use(self._own)
+        if self.idle:
+            return self.of_target(lambda new: wrong_weights(want, new, self.target, self.padded))
+        return wrong_masters(want, self.of_target(self._kinds[1].canonical))
 
 
 def without_optimizer(kind: resize_jobs.Kind, setup: Any) -> Any:
@@ -509,3 +543,47 @@ def _weights(engine: Any, first: int) -> dict[str, torch.Tensor]:
 
 def _unlike(want: dict[str, torch.Tensor], have: dict[str, torch.Tensor]) -> Differ:
     return [name for name, value in want.items() if not torch.equal(value, have[name])]
+
+
+# ------------------------------------------------ all states
+
+
+# what one rank does to an engine: a refit must put it right, and a comparison must see it before
+FAULTS = ("one moment", "one step", "one group's weight decay", "one counter")
+
+
+def all_states(
+    source: Any, target: Any, own_schedule: bool = False, steps: int = 3
+) -> dict[str, Any]:
+    """Refits all states after each of some steps, into an engine that trains in between. Each time
+    it is compared with the source, and trains on beside an engine that a resize filled."""
+    options = {"load_lr_scheduler_states": not own_schedule}
+    both = Both(source, target, idle=False)
+    beside = Both(source, replace(target, seed=5), idle=False, like=both)
+    both.train(0)
+    both.train_target(99)
+    move = ucp.refit(*both.handles, states="all", **options)
+    found: dict[str, Any] = {"before": both.unlike(), "planned": [], "wrong": [], "then": []}
+    for step in range(1, steps + 1):
+        both.train(step)
+        asked: dict[str, int] = {}
+        with counted(asked):
+            report = move(checksums=step == steps)
+        found["planned"].append(report.planned)
+        if step == 2:
+            found["asked"] = asked
+        found["wrong"] += both.unlike()
+        ucp.resize(*beside.handles, rng=False, **options)
+        losses = [one.train_target(step + 50) for one in (both, beside)]
+        found["then"] += both.unlike(beside)
+        found["then"] += ["losses"] if losses[0] != losses[1] else []
+    found |= {"notes": report.notes, "states": report.states}
+    found["compared"] = report.compared_bytes == report.filled_bytes
+    move()
+    found["faults"] = {}
+    for fault in FAULTS:
+        both.plant(fault)
+        seen = both.unlike()
+        move()
+        found["faults"][fault] = bool(seen), both.unlike()
+    return found

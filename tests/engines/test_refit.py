@@ -1,5 +1,5 @@
-"""Weights of a trainer go into another engine, or into plain tensors, after each step: bit by bit,
-against a gather that knows nothing of the package's layouts."""
+"""Weights of a trainer go into another engine, or into plain tensors, after each step, and so do
+all of its states: bit by bit, against a gather that knows nothing of the package's layouts."""
 
 import json
 from pathlib import Path
@@ -128,6 +128,34 @@ def test_a_rank_that_fails(ranks: RankPool, failing: int) -> None:
         assert found["changed"].startswith("ForeignFileError: what a refit moved is not")
         assert "parameter: " in found["changed"]
         assert found["changed, then"] == "it refuses" and found["whole again"] == []
+
+
+# name -> ranks, the engine that trains, the one that goes on, whether it has a schedule of its own
+STATES: dict[str, tuple[int, Any, Any, bool]] = {
+    "z1 to z3": (4, Setup(1), Setup(3, seed=9), False),
+    "z3 to z0": (2, Setup(3), Setup(0, seed=9), False),
+    "z2 in fp16": (2, Setup(2, "fp16"), Setup(1, "fp16", seed=9), False),
+    "masters of bf16": (2, Setup(1, "bf16"), Setup(3, "bf16", seed=9), False),
+    "Muon": (2, Setup(1, optimizer="muon"), Setup(2, optimizer="muon", seed=9), False),
+    "tp2 to tp1": (4, Mega("llama", 2, 1), Mega("llama", 1, 2, seed=9), False),
+    "Megatron, tp2 to a pipeline": (4, Mcore(tp=2), Mcore(pp=2, vpp=2, **BUCKETS, seed=9), False),
+    "Megatron to DeepSpeed": (4, Mcore(**CONSTANT), Zero(zero=1, tp=2, seed=9), True),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_all_states(ranks: RankPool, name: str) -> None:
+    """The target trains on as a resized one: also where it trained something else meanwhile."""
+    world, *setups = STATES[name]
+    for found in ranks.run(world, refit_jobs.all_states, *setups, timeout_s=200):
+        assert found["wrong"] == [], found["wrong"]
+        assert len(found["before"]) > 10, "it was equal before"
+        assert found["then"] == [], found["then"]
+        assert found["planned"] == [True, False, False]
+        assert found["states"] == "all" and found["compared"]
+        for fault, (seen, left) in found["faults"].items():
+            assert seen and left == [], fault
+        print(found["asked"], found["notes"])
 
 
 REFUSED = {

@@ -293,6 +293,10 @@ class LocalShard:
         held = self.state(live).items()
         return {k: float(v) for k, v in held if is_scalar(k) and _is_number(v)}
 
+    def steps(self) -> list[Scalars]:
+        """The scalar states of each buffer."""
+        return [self.scalars(live) for live in self.buffers]
+
     def not_carried(self) -> list[str]:
         """Names of states that the optimizer keeps now and that no manifest can describe."""
         found: set[str] = set()
