@@ -548,20 +548,18 @@ def _unlike(want: dict[str, torch.Tensor], have: dict[str, torch.Tensor]) -> Dif
 # ------------------------------------------------ all states
 
 
-# what one rank does to an engine: a refit must put it right, and a comparison must see it before
-FAULTS = ("one moment", "one step", "one group's weight decay", "one counter")
-
-
 def all_states(
-    source: Any, target: Any, own_schedule: bool = False, steps: int = 3
+    source: Any, target: Any, faults: list[str], own_schedule: bool = False, steps: int = 3
 ) -> dict[str, Any]:
     """Refits all states after each of some steps, into an engine that trains in between. Each time
-    it is compared with the source, and trains on beside an engine that a resize filled."""
+    it is compared with the source, and trains on beside an engine that a resize filled. Then
+    `faults` are planted in it: the comparison must see each, and the next refit put it right."""
     options = {"load_lr_scheduler_states": not own_schedule}
     both = Both(source, target, idle=False)
     beside = Both(source, replace(target, seed=5), idle=False, like=both)
     both.train(0)
-    both.train_target(99)
+    for one in (both, beside):
+        one.train_target(99)
     move = ucp.refit(*both.handles, states="all", **options)
     found: dict[str, Any] = {"before": both.unlike(), "planned": [], "wrong": [], "then": []}
     for step in range(1, steps + 1):
@@ -577,11 +575,10 @@ def all_states(
         losses = [one.train_target(step + 50) for one in (both, beside)]
         found["then"] += both.unlike(beside)
         found["then"] += ["losses"] if losses[0] != losses[1] else []
-    found |= {"notes": report.notes, "states": report.states}
+    found |= {"notes": report.notes, "states": report.states, "faults": {}}
     found["compared"] = report.compared_bytes == report.filled_bytes
     move()
-    found["faults"] = {}
-    for fault in FAULTS:
+    for fault in faults:
         both.plant(fault)
         seen = both.unlike()
         move()
