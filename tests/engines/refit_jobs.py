@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,16 @@ class Both:
         else:
             self.new.global_steps += 1
 
+    def source_state(self) -> dict[str, Any]:
+        return self._kinds[0].canonical(self.old)
+
     def unlike(self, other: "Both | None" = None) -> Differ:
         """What of all states of the new engine is not as in the old one, or in the new one of
         `other`."""
         compare = resize_jobs.compared(self.target if other else self.source, self.target)
         kind = self._kinds[1]
         if other is None:
-            want = self._kinds[0].canonical(self.old)
+            want = self.source_state()
         else:
             want = other.of_target(kind.canonical)
         try:
@@ -584,3 +587,161 @@ def all_states(
         move()
         found["faults"][fault] = bool(seen), both.unlike()
     return found
+
+
+def all_states_seen(source: Any, target: Any) -> dict[str, Any]:
+    """What the next call sees by itself: states that appear, and what was replaced."""
+    both = Both(source, target, idle=False)
+    both.train_target(98)  # it has moments, and the source none
+    move = ucp.refit(*both.handles, states="all")
+    both.train_target(99)  # planning changes nothing
+    found: dict[str, Any] = {}
+
+    def call(name: str) -> None:
+        found[name] = move().planned, both.unlike()
+
+    call("before the first step")
+    both.train(0)
+    call("moments that appear")
+    both.train(1)
+    call("one more step")
+    own = zero_states.base_of(both.old)
+    own.param_groups[0]["weight_decay"] = 0.25
+    call("a hyper-parameter")
+    if dist.get_rank() == 1:
+        state = next(iter(own.state.values()))
+        state["exp_avg"] = state["exp_avg"] + 1
+    call("moments of one rank that are others")
+    both.new.optimizer.state_dict()  # it is usable
+    return found
+
+
+def all_states_failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
+    """One rank fails at some moments: all raise, the target refuses, the source is whole, and the
+    next call puts all of it right."""
+    from megatron_ucp.reshard import kept_moves, load
+
+    both = Both(source, target, idle=False)
+    both.train(0)
+    move = ucp.refit(*both.handles, states="all")
+    move()
+    steps = zero_states.base_of(both.old).state
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ucp.DamagedFileError("only here", id="")
+
+    def counted_otherwise(more: int) -> None:
+        next(iter(steps.values()))["step"] += more
+
+    places = {
+        "while it moves": mock.patch.object(kept_moves, "_copied", fails),
+        "as it is finished": mock.patch.object(load.EngineSink, "_set_groups", fails),
+    }
+    found: dict[str, Any] = {}
+
+    def attempt(name: str) -> None:
+        before = both.source_state()
+        try:
+            move()
+            said = "nothing was refused"
+        except ucp.UcpError as error:
+            said = f"{type(error).__name__}: {error}"
+        try:
+            both.train_target(50)
+            then = "it trains"
+        except ucp.EngineUnusableError:
+            then = "it refuses"
+        found[name] = said, then, zero_states.differences(before, both.source_state())
+
+    for step, (name, place) in enumerate(places.items()):
+        both.train(step)
+        with place if dist.get_rank() == rank else nullcontext():
+            attempt(name)
+    counted_otherwise(1)
+    attempt("steps that no buffer has")
+    counted_otherwise(-1)
+    move()
+    found["then"] = both.unlike()
+    return found
+
+
+def all_states_refused(source: Any, target: Any) -> dict[str, Differ]:
+    """What can't be refitted with all states, and what is said; nothing is changed by it."""
+    both = Both(source, target, idle=False)
+    both.train(0)
+    old, new = both.handles
+    idle = both.another(replace(target, extra={"evaluate": True}))
+    keeps_more = both.another(replace(target, options=(("amsgrad", True),)))
+    calls = both.old.module.calls
+    before, found = both.unlike(), dict[str, Differ]()
+
+    def attempt(name: str, *engines: Any, states: Any = "all") -> None:
+        try:
+            ucp.refit(*engines, states=states)
+            found[name] = ["nothing was refused"]
+        except ucp.UcpError as error:
+            found[name] = [f"{type(error).__name__}: {error}"]
+
+    attempt("another word", old, new, states="moments")
+    attempt("tensors", old, {"model.norm.weight": torch.zeros(3)})
+    attempt("nothing that steps is filled", old, idle)
+    attempt("nothing steps", idle, new)
+    attempt("other states", old, keeps_more)
+    calls += dist.get_rank()
+    attempt("values of one rank", old, new)
+    ucp.refit(old, new, states="all", allow={"per_rank"})
+    calls -= dist.get_rank()
+    found["changed"] = [one for one in both.unlike() if one not in before]
+    ucp.refit(old, new, states="all")()
+    found["then"] = both.unlike()
+    return found
+
+
+def all_states_apart(trainers: list[int], others: list[int]) -> dict[str, Any]:
+    """All states go to other ranks of the world, which train on."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in (trainers, others)]
+    old = _on(groups[0], 1, 1) if rank in trainers else None
+    new = _on(groups[1], 2, 9) if rank in others else None
+    own = groups[0] if old is not None else groups[1]
+    move = ucp.refit(old, new, states="all")
+    found: dict[str, Any] = {"wrong": [], "planned": []}
+    for step in range(3):
+        for number, engine in ((step, old), (50 + step, new)):
+            if engine is not None:
+                _stepped(engine, number)
+        found["before"] = _unlike_in_all(old, new, own, trainers[0])
+        found["planned"].append(move(checksums=True).planned)
+        found["wrong"] += _unlike_in_all(old, new, own, trainers[0])
+        if old or new:
+            _stepped(old or new, 100 + step)
+        found["wrong"] += [f"then {name}" for name in _unlike_in_all(old, new, own, trainers[0])]
+    return found
+
+
+def _unlike_in_all(old: Any, new: Any, group: Any, first: int) -> Differ:
+    """What of one engine's states is not as in that of the rank `first`; on ranks that have it."""
+    have = None if old is None and new is None else _states_here(old or new, group)
+    held = [have]
+    dist.broadcast_object_list(held, first)
+    want = held[0] or {}
+    return [] if new is None else [name for name in want if want[name] != (have or {})[name]]
+
+
+def _states_here(engine: Any, group: Any) -> dict[str, Any]:
+    """All states of an engine of ZeRO-1 or 2 around one group of parameters, as plain numbers: the
+    partitions of its ranks one after the other, without padding."""
+    opt, count = engine.optimizer, sum(p.numel() for p in engine.module.parameters())
+    (master,) = opt.single_partition_of_fp32_groups
+    (state,) = opt.optimizer.state.values()
+    (settings,) = opt.optimizer.param_groups
+    count -= engine.module.frozen.weight.numel()
+    out: dict[str, Any] = {"step": float(state["step"]), "lr": settings["lr"]}
+    for name, own in {"fp32": master, **state}.items():
+        if name != "step":
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, own.tolist(), group)
+            out[name] = [value for part in parts for value in part][:count]
+    out["steps"] = engine.global_steps
+    out["values"] = {name: value.tolist() for name, value in engine.module.state_dict().items()}
+    return out

@@ -165,7 +165,61 @@ def test_all_states(ranks: RankPool, name: str) -> None:
         assert found["states"] == "all" and found["compared"]
         for fault, (seen, left) in found["faults"].items():
             assert seen and left == [], fault
-        print(name, found["asked"], found["notes"])
+        asked = found["asked"]
+        asked.pop("broadcast", 0)  # of the target, as its weights become its masters
+        assert asked.pop("bytes") <= 2 * 2 * 8192, "what is no element, and two numbers"
+        assert asked.pop("batch_isend_irecv") <= 2 * (2 * 2 + 4), "up and down a tree, thrice"
+        assert asked == {}
+
+
+def test_what_the_next_call_of_all_states_sees(ranks: RankPool) -> None:
+    plans = {"one more step": False, "a hyper-parameter": False}
+    for found in ranks.run(2, refit_jobs.all_states_seen, Setup(1), Setup(3, seed=9)):
+        assert len(found) == 5
+        for name, (planned, wrong) in found.items():
+            assert wrong == [], name
+            assert planned == plans.get(name, True), name
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_all_states_and_a_rank_that_fails(ranks: RankPool, failing: int) -> None:
+    job, setups = refit_jobs.all_states_failing, (Setup(0), Setup(1, seed=9))
+    for found in ranks.run(2, job, *setups, failing, timeout_s=40):
+        assert found.pop("then") == []
+        *others, (odd, refuses, changed) = found.values()
+        assert odd.startswith("StateMismatchError: parameters of one group of the engine have")
+        assert refuses == "it refuses" and changed == []
+        for said, then, source in others:
+            assert said.startswith("DamagedFileError: only here")
+            assert then == "it refuses" and source == []
+
+
+STATES_REFUSED = {
+    "another word": "UsageError: states says what a refit moves",
+    "tensors": "UsageError: tensors of a Hugging Face model have weights alone",
+    "nothing that steps is filled": "UsageError: the target of a refit of all states has no",
+    "nothing steps": "UsageError: the source of a refit of all states has no optimizer",
+    "other states": "StateMismatchError: ",
+    "values of one rank": "StateMismatchError: ranks of the source have values of their own",
+}
+
+
+def test_what_is_refused_of_all_states(ranks: RankPool) -> None:
+    for found in ranks.run(2, refit_jobs.all_states_refused, Setup(1), Setup(3, seed=9)):
+        assert found.pop("then") == found.pop("changed") == []
+        assert found.keys() == STATES_REFUSED.keys()
+        for name, (said,) in found.items():
+            assert said.startswith(STATES_REFUSED[name]), said
+            assert "max_exp_avg_sq" in said or name != "other states"
+
+
+@pytest.mark.parametrize(("trainers", "others"), [([0, 1], [2, 3]), ([2], [0, 1]), ([1, 3], [0])])
+def test_all_states_on_other_ranks(ranks: RankPool, trainers: list[int], others: list[int]) -> None:
+    every = ranks.run(4, refit_jobs.all_states_apart, trainers, others)
+    for rank, found in enumerate(every):
+        assert found["wrong"] == []
+        assert found["planned"] == [True, False, False]
+        assert rank not in others or found["before"]
 
 
 REFUSED = {
