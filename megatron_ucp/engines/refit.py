@@ -15,8 +15,9 @@ import torch.distributed as dist
 from megatron_ucp import say
 from megatron_ucp.core.manifest import ORIGIN, RECORDED, RUN, Manifest
 from megatron_ucp.core.names import VALUE
-from megatron_ucp.core.plan import LOSSLESS, Cast, Slot
+from megatron_ucp.core.plan import LOSSLESS, Cast, Slot, joined
 from megatron_ucp.core.tensor_parts import weights_manifest
+from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.deepspeed.engine import handle_of
 from megatron_ucp.engines.handle import Handle, said_config
 from megatron_ucp.engines.hold import params_of
@@ -48,8 +49,11 @@ from megatron_ucp.reshard.memory_layout import HostMemory
 from megatron_ucp.reshard.options import MEMORY, check_words
 from megatron_ucp.reshard.transfer import (
     NARROW,
+    Lost,
     Proved,
     SinkPart,
+    lost_in_weights,
+    may_overflow,
     param_of,
     proved,
     refuse_lost,
@@ -119,9 +123,13 @@ class _Target(Protocol):
         """As `tensors_lie_at`."""
         ...
 
-    def begin(self, source: RunInMemory | None) -> None:
-        """Before the first write of a call: `source` is the run as it is then (None: its weights
-        alone are asked for)."""
+    def begin(self, source: RunInMemory) -> None:
+        """Before the first write of a call: `source` is the run as it is then. Collective among the
+        ranks that have one."""
+        ...
+
+    def lost(self, source: Manifest, plans: Sequence[Proved]) -> Lost:
+        """What of finite values the target will not have, though they were moved."""
         ...
 
     def finish(self) -> list[str]:
@@ -164,8 +172,14 @@ class _EngineTarget:
     def lies_at(self) -> object:
         return self._handle.lies_at(self.live.has_optimizer)
 
-    def begin(self, source: RunInMemory | None) -> None:
+    def begin(self, source: RunInMemory) -> None:
         self.live.mark_unusable()
+
+    def lost(self, source: Manifest, plans: Sequence[Proved]) -> Lost:
+        """Weights that are narrower than their masters."""
+        if not self.live.has_optimizer or not may_overflow(source, self.live.manifest):
+            return {}
+        return lost_in_weights(self.live, joined([one.plan for one in plans]))
 
     def finish(self) -> list[str]:
         self.live.refresh()
@@ -199,12 +213,12 @@ class _StatesTarget(_EngineTarget):
     def wants_more(self, source: Manifest) -> bool:
         return True
 
-    def begin(self, source: RunInMemory | None) -> None:
+    def begin(self, source: RunInMemory) -> None:
         self._sink = None
-        self.live.mark_unusable()
-        if source is not None:
-            self._sink = prepared(self.live, source, self._options)
-            self._sink.__enter__()  # room for the states
+        super().begin(source)
+        wait_together(self._handle.program)  # for a save of what it was
+        self._sink = prepared(self.live, source, self._options)
+        self._sink.__enter__()  # room for the states
 
     def finish(self) -> list[str]:
         sink = self._sink
@@ -214,11 +228,10 @@ class _StatesTarget(_EngineTarget):
         return sink.notes
 
     def publish(self) -> None:
-        self.live.mark_usable()
+        super().publish()
         if self._sink is not None:
             run = self._sink.held.run
-            which = str(run.get(RUN, "")), str(run.get(ORIGIN, ""))
-            go_on(self._handle.program, *which, int(run.get(STEPS, 0)), ())
+            go_on(self._handle.program, run[RUN], run[ORIGIN], run[STEPS], ())
 
 
 class _TensorsTarget:
@@ -277,8 +290,11 @@ class _TensorsTarget:
         rows = self._tensors.items()
         return [(name, one.data_ptr(), tuple(one.shape), one.dtype) for name, one in rows]
 
-    def begin(self, source: RunInMemory | None) -> None:
+    def begin(self, source: RunInMemory) -> None:
         """Whoever holds the tensors sees them change."""
+
+    def lost(self, source: Manifest, plans: Sequence[Proved]) -> Lost:
+        return {}
 
     def finish(self) -> list[str]:
         return []
@@ -299,6 +315,7 @@ class _Known:
     """What was planned. There are `moves` from the first call on where all states move, as a target
     may have no memory for some of them before."""
 
+    manifest: Manifest  # of the source, with what its model is
     memories: SharedMemories
     plans: Sequence[Proved]
     has_masters: bool
@@ -309,11 +326,6 @@ class _Known:
     moves: KeptMoves | None = None
     filled_bytes: int = 0
     moved_bytes: int = 0
-
-    @property
-    def manifest(self) -> Manifest:
-        """Of the source, as it was described."""
-        return self.memories.held.engine.manifest
 
 
 class _Members:
@@ -413,7 +425,7 @@ class Refit:
         goal = some_of([*dict.fromkeys(name for name, _ in block.values if name)])
         notes = tuple(dict.fromkeys(note for _, own in block.values for note in own))
         lies_at = self._lies_at(has_masters)
-        known = _Known(memories, plans, has_masters, lies_at, mesh, goal, notes)
+        known = _Known(manifest, memories, plans, has_masters, lies_at, mesh, goal, notes)
         if self._states == WEIGHTS:
             self._lay_out(known)
         return known
@@ -505,10 +517,10 @@ class Refit:
         number = next(self._calls)
         compare = _is_turn(self._checksums, number) if checksums is None else checksums
         kept = agree.KeptBack()
-        with kept:  # others wait for what this rank sends, whatever fails here
+        # others wait for what this rank sends, whatever fails here
+        with kept, self._takers.among():
             if target is not None:
-                is_all = self._states == ALL
-                target.begin(self._run_now(known.memories.file, known.manifest) if is_all else None)
+                target.begin(self._run_now(known.memories.file, known.manifest))
         with kept:
             _finish_gathers(known.memories.held.engine)
         moves = known.moves
@@ -516,10 +528,13 @@ class Refit:
             with agree.together():
                 kept.raise_kept()
             moves = self._lay_out(known)
-        lost = moves.run(kept)
+        lost = [moves.run(kept)]
+        with kept:
+            if target is not None:
+                lost.append(target.lost(known.manifest, known.plans))
         with agree.together():
             kept.raise_kept()
-            refuse_lost([lost], known.memories.file, "refit")
+            refuse_lost(lost, known.memories.file, "refit")
         seen = self._compared(known, moves) if compare else None
         notes = self._finished()
         report = RefitReport(
@@ -682,7 +697,7 @@ def refit(
         target: An engine of the same model on any mesh, with an optimizer or without one; or the
             tensors that this rank is to have of the Hugging Face model, by their names, in the
             dtypes that they are given in. None on ranks that have none.
-        states: "weights" (the default), or "all": also the optimizer's states with their steps and
+        states: "weights", or "all": also the optimizer's states with their steps and
             hyper-parameters, loss scale, scheduler, counters and modules' extra states. The target
             has an optimizer then, and trains on as the source would. Not moved are random states,
             the position of a data loader, and a client state: these are the program's.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import megatron_ucp as ucp
+from megatron_ucp.engines.record import run_of
 from megatron_ucp.reshard import messages
 from pretrain.mcore import models
 from tests.engines import autotp_states, model, resize_jobs
@@ -40,7 +41,7 @@ class Groups:
     def __init__(self) -> None:
         from megatron.core import parallel_state
 
-        self._home = vars(parallel_state)
+        self._home: dict[str, Any] = parallel_state.__dict__
         self._empty = self.now()
 
     def now(self) -> dict[str, Any]:
@@ -557,7 +558,7 @@ def all_states(
     """Refits all states after each of some steps, into an engine that trains in between. Each time
     it is compared with the source, and trains on beside an engine that a resize filled. Then
     `faults` are planted in it: the comparison must see each, and the next refit put it right."""
-    options = {"load_lr_scheduler_states": not own_schedule}
+    options: dict[str, Any] = {"load_lr_scheduler_states": not own_schedule}
     both = Both(source, target, idle=False)
     beside = Both(source, replace(target, seed=5), idle=False, like=both)
     both.train(0)
@@ -579,6 +580,7 @@ def all_states(
         found["then"] += both.unlike(beside)
         found["then"] += ["losses"] if losses[0] != losses[1] else []
     found |= {"notes": report.notes, "states": report.states, "faults": {}}
+    found["same run"] = run_of(both.handles[0]).id == run_of(both.handles[1]).id
     found["compared"] = report.compared_bytes == report.filled_bytes
     move()
     for fault in faults:
@@ -745,3 +747,24 @@ def _states_here(engine: Any, group: Any) -> dict[str, Any]:
     out["steps"] = engine.global_steps
     out["values"] = {name: value.tolist() for name, value in engine.module.state_dict().items()}
     return out
+
+
+def too_large(source: Any, target: Any) -> dict[str, tuple[str, str]]:
+    """A master that the weights of the target can't hold, by what moves: what is said, and whether
+    the target may be used then."""
+    both, found = Both(source, target, idle=False), {}
+    both.train(0)
+    both.old.optimizer.single_partition_of_fp32_groups[0][0] = 1e6
+    for states in ("weights", "all"):
+        move = ucp.refit(*both.handles, states=states)
+        try:
+            move()
+            said = "nothing was refused"
+        except ucp.UcpError as error:
+            said = f"{type(error).__name__}: {error}"
+        try:
+            both.train_target(50)
+            found[states] = said, "it trains"
+        except ucp.EngineUnusableError:
+            found[states] = said, "it refuses"
+    return found

@@ -162,7 +162,7 @@ def test_all_states(ranks: RankPool, name: str) -> None:
         assert len(found["before"]) > 10, "it was equal before"
         assert found["then"] == [], found["then"]
         assert found["planned"] == [True, False, False]
-        assert found["states"] == "all" and found["compared"]
+        assert found["states"] == "all" and found["compared"] and found["same run"]
         for fault, (seen, left) in found["faults"].items():
             assert seen and left == [], fault
         asked = found["asked"]
@@ -298,3 +298,12 @@ def test_ranks_that_are_apart(ranks: RankPool, name: str) -> None:
     for found in every:
         assert found["wrong"] == []
         assert found["compared"] > 0
+
+
+def test_masters_that_the_weights_of_the_target_cannot_hold(ranks: RankPool) -> None:
+    setups = Setup(1, "bf16"), Setup(1, "fp16", seed=9)
+    for found in ranks.run(2, refit_jobs.too_large, *setups):
+        assert found.keys() == {"weights", "all"}
+        for said, then in found.values():
+            assert said.startswith("InexactError: values are too large for float16")
+            assert then == "it refuses"
