@@ -754,9 +754,9 @@ def too_large(source: Any, target: Any) -> dict[str, tuple[str, str]]:
     the target may be used then."""
     both, found = Both(source, target, idle=False), {}
     both.train(0)
-    both.old.optimizer.single_partition_of_fp32_groups[0][0] = 1e6
+    both.old.optimizer.single_partition_of_fp32_groups[0].data[0] = 1e6
     for states in ("weights", "all"):
-        move = ucp.refit(*both.handles, states=states)
+        move = ucp.refit(*both.handles, states=states, allow={"narrow"})
         try:
             move()
             said = "nothing was refused"
