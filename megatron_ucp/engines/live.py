@@ -10,6 +10,7 @@ import torch
 
 from megatron_ucp.core.box import Ints, dims_in_memory
 from megatron_ucp.core.experts import number_and_count
+from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.join_ranks import AllRanks, Stage, join
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
@@ -30,7 +31,7 @@ from megatron_ucp.families.family import Model
 from megatron_ucp.families.settings import architecture_of
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
-from megatron_ucp.formats.optimizers import DECOUPLED, Kept, steps_as
+from megatron_ucp.formats.optimizers import DECOUPLED, Kept, is_scalar, steps_as
 from megatron_ucp.formats.store import location
 from megatron_ucp.reshard.hugging_face.names import check_config, other_settings, settings_of
 
@@ -124,13 +125,17 @@ def tensors_lie_at(
 ) -> list[object]:
     """Where parameters and buffers lie, and the `masters` that `optimizers` step, with their
     states: another list where a tensor, its memory, how many a group has, or what stands in the
-    state dict of a module, is another one."""
+    state dict of a module, is another one. Counts of steps are left out: nobody looks at their
+    memory again, and some optimizers keep a new tensor for each step."""
     params = [param for module in modules for param in module.parameters()]
     held = [getattr(param, "ds_tensor", param) for param in params]  # of ZeRO-3 the partition
     held += [one for module in modules for one in module.buffers()]
     for master in masters:
         states = next((one.state[master] for one in optimizers if master in one.state), {})
-        held += [master, *(one for one in states.values() if isinstance(one, torch.Tensor))]
+        held.append(master)
+        for name, one in states.items():
+            if isinstance(one, torch.Tensor) and not is_scalar(name):
+                held.append(one)
     groups = [len(group["params"]) for one in optimizers for group in one.param_groups]
     who = [*map(id, modules), *map(id, params), *map(id, masters)]
     parts = [part for module in modules for part in module.modules()]
@@ -426,13 +431,26 @@ class LocalPart(Protocol):
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The parameter groups, as they are now."""
+        ...
+
+    def steps(self) -> list[Scalars]:
+        """The scalar states of each of the optimizer's buffers, as they are now."""
+        ...
+
 
 class LiveShards:
     """The engine as `stages` of all its `places`, of which this rank is `own`; `program` is what
     steps, and is marked while a load is on its way. Raises ModelMismatchError where they don't fit,
     UnsupportedError where they are not whole."""
 
-    manifest: Manifest
+    _manifest: Manifest
+
+    @property
+    def manifest(self) -> Manifest:
+        """What all ranks hold."""
+        return self._manifest
 
     def __init__(
         self,
@@ -452,6 +470,7 @@ class LiveShards:
             )
         self.joined: AllRanks = join(stages)
         self._here, self._groups, self._program = found.index(own.at), own.param_groups, program
+        self._own = own
         self.first_group = self.joined.first_group[self._here]
 
     def numbered(self, buffers: Sequence[Any], values: Sequence[Any]) -> list[dict[int, Any]]:
@@ -460,6 +479,13 @@ class LiveShards:
         numbers = self.joined.numbers[self._here], self.joined.values[self._here]
         both = zip(numbers, (buffers, values), strict=True)
         return [dict(zip(*pair, strict=True)) for pair in both]
+
+    def stepped_with(self) -> tuple[dict[int, Scalars], dict[int, ParamGroup]]:
+        """The scalar states of this rank's buffers, and its groups, as they are now, by their
+        numbers in the manifest. Nothing is described for it."""
+        numbers = self.joined.numbers[self._here]
+        scalars = dict(zip(numbers, self._own.steps(), strict=True))
+        return scalars, dict(enumerate(self._own.groups(), self.first_group))
 
     @property
     def own_groups(self) -> slice:

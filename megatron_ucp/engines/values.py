@@ -732,6 +732,10 @@ def _outline(dtype: str, shape: tuple[int, ...]) -> InertObject:
 # ---- values that differ from rank to rank
 
 
+# digests of a rank's values by kind and name, and whether its client state is compared
+DigestsOfRank = tuple[Mapping[tuple[str, Any], str], bool]
+
+
 class LiveValues:
     """Values of this rank, to be compared with those of the other ranks: buffers and modules' extra
     states by canonical name, the client state, the scheduler's state (None: without one).
@@ -777,22 +781,15 @@ class LiveValues:
         pairs = [(renamed.get(name, name), digest) for name, digest in self._digests.items()]
         return hashlib.sha256(repr(sorted(map(repr, pairs))).encode()).hexdigest()
 
+    def by_name(self) -> DigestsOfRank:
+        """Of each of them, by kind and name; and whether the rank takes part where client states
+        are compared. Raises what a value may raise."""
+        return self._digests, self._has_client_state
+
     def differing(self, digests: Sequence[str]) -> PerRank:
         """What differs among the ranks that have it; `digests` are those of all ranks. Collective
         where they differ. Raises SaveError on all ranks where a value must be alike."""
-        if len({*digests}) == 1:
-            return PerRank()
-        ranks = agree.gather((self._digests, self._has_client_state))
-        by_name = grouped(pair for digests, _ in ranks for pair in digests.items())
-        clients = sum(takes_part for _, takes_part in ranks)  # all of them have the same keys
-        names: dict[str, set[Any]] = {"buffer": set(), "client": set(), "schedule": set()}
-        for (kind, name), sums in by_name.items():
-            if len({*sums}) > 1 or (kind == "client" and len(sums) < clients):
-                names.setdefault(kind, set()).add(name)
-        _require_alike(names.get("alike", ()))
-        return PerRank(
-            frozenset(names["buffer"]), frozenset(names["client"]), bool(names["schedule"])
-        )
+        return PerRank() if len({*digests}) == 1 else differing(agree.gather(self.by_name()))
 
     def text(self, path: Location, what: PerRank) -> str:
         """The file with this rank's values of all that differs. Raises SaveError where no load
@@ -815,6 +812,18 @@ class LiveValues:
                 id="",
             ) from error
         return text
+
+
+def differing(ranks: Sequence[DigestsOfRank]) -> PerRank:
+    """What differs among the ranks that have it. Raises SaveError where a value must be alike."""
+    by_name = grouped(pair for digests, _ in ranks for pair in digests.items())
+    clients = sum(takes_part for _, takes_part in ranks)  # all of them have the same keys
+    names: dict[str, set[Any]] = {"buffer": set(), "client": set(), "schedule": set()}
+    for (kind, name), sums in by_name.items():
+        if len({*sums}) > 1 or (kind == "client" and len(sums) < clients):
+            names.setdefault(kind, set()).add(name)
+    _require_alike(names.get("alike", ()))
+    return PerRank(frozenset(names["buffer"]), frozenset(names["client"]), bool(names["schedule"]))
 
 
 def _require_alike(names: Collection[str]) -> None:

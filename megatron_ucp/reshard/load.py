@@ -512,7 +512,7 @@ def _filled_from(
     """Fills an engine with `values`, which are those of `source`. `started` is the clock when the
     load began. Collective."""
     with agree.together():
-        sink = _prepared(engine, source, options)
+        sink = prepared(engine, source, options)
     with say.progress("load") as advance:
         transfer(values, sink, run=TransferRun(progress=advance))
     steps = source.extras.counters.get("global_steps", 0)
@@ -547,9 +547,9 @@ def _left_out(options: LoadOptions, engine: Engine) -> str:
     return "the optimizer's states" if engine.has_optimizer and not options.optimizer else ""
 
 
-def _prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> EngineSink:
+def prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> EngineSink:
     """Everything that needs no tensor byte; raises before anything is written. Every rank looks at
-    the whole engine, and prepares the parts that it has."""
+    the whole engine, and prepares the parts that it has. Nothing is sent."""
     file, bare = str(source.folder), engine.manifest
     optimizer = options.optimizer and engine.has_optimizer
     engine.check(source, optimizer)

@@ -29,11 +29,13 @@ from megatron_ucp.engines.deepspeed.refuse import carried_as, refuse_engine, ref
 from megatron_ucp.engines.deepspeed.save import EngineSave, empty_extra_state, info_of
 from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.state import (
+    LEFT,
     check_states,
     read_extras,
     read_state,
     saved_by_caller,
     saved_by_engine,
+    state_now,
 )
 from megatron_ucp.engines.handle import Handle, check_versions
 from megatron_ucp.engines.hold import HoldOptions, MemoryRun, lent
@@ -55,7 +57,7 @@ from megatron_ucp.engines.memory import (
     steps_of,
 )
 from megatron_ucp.engines.record import HANDLE, record_of
-from megatron_ucp.engines.run_state import ResumableLoader
+from megatron_ucp.engines.run_state import ResumableLoader, StateNow
 from megatron_ucp.engines.save import SaveOptions, SaveReport, save_engine
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import refuse_strange
@@ -405,9 +407,13 @@ class _DeepSpeedHandle(Handle):
             {name for names in agree.collect(live.shard.not_carried) for name in names}
         )
         if unknown:
-            note = f"states of the optimizer that are not known stay behind: {', '.join(unknown)}"
+            note = f"{LEFT}: {', '.join(unknown)}"
             state = replace(state, notes=(*state.notes, note))
         return lent(live, state, extras, options)
+
+    def state_now(self, holder: Any) -> StateNow:
+        refuse_strange(saved_by_engine(self.program), left=self.save_options.values_left)
+        return state_now(holder.shard, holder.stepped_with())
 
     @agree.door("the save")
     def save(

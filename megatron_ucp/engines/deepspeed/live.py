@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -141,23 +140,25 @@ class LiveEngine(LiveShards):
         self._parts: Sequence[Part] = parts
         self._moved: Mapping[Coords, Moved] = {}  # by place
         # what holds at any step; the steps and hyper-parameters in it may be earlier ones
-        self.structure = self.manifest = _manifest(shard, self.joined, parts)
+        self.structure = self._manifest = _manifest(shard, self.joined, parts)
         self.has_optimizer = shard.wrapper.base is not None
 
     def moved(self, by: Mapping[Coords, Moved]) -> "LiveEngine":
         """The same engine after some steps, which say what each place has now. Its manifest is made
         when it is asked for: a save in the background does that beside training."""
         later = copy.copy(self)
-        del later.manifest
         later._moved = by
         return later
 
-    @cached_property
+    @property
     def manifest(self) -> Manifest:
         """What all ranks hold. Raises ModelMismatchError where ranks that share something are at
         different steps."""
-        parts = [part.moved(self._moved[part.holds.at]) for part in self._parts]
-        return _manifest(self.shard, join([part.holds for part in parts]), parts)
+        if self._moved:
+            parts = [part.moved(self._moved[part.holds.at]) for part in self._parts]
+            self._manifest = _manifest(self.shard, join([part.holds for part in parts]), parts)
+            self._moved = {}
+        return self._manifest
 
     def told(self) -> CallerModel:
         model, order = self.shard.model, self.order if self.has_optimizer else None

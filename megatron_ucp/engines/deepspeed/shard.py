@@ -318,6 +318,10 @@ class LocalShard:
         held = self.state(live).items()
         return {k: float(v) for k, v in held if is_scalar(k) and _is_number(v)}
 
+    def steps(self) -> list[Scalars]:
+        """The scalar states of each buffer."""
+        return [self.scalars(live) for live in self.buffers]
+
     def not_carried(self) -> list[str]:
         """Names of states that the optimizer keeps now and that no manifest can describe."""
         found: set[str] = set()
@@ -333,7 +337,7 @@ class LocalShard:
 
     def moved(self) -> Moved:
         """What moves as it trains, as it is now."""
-        return Moved(self.at, tuple(map(self.scalars, self.buffers)), self.groups())
+        return Moved(self.at, tuple(self.steps()), self.groups())
 
     def part(self, present: bool) -> Part:
         """This stage; with the element-wise states that are `present`, or with masters alone.

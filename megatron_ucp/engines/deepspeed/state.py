@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import RECORDED, RENAMED, RUN
+from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.manifest import RECORDED, RENAMED, RUN, ParamGroup
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.deepspeed.optimizer import (
     Wrapper,
@@ -19,7 +20,16 @@ from megatron_ucp.engines.deepspeed.optimizer import (
 from megatron_ucp.engines.deepspeed.shard import LocalShard, parallel_of
 from megatron_ucp.engines.live import recorded_settings
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DrawnState, RunState
+from megatron_ucp.engines.run_state import (
+    SEED,
+    STEPS,
+    CommonState,
+    DrawnState,
+    RunState,
+    ScheduleOfRank,
+    StateNow,
+    schedule_of,
+)
 from megatron_ucp.engines.values import (
     WHAT_TRAVELS,
     LiveValues,
@@ -44,7 +54,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.deepspeed.files import CLASSES, COUNTERS, MEMBERS, OWN_KEYS, PATTERNS
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.param_groups import GROUP_MARKS
-from megatron_ucp.formats.schedules import counted_groups, of_all_stages
+from megatron_ucp.formats.schedules import counted_groups
 from megatron_ucp.formats.store import Location, location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import LoadOptions
@@ -511,18 +521,42 @@ def read_state(
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""
-    notes, middle = list[str](), dict[str, Any]()
-    if in_the_middle(shard.engine, shard.wrapper):
-        waiting = middle[MIDDLE] = micro_batches(shard.engine)
+    notes, middle = list[str](), _middle(shard)
+    if middle:
         notes.append(
             "the save came in the middle of an accumulation: the gradients of "
-            f"{waiting or 'some'} micro-batches since the last step are not in it"
+            f"{middle[MIDDLE] or 'some'} micro-batches since the last step are not in it"
         )
 
     def read() -> tuple[dict[str, Any], LiveValues]:
         return {**_facts(shard), **middle}, _own_values(shard, client_state)
 
     return RunState.of_ranks(read, drawn_now, folder, notes)
+
+
+def state_now(
+    shard: LocalShard, stepped_with: tuple[Mapping[int, Scalars], Mapping[int, ParamGroup]]
+) -> StateNow:
+    """What this rank has of the run besides elements. Raises a UcpError for what no load could give
+    back."""
+    check_states(shard.engine)
+    return StateNow(
+        StateNow.shared({**_facts(shard), **_middle(shard)}),
+        replace(_bare_extras(shard, {}), config=None),  # which no load sets
+        _schedule_of_rank(shard),
+        *stepped_with,
+        _own_values(shard, {}).by_name(),
+        tuple(f"{LEFT}: {name}" for name in shard.not_carried()),
+    )
+
+
+LEFT = "states of the optimizer that are not known stay behind"
+
+
+def _middle(shard: LocalShard) -> dict[str, Any]:
+    """How many micro-batches wait for a step; nothing where none do."""
+    is_middle = in_the_middle(shard.engine, shard.wrapper)
+    return {MIDDLE: micro_batches(shard.engine)} if is_middle else {}
 
 
 def _facts(shard: LocalShard) -> dict[str, Any]:
@@ -570,23 +604,13 @@ def read_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
     with agree.gathering() as block:
         extras = _bare_extras(shard, client_state)
         block.value = _schedule_of_rank(shard)
-    stages = block.values
-    return replace(extras, scheduler=of_all_stages(stages[0][1], _by_stage(stages)))
+    return replace(extras, scheduler=schedule_of(block.values))
 
 
-def _schedule_of_rank(shard: LocalShard) -> tuple[int, Any, int]:
-    """The stage of this rank, the scheduler's state, and how many groups the stage has."""
+def _schedule_of_rank(shard: LocalShard) -> ScheduleOfRank:
     scheduler = shard.engine.lr_scheduler
     state = None if scheduler is None else inert(scheduler.state_dict())
     return shard.number, state, len(shard.param_groups)
-
-
-def _by_stage(ranks: list[tuple[int, Any, int]]) -> list[tuple[Any, int]]:
-    """The state and the number of groups of each stage, in their order."""
-    first: dict[int, tuple[Any, int]] = {}
-    for stage, state, groups in ranks:
-        first.setdefault(stage, (state, groups))
-    return [first[stage] for stage in sorted(first)]
 
 
 def _bare_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:

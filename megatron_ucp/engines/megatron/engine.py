@@ -29,18 +29,23 @@ from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.megatron.refuse import refuse_stack
 from megatron_ucp.engines.megatron.save import save as save_stack
 from megatron_ucp.engines.megatron.shard import MegatronStack, mesh_of
-from megatron_ucp.engines.megatron.state import read_extras, read_state
+from megatron_ucp.engines.megatron.state import (
+    client_state_of,
+    read_extras,
+    read_state,
+    state_now,
+)
 from megatron_ucp.engines.memory import (
     MemorySteps,
     keep_steps,
     memory_options,
 )
+from megatron_ucp.engines.run_state import StateNow
 from megatron_ucp.engines.save import SaveReport
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import inert
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.family import Family
-from megatron_ucp.formats.megatron.run_state import OPERATIONS
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.options import (
     BACKGROUND,
@@ -218,11 +223,14 @@ class _StackHandle(Handle):
         present = present_to_save(stack, UnsupportedError)
         state = read_state(stack, present.live.shard, options.drawn_now)
         with agree.together():
-            client = {OPERATIONS: stack.floating_point_operations, **options.client_state}
-            found = {inert(key): inert(value) for key, value in client.items()}
-            extras = read_extras(stack, present.live.shard, found)
+            client = client_state_of(stack, options.client_state)
+            extras = read_extras(stack, present.live.shard, client)
             extras = replace(extras, scheduler=inert(extras.scheduler))
         return lent(present, state, extras, options)
+
+    def state_now(self, holder: Any) -> StateNow:
+        live = holder.live
+        return state_now(self.program, live.shard, live.stepped_with())
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
         return save_stack(self.program, save_dir, **options)

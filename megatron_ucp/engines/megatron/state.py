@@ -2,19 +2,27 @@
 states, data position."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ucp.core.manifest import RECORDED, RUN
+from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.manifest import RECORDED, RUN, ParamGroup
 from megatron_ucp.engines.megatron.model import bare_model
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DrawnState, RunState
-from megatron_ucp.engines.values import LiveValues, Values, refuse_strange, saved_values
-from megatron_ucp.errors import StateMismatchError, UcpError
+from megatron_ucp.engines.run_state import (
+    SEED,
+    STEPS,
+    CommonState,
+    DrawnState,
+    RunState,
+    StateNow,
+)
+from megatron_ucp.engines.values import LiveValues, Values, inert, refuse_strange, saved_values
+from megatron_ucp.errors import StateMismatchError, UcpError, UnsupportedError
 from megatron_ucp.families.settings import recorded
 from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.loss_scale import LossScale
@@ -124,18 +132,51 @@ def read_state(
     Collective. Raises SaveError."""
 
     def read() -> tuple[dict[str, Any], LiveValues]:
-        facts = {
-            STEPS: stack.iteration,
-            SEED: torch.initial_seed(),
-            "skipped_steps": stack.skipped_iterations,
-            RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
-            RUN: run_of(stack).id,
-        }
-        # a stack has no client state, and one schedule
-        buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
-        return facts, LiveValues(buffers, {}, None, False, {})
+        return _facts(stack), _own_values(shard)
 
     return RunState.of_ranks(read, drawn_now, folder, shard.taken_as)
+
+
+def _facts(stack: "MegatronStack") -> dict[str, Any]:
+    """What a manifest says of the stack, the same on all ranks."""
+    return {
+        STEPS: stack.iteration,
+        SEED: torch.initial_seed(),
+        "skipped_steps": stack.skipped_iterations,
+        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
+        RUN: run_of(stack).id,
+    }
+
+
+def _own_values(shard: "LocalShard") -> LiveValues:
+    """A stack has no client state, and one schedule."""
+    buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
+    return LiveValues(buffers, {}, None, False, {})
+
+
+def state_now(
+    stack: "MegatronStack",
+    shard: "LocalShard",
+    stepped_with: tuple[Mapping[int, Scalars], Mapping[int, ParamGroup]],
+) -> StateNow:
+    """What this rank has of the run besides elements. Raises UnsupportedError for what no load
+    could give back."""
+    require_saved_values(stack, UnsupportedError)
+    extras = read_extras(stack, shard, client_state_of(stack, {}))
+    return StateNow(
+        StateNow.shared(_facts(stack)),
+        replace(extras, scheduler=None),
+        (0, inert(extras.scheduler), 0),  # it has no lists for groups
+        *stepped_with,
+        _own_values(shard).by_name(),
+        tuple(shard.taken_as),
+    )
+
+
+def client_state_of(stack: "MegatronStack", own: Mapping[str, Any]) -> dict[Any, Any]:
+    """Values of the program, with what the stack counts beside its steps, in inert form."""
+    counted = {OPERATIONS: stack.floating_point_operations, **own}
+    return {inert(key): inert(value) for key, value in counted.items()}
 
 
 def read_extras(
