@@ -8,9 +8,9 @@ Four ranks over gloo on one machine. In each repetition, one after the other: th
 of what it held, into an engine of another ZeRO stage on as many ranks; `ucp.resize` of the one
 engine into the other; a save (`save="direct"`, not synced) and a load through /dev/shm; and a copy
 in memory of as many bytes as each rank takes, on all ranks at once. The slowest rank counts, and
-medians are compared. What a rank adds to its memory is the peak of RssAnon in /proc, read by
-another process, over that before; so is what a hold adds, which lets go of the engine's memory
-and which does not. Writes benchmarks/results/resize.json.
+medians are compared. What a rank adds to its memory is the peak of RssAnon and RssShmem in
+/proc, read by another process, over that before; so is what a hold adds, which lets go of the
+engine's memory and which does not. Writes benchmarks/results/resize.json.
 """
 
 import argparse

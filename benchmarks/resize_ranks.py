@@ -24,6 +24,7 @@ PAIRS = {
     "ZeRO-3 to ZeRO-1": (Mesh(3), Mesh(1)),
     "ZeRO-2 to ZeRO-3": (Mesh(2), Mesh(3)),
 }
+OWN = "RssAnon", "RssShmem"  # kinds of memory that a rank adds: its own, and what ranks share
 FOLDER = Path("/dev/shm/ucp_benchmark_of_resizes")
 # another process: looks at a process until its input ends, and prints the peak of some kinds of its
 # memory, together
@@ -82,7 +83,7 @@ def _timed(
         for way in [*ways][turn:] + [*ways][:turn]:
             dist.barrier()
             is_watched = way == "resize" and number > 0
-            with peak(extra, "RssAnon") if is_watched else nothing():
+            with peak(extra, *OWN) if is_watched else nothing():
                 started = time.perf_counter()
                 ways[way]()
                 dist.barrier()
@@ -94,7 +95,7 @@ def _held(engine: Any, release: bool) -> int:
     """By how much a hold makes this process grow, with what is held."""
     found: list[int] = []
     dist.barrier()
-    with peak(found, "RssAnon"):
+    with peak(found, *OWN):
         held = ucp.hold(engine, release=release)
     held.release()
     return found[0]

@@ -88,6 +88,17 @@ def _summed(holder: Holder) -> tuple[dict[str, dict[str, str]], list[str]]:
     return agree.of_first(lambda: table_of(holder.manifest, joined))
 
 
+@dataclass(frozen=True)
+class _LiveRun(MemorySource):
+    """A run in a live engine that all ranks of this world have: nobody joined, and nobody left."""
+
+    run: RunInMemory
+    holder: Holder
+
+    def resume(self, engine: Engine, options: LoadOptions) -> Report:
+        return resume_from_memory(engine, self.run, self.holder, options)
+
+
 # ---- hold, and resize
 
 
@@ -229,9 +240,7 @@ def resize(
         _checked(old_engine, None, None, how)
         _refuse_shared(old_engine, new_engine)
         taken = lent_by(old_engine, how)
-        parts = agree.gather(taken.holder.parts())
-        taken = replace(taken, held_by=_owners(parts), id=_one_id())
-        return load(new_engine, taken, **options)
+        return load(new_engine, _LiveRun(taken.known, taken.holder), **options)
 
 
 def _taking(

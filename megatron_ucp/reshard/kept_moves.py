@@ -5,11 +5,18 @@ all others it tells each giver once what it will be asked for, in rounds of boun
 has a few messages for each pair of ranks, in an order that both know. So a later call sends bytes
 of tensors, and nothing else. Buffers for messages are made once: two of each kind, so that a round
 is packed while the one before it is on its way.
+
+Messages go as their backend does it best. From devices all messages of a round are one all-to-all.
+From a CPU each goes by itself; where two ranks share a machine its values go through memory that
+both have mapped, and one byte says that they are there.
 """
 
 import math
+import os
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +31,7 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender
 from megatron_ucp.reshard.execute import NEVER, OfOp, TensorOf, UsedUp, bytes_of
-from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of, started
+from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -39,11 +46,19 @@ from megatron_ucp.reshard.transfer import (
 EXTRA_BYTES = 256 * 2**20
 _MOST_BYTES, _LEAST_BYTES = 32 * 2**20, 2**18  # of a round, whatever the number of ranks
 _ALONE_BYTES = 2**18  # of a copy that gets a message of its own: it may need no buffer
+_ALIGN_BYTES = 64  # each message begins at so many bytes
+_READ = 1  # tag of the byte that says that shared memory was read, and may be filled again
 
 
 def round_bytes(world: int) -> int:
     """How many bytes one of so many ranks takes in a round."""
     return max(_LEAST_BYTES, min(_MOST_BYTES, EXTRA_BYTES // (4 * world)))
+
+
+def is_one_exchange(device: torch.device) -> bool:
+    """Whether the messages of a round are one all-to-all, which is what NCCL is good at; gloo is
+    at paired sends."""
+    return device.type != "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +83,15 @@ class _Pair:
 @dataclass(slots=True)
 class _Message:
     """What goes between this rank and a peer at once: `memory` is sent, or filled, and `pairs` are
-    copied before, or after it."""
+    copied before, or after it. The process group carries `sent`: that memory, or one byte where
+    both ranks have mapped it. `is_reused`: a later message lies in the same shared memory, or an
+    earlier one did where this one is sent; who read it says so first."""
 
     peer: int
     memory: torch.Tensor
+    sent: torch.Tensor
     pairs: list[_Pair] = field(default_factory=list[_Pair])
+    is_reused: bool = False
 
 
 @dataclass(slots=True)
@@ -97,6 +116,7 @@ class KeptMoves:
     ) -> None:
         self.rank, self.world = agree.world()
         self._held, self._device = held, device_of_values()
+        self._is_one_exchange = is_one_exchange(self._device)
         self._stepwise = stepwise
         self._zeros: list[torch.Tensor] = []
         self._own: list[_Pair] = []
@@ -107,13 +127,14 @@ class KeptMoves:
             self._taken = taken = [*self._rounds(others, round_bytes(self.world))]
             block.value = len(taken)
         self.rounds = max(block.values)
-        wished = _by_giver(taken)
-        self._asked = asked = agree.delivered(wished)
+        self._asked, gives, takes = self._shared(_by_giver(taken))
         with agree.together():
-            self._coming = self._buffers([self._to_come(one) for one in taken])
-            self._going = self._buffers(
-                [self._to_go(asked, number) for number in range(self.rounds)]
-            )
+            coming = [self._to_come(taken, number, gives) for number in range(self.rounds)]
+            going = [self._to_go(number, takes) for number in range(self.rounds)]
+            (self._coming, came), (self._going, sent) = map(self._buffers, (coming, going))
+            splits = [[*map(self._splits, rounds)] for rounds in (coming, going)]
+            exchanges = [*zip(came, sent, *splits, strict=True)]
+            self._exchanges = exchanges if self._is_one_exchange else []
         self.read_bytes = sum(one.memory.nbytes for row in self._coming for one in row)
         self.sent_bytes = sum(one.memory.nbytes for row in self._going for one in row)
         others_into = [one.into for row in taken for rows in row.values() for one in rows]
@@ -170,55 +191,103 @@ class KeptMoves:
     def _size(self, asked: Asked) -> int:
         return self._held.bytes_of(asked.side, asked.shape)
 
-    def _messages(self, rows: Sequence[Any], asked_of: Callable[[Any], Asked]) -> Iterator[Any]:
+    def _shared(self, wished: "_Rounds") -> tuple["_Rounds", "_Memories", "_Memories"]:
+        """What each other rank asks this one for; and memory that it shares with those that give,
+        and with those that take. Two ranks share none where one can't map it. Collective."""
+        with ExitStack() as files:
+            made = {} if self._is_one_exchange else self._offers(wished, files)
+            given = {giver: (rows, made.get(giver, (None,))[0]) for giver, rows in wished.items()}
+            came = agree.delivered(given)
+            found = {taker: _mapped(where) for taker, (_, where) in came.items() if where}
+            takes = {taker: one.chunk(2) for taker, one in found.items() if one is not None}
+            told = agree.delivered(dict.fromkeys(takes, True)) if not self._is_one_exchange else {}
+        gives = {giver: one.chunk(2) for giver, (_, one) in made.items() if giver in told}
+        return {taker: rows for taker, (rows, _) in came.items()}, gives, takes
+
+    def _offers(
+        self, wished: "_Rounds", files: ExitStack
+    ) -> dict[int, tuple["_Address", torch.Tensor]]:
+        """Memory for two rounds of each giver, and where that rank finds it."""
+        made: dict[int, tuple[_Address, torch.Tensor]] = {}
+        for giver, rounds in wished.items():
+            size = max(sum(map(self._size, row)) for row in rounds)
+            if (one := _offered(2 * (size + -size % _ALIGN_BYTES), files)) is not None:
+                made[giver] = one
+        return made
+
+    def _messages(
+        self, rows: Sequence[Any], asked_of: Callable[[Any], Asked], shared: Sequence[torch.Tensor]
+    ) -> Iterator[Any]:
         """The copies of a round between two ranks, by the message that they are in: both find the
-        same ones."""
+        same ones. All of them are in one, where that is copied anyway."""
         small: list[Any] = []
         for one in rows:
-            if self._size(asked_of(one)) >= _ALONE_BYTES:
+            is_copied = self._is_one_exchange or shared
+            if not is_copied and self._size(asked_of(one)) >= _ALONE_BYTES:
                 yield [one]
             else:
                 small.append(one)
         if small:
             yield small
 
-    def _to_come(self, row: Mapping[int, Sequence[_Taken]]) -> list["_Planned"]:
+    def _to_come(
+        self, taken: Sequence[Mapping[int, Sequence[_Taken]]], number: int, gives: "_Memories"
+    ) -> list["_Planned"]:
         """The messages that this rank gets in a round."""
+        row, after = (dict(*taken[one : one + 1]) for one in (number, number + 2))
         return [
-            _Planned(giver, [(one.into, one.asked, one.lost) for one in rows], coming=True)
+            _Planned(
+                giver,
+                [(one.into, one.asked, one.lost) for one in rows],
+                gives.get(giver, ()),
+                is_reused=giver in after,
+                coming=True,
+            )
             for giver, every in row.items()
-            for rows in self._messages(every, lambda one: one.asked)
+            for rows in self._messages(every, lambda one: one.asked, gives.get(giver, ()))
         ]
 
-    def _to_go(
-        self, asked: Mapping[int, Sequence[Sequence[Asked]]], number: int
-    ) -> list["_Planned"]:
+    def _to_go(self, number: int, takes: "_Memories") -> list["_Planned"]:
         """Those that it sends."""
         return [
-            _Planned(taker, [(self._held.values(one.side, one.shape), one, None) for one in rows])
-            for taker, rounds in asked.items()
+            _Planned(
+                taker,
+                [(self._held.values(one.side, one.shape), one, None) for one in rows],
+                takes.get(taker, ()),
+                is_reused=number >= 2,
+            )
+            for taker, rounds in sorted(self._asked.items())
             if number < len(rounds)
-            for rows in self._messages(rounds[number], lambda one: one)
+            for rows in self._messages(rounds[number], lambda one: one, takes.get(taker, ()))
         ]
 
-    def _buffers(self, rounds: Sequence[Sequence["_Planned"]]) -> list[list[_Message]]:
-        """The messages of all rounds, in two buffers that take turns; what is one run of memory
-        where it lies needs none."""
-        sizes = [sum(self._room(one) for one in row) for row in rounds]
+    def _buffers(
+        self, rounds: Sequence[Sequence["_Planned"]]
+    ) -> tuple[list[list[_Message]], list[torch.Tensor]]:
+        """The messages of all rounds, and the memory of each round, in two buffers that take turns;
+        what is one run of memory where it lies, or goes through shared memory, needs none."""
+        sizes = [sum(map(self._room, row)) for row in rounds]
         memories = [
             torch.empty(max(sizes[turn::2], default=0), dtype=torch.uint8, device=self._device)
             for turn in (0, 1)
         ]
         out: list[list[_Message]] = []
         for number, row in enumerate(rounds):
-            memory, at = memories[number % 2], 0
-            messages: list[_Message] = []
+            at, messages = 0, list[_Message]()
             for one in row:
                 size = self._room(one)
-                messages.append(self._message(one, memory[at : at + size]))
+                own = memories[number % 2][at : at + size]
+                messages.append(self._message(one, one.shared[number % 2] if one.shared else own))
                 at += size
             out.append(messages)
-        return out
+        return out, [memories[number % 2][:size] for number, size in enumerate(sizes)]
+
+    def _splits(self, row: Sequence["_Planned"]) -> list[int]:
+        """How many bytes of a round's memory are of each rank."""
+        sizes = [0] * self.world
+        for one in row:
+            sizes[one.peer] += self._room(one)
+        return sizes
 
     def _is_run(self, planned: "_Planned") -> bool:
         """Whether a message can be sent from where it lies, or come to where it goes."""
@@ -226,6 +295,8 @@ class KeptMoves:
         return (
             not more
             and lost is None
+            and not planned.shared
+            and not self._is_one_exchange
             and view.is_contiguous()
             and view.device.type == self._device.type
             and view.numel() * view.element_size() == self._size(asked)
@@ -234,15 +305,15 @@ class KeptMoves:
 
     def _room(self, planned: "_Planned") -> int:
         """Bytes of a buffer that a message takes; the next one begins aligned."""
-        if self._is_run(planned):
+        if planned.shared or self._is_run(planned):
             return 0
         size = sum(self._size(asked) for _, asked, _ in planned.rows)
-        return size + -size % 64
+        return size + -size % _ALIGN_BYTES
 
     def _message(self, planned: "_Planned", memory: torch.Tensor) -> _Message:
         if self._is_run(planned):
-            view = planned.rows[0][0]
-            return _Message(planned.peer, view.reshape(-1).view(torch.uint8))
+            run = planned.rows[0][0].reshape(-1).view(torch.uint8)
+            return _Message(planned.peer, run, run)
         at, pairs = 0, list[_Pair]()
         for view, asked, lost in planned.rows:
             size = self._size(asked)
@@ -250,7 +321,10 @@ class KeptMoves:
             run = memory[at : at + size].view(dtype).view(asked.shape)
             pairs.append(_Pair(view, run, lost) if planned.coming else _Pair(run, view))
             at += size
-        return _Message(planned.peer, memory[:at], pairs)
+        memory = memory[:at]
+        sent = _byte() if planned.shared else memory
+        is_reused = bool(planned.shared) and planned.is_reused
+        return _Message(planned.peer, memory, sent, pairs, is_reused)
 
     # ------------------------------------------------ each time
 
@@ -284,6 +358,9 @@ class KeptMoves:
                 with kept:
                     _copied(message.pairs, lost)
                     advance(message.memory.nbytes)
+                if message.is_reused:
+                    with kept:
+                        following.append(dist.isend(_byte(), message.peer, tag=_READ))
             if let_go is not None:
                 let_go(len(self._own) + number)
             works = following
@@ -335,23 +412,40 @@ class KeptMoves:
 
     def _post(self, number: int, kept: agree.KeptBack) -> list[Any]:
         """Begins the messages of a round."""
+        works: list[Any] = []
         going, coming = self._row(self._going, number), self._row(self._coming, number)
+        for message in () if self._is_one_exchange else coming:
+            with kept:
+                works.append(dist.irecv(message.sent, message.peer))
         for message in going:
             with kept:
+                if message.is_reused:
+                    dist.recv(_byte(), message.peer, tag=_READ)
+            with kept:
                 _copied(message.pairs, {})
-        messages = [dist.P2POp(dist.irecv, one.memory, one.peer) for one in coming]
-        messages += [dist.P2POp(dist.isend, one.memory, one.peer) for one in going]
-        return started(messages, self._device, kept)
+            with kept:
+                if not self._is_one_exchange:
+                    works.append(dist.isend(message.sent, message.peer))
+        for exchange in self._exchanges[number : number + 1]:
+            with kept:
+                works.append(dist.all_to_all_single(*exchange, async_op=True))
+        return works
 
 
 @dataclass(slots=True)
 class _Planned:
     """A message before it has memory: views of this rank with the elements that are asked for, and
-    what may be lost of them."""
+    what may be lost of them; both buffers that the two ranks have mapped, if they have any."""
 
     peer: int
     rows: list[tuple[torch.Tensor, Asked, tuple[str, str] | None]]
+    shared: Sequence[torch.Tensor]
+    is_reused: bool
     coming: bool = False
+
+
+_Rounds = Mapping[int, Sequence[Sequence[Asked]]]  # what ranks are asked for, round by round
+_Memories = Mapping[int, Sequence[torch.Tensor]]  # two buffers that this rank shares with another
 
 
 def _by_giver(
@@ -371,6 +465,55 @@ def _copied(pairs: Sequence[_Pair], lost: dict[tuple[str, str], int]) -> None:
         pair.into.copy_(pair.of)
         if pair.lost is not None and (count := lost_values(pair.of, pair.into)):
             lost[pair.lost] = lost.get(pair.lost, 0) + count
+
+
+# ---- memory that two ranks share
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where other processes of a machine find memory: the file is named as it ends, and nobody can
+    guess that name."""
+
+    path: str
+    name: str
+    size_bytes: int
+
+
+def _offered(size_bytes: int, files: ExitStack) -> tuple[_Address, torch.Tensor] | None:
+    """Memory that other processes of this machine can map until its file is closed with `files`. It
+    has no name in a folder, and goes with the last process that has it. All of it is allocated at
+    once: a write into a page for which there is no room would end the process. None where there is
+    none."""
+    name = f"megatron_ucp_{secrets.token_hex(16)}"
+    with suppress(OSError, AttributeError):  # the latter: no such files on this system
+        file = os.memfd_create(name)
+        files.callback(os.close, file)
+        os.posix_fallocate(file, 0, size_bytes + len(name))
+        os.pwrite(file, name.encode(), size_bytes)
+        address = _Address(f"/proc/{os.getpid()}/fd/{file}", name, size_bytes)
+        memory = _mapped(address)
+        return None if memory is None else (address, memory)
+    return None
+
+
+def _mapped(address: _Address) -> torch.Tensor | None:
+    """That memory; None where this process doesn't see it: it is on another machine, or apart on
+    this one."""
+    path, end = address.path, address.size_bytes + len(address.name)
+    with suppress(OSError, RuntimeError):  # torch raises the latter
+        if os.readlink(path) == f"/memfd:{address.name} (deleted)":
+            memory = torch.from_file(path, shared=True, size=end, dtype=torch.uint8)
+            if bytes(memory[address.size_bytes :].tolist()) == address.name.encode():
+                return memory[: address.size_bytes]
+    return None
+
+
+def _byte() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+# ---- copies
 
 
 def _view(flat: torch.Tensor, side: Side, shape: Ints) -> torch.Tensor:

@@ -1,11 +1,14 @@
 """What the ranks do in the tests of resizes: one engine trains, another one on another mesh goes on
 from its memory."""
 
+import errno
+import gc
 import json
 import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextlib import nullcontext as nothing
 from dataclasses import dataclass
 from functools import partial
@@ -148,6 +151,78 @@ def _pair(
         found["loss"] = max(abs(a - b) for a, b in zip(again, losses, strict=True))
     other.close(engine)
     return found
+
+
+# ------------------------------------------------ how messages go
+
+
+def _nothing_found(address: Any) -> Any:
+    """What a rank in another container sees: its own memory alone."""
+    return _found(address) if f"/{os.getpid()}/" in address.path else None
+
+
+def _no_room(file: int, offset: int, size: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+_found, _Moves = kept_moves._mapped, kept_moves.KeptMoves
+# name -> what is otherwise than it would be here, on which ranks (None: on all)
+WAYS: dict[str, tuple[Any, str, Any, int | None]] = {
+    "memory": (kept_moves, "_ALIGN_BYTES", 64, None),
+    "paired sends": (kept_moves, "_offered", lambda *_: None, None),
+    "one exchange": (kept_moves, "is_one_exchange", lambda device: True, None),
+    "no room on one rank": (os, "posix_fallocate", _no_room, 1),
+    "one rank in another container": (kept_moves, "_mapped", _nothing_found, 1),
+}
+
+
+def by_way(source: Any, target: Any, way: str, window: int, **options: Any) -> dict[str, Any]:
+    """As `pair`, with provenance values, and messages that go in some way; how those from here went
+    to each other rank, and what is left of memory that ranks shared."""
+    where, name, value, rank = WAYS[way]
+    went: dict[int, set[str]] = {}
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        _made(self, *args, **kwargs)
+        for message in (one for row in self._going for one in row):
+            sent = "memory" if message.sent is not message.memory else "paired sends"
+            went.setdefault(message.peer, set()).add("one exchange" if self._exchanges else sent)
+
+    _made = _Moves.__init__
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(_Moves, "__init__", made))
+        if rank in (None, dist.get_rank()):
+            patches.enter_context(mock.patch.object(where, name, value))
+        found = pair(source, target, True, window=window, **options)
+    gc.collect()
+    files = [Path("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")]
+    left = [os.readlink(one) for one in files if one.is_symlink()]
+    left += Path("/proc/self/maps").read_text().splitlines()
+    return found | {"went": went, "shared": [one for one in left if "megatron_ucp_" in one]}
+
+
+def hasty(source: Any, target: Any, waits: bool) -> dict[str, Any]:
+    """One rank is slow to read what another one gives it, who fills the same memory each time:
+    when it was read, where it `waits` for that, else as soon as it can."""
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        _made(self, *args, **kwargs)
+        for message in (one for rows in (self._going, self._coming) for row in rows for one in row):
+            message.is_reused &= waits
+
+    def copied(pairs: Any, lost: Any) -> None:
+        time.sleep(0.02 if dist.get_rank() == 0 else 0)
+        _copied(pairs, lost)
+
+    _made = _Moves.__init__
+    with (
+        mock.patch.object(_Moves, "__init__", made),
+        mock.patch.object(kept_moves, "_copied", copied),
+    ):
+        try:
+            return pair(source, target, True, window=256)
+        except ucp.UcpError as error:
+            return {"said": f"{type(error).__name__}: {error}"}
 
 
 def look(found: dict[str, Any], kind: Kind, engine: Any, want: Any, compare: Any) -> None:

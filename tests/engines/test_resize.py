@@ -2,6 +2,7 @@
 by bit, against a gather that knows nothing of the package's layouts."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,50 @@ def test_pair(ranks: RankPool, name: str) -> None:
     if stay := options.get("hold", {}).get("ranks"):
         kept = [rank["held"] > 0 for rank in found]
         assert kept == [number < stay for number in range(world)]
+
+
+# name of a way -> how messages go from rank to rank, if not through memory
+WENT: dict[str, dict[tuple[int, int], str]] = {
+    "memory": {},
+    "paired sends": {(one, other): "paired sends" for one in range(4) for other in range(4)},
+    "one exchange": {(one, other): "one exchange" for one in range(4) for other in range(4)},
+    "no room on one rank": {(one, 1): "paired sends" for one in (0, 2, 3)},
+    "one rank in another container": {(1, one): "paired sends" for one in (0, 2, 3)},
+}
+
+
+@pytest.mark.parametrize("window", [96, 2**20])
+@pytest.mark.parametrize("way", WENT)
+def test_how_messages_go(ranks: RankPool, way: str, window: int) -> None:
+    """By memory on one machine, or as the process group can: both ranks of a pair know which."""
+    check_ways(ranks, way, window)
+
+
+def test_how_messages_go_with_gloo_itself() -> None:
+    pool = RankPool(4, gloo=True)
+    try:
+        for way in WENT:
+            check_ways(pool, way, 2**10)
+    finally:
+        pool.close()
+
+
+def check_ways(pool: RankPool, way: str, window: int) -> None:
+    setups = Setup(1, "bf16"), Setup(3, "bf16", seed=9)
+    found = pool.run(4, resize_jobs.by_way, *setups, way, window)
+    check(found)
+    went = {(n, peer): ways for n, rank in enumerate(found) for peer, ways in rank["went"].items()}
+    assert len(went) > 2
+    for pair, ways in went.items():
+        assert ways == {WENT[way].get(pair, "memory")}
+    assert [rank["shared"] for rank in found] == [[]] * 4, "all of it went with the moves"
+
+
+def test_memory_is_filled_again_when_it_was_read(ranks: RankPool) -> None:
+    setups = Setup(1), Setup(3, seed=9)
+    check(ranks.run(2, resize_jobs.hasty, *setups, True))
+    for found in ranks.run(2, resize_jobs.hasty, *setups, False):
+        assert found["said"].startswith("ForeignFileError: "), "too early: the fingerprint sees it"
 
 
 RELEASED: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
@@ -317,3 +362,4 @@ def test_a_rank_that_dies_while_elements_move(
         assert told["said"].startswith(f"RankError: the {moment} did not finish"), told["said"]
         assert "is whole on this rank" in told["said"]
         assert told["seconds"] < BOUND_S and told["same"]
+    assert [one for one in os.listdir("/dev/shm") if "megatron_ucp_" in one] == []
