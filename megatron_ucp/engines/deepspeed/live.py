@@ -21,7 +21,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     stepper_of,
     wrapper_of,
 )
-from megatron_ucp.engines.deepspeed.shard import LiveValue, LocalShard, Moved, Part, one_order
+from megatron_ucp.engines.deepspeed.shard import LiveValue, LocalShard, Part, PlaceNow, one_order
 from megatron_ucp.engines.deepspeed.state import EngineState, saved_by_engine
 from megatron_ucp.engines.live import (
     LiveShards,
@@ -138,12 +138,12 @@ class LiveEngine(LiveShards):
         self._live, self._values = self.numbered(shard.buffers, [*shard.values.values()])
         self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
         self._parts: Sequence[Part] = parts
-        self._moved: Mapping[Coords, Moved] = {}  # by place
+        self._moved: Mapping[Coords, PlaceNow] = {}  # by place
         # what holds at any step; the steps and hyper-parameters in it may be earlier ones
         self.structure = self._manifest = _manifest(shard, self.joined, parts)
         self.has_optimizer = shard.wrapper.base is not None
 
-    def moved(self, by: Mapping[Coords, Moved]) -> "LiveEngine":
+    def moved(self, by: Mapping[Coords, PlaceNow]) -> "LiveEngine":
         """The same engine after some steps, which say what each place has now. Its manifest is made
         when it is asked for: a save in the background does that beside training."""
         later = copy.copy(self)

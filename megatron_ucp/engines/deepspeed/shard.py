@@ -85,7 +85,7 @@ class Part:
     order: tuple[tuple[str, ...], ...]
     ties: tuple[Tie, ...]
 
-    def moved(self, by: "Moved") -> "Part":
+    def moved(self, by: "PlaceNow") -> "Part":
         """The same place with the steps and hyper-parameters that it has now."""
         buffers = [
             _with_scalars(buffer, scalars)
@@ -95,7 +95,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Moved:
+class PlaceNow:
     """What of a place moves as it trains: the `scalars` of each buffer of its optimizer, and
     hyper-parameters."""
 
@@ -335,9 +335,9 @@ class LocalShard:
 
     # ------------------------------------------------ as a manifest
 
-    def moved(self) -> Moved:
+    def moved(self) -> PlaceNow:
         """What moves as it trains, as it is now."""
-        return Moved(self.at, tuple(self.steps()), self.groups())
+        return PlaceNow(self.at, tuple(self.steps()), self.groups())
 
     def part(self, present: bool) -> Part:
         """This stage; with the element-wise states that are `present`, or with masters alone.
