@@ -309,8 +309,10 @@ def stuck_latest(setup: Setup, folder: str) -> dict[str, Any]:
 
 
 def fails_alone(setup: Setup, folder: str, where: str, raw: bool) -> dict[str, Any]:
-    """Describing the engine fails on rank 1 only, in a save or in a load."""
+    """Describing the engine fails on rank 1 only, in a save or in a load; or reading what moved
+    since the save before, in a save that goes by what that one described."""
     from megatron_ucp.engines.deepspeed.shard import LocalShard
+    from megatron_ucp.engines.record import record_of
 
     engine = make_engine(setup)
     train(engine, 1)
@@ -319,14 +321,17 @@ def fails_alone(setup: Setup, folder: str, where: str, raw: bool) -> dict[str, A
     before, listed = canonical(engine), sorted(os.listdir(folder))
     dist.barrier()  # the first rank begins its folder before it waits for anybody
     error = ValueError("planted") if raw else LayoutError("planted")
-    fault = mock.patch.object(LocalShard, "part", side_effect=error)
+    is_known = where == "save again"
+    fault = mock.patch.object(LocalShard, "moved" if is_known else "part", side_effect=error)
+    if not is_known:
+        record_of(engine).described = None
     out: dict[str, Any] = {"error": ""}
     with fault if dist.get_rank() == 1 else mock.MagicMock():
         try:
-            if where == "save":
-                engine.save_checkpoint(folder, tag="bad")
-            else:
+            if where == "load":
                 engine.load_checkpoint(folder)
+            else:
+                engine.save_checkpoint(folder, tag="bad")
         except Exception as found:
             out["error"] = type(found).__name__
     dist.barrier()
