@@ -138,11 +138,6 @@ class Written:
     ranges: Mapping[int, Sequence[WrittenRange]] = field(default_factory=dict)
 
 
-OTHER_TENSORS = (
-    "the engine has other tensors than at an earlier save: they were described, and planned, anew"
-)
-
-
 class SaveWriter(Protocol):
     """The files of one save on one rank."""
 
@@ -222,6 +217,9 @@ class SaveRequest(ABC):
         locks.require_left(self.aside)
 
 
+OTHER_TENSORS = (
+    "the engine has other tensors than at an earlier save: they were described, and planned, anew"
+)
 _WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
 
 
@@ -230,8 +228,8 @@ def save_engine(request: SaveRequest) -> SaveReport:
     UcpError on every rank; a rank that died raises RankError on the others. Where the disk refuses
     a save that was to warn, a note and the report say why."""
     engine, background = request.engine, background_of(request.engine)
-    is_skipped = background is not None and background.options.busy == "skip"
-    if background is not None and is_skipped and agree.any_of(background.is_busy):
+    may_skip = background is not None and background.options.busy == "skip"
+    if background is not None and may_skip and agree.any_of(background.is_busy):
         say.note(f"a save was skipped: that of {background.what} is still under way")
         return _unfinished(location(background.what), request.steps)
     try:
@@ -266,8 +264,7 @@ def _begun(request: SaveRequest) -> SaveReport:
     """Takes the save, and writes it; in the background a thread does, and this returns."""
     sync = Syncs(request.options.durable, right=PublishRight(request.aside))
     with as_rank_error(request.folder, request.tag), ExitStack() as left:
-        _agreed(request, sync, left)
-        started = time.perf_counter()
+        started = _agreed(request, sync, left)
         request = _claimed(request, sync, left)
         taken = request.take(sync, left)
         settle = partial(_settled, request, taken, sync, started)
@@ -280,20 +277,22 @@ def _begun(request: SaveRequest) -> SaveReport:
         return _unfinished(request.path, request.steps, mesh, seconds)
 
 
-def _agreed(request: SaveRequest, sync: Syncs, left: ExitStack) -> None:
+def _agreed(request: SaveRequest, sync: Syncs, left: ExitStack) -> float:
     """Nothing of an earlier save is under way, each rank can save, and all save into one tag in one
-    way; what goes on beside training is ready for it. Collective. Raises a UcpError on every
-    rank."""
+    way; what goes on beside training is ready for it. Returns the clock when this rank had waited
+    for the earlier save, and this one began. Collective. Raises a UcpError on every rank."""
     background = background_of(request.engine)
     block = agree.alike("the ranks don't save into one tag in one way", numbers=(0,))
     with as_save_error(), block:
         if background is not None:
             background.wait()
             block.numbers = [int(background.is_connected)]
+        started = time.perf_counter()
         block.options = request.asked()
         request.begin(sync, left)
     if request.background is not None:
         request.background.ready(bool(block.lowest[0]))
+    return started
 
 
 def _claimed(request: SaveRequest, sync: Syncs, left: ExitStack) -> SaveRequest:

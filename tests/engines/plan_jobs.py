@@ -1,7 +1,7 @@
 """What ranks do in the tests of descriptions and plans that are kept from one save to the next."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,6 +18,20 @@ from tests.engines.step_jobs import Steps
 Rows = dict[str, dict[str, Any]]  # by tag
 
 
+@contextmanager
+def descriptions() -> Iterator[list[LocalShard]]:
+    """Each place that is described inside on this rank."""
+    found: list[LocalShard] = []
+    part = LocalShard.part
+
+    def counted(shard: LocalShard, present: bool) -> Any:
+        found.append(shard)
+        return part(shard, present)
+
+    with mock.patch.object(LocalShard, "part", counted):
+        yield found
+
+
 class Saves:
     """Saves of one engine, and what each of them did: whether it planned, in how many agreements,
     how often the engine was described, and its notes."""
@@ -27,14 +41,8 @@ class Saves:
         self.rows: Rows = {}
 
     def save(self, tag: str) -> None:
-        steps, described = Steps(), []
-        part = LocalShard.part
-
-        def counted(shard: LocalShard, present: bool) -> Any:
-            described.append(present)
-            return part(shard, present)
-
-        with steps.counted(), mock.patch.object(LocalShard, "part", counted):
+        steps = Steps()
+        with steps.counted(), descriptions() as described:
             self.handle.save_checkpoint(self.folder, tag=tag)
             taken = steps.count
             ucp.wait(self.handle)
@@ -130,16 +138,9 @@ def moved(setup: Setup, folder: str) -> Rows:
 def in_memory(setup: Setup, folder: str) -> list[tuple[int, int | None]]:
     """After each of four steps: how often the engine was described, and which step is kept in
     memory."""
-    described: list[bool] = []
-    part = LocalShard.part
-
-    def counted(shard: LocalShard, present: bool) -> Any:
-        described.append(present)
-        return part(shard, present)
-
     engine = ucp.attach(make_engine(setup, attach=False), keep="memory", every=1, folder=folder)
     out: list[tuple[int, int | None]] = []
-    with mock.patch.object(LocalShard, "part", counted):
+    with descriptions() as described:
         for step in range(4):
             train(engine, 1, first=step)
             ucp.wait(engine)

@@ -618,6 +618,20 @@ def all_states_seen(source: Any, target: Any) -> dict[str, Any]:
     return found
 
 
+def tried(both: "Both", move: Callable[[], Any]) -> tuple[str, str]:
+    """What a refit says that is to fail, and whether the target may be used then."""
+    try:
+        move()
+        said = "nothing was refused"
+    except ucp.UcpError as error:
+        said = f"{type(error).__name__}: {error}"
+    try:
+        both.train_target(50)
+    except ucp.EngineUnusableError:
+        return said, "it refuses"
+    return said, "it trains"
+
+
 def all_states_failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
     """One rank fails at some moments: all raise, the target refuses, the source is whole, and the
     next call puts all of it right."""
@@ -643,17 +657,7 @@ def all_states_failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
 
     def attempt(name: str) -> None:
         before = both.source_state()
-        try:
-            move()
-            said = "nothing was refused"
-        except ucp.UcpError as error:
-            said = f"{type(error).__name__}: {error}"
-        try:
-            both.train_target(50)
-            then = "it trains"
-        except ucp.EngineUnusableError:
-            then = "it refuses"
-        found[name] = said, then, zero_states.differences(before, both.source_state())
+        found[name] = *tried(both, move), zero_states.differences(before, both.source_state())
 
     for step, (name, place) in enumerate(places.items()):
         both.train(step)
@@ -757,14 +761,5 @@ def too_large(source: Any, target: Any) -> dict[str, tuple[str, str]]:
     both.old.optimizer.single_partition_of_fp32_groups[0].data[0] = 1e6
     for states in ("weights", "all"):
         move = ucp.refit(*both.handles, states=states, allow={"narrow"})
-        try:
-            move()
-            said = "nothing was refused"
-        except ucp.UcpError as error:
-            said = f"{type(error).__name__}: {error}"
-        try:
-            both.train_target(50)
-            found[states] = said, "it trains"
-        except ucp.EngineUnusableError:
-            found[states] = said, "it refuses"
+        found[states] = tried(both, move)
     return found

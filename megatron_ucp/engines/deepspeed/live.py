@@ -76,27 +76,17 @@ def describe(
         parts = sorted(told, key=lambda part: part.holds.at) or [part]
         live = LiveEngine(shard, parts)
         if present:
-            record_of(engine).described = _Described(_structure(engine), live)
+            record_of(engine).described = _Described(lies_at(engine, masters=True), live)
         return live
 
 
 @dataclass
 class _Described:
-    """What was described of an engine with its states, for the next time, and where its tensors
-    lay."""
+    """What was described of an engine with its states, for the next time, and how its tensors lay:
+    all that a description depends on but steps and hyper-parameters."""
 
-    structure: list[object]
+    lay_at: list[object]
     live: "LiveEngine"
-
-
-def _structure(engine: Any) -> list[object]:
-    """Everything that a description depends on but steps and hyper-parameters."""
-    wrapper = wrapper_of(engine)
-    cuts = [
-        (live.length, live.partitions, live.part, live.rule, live.group, live.uncut)
-        for live in wrapper.buffers()
-    ]
-    return [id(wrapper.opt), id(wrapper.base), cuts, *lies_at(engine, masters=True)]
 
 
 def _described(engine: Any, model: Model | None) -> "LiveEngine | None":
@@ -105,7 +95,7 @@ def _described(engine: Any, model: Model | None) -> "LiveEngine | None":
     record = record_of(engine)
     kept: _Described | None = record.described
     with agree.together(numbers=[0]) as block:
-        is_same = kept is not None and kept.structure == _structure(engine)
+        is_same = kept is not None and kept.lay_at == lies_at(engine, masters=True)
         if kept is not None and is_same and kept.live.shard.model is model:
             own, block.numbers = kept.live.shard.moved(), [1]
     if not block.lowest[0] or kept is None:
@@ -304,12 +294,19 @@ def _manifest(shard: LocalShard, joined: AllRanks, parts: Sequence[Part]) -> Man
 
 
 def lies_at(engine: Any, masters: bool) -> list[object]:
-    """As `tensors_lie_at`, of the weights of an engine, and of its `masters`."""
+    """As `tensors_lie_at`, of the weights of an engine, and of its `masters`: then with how the
+    buffers of its optimizer are cut."""
     if not masters:
         return tensors_lie_at([engine.module])
     wrapper = wrapper_of(engine)
+    buffers = wrapper.buffers()
+    cuts = [
+        (live.length, live.partitions, live.part, live.rule, live.group, live.uncut)
+        for live in buffers
+    ]
     steppers = [] if wrapper.base is None else [wrapper.base]
-    return tensors_lie_at([engine.module], steppers, [live.master for live in wrapper.buffers()])
+    lie_at = tensors_lie_at([engine.module], steppers, [live.master for live in buffers])
+    return [id(wrapper.opt), id(wrapper.base), cuts, *lie_at]
 
 
 # ---- live fingerprint
