@@ -151,6 +151,7 @@ def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict
     than one of the same files without a fingerprint, by medians: that one compares checksums."""
     import megatron_ucp as ucp
     from benchmarks.model import close, make_engine, train_step
+    from megatron_ucp.engines import pt_files
     from megatron_ucp.engines import save as frame
     from megatron_ucp.engines.deepspeed import save as saves
 
@@ -158,7 +159,13 @@ def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict
     engine = make_engine(mesh, size)
     ucp.attach(engine, save="direct")
     train_step(engine, mesh)
-    saving = Watched((saves, "sums_of_memory"), (frame, "table_of"))
+    saving = Watched(
+        (saves, "parts_of_memory"),
+        (pt_files, "known_sums"),
+        (pt_files, "sums_of_parts"),
+        (frame, "joined_sums"),
+        (frame, "table_of"),
+    )
     saved: list[float] = []
     for _ in range(repetitions):
         saving.seconds, started = 0.0, time.perf_counter()

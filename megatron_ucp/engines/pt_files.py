@@ -26,7 +26,7 @@ from megatron_ucp.formats.output_folder import Syncs
 from megatron_ucp.formats.pt.archive import ArchiveLayout, archive_of
 from megatron_ucp.formats.store import Location, StorePath, location, upload
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import Sums
+from megatron_ucp.reshard.fingerprint import HeldPart, known_sums, sums_of_parts
 from megatron_ucp.reshard.folder import (
     FileRange,
     RangeWriter,
@@ -114,18 +114,18 @@ def entries_in(aside: Location, paths: Iterable[Location], sync: Syncs) -> list[
 
 @dataclass(frozen=True)
 class StockFiles:
-    """The files that DeepSpeed's own code wrote on this rank into the folder `aside`. `sums` makes
-    those for the fingerprint."""
+    """The files that DeepSpeed's own code wrote on this rank into the folder `aside`. The
+    fingerprint sums `parts`."""
 
     aside: Location
     paths: Sequence[Location]
     sync: Syncs
-    sums: Callable[[], Sums]
+    parts: Callable[[], Sequence[HeldPart]]
 
     def write(self) -> Written:
         """Brings them to disk, and sums meanwhile: both let go of the interpreter. Raises
         OSError."""
-        summing = Alongside(self.sums)
+        summing = Alongside(lambda: sums_of_parts(self.parts()))
         for path in self.paths:
             self.sync(path)
         size_bytes = sum(path.stat().st_size for path in self.paths)
@@ -188,7 +188,8 @@ class RankFiles:
         snapshot: SnapshotMemory | None = None,
     ) -> None:
         self.aside, self.replicas, self.sync, self.snapshot = aside, replicas, sync, snapshot
-        self.sums: Callable[[], Sums] = dict  # makes those for the fingerprint
+        self.parts: Callable[[], Sequence[HeldPart]] = tuple  # which the fingerprint sums
+        self._summed: Sequence[HeldPart] = ()
         self._writer = RangeWriter(sync)
         self._archives: list[LiveArchive] = []
         self._around_bytes = 0
@@ -213,6 +214,11 @@ class RankFiles:
         if len(self.replicas.ranks) < 2 or len(memory) < _LEAST_SHARED_BYTES:
             return None
         return self.replicas.name_of(memory)
+
+    def sum_parts(self) -> None:
+        """What is written from here on is summed for the fingerprint too."""
+        self._summed = self.parts()
+        self._writer.known = known_sums(self._summed)
 
     def shared(self) -> SharedRecords:
         """The records of this rank's files that other ranks hold too."""
@@ -267,10 +273,13 @@ class RankFiles:
         return part.view(memory.dtype).view(memory.shape) if len(part) == size else None
 
     def write(self) -> Written:
-        """Writes what waits, in this thread, and sums meanwhile; on disk when it returns. Raises
-        OSError."""
-        summing = Alongside(self.sums, is_lowest=self.snapshot is not None)
+        """Writes what waits, in this thread; on disk when it returns. What it did not write of the
+        fingerprint's parts is summed meanwhile. Raises OSError."""
+        if self.snapshot is not None:
+            self.sum_parts()
         self._writer.write_waiting()
+        parts, known = self._summed, self._writer.known
+        summing = Alongside(lambda: sums_of_parts(parts, known), self.snapshot is not None)
         for path in self._writer.paths:
             self.sync(path)
         sums = summing.result()
@@ -356,7 +365,7 @@ class StoreRankFiles(RankFiles):
 
     def write(self) -> Written:
         """Sends what waits, in this thread, and sums meanwhile. Raises StoreError."""
-        summing = Alongside(self.sums, is_lowest=self.snapshot is not None)
+        summing = Alongside(lambda: sums_of_parts(self.parts()), self.snapshot is not None)
         for archive in self._waiting:
             with self.sync.right.changing(f"writes {archive.path}"):
                 self._send(archive)

@@ -1,10 +1,11 @@
 """CRC-32s of tensors: of a whole one from parts that different ranks hold, and of the records
 that ranks read together."""
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,48 @@ def _tables(size_bytes: int) -> Any:
             with_bit = np.arange(256) >> bit & 1 == 1
             tables[number, with_bit] ^= np.uint32(bits[8 * number + bit])
     return tables
+
+
+# ---- known sums
+#
+# Memory that was summed as it was read or written.
+
+
+class KnownSums:
+    """CRC-32s of runs of memory that were summed as they were read into it, or written from it:
+    whoever sums that memory next need not look at it again. Several threads may use one.
+
+    `edges` are addresses at which what is written is summed apart, such as where a parameter
+    begins; runs that were read are those that were filled at once.
+    """
+
+    def __init__(self, edges: Iterable[int] = ()) -> None:
+        self._edges = sorted({*edges})
+        self._runs: dict[int, tuple[int, int]] = {}  # first byte -> bytes, CRC-32
+
+    def add(self, first_byte: int, size_bytes: int, crc: int) -> None:
+        """Notes a run of memory."""
+        self._runs[first_byte] = size_bytes, crc
+
+    def crc32(self, data: Any, first_byte: int) -> int:
+        """The CRC-32 of bytes that lie at `first_byte`, or are a copy of those that do."""
+        end, crc = first_byte + len(data), 0
+        inside = self._edges[bisect_right(self._edges, first_byte) : bisect_left(self._edges, end)]
+        for low, high in pairwise((first_byte, *inside, end)):
+            own = int(crc32(data[low - first_byte : high - first_byte]))
+            self.add(low, high - low, own)
+            crc = int(crc32_combine(crc, own, high - low))
+        return crc
+
+    def linear(self, first_byte: int, size_bytes: int) -> int | None:
+        """As `linear`, of memory that the noted runs make up exactly; None of any other."""
+        at, end, crc = first_byte, first_byte + size_bytes, 0
+        while at < end:
+            size, own = self._runs.get(at, (0, 0))
+            if not 0 < size <= end - at:
+                return None
+            crc, at = int(crc32_combine(crc, own, size)), at + size
+        return standard(crc, size_bytes)  # which takes one into the other, both ways
 
 
 # ---- summed runs

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.box import Box, Ints, flat_boxes, span, strides
+from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, span, strides, whole
 from megatron_ucp.core.flat import Member
 from megatron_ucp.core.layout import Piece
 from megatron_ucp.core.manifest import DIVERGED, FINGERPRINT, Manifest, ParamSpec
@@ -27,7 +27,7 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.store import location
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.checksums import of_runs, shifted, standard
+from megatron_ucp.reshard.checksums import KnownSums, of_runs, shifted, standard
 from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.messages import Ranks
@@ -86,6 +86,26 @@ class Fingerprint:
 # ------------------------------------------------ what one rank holds
 
 
+@dataclass(frozen=True)
+class HeldPart:
+    """A box of a parameter that lies in a rank's `memory`, from its begin on: `held` says where it
+    is in a tensor of `shape`, which is the parameter without padding, or all of that as one dim."""
+
+    key: ShareKey
+    shape: Ints
+    memory: torch.Tensor
+    held: Piece
+
+    @property
+    def size_bytes(self) -> int:
+        return self.held.full.numel * self.memory.element_size()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the memory begins, and how many bytes there are."""
+        return self.memory.data_ptr(), self.memory.nbytes
+
+
 def sums_of(
     manifest: Manifest,
     wants: Iterable[tuple[Slot, str]],
@@ -94,51 +114,89 @@ def sums_of(
     only: Only = lambda slot, param: True,
     sizes: Counter[StateKey] | None = None,
     copies: bool = False,
+    known: KnownSums | None = None,
 ) -> Sums:
-    """What a rank's memory of some slots adds to the CRC-32s of their parameters; each slot holds
-    the state that is named with it. Of each slot the elements `within` alone, and `only` some
-    parameters. `sizes` grows by the bytes of each. `copies`: what several partitions keep whole is
-    in all of them (a load put it there), and not in the first one alone."""
-    found: list[tuple[ShareKey, ParamSpec, torch.Tensor, Piece]] = []
-    sizes = Counter() if sizes is None else sizes
+    """What a rank's memory of some slots adds to the CRC-32s of their parameters; see `held_parts`.
+    `sizes` grows by the bytes of each. Memory whose sum is `known` is not looked at."""
+    parts = [*held_parts(manifest, wants, read, within, only, copies)]
+    if sizes is not None:
+        for part in parts:
+            sizes[part.key[:2]] += part.size_bytes
+    return sums_of_parts(parts, known)
+
+
+def sums_of_parts(parts: Sequence[HeldPart], known: KnownSums | None = None) -> Sums:
+    """What parts of a rank's memory add to the CRC-32s of their parameters."""
+    is_large = sum(part.size_bytes for part in parts) >= _LARGE_BYTES
+    threads = threads_of_rank() if is_large else 1
+    sums = in_threads(lambda part: _sum(part, known or KnownSums()), parts, threads)
+    out: Sums = {}
+    for part, sum_ in zip(parts, sums, strict=True):
+        out[part.key] = out.get(part.key, 0) ^ sum_
+    return out
+
+
+def known_sums(parts: Iterable[HeldPart]) -> KnownSums:
+    """Takes the sums of what is written from now on, each part apart."""
+    places = [part.place for part in parts]
+    return KnownSums(edge for first, size in places for edge in (first, first + size))
+
+
+def held_parts(
+    manifest: Manifest,
+    wants: Iterable[tuple[Slot, str]],
+    read: ReadRun,
+    within: tuple[int, int] | None = None,
+    only: Only = lambda slot, param: True,
+    copies: bool = False,
+) -> Iterator[HeldPart]:
+    """What a rank's memory of some slots has of parameters; each slot holds the state that is named
+    with it. Of each slot the elements `within` alone, and `only` some parameters. `copies`: what
+    several partitions keep whole is in all of them (a load put it there), and not in the first one
+    alone."""
     for slot, state in wants:
         dtype = manifest.buffers[slot.buffer].dtype_of(slot.state)
         buffer = manifest.buffers[slot.buffer].of(slot.state)
         is_copy = copies and buffer.rule == "uncut"
         holder = slot.buffer, (slot.cut, slot.part) if is_copy else slot.cut
-        for name, share, offset, held in _held(manifest, slot, within, only, copies):
+        for name, share, shape, offset, held in _held(manifest, slot, within, only, copies):
             memory = read(slot, offset, offset + span(held.full.shape, held.strides))
-            key = name, state, dtype, share, holder, slot.part
-            found.append((key, manifest.by_name[name], memory, held))
-            sizes[name, state] += held.full.numel * memory.element_size()
-    is_large = sum(memory.nbytes for _, _, memory, _ in found) >= _LARGE_BYTES
-    threads = threads_of_rank() if is_large else 1
-    sums = in_threads(lambda one: _sum(*one[1:]), found, threads)
-    out: Sums = {}
-    for (key, *_), sum_ in zip(found, sums, strict=True):
-        out[key] = out.get(key, 0) ^ sum_
-    return out
+            yield HeldPart((name, state, dtype, share, holder, slot.part), shape, memory, held)
 
 
 def _held(
     manifest: Manifest, slot: Slot, within: tuple[int, int] | None, only: Only, copies: bool
-) -> Iterator[tuple[str, Box, int, Piece]]:
-    """What a slot holds: the parameter, the whole share that it is of, where it begins in the slot,
-    and the box. Nothing of padding, of parameters of which every rank has a copy of its own, and,
-    without `copies`, of what another partition has as well."""
+) -> Iterator[tuple[str, Box, Ints, int, Piece]]:
+    """What a slot holds: the parameter, the whole share that it is of, the shape of the tensor,
+    where it begins in the slot, and the box. Nothing of padding, of parameters of which every rank
+    has a copy of its own, and, without `copies`, of what another partition has as well."""
     buffer = manifest.buffers[slot.buffer].of(slot.state)
     low, high = within or (0, buffer.elems(slot.part))
     for fragment in buffer.fragments(slot.part):
         member = buffer.members[fragment.member]
         if not is_held(manifest, slot, member, copies) or not only(slot, member.param):
             continue
-        spec = manifest.by_name[member.param]
+        true = true_shape(manifest.by_name[member.param])
         first = fragment.low + max(0, low - fragment.offset)
         last = min(fragment.high, fragment.low + high - fragment.offset)
         for piece in manifest.pieces(member, slot.cut) if first < last else ():
-            for held in _clipped(piece, _true_box(spec), first, last):
+            shape, one = _as_run(true, piece.clip_full(whole(true)))
+            for held in _clipped(one, first, last):
                 offset = buffer.offset(member, slot.part, held.flat_start)
-                yield member.param, piece.full, offset, held
+                yield member.param, piece.full, shape, offset, held
+
+
+def _as_run(shape: Ints, piece: Piece | None) -> tuple[Ints, Piece | None]:
+    """The shape of a tensor, and a piece of it. What is one run both there and in memory, such as
+    whole rows, has one dim: a range of it is one run too, and not a box for each end."""
+    if piece is None or len(shape) < 2 or piece.perm != tuple(range(len(shape))):
+        return shape, piece
+    if piece.full.shape[1:] != shape[1:] or piece.local.shape[1:] != piece.view[1:]:
+        return shape, piece
+    first = flat_index(piece.full.start, shape)
+    full = Box((first,), (first + piece.full.numel,))
+    local = Box((piece.flat_start,), (piece.flat_stop,))
+    return (prod(shape),), Piece(local, full, (prod(piece.view),), (0,))
 
 
 def is_held(manifest: Manifest, slot: Slot, member: Member, copies: bool) -> bool:
@@ -150,11 +208,10 @@ def is_held(manifest: Manifest, slot: Slot, member: Member, copies: bool) -> boo
     return is_first and not manifest.by_name[member.param].layout.mean_over
 
 
-def _clipped(piece: Piece, true_box: Box, first: int, last: int) -> Iterator[Piece]:
-    """The flat range [first, last) of a piece's memory, as boxes without padding."""
-    true = piece.clip_full(true_box)
-    for box in flat_boxes(piece.view, first, last) if true else ():
-        held = true.clip_local(box) if true else None
+def _clipped(piece: Piece | None, first: int, last: int) -> Iterator[Piece]:
+    """The flat range [first, last) of a piece's memory, as boxes."""
+    for box in flat_boxes(piece.view, first, last) if piece else ():
+        held = piece.clip_local(box) if piece else None
         if held is not None and held.full.numel:
             yield held
 
@@ -164,23 +221,20 @@ def true_shape(spec: ParamSpec) -> Ints:
     return spec.shape if spec.extent is None else (spec.extent.true, *spec.shape[1:])
 
 
-def _true_box(spec: ParamSpec) -> Box:
-    shape = true_shape(spec)
-    return Box((0,) * len(shape), shape)
-
-
-def _sum(spec: ParamSpec, memory: torch.Tensor, held: Piece) -> int:
-    """What a box of a parameter, which begins the memory, adds to the CRC-32 of all of it."""
-    shape = true_shape(spec)
-    steps = strides(shape)
-    at = memory.storage_offset()
-    values = torch.as_strided(memory, held.full.shape, held.strides, at).contiguous().cpu()
-    size = values.element_size()
-    runs, places, elems = _runs(held.full.shape, steps)
-    rows = values.view(-1).view(torch.uint8).numpy().reshape(-1, elems * size)
-    sum_ = of_runs(rows, runs, [step * size for step in places])
+def _sum(part: HeldPart, known: KnownSums) -> int:
+    """What a part of a parameter adds to the CRC-32 of all of it."""
+    shape, held, steps = part.held.full.shape, part.held, strides(part.shape)
+    size = part.memory.element_size()
+    runs, places, elems = _runs(shape, steps)
+    is_run = not runs and held.strides == strides(shape)  # there, and in memory
+    found = known.linear(*part.place) if is_run else None
+    if found is None:
+        at = part.memory.storage_offset()
+        values = torch.as_strided(part.memory, shape, held.strides, at).contiguous().cpu()
+        rows = values.view(-1).view(torch.uint8).numpy().reshape(-1, elems * size)
+        found = of_runs(rows, runs, [step * size for step in places])
     last = sum((stop - 1) * step for stop, step in zip(held.full.stop, steps, strict=True))
-    return shifted(sum_, (prod(shape) - last - 1) * size)
+    return shifted(found, (prod(part.shape) - last - 1) * size)
 
 
 def _runs(shape: Ints, steps: Ints) -> tuple[list[int], list[int], int]:
@@ -303,7 +357,7 @@ def table_of(manifest: Manifest, joined: JoinedSums) -> tuple[dict[str, dict[str
     shares, apart = joined.shares(), joined.apart
     found: dict[tuple[str, str, str], tuple[int, int]] = {}  # sum, elements
     for (name, state, dtype, box), sum_ in shares.items():
-        true = box.meet(_true_box(manifest.by_name[name]))
+        true = box.meet(whole(true_shape(manifest.by_name[name])))
         before = found.get((name, state, dtype), (0, 0))
         elems = before[1] + (true.numel if true else 0)
         found[name, state, dtype] = before[0] ^ sum_, elems
@@ -375,10 +429,15 @@ def sums_of_rank(held: Holder, only: Only = lambda slot, param: True) -> Sums:
     return sums_of(held.manifest, wants, held.read, only=only)
 
 
-def sums_of_memory(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> Sums:
-    """What the memory of whole slots adds to it."""
+def parts_of_memory(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> list[HeldPart]:
+    """What the memory of whole slots has of parameters."""
     wants = [(slot, slot.state) for slot in held]
-    return sums_of(manifest, wants, lambda slot, first, last: held[slot][first:last])
+    return [*held_parts(manifest, wants, lambda slot, first, last: held[slot][first:last])]
+
+
+def sums_of_memory(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> Sums:
+    """What the memory of whole slots adds to the fingerprint."""
+    return sums_of_parts(parts_of_memory(manifest, held))
 
 
 def recorded_as(table: Table, apart: Sequence[str]) -> dict[str, Any]:

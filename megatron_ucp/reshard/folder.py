@@ -26,6 +26,7 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.store import Location, StorePath, location, real, upload
 from megatron_ucp.formats.tags import require_no_pointer
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.checksums import KnownSums
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.files import WINDOW_BYTES, ThreadMemory, pool
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
@@ -633,7 +634,8 @@ def record_crcs(ranges: Iterable[WrittenRange]) -> dict[int, int]:
 
 class RangeWriter:
     """Writes ranges of files on this rank: `now`, or `later` from memory that nobody changes until
-    then, such as a snapshot. `wrote` is told of each range."""
+    then, such as a snapshot. `wrote` is told of each range; `known` takes the sums of their
+    memory."""
 
     def __init__(
         self, sync: output_folder.Syncs, wrote: Callable[[FileRange], None] | None = None
@@ -641,6 +643,7 @@ class RangeWriter:
         self.sync, self._wrote = sync, wrote
         self.waiting: list[FileRange] = []
         self.written: list[WrittenRange] = []
+        self.known = KnownSums()
         self._files: dict[Location, OutFile] = {}
 
     @property
@@ -699,7 +702,8 @@ class RangeWriter:
         data = bytes_of(one.memory.cpu())
         self.file(one.path).write(data, one.at)
         if one.record is not None:
-            self.written.append(WrittenRange(one.path, one.record, one.at, len(data), crc32(data)))
+            crc = self.known.crc32(data, one.memory.data_ptr())
+            self.written.append(WrittenRange(one.path, one.record, one.at, len(data), crc))
         if self.sync.durable and len(data) >= _BEGIN_SYNC_BYTES:
             begin_sync(one.path, one.at, len(data))
         if self._wrote is not None:

@@ -16,9 +16,10 @@ from megatron_ucp.engines import pt_files
 from megatron_ucp.engines import save as saves
 from megatron_ucp.engines.background import background_of
 from megatron_ucp.engines.deepspeed import save as saving
+from megatron_ucp.reshard import fingerprint
 from megatron_ucp.reshard.folder import RangeWriter
 from megatron_ucp.reshard.options import WAYS
-from tests.engines.canonical import canonical, differences
+from tests.engines.canonical import canonical, differences, everywhere
 from tests.engines.model import Setup, make_engine, train
 from tests.engines.save_jobs import listing
 
@@ -398,4 +399,39 @@ def refused_in_the_call(setup: Setup, folder: str, on_error: str) -> dict[str, A
     dist.barrier()
     out["left"] = [name for name in listing(folder) if not name.startswith(".")]
     engine.destroy()
+    return out
+
+
+def summed_again(source: Setup, target: Setup, folder: str) -> dict[str, int]:
+    """Bytes of memory at which the fingerprint looks itself, on all ranks, as one state is saved
+    by each way, and as the last save is loaded."""
+    stock, seen = fingerprint.of_runs, list[int]()
+
+    def counting(rows: Any, *args: Any) -> int:
+        seen.append(rows.nbytes)
+        return stock(rows, *args)
+
+    def looked_at(work: Callable[[], Any]) -> int:
+        seen.clear()
+        work()
+        return sum(everywhere(sum(seen)))
+
+    engine = make_engine(source, attach=False)
+    train(engine, 2)
+    ucp.attach(engine, save="background")
+    out: dict[str, int] = {}
+    with mock.patch.object(fingerprint, "of_runs", counting):
+        for way in WAYS:
+            engine.ucp.save_options = replace(engine.ucp.save_options, way=way)
+
+            def save() -> None:
+                engine.save_checkpoint(folder)
+                ucp.wait(engine)
+
+            out[way] = looked_at(save)
+        fresh = make_engine(target)
+        out["load"] = looked_at(lambda: ucp.load(fresh, folder))
+        out["engine"] = looked_at(lambda: ucp.fingerprint(fresh))
+    engine.destroy()
+    fresh.destroy()
     return out

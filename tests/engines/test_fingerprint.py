@@ -20,7 +20,7 @@ import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.formats.output_folder import entry_of
-from megatron_ucp.reshard.checksums import linear, of_runs, shifted, standard
+from megatron_ucp.reshard.checksums import KnownSums, linear, of_runs, shifted, standard
 from tests.engines import direct_jobs, pipeline_jobs, tensor_jobs
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
@@ -62,6 +62,26 @@ def test_parts_in_any_order_add_up() -> None:
     (low, high), *_ = runs
     total ^= shifted(linear(whole[low:high]), len(whole) - high)  # a run that is missing
     assert standard(total, len(whole)) != crc32(whole)
+
+
+def test_known_sums_are_those_of_exactly_their_bytes() -> None:
+    plan = random.Random(7)
+    for _ in range(200):
+        data = plan.randbytes(plan.randint(2, 400))
+        first = plan.randrange(10**6)
+        edges = sorted({plan.randint(0, len(data)) for _ in range(plan.randint(0, 5))})
+        known = KnownSums(first + edge for edge in edges)
+        at = [0, *sorted({plan.randint(0, len(data)) for _ in range(3)}), len(data)]
+        for low, high in itertools.pairwise(at):  # as it is written, in pieces
+            assert known.crc32(data[low:high], first + low) == crc32(data[low:high])
+        for low, high in itertools.combinations(sorted({*edges, *at}), 2):
+            assert known.linear(first + low, high - low) == linear(data[low:high])
+        assert known.linear(first, len(data) + 1) is None
+        assert known.linear(first - 1, len(data)) is None
+        inner = {*range(len(data))} - {*edges, *at}
+        for low in inner:
+            assert known.linear(first + low, len(data) - low) is None
+            assert known.linear(first, low) is None
 
 
 # ------------------------------------------------ one state, one fingerprint
@@ -316,3 +336,15 @@ def test_a_load_says_how_much_was_compared(sources: Sources, tmp_path: Path) -> 
         assert found.done_bytes // 2 < part.done_bytes < part.loaded_bytes
         assert re.search(r"fingerprint of [\d.]+ of [\d.]+ kB compared", str(wider))
         assert unchecked.fingerprint is None and "checksums not compared" in str(unchecked)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_was_summed_as_it_was_read_or_written_is_not_summed_again(
+    ranks: RankPool, tmp_path: Path, zero: int
+) -> None:
+    target = Setup(zero, "bf16", seed=9)
+    for found in ranks.run(2, direct_jobs.summed_again, SOURCE, target, str(tmp_path)):
+        assert min(found["stock"], found["engine"]) > 3000
+        assert found["background"] == found["load"] == 0
+        assert found["direct"] < 200  # copies of what the first rank writes, which may differ

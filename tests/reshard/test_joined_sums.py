@@ -15,7 +15,16 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.reshard import fingerprint
-from megatron_ucp.reshard.fingerprint import JoinedSums, Sums, joined_sums, sums_of_memory
+from megatron_ucp.reshard.execute import bytes_of
+from megatron_ucp.reshard.fingerprint import (
+    JoinedSums,
+    Sums,
+    joined_sums,
+    known_sums,
+    parts_of_memory,
+    sums_of_memory,
+    sums_of_parts,
+)
 from megatron_ucp.reshard.threads import in_threads
 from tests.reshard.thread_ranks import run
 
@@ -117,3 +126,23 @@ def test_sums_of_large_memory_are_those_of_one_thread(monkeypatch: pytest.Monkey
     assert sums_of_memory(manifest, memory) == want and len(want) == 10
     memory[Slot(4, (), 0, "fp32")][0] += 1
     assert sums_of_memory(manifest, memory) != want
+
+
+def test_what_is_stored_in_another_order_is_not_summed_by_its_bytes() -> None:
+    params = (
+        ParamSpec("turned", (6, 5), "float32", "trainable", order=(1, 0)),
+        ParamSpec("plain", (6, 5), "float32", "trainable"),
+    )
+    buffers = tuple(alone(one.name, one.elems, (("fp32", "float32"),), 0) for one in params)
+    manifest = Manifest(Keeper.ZERO_0, Mesh(), params, buffers, (ParamGroup({}),))
+    memory = {Slot(number, (), 0, "fp32"): torch.rand(30) for number in range(2)}
+    parts = parts_of_memory(manifest, memory)
+    known = known_sums(parts)
+    for one in memory.values():
+        known.crc32(bytes_of(one), one.data_ptr())
+    assert sums_of_parts(parts, known) == sums_of_memory(manifest, memory)
+    for one in memory.values():  # where the sum is known nobody looks
+        one[0] += 1
+    unlike = sums_of_memory(manifest, memory)
+    kept = sums_of_parts(parts, known)
+    assert [key[0] for key in kept if kept[key] != unlike[key]] == ["plain"]

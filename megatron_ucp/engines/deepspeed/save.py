@@ -9,7 +9,7 @@ import dataclasses
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,7 +62,7 @@ from megatron_ucp.formats.deepspeed.tp_patterns import (
 from megatron_ucp.formats.output_folder import Syncs
 from megatron_ucp.formats.store import Location, StorePath, location
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import Sums, sums_of_memory
+from megatron_ucp.reshard.fingerprint import HeldPart, parts_of_memory
 from megatron_ucp.reshard.folder import save_error_of
 from megatron_ucp.reshard.options import BACKGROUND, STOCK
 
@@ -207,11 +207,23 @@ class EngineSave(SaveRequest):
         steps = _steps_of(live)
         drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
         state = read_state(live.shard, self.client_state, drawn_now, self.aside)
-        files = self._rank_files(sync, left)
+        files, summed = self._rank_files(sync, left), agree.KeptBack()
+        is_kept = files is not None and files.snapshot is not None
+        held = {} if is_kept else held_by(live, files)
+
+        def parts() -> Sequence[HeldPart]:
+            return parts_of_memory(live.manifest, held)
+
+        with summed:  # before DeepSpeed's collectives, in which nobody may be missing
+            if files is not None:
+                files.parts = parts
+                if not is_kept:
+                    files.sum_parts()
         before = time.perf_counter()
         written = self._stock(files)
         stock_seconds = time.perf_counter() - before
         with as_save_error(), agree.gathering() as block:
+            summed.raise_kept()
             paths = _whole(written)
             block.value = live.shard.not_carried(), None if files is None else files.shared()
         unknown, shared = zip(*block.values, strict=True)
@@ -219,16 +231,12 @@ class EngineSave(SaveRequest):
             if files is not None:
                 files.share(shared)
             require_unstepped(steps, _steps_of(live))
-        held = held_by(live, files)
-
-        def sums() -> Sums:
-            return sums_of_memory(live.manifest, held)
+        if is_kept:
+            held |= held_by(live, files)
 
         def saved() -> Manifest:
             return _without_frozen(live.manifest) if self.exclude_frozen else live.manifest
 
-        if files is not None:
-            files.sums = sums
         notes = [*_note_of_states(flat(unknown)), *state.notes]
         if planned and kept is not None:
             notes.append(OTHER_TENSORS)
@@ -237,7 +245,7 @@ class EngineSave(SaveRequest):
             saved,
             lambda: live.manifest,
             replace(state, notes=tuple(notes)),
-            files or StockFiles(self.aside, paths, sync, sums),
+            files or StockFiles(self.aside, paths, sync, parts),
             stock_seconds,
             planned,
         )

@@ -71,6 +71,7 @@ from megatron_ucp.formats.tags import (
     newest_named,
 )
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.checksums import KnownSums
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.fingerprint import Sums, sums_of, sums_of_rank
 from megatron_ucp.reshard.folder import (
@@ -400,15 +401,16 @@ class FingerprintWriter:
         self._copies = _copies(present, output)
         self._windows: dict[tuple[int, Slot, int], Sums] = {}
 
-    def wrote(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
-        """Elements of a part of the output."""
+    def wrote(
+        self, part: int, slot: Slot, low: int, memory: torch.Tensor, known: KnownSums
+    ) -> None:
+        """Elements of a part of the output. Those of one run were summed as they were written."""
         state = self._output.stands_for(part, slot)
         if state is None:
             return
         target, window = self._output.parts[part].target, (low, low + len(memory))
-        found = sums_of(
-            target, [(slot, state)], lambda _, a, b: memory[a - low : b - low], within=window
-        )
+        wants, read = [(slot, state)], lambda _, a, b: memory[a - low : b - low]
+        found = sums_of(target, wants, read, within=window, known=known)
         # some weights are written twice, under two keys
         self._windows[part, slot, low] = {
             (name, kept, dtype, *self._output.home(part, slot.buffer)): sum_
@@ -547,7 +549,7 @@ class StackSink(RanksFolderSink):
         piece = self._pieces[one.path, one.record or 0]
         memory = one.memory.view(TORCH_DTYPES[piece.dtype])
         low = (one.at - piece.place) // memory.element_size()
-        self._sums.wrote(piece.part, piece.slot, low, memory)
+        self._sums.wrote(piece.part, piece.slot, low, memory, self.writer.known)
 
     @contextmanager
     def _life(self) -> Iterator[None]:
