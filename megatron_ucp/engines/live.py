@@ -1,7 +1,7 @@
 """A live engine as its ranks together, whatever trains in it: its tensors, its optimizer's
 groups, what its model computes, and whether a failed load left it unusable."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -108,6 +108,25 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat_view(tensor if order is None else tensor.permute(order))
 
 
+def parts_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules, and all in them, each once. In a fraction of the time of `modules()`, which
+    makes a name for each: a save asks several times while training waits."""
+    found: dict[torch.nn.Module, None] = {}
+    waiting: list[torch.nn.Module | None] = [*modules]
+    while waiting:
+        part = waiting.pop()
+        if part is not None and part not in found:
+            found[part] = None
+            waiting += part._modules.values()
+    return [*found]
+
+
+def params_of(parts: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters of `parts_of` modules, each once."""
+    held = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
+    return [*held.values()]
+
+
 # what decides which entries a module has in its state dict, and under which names
 _OF_STATE_DICT = (
     "_modules",
@@ -127,9 +146,10 @@ def tensors_lie_at(
     states: another list where a tensor, its memory, how many a group has, or what stands in the
     state dict of a module, is another one. Counts of steps are left out: nobody looks at their
     memory again, and some optimizers keep a new tensor for each step."""
-    params = [param for module in modules for param in module.parameters()]
+    parts = parts_of(modules)
+    params = params_of(parts)
     held = [getattr(param, "ds_tensor", param) for param in params]  # of ZeRO-3 the partition
-    held += [one for module in modules for one in module.buffers()]
+    held += [one for part in parts for one in part._buffers.values() if one is not None]
     for master in masters:
         states = next((one.state[master] for one in optimizers if master in one.state), {})
         held.append(master)
@@ -138,9 +158,8 @@ def tensors_lie_at(
                 held.append(one)
     groups = [len(group["params"]) for one in optimizers for group in one.param_groups]
     who = [*map(id, modules), *map(id, params), *map(id, masters)]
-    parts = [part for module in modules for part in module.modules()]
     dicts = [[len(one.__dict__[kept]) for kept in _OF_STATE_DICT] for one in parts]
-    return [who, groups, dicts, [(one.data_ptr(), tuple(one.shape), one.dtype) for one in held]]
+    return [who, groups, dicts, [(one.data_ptr(), one.shape, one.dtype) for one in held]]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,12 +1,14 @@
 """The `.pt` files of a save, written by this package in the place of `torch.save`: the same
 records, so that whatever loads the one loads the other."""
 
+import copyreg
 import hashlib
 import io
 import os
 import pickle
 import socket
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._utils import _rebuild_tensor_v2, get_tensor_metadata
 from torch.serialization import location_tag
 
 from megatron_ucp.core.grouping import grouped
@@ -44,7 +47,6 @@ from megatron_ucp.reshard.threads import Alongside, threads_of_rank
 
 
 _PROTOCOL = 2  # as torch.save
-_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ def live_archive(value: object, path: Location) -> LiveArchive:
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)
-    sizes = {key: storage.nbytes() for key, storage in pickler.storages.items()}
+    storages = pickler.storages.by_key
+    sizes = {key: storage.nbytes() for key, storage in storages.items()}
     layout = archive_of(path.stem, stream.getvalue(), sizes)
-    memory = {key: storage_bytes(storage) for key, storage in pickler.storages.items()}
+    memory = {key: storage_bytes(storage) for key, storage in storages.items()}
     return LiveArchive(path, layout, memory)
 
 
@@ -74,31 +77,100 @@ def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class _Pickler(pickle.Pickler):
-    """Keeps storages apart, under the ids that `torch.load` knows. Source of the ids: the function
-    `_save` of torch/serialization.py."""
+class _StorageId:
+    """The id of a tensor's storage, as `persistent_id` returns it."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=_PROTOCOL)
-        self.storages: dict[str, torch.UntypedStorage] = {}
+    __slots__ = ("id",)
+
+    def __init__(self, id: tuple[Any, ...]) -> None:
+        self.id = id
+
+
+class _Storages:
+    """The storages that a pickle names, under the ids that `torch.load` knows. Source of the ids:
+    the function `_save` of torch/serialization.py."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, torch.UntypedStorage] = {}
+        self._ids: dict[tuple[int, torch.dtype], tuple[Any, ...]] = {}
         self._keys: dict[int, str] = {}  # by the storage's place in memory of torch
         self._dtypes: dict[int, torch.dtype] = {}  # by the first byte
 
+    def id_of(self, storage: torch.UntypedStorage, dtype: torch.dtype, kind: Any) -> Any:
+        """The id of a storage with elements of a dtype, for which torch has the class `kind`: each
+        time another tuple, as pickles name one tuple that comes twice by a shorter code. Raises
+        RuntimeError where the storage was saved under another dtype before."""
+        known = self._ids.get((storage._cdata, dtype))
+        if known is None:
+            place = storage.data_ptr()
+            if place and self._dtypes.setdefault(place, dtype) != dtype:
+                raise RuntimeError("two tensors of different dtypes share their memory")
+            key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
+            self.by_key[key] = storage
+            known = kind, key, location_tag(storage), storage.nbytes() // dtype.itemsize
+            self._ids[storage._cdata, dtype] = known
+        return "storage", *known
+
+    def reduced(self, tensor: torch.Tensor) -> Any:
+        """What `Tensor.__reduce_ex__` returns. Of a tensor that is nothing but dense elements, as
+        most are, the same without the time that torch takes to find that out."""
+        kind = _KINDS.get(tensor.dtype)
+        is_plain = (
+            kind is not None
+            and tensor.layout is torch.strided
+            and (tensor.is_cpu or tensor.is_cuda)
+            and not tensor.is_nested
+            and not tensor.__dict__
+            and not tensor._backward_hooks
+            and not get_tensor_metadata(tensor)
+        )
+        if not is_plain:
+            return tensor.__reduce_ex__(_PROTOCOL)
+        return _rebuild_tensor_v2, (
+            _StorageId(self.id_of(tensor.untyped_storage(), tensor.dtype, kind)),
+            tensor.storage_offset(),
+            tuple(tensor.size()),
+            tensor.stride(),
+            tensor.requires_grad,
+            OrderedDict(),  # of hooks, which torch does not save either
+        )
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps the storages of what it pickles apart."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=_PROTOCOL)
+        self.storages = _Storages()
+        self.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: self.storages.reduced}
+
     def persistent_id(self, obj: Any) -> Any:
         """Of a storage; None for all else, which is pickled."""
-        if not isinstance(obj, _STORAGES):  # asked for every value in the tree
+        cls = type(obj)  # nothing slower: this is asked for every value in the tree
+        if cls is _StorageId:
+            return obj.id
+        if cls not in _STORAGES:
             return None
-        if isinstance(obj, torch.UntypedStorage):
-            storage, dtype = obj, torch.uint8
-            kind, elems = torch.UntypedStorage, obj.nbytes()
-        else:
-            storage, dtype = obj._untyped_storage, obj.dtype
-            kind, elems = getattr(torch, obj._pickle_storage_type()), obj._size()
-        if storage.data_ptr() and self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
-            raise RuntimeError("two tensors of different dtypes share their memory")
-        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
-        self.storages[key] = storage
-        return "storage", kind, key, location_tag(storage), elems
+        if cls is torch.UntypedStorage:
+            return self.storages.id_of(obj, torch.uint8, torch.UntypedStorage)
+        kind = getattr(torch, obj._pickle_storage_type())
+        return self.storages.id_of(obj._untyped_storage, obj.dtype, kind)
+
+
+_STORAGES = frozenset({torch.storage.TypedStorage, torch.UntypedStorage})
+# torch's class of storages for each dtype whose tensors have no more than a storage in a pickle
+_KINDS = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
 
 
 # ---- the files that stock DeepSpeed wrote
@@ -394,21 +466,24 @@ def _range(path: Location, record: int, memory: torch.Tensor, turn: int, turns: 
 _GATHERED = (1, 2)  # ZeRO stages at which every rank gets all weights from those that step them
 
 
-def replicas_of(engine: Any) -> Replicas:
-    """Storages of weights that are the same on all ranks of the data-parallel group, by the name of
-    the first parameter in each. Experts are not: fewer ranks share them."""
+def replicated_params(engine: Any) -> dict[str, torch.nn.Parameter]:
+    """Of each storage of weights that is the same on all ranks of the data-parallel group the first
+    parameter, by its name. Experts are not: fewer ranks share them."""
     if engine.zero_optimization_stage() not in _GATHERED or not dist.is_initialized():
-        return Replicas()
-    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+        return {}
+    found: dict[int, tuple[str, torch.nn.Parameter]] = {}
     apart: set[int] = set()
     for name, param in engine.module.named_parameters():
-        storage = param.untyped_storage()
-        found.setdefault(storage.data_ptr(), (name, storage))
+        place = param.untyped_storage().data_ptr()
+        found.setdefault(place, (name, param))
         if not param.requires_grad or not getattr(param, "allreduce", True):
-            apart.add(storage.data_ptr())
-    memory = {
-        name: storage_bytes(storage)
-        for place, (name, storage) in found.items()
-        if place not in apart
-    }
+            apart.add(place)
+    return dict(first for place, first in found.items() if place not in apart)
+
+
+def replicas_of(engine: Any, params: Mapping[str, torch.nn.Parameter]) -> Replicas:
+    """The storages of `replicated_params`."""
+    if not params:
+        return Replicas()
+    memory = {name: storage_bytes(param.untyped_storage()) for name, param in params.items()}
     return Replicas(tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group)), memory)

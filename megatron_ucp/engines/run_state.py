@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -56,13 +57,6 @@ def file_name(rank: int) -> str:
     return f"{RANDOM_STATES}{rank:05d}.safetensors"
 
 
-def file_bytes() -> bytes:
-    """What such a file holds."""
-    from safetensors.torch import save
-
-    return save(states())
-
-
 def states() -> dict[str, torch.Tensor]:
     """The generators of torch, numpy, Python, the GPU, and every tracker of tensor-parallel
     regions, as tensors."""
@@ -73,7 +67,8 @@ def states() -> dict[str, torch.Tensor]:
         "numpy": torch.from_numpy(np.array(keys, dtype=np.int64)),
         "numpy_place": torch.tensor([place, has_gauss]),
         "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
-        "python": torch.tensor([version, *internal]),
+        # by way of numpy, which takes a third of the time
+        "python": torch.from_numpy(np.array([version, *internal], dtype=np.int64)),
         "python_gauss": torch.tensor(
             [math.nan if gauss_next is None else gauss_next], dtype=torch.float64
         ),
@@ -459,30 +454,39 @@ class _Rest:
 
 @dataclass(frozen=True)
 class DrawnState:
-    """What a program moves that draws data: random states, as the bytes of a file (None: they are
-    not kept), and what a manifest says of the position of a loader."""
+    """What a program moves that draws data: random states (None: they are not kept), and what a
+    manifest says of the position of a loader."""
 
-    random: bytes | None
+    random: Mapping[str, torch.Tensor] | None
     position: Mapping[str, Any]
 
     @classmethod
     def now(cls, loader: ResumableLoader | None, rng: bool) -> "DrawnState":
         """As it is."""
         position = {} if loader is None else {"data": loader.state_dict()}
-        return cls(file_bytes() if rng else None, position)
+        return cls(states() if rng else None, position)
 
 
 @dataclass(frozen=True)
 class RunState:
     """What one rank has of a run besides elements. `facts` are lines of the manifest's `run`, the
-    same on all ranks; `files` what this rank alone has, as small files by their names; `notes` say
-    what no load on another mesh gets. Nothing of it changes when the engine trains on. A conversion
-    carries only the facts that `reshard/writers.CARRIED` lists.
+    same on all ranks; `texts` and `random` what this rank alone has, by the names of small files;
+    `notes` say what no load on another mesh gets. Nothing of it changes when the engine trains on.
+    A conversion carries only the facts that `reshard/writers.CARRIED` lists.
     """
 
     facts: Mapping[str, Any]
-    files: Mapping[str, bytes]
+    texts: Mapping[str, bytes]
+    random: Mapping[str, Mapping[str, torch.Tensor]]
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """The small files of this rank. Those of random states are made when they are asked for: a
+        save in the background does that beside training."""
+        from safetensors.torch import save
+
+        return {**self.texts, **{name: save({**held}) for name, held in self.random.items()}}
 
     @classmethod
     def of_ranks(
@@ -495,21 +499,34 @@ class RunState:
         """What `read` gives on each rank: facts, and the values that the rank has for itself. Those
         are compared, and what differs is kept for each. Errors name the file in `folder`.
         Collective. Raises SaveError."""
-        rank, files = agree.world()[0], dict[str, bytes]()
+        return cls.with_values(read, drawn_now, folder, notes)[0]
+
+    @classmethod
+    def with_values(
+        cls,
+        read: Callable[[], tuple[Mapping[str, Any], LiveValues]],
+        drawn_now: Callable[[], DrawnState],
+        folder: Location,
+        notes: Sequence[str] = (),
+        also: Callable[[], Any] | None = None,
+    ) -> tuple["RunState", list[Any]]:
+        """As `of_ranks`; and what `also` returns on each rank, which goes with the same
+        messages."""
+        rank, texts = agree.world()[0], dict[str, bytes]()
         with agree.gathering() as block:
             found, own = read()
             place = drawn_now()
-            if place.random is not None:
-                files[file_name(rank)] = place.random
             facts = copy.deepcopy({**found, **place.position})
-            block.value = own.digest()
-        if differing := own.differing(block.values):
+            block.value = own.digest(), None if also is None else also()
+        digests, values = zip(*block.values, strict=True)
+        if differing := own.differing(digests):
             name = per_rank.file_name(rank)
             with agree.together():
-                files[name] = own.text(folder / name, differing).encode()
+                texts[name] = own.text(folder / name, differing).encode()
             facts[per_rank.PER_RANK] = differing.as_value()
             notes = [*notes, f"differs from rank to rank, and is kept for each: {differing}"]
-        return cls(facts, files, tuple(notes))
+        drawn = {} if place.random is None else {file_name(rank): place.random}
+        return cls(facts, texts, drawn, tuple(notes)), [*values]
 
 
 # ---- what a refit moves each time

@@ -626,6 +626,38 @@ _LIVE = ", objects of classes that are found in their modules and are their attr
 _MAX_TEXT = 2**22  # of a group, of which a manifest may hold several
 
 
+_PLAIN_LEVELS, _PLAIN_VALUES, _PLAIN_TEXT = 8, 1000, 1000
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is nothing but numbers and short texts, in a few lists, tuples and
+    dictionaries, as most schedules and hyper-parameters are. Every load gives such a value back,
+    and no pickle of it has to be made and read to know that."""
+    level = [value]
+    for _ in range(_PLAIN_LEVELS):
+        deeper: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is dict:
+                deeper += [*item, *item.values()]
+            elif kind is list or kind is tuple:
+                deeper += item
+            elif kind is str:
+                if len(item) > _PLAIN_TEXT or not item.isascii():
+                    return False
+            elif kind is int:
+                if item.bit_length() > 63:
+                    return False
+            elif kind is not float and kind is not bool and item is not None:
+                return False
+        if not deeper:
+            return True
+        if len(deeper) > _PLAIN_VALUES:
+            return False
+        level = deeper
+    return False
+
+
 def refuse_strange(
     saved: Iterable[SavedValue],
     error: type[UcpError] = UnsupportedError,
@@ -635,6 +667,8 @@ def refuse_strange(
     """Raises an error of that class for a value that no load could give back as it is; `file` is
     the one that it would go into. What is strange may be `left` to the engine that loads."""
     for item in saved:
+        if is_plain(item.value):
+            continue
         problems = () if left else strange(item.value, item.name, item.live)
         problem = next((f"{place}: {text}" for place, text in problems), "")
         if not problem and (why := unreadable(item.value, left)):
@@ -838,8 +872,13 @@ def _require_alike(names: Collection[str]) -> None:
         )
 
 
+_ATOMS = frozenset({type(None), bool, int, float})
+
+
 def _digest(value: Any) -> str:
     """Of type and bits of a plain value. Tensors are read where they lie."""
+    if type(value) in _ATOMS and value == value:  # of what is no number the text has no bits
+        return hashlib.sha256(f"{type(value).__name__} {value!r}".encode()).hexdigest()
     text = json.dumps(_unordered(coded(inert(value, _sum))), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

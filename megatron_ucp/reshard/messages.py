@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -263,13 +262,18 @@ class DefaultRanks(Ranks):
     def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
         import torch.distributed as dist
 
-        message = partial(dist.P2POp, group=self._group, tag=self._TAG)
         coming = {rank: of_bytes(bytes(size)).to(self._device) for rank, size in sizes.items()}
-        messages = [message(dist.irecv, own, self._peer(rank)) for rank, own in coming.items()]
-        for rank, data in sent.items():
-            own = of_bytes(data).to(self._device)
-            messages.append(message(dist.isend, own, self._peer(rank)))
-        for work in dist.batch_isend_irecv(messages):
+        going = {rank: of_bytes(data).to(self._device) for rank, data in sent.items()}
+        messages = [(dist.irecv, own, self._peer(rank)) for rank, own in coming.items()]
+        messages += [(dist.isend, own, self._peer(rank)) for rank, own in going.items()]
+        where: dict[str, Any] = {"group": self._group, "tag": self._TAG}
+        if self._device == "cpu":  # gloo has no use for a batch, which takes as long as the message
+            works: list[Any] = [does(own, peer, **where) for does, own, peer in messages]
+        else:
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(does, own, peer, **where) for does, own, peer in messages]
+            )
+        for work in works:
             work.wait()
         return {rank: to_bytes(memory) for rank, memory in coming.items()}
 

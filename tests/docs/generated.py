@@ -389,8 +389,8 @@ def load_range() -> str:
     share = more["a load, on top of one by checksums alone"]
     return (
         f"With checksums on, a load takes {min(which):.2f} to {max(which):.2f} of the time of "
-        "DeepSpeed's own load of the target's layout; comparing the fingerprint instead adds "
-        f"{share:.0%}."
+        "DeepSpeed's own load of the target's layout; comparing the fingerprint instead changes "
+        f"that by {share:+.0%}."
     )
 
 

@@ -118,9 +118,9 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "saves",
-        "engines/test_saves, engines/test_kept_plans, engines/test_direct, engines/test_beside, "
-        "engines/test_ends, "
-        "engines/test_hung, engines/test_trainers, engines/test_lightning",
+        "engines/test_saves, engines/test_kept_plans, engines/test_direct, engines/test_blocked, "
+        "engines/test_pt_pickles, engines/test_beside, engines/test_ends, engines/test_hung, "
+        "engines/test_trainers, engines/test_lightning",
         "`torch.save` record by record; kills at random moments; exit codes",
     ),
     (

@@ -9,6 +9,7 @@ import torch
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.names import Keeper
+from megatron_ucp.engines.live import params_of, parts_of
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.formats.deepspeed.optimizers import steps_matrices, uncut_states
@@ -500,13 +501,10 @@ def drop_gradients(engine: Any, wrapper: Wrapper) -> list[str]:
 
 
 def _gradients_wait(engine: Any, opt: Any) -> bool:
-    held = (
-        getattr(param, name, None)
-        for param in engine.module.parameters()
-        for name in ("grad", "grad_accum")
-    )
-    if any(isinstance(grad, torch.Tensor) for grad in held):
-        return True
+    for param in params_of(parts_of([engine.module])):
+        for grad in (param.grad, getattr(param, "grad_accum", None)):
+            if grad is not None and isinstance(grad, torch.Tensor):
+                return True
     averaged: Any = getattr(opt, "averaged_gradients", None) or {}
     if any(grads is not None for grads in averaged.values()):
         return True

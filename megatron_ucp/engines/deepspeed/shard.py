@@ -43,6 +43,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     wrapper_of,
 )
 from megatron_ucp.engines.live import dtype_name, group_of, order_of, spec_of
+from megatron_ucp.engines.pt_files import replicated_params
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.family import Model
@@ -135,6 +136,12 @@ class LocalShard:
         """What this rank has of the optimizer's flat buffers."""
         found = [live for live in self.wrapper.buffers() if live.length or not self.uneven]
         return [own for live in found for own in self._by_expert(live)]
+
+    @cached_property
+    def replicated(self) -> Mapping[str, torch.nn.Parameter]:
+        """As `replicated_params`: parameters and no storages, so that whoever keeps this keeps no
+        memory that the engine let go of."""
+        return replicated_params(self.engine)
 
     def _own_names(self, name: str) -> list[str]:
         """The module's name of a parameter, or those of the slices of a stacked one."""

@@ -18,7 +18,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     wrapper_of,
 )
 from megatron_ucp.engines.deepspeed.shard import LocalShard, parallel_of
-from megatron_ucp.engines.live import recorded_settings
+from megatron_ucp.engines.live import parts_of, recorded_settings
 from megatron_ucp.engines.record import run_of
 from megatron_ucp.engines.run_state import (
     SEED,
@@ -36,6 +36,7 @@ from megatron_ucp.engines.values import (
     SavedValue,
     Values,
     inert,
+    is_plain,
     members_by_value,
     named_in,
     names_of,
@@ -159,11 +160,18 @@ def set_states(module: torch.nn.Module, found: Mapping[str, Any]) -> None:
 def _keepers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The modules with methods of their own for it, by the names of their entries."""
     none = torch.nn.Module
+    kinds = {
+        kind
+        for kind in {type(part) for part in parts_of([module])}
+        if kind.get_extra_state is not none.get_extra_state
+        and kind.set_extra_state is not none.set_extra_state
+    }
+    if not kinds:  # names are made of none
+        return {}
     return {
         f"{name}.{_KEY}" if name else _KEY: held
         for name, held in module.named_modules()
-        if type(held).get_extra_state is not none.get_extra_state
-        and type(held).set_extra_state is not none.set_extra_state
+        if type(held) in kinds
     }
 
 
@@ -518,9 +526,11 @@ def read_state(
     client_state: Any,
     drawn_now: Callable[[], DrawnState],
     folder: Location = Path(),
-) -> RunState:
-    """The state of the run that is no element of a tensor. Errors name files in `folder`.
-    Collective. Raises SaveError."""
+    also: Callable[[], Any] | None = None,
+) -> tuple[RunState, list[Any]]:
+    """The state of the run that is no element of a tensor; and what `also` returns on each rank,
+    which goes with the same messages. Errors name files in `folder`. Collective. Raises SaveError
+    and what `also` raises, on every rank."""
     notes, middle = list[str](), _middle(shard)
     if middle:
         notes.append(
@@ -531,7 +541,7 @@ def read_state(
     def read() -> tuple[dict[str, Any], LiveValues]:
         return {**_facts(shard), **middle}, _own_values(shard, client_state)
 
-    return RunState.of_ranks(read, drawn_now, folder, notes)
+    return RunState.with_values(read, drawn_now, folder, notes, also)
 
 
 def state_now(
@@ -564,7 +574,8 @@ def _facts(shard: LocalShard) -> dict[str, Any]:
     import deepspeed
 
     engine, model, module = shard.engine, shard.model, shard.engine.module
-    kept = [one.value for one in saved_by_engine(engine)]
+    # a plain value names no class
+    kept = [one.value for one in saved_by_engine(engine) if not is_plain(one.value)]
     optional = {
         RECORDED: recorded_settings(module) if model is None else recorded(model.sizes, module),
         RENAMED: shard.renamed,
