@@ -9,6 +9,9 @@ is packed while the one before it is on its way.
 Messages go as their backend does it best. From devices all messages of a round are one all-to-all.
 From a CPU each goes by itself; where two ranks share a machine its values go through memory that
 both have mapped, and one byte says that they are there.
+
+A rank that may read the memory of another one's process needs no rounds of that one: it reads what
+it takes from where it lies, after one byte that says that it is there.
 """
 
 import math
@@ -20,6 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from isal import isal_zlib
@@ -32,6 +36,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender
 from megatron_ucp.reshard.execute import NEVER, OfOp, TensorOf, UsedUp, bytes_of
 from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of
+from megatron_ucp.reshard.process_memory import LyingAt, is_readable, lying_at, new_mark, read_runs
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -47,7 +52,8 @@ EXTRA_BYTES = 256 * 2**20
 _MOST_BYTES, _LEAST_BYTES = 32 * 2**20, 2**18  # of a round, whatever the number of ranks
 _ALONE_BYTES = 2**18  # of a copy that gets a message of its own: it may need no buffer
 _ALIGN_BYTES = 64  # each message begins at so many bytes
-_READ = 1  # tag of the byte that says that shared memory was read, and may be filled again
+# tags of bytes: shared memory was read, and may be filled again; memory may be read where it lies
+_READ, _READY = 1, 2
 
 
 def round_bytes(world: int) -> int:
@@ -120,14 +126,25 @@ class KeptMoves:
         self._stepwise = stepwise
         self._zeros: list[torch.Tensor] = []
         self._own: list[_Pair] = []
+        self._reads: dict[int, list[_Read]] = {}  # by the giver
+        self._mark = new_mark()
         others: dict[int, list[_Taken]] = {}
-        with agree.gathering() as block:
+        with agree.together():
             for one in parts:
                 self._plan(one, into, others)
-            self._taken = taken = [*self._rounds(others, round_bytes(self.world))]
+        kept = agree.KeptBack()
+        lying = self._lying_at(others, kept)
+        with agree.gathering() as block:
+            kept.raise_kept()
+            read = self._read_in_place(others, lying)
+            left = {giver: rows for giver, rows in others.items() if giver not in read}
+            taken = [*self._rounds(left, round_bytes(self.world))]
             block.value = len(taken)
         self.rounds = max(block.values)
+        self._taken: list[dict[int, list[_Taken]]] = [*taken, read]
         self._asked, gives, takes = self._shared(_by_giver(taken))
+        # who asked for addresses, and for no message, reads
+        self._read_by = {rank: r for rank, r in self._read_by.items() if rank not in self._asked}
         with agree.together():
             coming = [self._to_come(taken, number, gives) for number in range(self.rounds)]
             going = [self._to_go(number, takes) for number in range(self.rounds)]
@@ -136,8 +153,12 @@ class KeptMoves:
             exchanges = [*zip(came, sent, *splits, strict=True)]
             self._exchanges = exchanges if self._is_one_exchange else []
         self.read_bytes = sum(one.memory.nbytes for row in self._coming for one in row)
+        self.read_bytes += sum(one.size_bytes for reads in self._reads.values() for one in reads)
         self.sent_bytes = sum(one.memory.nbytes for row in self._going for one in row)
-        others_into = [one.into for row in taken for rows in row.values() for one in rows]
+        self.sent_bytes += sum(
+            self._size(one) for rows in self._read_by.values() for one, _ in rows
+        )
+        others_into = [one.into for row in self._taken for rows in row.values() for one in rows]
         filled = [*(pair.into for pair in self._own), *others_into]
         self.filled_bytes = sum(map(_bytes_of, filled))
 
@@ -168,6 +189,56 @@ class KeptMoves:
                 else:
                     others.setdefault(giver, []).append(_Taken(name, asked, view, lost))
 
+    def _lying_at(
+        self, others: Mapping[int, Sequence[_Taken]], kept: agree.KeptBack
+    ) -> dict[int, LyingAt]:
+        """Where in the memories of other processes of this machine what this rank takes lies, by
+        the giver. Collective; an error is `kept`."""
+        # elements that others may read here, by the taker; the views keep their memory
+        self._read_by: dict[int, list[tuple[Asked, torch.Tensor]]] = {}
+        machines = self._held.machines
+        if self._stepwise or self._is_one_exchange or len({*machines}) == self.world:
+            return {}
+        wished = {
+            giver: [one.asked for one in rows]
+            for giver, rows in others.items()
+            if machines[giver] == machines[self.rank]
+            and all(_is_worth_reading(self._runs(one.asked)) for one in rows)
+        }
+        told: dict[int, LyingAt] = {}
+        for taker, every in agree.delivered(wished).items():
+            with kept:
+                views = [self._held.values(one.side, one.shape) for one in every]
+                if all(view.device.type == "cpu" for view in views):
+                    self._read_by[taker] = [*zip(every, views, strict=True)]
+                    told[taker] = lying_at(self._mark, views)
+        return agree.delivered(told)
+
+    def _read_in_place(
+        self, others: Mapping[int, list[_Taken]], lying: Mapping[int, LyingAt]
+    ) -> dict[int, list[_Taken]]:
+        """What this rank reads from where it lies, by the giver: all that it takes of one, or
+        nothing."""
+        for giver, there in lying.items():
+            if is_readable(there):
+                both = zip(others[giver], there.starts, strict=True)
+                self._reads[giver] = [self._read(there, *one) for one in both]
+        return {giver: others[giver] for giver in self._reads}
+
+    def _runs(self, asked: Asked) -> tuple[Any, int]:
+        return _runs(asked, ITEMSIZE[self._held.dtype(asked.side.slot)])
+
+    def _read(self, there: LyingAt, taken: _Taken, start: int) -> "_Read":
+        dtype = getattr(torch, self._held.dtype(taken.asked.side.slot))
+        is_as_it_lies = (
+            taken.lost is None
+            and taken.into.dtype == dtype
+            and taken.into.device.type == "cpu"
+            and taken.into.is_contiguous()
+        )
+        size, runs = self._size(taken.asked), self._runs(taken.asked)
+        return _Read(there, start, runs, size, taken, None if is_as_it_lies else dtype)
+
     def _rounds(
         self, others: Mapping[int, Sequence[_Taken]], most: int
     ) -> Iterator[dict[int, list[_Taken]]]:
@@ -194,6 +265,8 @@ class KeptMoves:
     def _shared(self, wished: "_Rounds") -> tuple["_Rounds", "_Memories", "_Memories"]:
         """What each other rank asks this one for; and memory that it shares with those that give,
         and with those that take. Two ranks share none where one can't map it. Collective."""
+        if not self.rounds:
+            return {}, {}, {}
         with ExitStack() as files:
             made = {} if self._is_one_exchange else self._offers(wished, files)
             given = {giver: (rows, made.get(giver, (None,))[0]) for giver, rows in wished.items()}
@@ -334,12 +407,14 @@ class KeptMoves:
         advance: Callable[[int], object] = bool,
         let_go: Callable[[int], object] | None = None,
     ) -> Lost:
-        """Fills this rank's memory. Collective: no agreement, only what has to move. Returns how
-        many finite values of which parameters became none. A rank that fails still sends what
+        """Fills this rank's memory. Collective: no agreement, only what has to move; others may
+        read this rank until the ranks agree on something. Returns how many finite values of which
+        parameters became none. A rank that fails still sends what
         others wait for; its first error is `kept`, and what it sent then is undefined. `advance`
         counts bytes that are filled; `let_go` is told each step of `reads` that is done."""
         lost: dict[tuple[str, str], int] = {}
         works = self._post(0, kept)
+        told, ready = self._opened(kept)
         with kept:
             for one in self._zeros:
                 one.zero_()
@@ -349,6 +424,12 @@ class KeptMoves:
                 advance(_bytes_of(pair.into))
             if let_go is not None:
                 let_go(step)
+        for giver, reads in self._reads.items():
+            with kept:
+                ready[giver].wait()
+                for one in reads:
+                    one.fill(lost)
+                    advance(one.size_bytes)
         for number in range(self.rounds):
             following = self._post(number + 1, kept)
             for work in works:
@@ -364,7 +445,23 @@ class KeptMoves:
             if let_go is not None:
                 let_go(len(self._own) + number)
             works = following
+        for work in told:
+            with kept:
+                work.wait()
         return lost
+
+    def _opened(self, kept: agree.KeptBack) -> tuple[list[Any], dict[int, Any]]:
+        """Tells others that what they read of this rank is there. Returns these messages, and those
+        of the givers."""
+        told: list[Any] = []
+        ready: dict[int, Any] = {}
+        for giver in self._reads:
+            with kept:
+                ready[giver] = dist.irecv(_byte(), giver, tag=_READY)
+        for taker in self._read_by:
+            with kept:
+                told.append(dist.isend(_byte(), taker, tag=_READY))
+        return told, ready
 
     def reads(self) -> Iterator[tuple[int, torch.Tensor]]:
         """What of this rank's memory each step of `run` reads for the last time: each copy of its
@@ -381,10 +478,12 @@ class KeptMoves:
 
     def sums_given(self) -> dict[int, list[int]]:
         """The CRC-32s of all elements that each other rank asks this one for, in that order."""
-        return {
+        messages = {
             taker: [_crc32(self._held.values(one.side, one.shape)) for row in rounds for one in row]
             for taker, rounds in self._asked.items()
         }
+        reads = {taker: [_crc32(view) for _, view in rows] for taker, rows in self._read_by.items()}
+        return messages | reads
 
     def compared(self, given: Mapping[int, Sequence[int]]) -> tuple[int, list[str]]:
         """Compares what was filled with the source: bytes whose sums are the same, and the
@@ -511,6 +610,58 @@ def _mapped(address: _Address) -> torch.Tensor | None:
 
 def _byte() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.uint8)
+
+
+# ---- memory of another process
+
+
+_LEAST_RUN_BYTES = 1024  # the system looks up each run of memory by itself
+
+
+class _Read:
+    """What is read from the memory of a giver's process; by way of memory in its `dtype` where it
+    can't be read to where it goes as it lies (None: it can)."""
+
+    def __init__(
+        self,
+        there: LyingAt,
+        start: int,
+        runs: tuple[Any, int],
+        size_bytes: int,
+        taken: _Taken,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._there, self._taken, self._dtype = there, taken, dtype
+        firsts, run_bytes = runs
+        self._runs = np.empty((len(firsts), 2), np.uintp)
+        self._runs[:, 0], self._runs[:, 1] = firsts + start, run_bytes
+
+    def fill(self, lost: dict[tuple[str, str], int]) -> None:
+        """Raises BrokenError where the process is gone."""
+        into, dtype = self._taken.into, self._dtype
+        there = into if dtype is None else torch.empty(self._taken.asked.shape, dtype=dtype)
+        read_runs(self._there, self._runs, there)
+        if dtype is not None:
+            _copied([_Pair(into, there, self._taken.lost)], lost)
+
+
+def _is_worth_reading(runs: tuple[Any, int]) -> bool:
+    starts, run_bytes = runs
+    return len(starts) == 1 or run_bytes >= _LEAST_RUN_BYTES
+
+
+def _runs(asked: Asked, itemsize: int) -> tuple[Any, int]:
+    """Elements as runs that follow each other in memory: how many bytes after the first element
+    each begins, and the bytes of one."""
+    elems, dims = 1, [*zip(asked.shape, asked.side.strides, strict=True)]
+    while dims and (dims[-1][0] == 1 or dims[-1][1] == elems):
+        elems *= dims.pop()[0]
+    starts = np.zeros(1, np.uintp)
+    for length, stride in dims:
+        steps = np.arange(length, dtype=np.uintp) * np.uintp(stride * itemsize)
+        starts = (starts[:, None] + steps).reshape(-1)
+    return starts, elems * itemsize
 
 
 # ---- copies

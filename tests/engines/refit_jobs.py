@@ -18,8 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import megatron_ucp as ucp
+from megatron_ucp.engines import refit
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.reshard import messages
+from megatron_ucp.reshard import kept_moves, messages
 from pretrain.mcore import models
 from tests.engines import autotp_states, model, resize_jobs
 from tests.engines import canonical as zero_states
@@ -423,6 +424,39 @@ def dies(source: Any, target: Any, rank: int, folder: str) -> None:
 
 
 # ------------------------------------------------ plain tensors, and ranks apart
+
+
+def late(source: Any, target: Any, waits: bool) -> bool:
+    """The last rank gets weights of the source in the call, when others would read them, as it does
+    where a gather is under way. Whether these went into the target: where others `wait` for that
+    rank, or as soon as they can."""
+    both = Both(source, target)
+    both.train(1)
+    move = ucp.refit(*both.handles)
+    move()
+
+    def gathered(_: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(0.5)
+            for param in both.old.module.parameters():
+                param.ds_tensor.data.neg_()
+
+    def opened(self: Any, kept: Any) -> Any:
+        told, ready = _opened(self, kept)
+        if waits:
+            return told, ready
+        return [*told, *ready.values()], {giver: mock.Mock() for giver in ready}
+
+    _opened = kept_moves.KeptMoves._opened
+    with (
+        mock.patch.object(refit, "_finish_gathers", gathered),
+        mock.patch.object(kept_moves.KeptMoves, "_opened", opened),
+    ):
+        move()
+    params = [*both.new.module.parameters()]
+    came = [param.detach().clone() for param in params]
+    move()
+    return all(map(torch.equal, came, params))
 
 
 def tensors(source: Any, folder: str, dtype: str, takers: list[int]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import kept_moves
+from megatron_ucp.engines.deepspeed import optimizer
+from megatron_ucp.reshard import kept_moves, process_memory
 from tests.connected import connect
 from tests.engines import (
     autotp_jobs,
@@ -165,21 +166,36 @@ def _no_room(file: int, offset: int, size: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _other_memory(process: int, runs: Any, into: torch.Tensor) -> bool:
+    """What a rank reads where the number of another rank's process is that of a stranger."""
+    into.zero_()
+    return True
+
+
+def _refused(*_: Any) -> int:
+    return -1
+
+
 _found, _Moves = kept_moves._mapped, kept_moves.KeptMoves
+_NO_READS = process_memory, "_reader", lambda: None, None
 # name -> what is otherwise than it would be here, on which ranks (None: on all)
-WAYS: dict[str, tuple[Any, str, Any, int | None]] = {
-    "memory": (kept_moves, "_ALIGN_BYTES", 64, None),
-    "paired sends": (kept_moves, "_offered", lambda *_: None, None),
-    "one exchange": (kept_moves, "is_one_exchange", lambda device: True, None),
-    "no room on one rank": (os, "posix_fallocate", _no_room, 1),
-    "one rank in another container": (kept_moves, "_mapped", _nothing_found, 1),
+WAYS: dict[str, list[tuple[Any, str, Any, int | None]]] = {
+    "reads": [],
+    "one rank may not read": [(process_memory, "_reader", lambda: _refused, 1)],
+    "one rank sees other processes": [(process_memory, "_is_read", _other_memory, 1)],
+    "runs too short": [(kept_moves, "_is_worth_reading", lambda runs: False, 1)],
+    "no exchange": [(optimizer, "exchange_partitions", lambda *_: True, None)],
+    "memory": [_NO_READS],
+    "paired sends": [_NO_READS, (kept_moves, "_offered", lambda *_: None, None)],
+    "one exchange": [(kept_moves, "is_one_exchange", lambda device: True, None)],
+    "no room on one rank": [_NO_READS, (os, "posix_fallocate", _no_room, 1)],
+    "one rank in another container": [_NO_READS, (kept_moves, "_mapped", _nothing_found, 1)],
 }
 
 
 def by_way(source: Any, target: Any, way: str, window: int, **options: Any) -> dict[str, Any]:
     """As `pair`, with provenance values, and messages that go in some way; how those from here went
     to each other rank, and what is left of memory that ranks shared."""
-    where, name, value, rank = WAYS[way]
     went: dict[int, set[str]] = {}
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,12 +203,15 @@ def by_way(source: Any, target: Any, way: str, window: int, **options: Any) -> d
         for message in (one for row in self._going for one in row):
             sent = "memory" if message.sent is not message.memory else "paired sends"
             went.setdefault(message.peer, set()).add("one exchange" if self._exchanges else sent)
+        for taker in self._read_by:
+            went.setdefault(taker, set()).add("reads")
 
     _made = _Moves.__init__
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(_Moves, "__init__", made))
-        if rank in (None, dist.get_rank()):
-            patches.enter_context(mock.patch.object(where, name, value))
+        for where, name, value, rank in WAYS[way]:
+            if rank in (None, dist.get_rank()):
+                patches.enter_context(mock.patch.object(where, name, value))
         found = pair(source, target, True, window=window, **options)
     gc.collect()
     files = [Path("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")]
@@ -218,6 +237,7 @@ def hasty(source: Any, target: Any, waits: bool) -> dict[str, Any]:
     with (
         mock.patch.object(_Moves, "__init__", made),
         mock.patch.object(kept_moves, "_copied", copied),
+        mock.patch.object(*_NO_READS[:3]),
     ):
         try:
             return pair(source, target, True, window=256)
@@ -462,7 +482,8 @@ def weights_alone(source: Any, target: Any) -> dict[str, Any]:
 
 
 def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
-    """One rank is killed while elements move, in a hold or in a load. Each of the others writes
+    """One rank is killed while elements move, in a hold or in a load, or as it reads those of
+    others, who read its own. Each of the others writes
     what it was told, how long after the death, and whether its own engine is as it was."""
     one, other = kind_of(source), kind_of(target)
     engine = one.make(source)
@@ -471,7 +492,7 @@ def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
     file = Path(folder)
     handle, stay = one.handle(engine), dist.get_world_size() - 1
     doing: Callable[[], Any] = partial(ucp.hold, handle, ranks=stay)
-    if moment == "load":
+    if moment != "hold":
         held = ucp.hold(handle)
         doing = partial(ucp.load, other.handle(other.make(target)), held)
 
@@ -480,11 +501,8 @@ def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     dist.barrier()
-    with (
-        mock.patch.object(kept_moves.KeptMoves, "_post", killed)
-        if dist.get_rank() == rank
-        else nothing()
-    ):
+    where = (kept_moves._Read, "fill") if moment == "read" else (kept_moves.KeptMoves, "_post")
+    with mock.patch.object(*where, killed) if dist.get_rank() == rank else nothing():
         try:
             doing()
             said = "nothing was told"

@@ -118,6 +118,13 @@ def test_what_the_next_call_sees(ranks: RankPool) -> None:
             assert planned == plans.get(name, True), name
 
 
+def test_weights_that_a_rank_gets_in_the_call(ranks: RankPool) -> None:
+    """Nobody reads the memory of a rank before that rank says that it is there."""
+    setups = Setup(3, "bf16"), Setup(0, "bf16", seed=9)
+    assert ranks.run(2, refit_jobs.late, *setups, True) == [True, True]
+    assert not all(ranks.run(2, refit_jobs.late, *setups, False)), "too early: this test sees it"
+
+
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_rank_that_fails(ranks: RankPool, failing: int) -> None:
     job, source = refit_jobs.failing, Mega("llama", 2, 1, "bf16")

@@ -147,21 +147,39 @@ def test_pair(ranks: RankPool, name: str) -> None:
         assert kept == [number < stay for number in range(world)]
 
 
-# name of a way -> how messages go from rank to rank, if not through memory
-WENT: dict[str, dict[tuple[int, int], str]] = {
-    "memory": {},
-    "paired sends": {(one, other): "paired sends" for one in range(4) for other in range(4)},
-    "one exchange": {(one, other): "one exchange" for one in range(4) for other in range(4)},
-    "no room on one rank": {(one, 1): "paired sends" for one in (0, 2, 3)},
-    "one rank in another container": {(1, one): "paired sends" for one in (0, 2, 3)},
+_TO_ONE, _FROM_ONE = [(one, 1) for one in (0, 2, 3)], [(1, one) for one in (0, 2, 3)]
+# name of a way -> how values go from rank to rank; and between which of them otherwise
+WENT: dict[str, tuple[str, dict[tuple[int, int], str]]] = {
+    "reads": ("reads", {}),
+    "one rank may not read": ("reads", dict.fromkeys(_TO_ONE, "memory")),
+    "one rank sees other processes": ("reads", dict.fromkeys(_TO_ONE, "memory")),
+    "runs too short": ("reads", dict.fromkeys(_TO_ONE, "memory")),
+    "memory": ("memory", {}),
+    "paired sends": ("paired sends", {}),
+    "one exchange": ("one exchange", {}),
+    "no room on one rank": ("memory", dict.fromkeys(_TO_ONE, "paired sends")),
+    "one rank in another container": ("memory", dict.fromkeys(_FROM_ONE, "paired sends")),
 }
 
 
 @pytest.mark.parametrize("window", [96, 2**20])
 @pytest.mark.parametrize("way", WENT)
 def test_how_messages_go(ranks: RankPool, way: str, window: int) -> None:
-    """By memory on one machine, or as the process group can: both ranks of a pair know which."""
+    """By reads of the other process or shared memory on one machine, or as the process group can:
+    both ranks of a pair know which."""
     check_ways(ranks, way, window)
+
+
+@pytest.mark.parametrize("way", ["reads", "one rank may not read", "memory", "no exchange"])
+def test_weights_that_other_ranks_made(ranks: RankPool, way: str) -> None:
+    """Of ZeRO-1 each rank makes its partition of the weights: the others read it, or it is
+    broadcast. Where nothing is done this test sees it."""
+    setups = Setup(3, "bf16"), Setup(1, "bf16", seed=9)
+    found = ranks.run(4, resize_jobs.by_way, *setups, way, 2**10)
+    if way == "no exchange":
+        assert all(rank["differences"] for rank in found)
+    else:
+        check(found)
 
 
 def test_how_messages_go_with_gloo_itself() -> None:
@@ -179,8 +197,9 @@ def check_ways(pool: RankPool, way: str, window: int) -> None:
     check(found)
     went = {(n, peer): ways for n, rank in enumerate(found) for peer, ways in rank["went"].items()}
     assert len(went) > 2
+    usual, others = WENT[way]
     for pair, ways in went.items():
-        assert ways == {WENT[way].get(pair, "memory")}
+        assert ways == {others.get(pair, usual)}
     assert [rank["shared"] for rank in found] == [[]] * 4, "all of it went with the moves"
 
 
@@ -344,7 +363,7 @@ def test_weights_into_an_engine_without_an_optimizer(
         assert len(found["as before"]) < 3
 
 
-@pytest.mark.parametrize("moment", ["hold", "load"])
+@pytest.mark.parametrize("moment", ["hold", "load", "read"])
 def test_a_rank_that_dies_while_elements_move(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -359,7 +378,8 @@ def test_a_rank_that_dies_while_elements_move(
         pool.close()
     for rank in {0, 1, 2, 3} - {dead}:
         told = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert told["said"].startswith(f"RankError: the {moment} did not finish"), told["said"]
+        what = "hold" if moment == "hold" else "load"
+        assert told["said"].startswith(f"RankError: the {what} did not finish"), told["said"]
         assert "is whole on this rank" in told["said"]
         assert told["seconds"] < BOUND_S and told["same"]
     assert [one for one in os.listdir("/dev/shm") if "megatron_ucp_" in one] == []

@@ -1,0 +1,107 @@
+"""Memory of other processes of this machine, read from where it lies: each value is copied once,
+and nobody packs it.
+
+Linux lets a process read another one of its user (`process_vm_readv`), unless a rule of the machine
+or of a container forbids it. So ranks try it first: each tells where in its memory a random word
+lies, and who reads that word there reads that process.
+"""
+
+import ctypes
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.messages import BrokenError, Ranks
+
+_MOST_RUNS = 1024  # that one call of the system reads
+
+
+@dataclass(frozen=True, slots=True)
+class LyingAt:
+    """Where some tensors begin in the memory of a process, and where its mark lies."""
+
+    machine: str
+    process: int
+    mark_at: int
+    mark: bytes
+    starts: Sequence[int]
+
+
+def new_mark() -> torch.Tensor:
+    """A random word, which this process keeps as long as others read its memory."""
+    return torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
+
+
+def lying_at(mark: torch.Tensor, tensors: Sequence[torch.Tensor]) -> LyingAt:
+    """Where tensors of this process begin, which has that mark."""
+    starts = [one.data_ptr() for one in tensors]
+    word = bytes(mark.tolist())
+    return LyingAt(socket.gethostname(), os.getpid(), mark.data_ptr(), word, starts)
+
+
+def is_readable(there: LyingAt) -> bool:
+    """Whether this process may read that one. Another container may have the same name, and another
+    process of the same number: then the mark is not there."""
+    if there.machine != socket.gethostname() or _reader() is None:
+        return False
+    found = torch.zeros(len(there.mark), dtype=torch.uint8)
+    runs = np.array([[there.mark_at, len(there.mark)]], np.uintp)
+    return _is_read(there.process, runs, found) and bytes(found.tolist()) == there.mark
+
+
+def read_runs(there: LyingAt, runs: Any, into: torch.Tensor) -> None:
+    """Fills contiguous memory with runs of another process's memory, one after another: rows of
+    address and bytes. Raises BrokenError where that process is gone."""
+    if not _is_read(there.process, runs, into):
+        why = os.strerror(ctypes.get_errno())
+        raise BrokenError(f"the memory of process {there.process} can't be read: {why}")
+
+
+def exchange_partitions(rows: Sequence[Sequence[torch.Tensor]], ranks: Ranks) -> bool:
+    """Gives every rank all partitions of each row, which are listed in the order of the ranks: each
+    reads those of the others from their memories. Whether that was done: nothing is where a rank
+    can't read another one. Collective among `ranks`."""
+    mark = new_mark()
+    with agree.gathering(ranks) as block:
+        block.value = lying_at(mark, [row[ranks.rank] for row in rows])
+    others = [(rank, there) for rank, there in enumerate(block.values) if rank != ranks.rank]
+    if not agree.all_of(all(is_readable(there) for _, there in others), ranks):
+        return False
+    with agree.together(ranks):
+        for rank, there in others:
+            for row, start in zip(rows, there.starts, strict=True):
+                run = np.array([[start, row[rank].nbytes]], np.uintp)
+                read_runs(there, run, row[rank])
+    return True
+
+
+@cache
+def _reader() -> Any:
+    """Linux's `process_vm_readv`; None on another system."""
+    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if read is not None:
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        read.restype = ctypes.c_ssize_t
+        read.argtypes = [ctypes.c_int, pointer, size, pointer, size, size]
+    return read
+
+
+def _is_read(process: int, runs: Any, into: torch.Tensor) -> bool:
+    """Whether all of some runs came."""
+    read, address = _reader(), into.data_ptr()
+    for first in range(0, len(runs), _MOST_RUNS):
+        some = runs[first : first + _MOST_RUNS]
+        size = int(some[:, 1].sum())
+        here = np.array([[address, size]], np.uintp)
+        if read(process, here.ctypes.data, 1, some.ctypes.data, len(some), 0) != size:
+            return False
+        address += size
+    return True
