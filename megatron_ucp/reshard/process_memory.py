@@ -10,7 +10,7 @@ import ctypes
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.messages import BrokenError, Ranks
 
-_MOST_RUNS = 1024  # that one call of the system reads
+_MOST_RUNS, _MOST_BYTES = 1024, 2**30  # that one call of the system reads; it stops at 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,21 @@ def _reader() -> Any:
 def _is_read(process: int, runs: Any, into: torch.Tensor) -> bool:
     """Whether all of some runs came."""
     read, address = _reader(), into.data_ptr()
-    for first in range(0, len(runs), _MOST_RUNS):
-        some = runs[first : first + _MOST_RUNS]
+    for some in _at_once(runs):
         size = int(some[:, 1].sum())
         here = np.array([[address, size]], np.uintp)
         if read(process, here.ctypes.data, 1, some.ctypes.data, len(some), 0) != size:
             return False
         address += size
     return True
+
+
+def _at_once(runs: Any) -> Iterator[Any]:
+    """Runs as they are read by one call each; a large one in pieces."""
+    longest = int(runs[:, 1].max(initial=0))
+    if longest * min(len(runs), _MOST_RUNS) <= _MOST_BYTES:
+        yield from np.split(runs, range(_MOST_RUNS, len(runs), _MOST_RUNS))
+        return
+    for start, size in runs.tolist():
+        for low in range(0, size, _MOST_BYTES):
+            yield np.array([[start + low, min(_MOST_BYTES, size - low)]], np.uintp)

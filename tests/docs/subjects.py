@@ -84,7 +84,8 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
     (
         "what every move guarantees",
         "reshard/test_transfer, reshard/test_execute, reshard/test_overflows, reshard/test_pages, "
-        "reshard/test_copied_layout, reshard/test_range_writer, */test_read_once",
+        "reshard/test_copied_layout, reshard/test_range_writer, reshard/test_process_memory, "
+        "*/test_read_once",
         "one body for each guarantee over every pair of source and sink",
     ),
     (
