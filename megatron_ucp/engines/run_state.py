@@ -499,34 +499,20 @@ class RunState:
         """What `read` gives on each rank: facts, and the values that the rank has for itself. Those
         are compared, and what differs is kept for each. Errors name the file in `folder`.
         Collective. Raises SaveError."""
-        return cls.with_values(read, drawn_now, folder, notes)[0]
-
-    @classmethod
-    def with_values(
-        cls,
-        read: Callable[[], tuple[Mapping[str, Any], LiveValues]],
-        drawn_now: Callable[[], DrawnState],
-        folder: Location,
-        notes: Sequence[str] = (),
-        also: Callable[[], Any] | None = None,
-    ) -> tuple["RunState", list[Any]]:
-        """As `of_ranks`; and what `also` returns on each rank, which goes with the same
-        messages."""
         rank, texts = agree.world()[0], dict[str, bytes]()
         with agree.gathering() as block:
             found, own = read()
             place = drawn_now()
             facts = copy.deepcopy({**found, **place.position})
-            block.value = own.digest(), None if also is None else also()
-        digests, values = zip(*block.values, strict=True)
-        if differing := own.differing(digests):
+            block.value = own.digest()
+        if differing := own.differing(block.values):
             name = per_rank.file_name(rank)
             with agree.together():
                 texts[name] = own.text(folder / name, differing).encode()
             facts[per_rank.PER_RANK] = differing.as_value()
             notes = [*notes, f"differs from rank to rank, and is kept for each: {differing}"]
         drawn = {} if place.random is None else {file_name(rank): place.random}
-        return cls(facts, texts, drawn, tuple(notes)), [*values]
+        return cls(facts, texts, drawn, tuple(notes))
 
 
 # ---- what a refit moves each time

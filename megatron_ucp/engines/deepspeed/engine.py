@@ -401,7 +401,7 @@ class _DeepSpeedHandle(Handle):
             refuse_strange(saved_by_caller(options.client_state, engine, None))
             refuse_strange(saved_by_engine(engine), left=self.save_options.values_left)
         live = self.present()
-        state, _ = read_state(live.shard, options.client_state, options.drawn_now)
+        state = read_state(live.shard, options.client_state, options.drawn_now)
         extras = read_extras(live.shard, options.client_state)
         unknown = sorted(
             {name for names in agree.collect(live.shard.not_carried) for name in names}

@@ -36,13 +36,7 @@ from megatron_ucp.engines.deepspeed.state import (
     saved_by_engine,
 )
 from megatron_ucp.engines.live import require_unstepped, require_usable
-from megatron_ucp.engines.pt_files import (
-    RankFiles,
-    SharedRecords,
-    StockFiles,
-    StoreRankFiles,
-    replicas_of,
-)
+from megatron_ucp.engines.pt_files import RankFiles, StockFiles, StoreRankFiles, replicas_of
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.engines.run_state import STEPS, DrawnState
 from megatron_ucp.engines.save import (
@@ -212,6 +206,7 @@ class EngineSave(SaveRequest):
         planned = record_of(self.engine).described is not kept
         steps = _steps_of(live)
         drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
+        state = read_state(live.shard, self.client_state, drawn_now, self.aside)
         files, summed = self._rank_files(live, sync, left), agree.KeptBack()
         is_kept = files is not None and files.snapshot is not None
         held = {} if is_kept else held_by(live, files)
@@ -227,17 +222,11 @@ class EngineSave(SaveRequest):
         before = time.perf_counter()
         written = self._stock(files)
         stock_seconds = time.perf_counter() - before
-
-        def known_here() -> tuple[list[str], SharedRecords | None]:
+        with as_save_error(), agree.gathering() as block:
             summed.raise_kept()
-            _whole(written)
-            return live.shard.not_carried(), None if files is None else files.shared()
-
-        with as_save_error():
-            state, known = read_state(
-                live.shard, self.client_state, drawn_now, self.aside, known_here
-            )
-        unknown, shared = zip(*known, strict=True)
+            paths = _whole(written)
+            block.value = live.shard.not_carried(), None if files is None else files.shared()
+        unknown, shared = zip(*block.values, strict=True)
         with as_save_error(), agree.together():
             if files is not None:
                 files.share(shared)
@@ -256,7 +245,7 @@ class EngineSave(SaveRequest):
             saved,
             lambda: live.manifest,
             replace(state, notes=tuple(notes)),
-            files or StockFiles(self.aside, _whole(written), sync, parts),
+            files or StockFiles(self.aside, paths, sync, parts),
             stock_seconds,
             planned,
         )

@@ -526,11 +526,9 @@ def read_state(
     client_state: Any,
     drawn_now: Callable[[], DrawnState],
     folder: Location = Path(),
-    also: Callable[[], Any] | None = None,
-) -> tuple[RunState, list[Any]]:
-    """The state of the run that is no element of a tensor; and what `also` returns on each rank,
-    which goes with the same messages. Errors name files in `folder`. Collective. Raises SaveError
-    and what `also` raises, on every rank."""
+) -> RunState:
+    """The state of the run that is no element of a tensor. Errors name files in `folder`.
+    Collective. Raises SaveError."""
     notes, middle = list[str](), _middle(shard)
     if middle:
         notes.append(
@@ -541,7 +539,7 @@ def read_state(
     def read() -> tuple[dict[str, Any], LiveValues]:
         return {**_facts(shard), **middle}, _own_values(shard, client_state)
 
-    return RunState.with_values(read, drawn_now, folder, notes, also)
+    return RunState.of_ranks(read, drawn_now, folder, notes)
 
 
 def state_now(
