@@ -1,7 +1,7 @@
 """Memory of other processes of this machine, read from where it lies: each value is copied once,
 and nobody packs it.
 
-Linux lets a process read another one of its user (`process_vm_readv`), unless a rule of the machine
+Linux lets a process read another one of its user (process_vm_readv), unless a rule of the machine
 or of a container forbids it. So ranks try it first: each tells where in its memory a random word
 lies, and who reads that word there reads that process.
 """
@@ -85,7 +85,7 @@ def exchange_partitions(rows: Sequence[Sequence[torch.Tensor]], ranks: Ranks) ->
 
 @cache
 def _reader() -> Any:
-    """Linux's `process_vm_readv`; None on another system."""
+    """Linux's process_vm_readv; None on another system."""
     read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if read is not None:
         size, pointer = ctypes.c_size_t, ctypes.c_void_p
