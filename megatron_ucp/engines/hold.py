@@ -10,7 +10,7 @@ from megatron_ucp import say
 from megatron_ucp.core.manifest import ORIGIN, BufferPart
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.background import wait_together
-from megatron_ucp.engines.load import MemorySource, load
+from megatron_ucp.engines.load import MemorySource, collector_paused, load
 from megatron_ucp.engines.record import HANDLE, run_of
 from megatron_ucp.engines.run_state import STEPS, DrawnState, ResumableLoader, RunState
 from megatron_ucp.errors import RankError, UsageError
@@ -236,7 +236,8 @@ def resize(
     """
     of_both = (options.get(name) for name in ("loader", "rng", "checksums"))
     how = _taking(old_engine, client_state, *of_both)
-    with agree.as_rank_error("the resize", "the old engine is whole on this rank"):
+    left = "the old engine is whole on this rank"
+    with agree.as_rank_error("the resize", left), collector_paused():
         _checked(old_engine, None, None, how)
         _refuse_shared(old_engine, new_engine)
         taken = lent_by(old_engine, how)
