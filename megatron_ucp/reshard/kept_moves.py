@@ -7,19 +7,15 @@ of tensors, and nothing else. Buffers for messages are made once: two of each ki
 is packed while the one before it is on its way.
 
 Messages go as their backend does it best. From devices all messages of a round are one all-to-all.
-From a CPU each goes by itself; where two ranks share a machine its values go through memory that
-both have mapped, and one byte says that they are there.
-
-A rank that may read the memory of another one's process needs no rounds of that one: it reads what
-it takes from where it lies, after one byte that says that it is there.
+From a CPU each goes by itself. A rank that may read the memory of another one's process needs no
+rounds of that one: it reads what it takes from where it lies, after one byte that says that it is
+there. Where two ranks of a machine may not, values go through memory that both have mapped.
 """
 
 import math
-import os
-import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +32,16 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender
 from megatron_ucp.reshard.execute import NEVER, OfOp, TensorOf, UsedUp, bytes_of
 from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of
-from megatron_ucp.reshard.process_memory import LyingAt, is_readable, lying_at, new_mark, read_runs
+from megatron_ucp.reshard.process_memory import (
+    Address,
+    LyingAt,
+    is_readable,
+    lying_at,
+    mapped,
+    new_mark,
+    offered,
+    read_runs,
+)
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -271,7 +276,7 @@ class KeptMoves:
             made = {} if self._is_one_exchange else self._offers(wished, files)
             given = {giver: (rows, made.get(giver, (None,))[0]) for giver, rows in wished.items()}
             came = agree.delivered(given)
-            found = {taker: _mapped(where) for taker, (_, where) in came.items() if where}
+            found = {taker: mapped(where) for taker, (_, where) in came.items() if where}
             takes = {taker: one.chunk(2) for taker, one in found.items() if one is not None}
             told = agree.delivered(dict.fromkeys(takes, True)) if not self._is_one_exchange else {}
         gives = {giver: one.chunk(2) for giver, (_, one) in made.items() if giver in told}
@@ -279,12 +284,12 @@ class KeptMoves:
 
     def _offers(
         self, wished: "_Rounds", files: ExitStack
-    ) -> dict[int, tuple["_Address", torch.Tensor]]:
+    ) -> dict[int, tuple[Address, torch.Tensor]]:
         """Memory for two rounds of each giver, and where that rank finds it."""
-        made: dict[int, tuple[_Address, torch.Tensor]] = {}
+        made: dict[int, tuple[Address, torch.Tensor]] = {}
         for giver, rounds in wished.items():
             size = max(sum(map(self._size, row)) for row in rounds)
-            if (one := _offered(2 * (size + -size % _ALIGN_BYTES), files)) is not None:
+            if (one := offered(2 * (size + -size % _ALIGN_BYTES), files)) is not None:
                 made[giver] = one
         return made
 
@@ -564,48 +569,6 @@ def _copied(pairs: Sequence[_Pair], lost: dict[tuple[str, str], int]) -> None:
         pair.into.copy_(pair.of)
         if pair.lost is not None and (count := lost_values(pair.of, pair.into)):
             lost[pair.lost] = lost.get(pair.lost, 0) + count
-
-
-# ---- memory that two ranks share
-
-
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """Where other processes of a machine find memory: the file is named as it ends, and nobody can
-    guess that name."""
-
-    path: str
-    name: str
-    size_bytes: int
-
-
-def _offered(size_bytes: int, files: ExitStack) -> tuple[_Address, torch.Tensor] | None:
-    """Memory that other processes of this machine can map until its file is closed with `files`. It
-    has no name in a folder, and goes with the last process that has it. All of it is allocated at
-    once: a write into a page for which there is no room would end the process. None where there is
-    none."""
-    name = f"megatron_ucp_{secrets.token_hex(16)}"
-    with suppress(OSError, AttributeError):  # the latter: no such files on this system
-        file = os.memfd_create(name)
-        files.callback(os.close, file)
-        os.posix_fallocate(file, 0, size_bytes + len(name))
-        os.pwrite(file, name.encode(), size_bytes)
-        address = _Address(f"/proc/{os.getpid()}/fd/{file}", name, size_bytes)
-        memory = _mapped(address)
-        return None if memory is None else (address, memory)
-    return None
-
-
-def _mapped(address: _Address) -> torch.Tensor | None:
-    """That memory; None where this process doesn't see it: it is on another machine, or apart on
-    this one."""
-    path, end = address.path, address.size_bytes + len(address.name)
-    with suppress(OSError, RuntimeError):  # torch raises the latter
-        if os.readlink(path) == f"/memfd:{address.name} (deleted)":
-            memory = torch.from_file(path, shared=True, size=end, dtype=torch.uint8)
-            if bytes(memory[address.size_bytes :].tolist()) == address.name.encode():
-                return memory[: address.size_bytes]
-    return None
 
 
 def _byte() -> torch.Tensor:

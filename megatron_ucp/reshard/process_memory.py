@@ -1,9 +1,10 @@
-"""Memory of other processes of this machine, read from where it lies: each value is copied once,
-and nobody packs it.
+"""Memory of other processes of this machine.
 
-Linux lets a process read another one of its user (process_vm_readv), unless a rule of the machine
-or of a container forbids it. So ranks try it first: each tells where in its memory a random word
-lies, and who reads that word there reads that process.
+It is read from where it lies: each value is copied once, and nobody packs it. Linux lets a process
+read another one of its user (process_vm_readv), unless a rule of the machine or of a container
+forbids it. So ranks try it first: each tells where in its memory a random word lies, and who reads
+that word there reads that process. Where they may not, two of them share memory that both have
+mapped.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -115,3 +117,45 @@ def _at_once(runs: Any) -> Iterator[Any]:
     for start, size in runs.tolist():
         for low in range(0, size, _MOST_BYTES):
             yield np.array([[start + low, min(_MOST_BYTES, size - low)]], np.uintp)
+
+
+# ---- memory that two processes share
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where other processes of a machine find memory: the file is named as it ends, and nobody can
+    guess that name."""
+
+    path: str
+    name: str
+    size_bytes: int
+
+
+def offered(size_bytes: int, files: ExitStack) -> tuple[Address, torch.Tensor] | None:
+    """Memory that other processes of this machine can map until its file is closed with `files`. It
+    has no name in a folder, and goes with the last process that has it. All of it is allocated at
+    once: a write into a page for which there is no room would end the process. None where there is
+    none."""
+    name = f"megatron_ucp_{secrets.token_hex(16)}"
+    with suppress(OSError, AttributeError):  # the latter: no such files on this system
+        file = os.memfd_create(name)
+        files.callback(os.close, file)
+        os.posix_fallocate(file, 0, size_bytes + len(name))
+        os.pwrite(file, name.encode(), size_bytes)
+        address = Address(f"/proc/{os.getpid()}/fd/{file}", name, size_bytes)
+        memory = mapped(address)
+        return None if memory is None else (address, memory)
+    return None
+
+
+def mapped(address: Address) -> torch.Tensor | None:
+    """That memory; None where this process doesn't see it: it is on another machine, or apart on
+    this one."""
+    path, end = address.path, address.size_bytes + len(address.name)
+    with suppress(OSError, RuntimeError):  # torch raises the latter
+        if os.readlink(path) == f"/memfd:{address.name} (deleted)":
+            memory = torch.from_file(path, shared=True, size=end, dtype=torch.uint8)
+            if bytes(memory[address.size_bytes :].tolist()) == address.name.encode():
+                return memory[: address.size_bytes]
+    return None

@@ -176,7 +176,7 @@ def _refused(*_: Any) -> int:
     return -1
 
 
-_found, _Moves = kept_moves._mapped, kept_moves.KeptMoves
+_found, _Moves = kept_moves.mapped, kept_moves.KeptMoves
 _NO_READS = process_memory, "_reader", lambda: None, None
 # name -> what is otherwise than it would be here, on which ranks (None: on all)
 WAYS: dict[str, list[tuple[Any, str, Any, int | None]]] = {
@@ -186,10 +186,10 @@ WAYS: dict[str, list[tuple[Any, str, Any, int | None]]] = {
     "runs too short": [(kept_moves, "_is_worth_reading", lambda runs: False, 1)],
     "no exchange": [(optimizer, "exchange_partitions", lambda *_: True, None)],
     "memory": [_NO_READS],
-    "paired sends": [_NO_READS, (kept_moves, "_offered", lambda *_: None, None)],
+    "paired sends": [_NO_READS, (kept_moves, "offered", lambda *_: None, None)],
     "one exchange": [(kept_moves, "is_one_exchange", lambda device: True, None)],
     "no room on one rank": [_NO_READS, (os, "posix_fallocate", _no_room, 1)],
-    "one rank in another container": [_NO_READS, (kept_moves, "_mapped", _nothing_found, 1)],
+    "one rank in another container": [_NO_READS, (kept_moves, "mapped", _nothing_found, 1)],
 }
 
 
