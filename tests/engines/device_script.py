@@ -47,7 +47,7 @@ def main() -> None:
     if again.device.type != "cpu":  # over gloo a rank sends nothing to itself
         with sending_all():
             refit = ucp.refit(again, other, states="all")
-        assert refitted("messages", refit, again, other).moved_bytes > 0
+            assert refitted("messages", refit, again, other).moved_bytes > 0
     if torch.distributed.get_rank() == 0:
         print(f"moved on {again.device.type} by {torch.distributed.get_backend()}")
     torch.distributed.barrier()
