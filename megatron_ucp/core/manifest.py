@@ -49,6 +49,10 @@ class Slot:
     part: int
     state: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Ranks send each other many, which a dataclass pickles in thrice the time."""
+        return Slot, (self.buffer, self.cut, self.part, self.state)
+
     @property
     def place(self) -> BufferPart:
         """The partition that it is a state of."""

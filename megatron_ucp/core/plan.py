@@ -33,6 +33,10 @@ class Side:
     offset: int
     strides: Ints
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As that of Slot."""
+        return Side, (self.slot, self.offset, self.strides)
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:

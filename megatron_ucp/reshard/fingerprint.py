@@ -18,7 +18,7 @@ import torch
 from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, span, strides, whole
 from megatron_ucp.core.flat import Member
 from megatron_ucp.core.layout import Piece
-from megatron_ucp.core.manifest import DIVERGED, FINGERPRINT, Manifest, ParamSpec
+from megatron_ucp.core.manifest import DIVERGED, FINGERPRINT, BufferPart, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, UsageError, some_of
 from megatron_ucp.formats.checkpoint import Checkpoint
@@ -27,9 +27,9 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.store import location
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.checksums import KnownSums, of_runs, shifted, standard
+from megatron_ucp.reshard.checksums import KnownSums, linear, of_runs, shifted, standard
 from megatron_ucp.reshard.engine import Holder
-from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.messages import Ranks
 from megatron_ucp.reshard.options import read_json
 from megatron_ucp.reshard.threads import in_threads, threads_of_rank
@@ -154,27 +154,34 @@ def held_parts(
     with it. Of each slot the elements `within` alone, and `only` some parameters. `copies`: what
     several partitions keep whole is in all of them (a load put it there), and not in the first one
     alone."""
+    placed: dict[tuple[BufferPart, bool], list[_Placed]] = {}  # most states of a buffer lie alike
     for slot, state in wants:
-        dtype = manifest.buffers[slot.buffer].dtype_of(slot.state)
-        buffer = manifest.buffers[slot.buffer].of(slot.state)
-        is_copy = copies and buffer.rule == "uncut"
-        holder = slot.buffer, (slot.cut, slot.part) if is_copy else slot.cut
-        for name, share, shape, offset, held in _held(manifest, slot, within, only, copies):
-            memory = read(slot, offset, offset + span(held.full.shape, held.strides))
-            yield HeldPart((name, state, dtype, share, holder, slot.part), shape, memory, held)
+        buffer = manifest.buffers[slot.buffer]
+        dtype, is_uncut = buffer.dtype_of(slot.state), buffer.of(slot.state).rule == "uncut"
+        holder = slot.buffer, (slot.cut, slot.part) if copies and is_uncut else slot.cut
+        if (slot.place, is_uncut) not in placed:
+            placed[slot.place, is_uncut] = [*_held(manifest, slot, within, copies)]
+        for name, share, shape, offset, held in placed[slot.place, is_uncut]:
+            if only(slot, name):
+                memory = read(slot, offset, offset + span(held.full.shape, held.strides))
+                yield HeldPart((name, state, dtype, share, holder, slot.part), shape, memory, held)
+
+
+# the parameter, the whole share that it is of, the shape of the tensor, where it begins in the
+# slot, and the box
+_Placed = tuple[str, Box, Ints, int, Piece]
 
 
 def _held(
-    manifest: Manifest, slot: Slot, within: tuple[int, int] | None, only: Only, copies: bool
-) -> Iterator[tuple[str, Box, Ints, int, Piece]]:
-    """What a slot holds: the parameter, the whole share that it is of, the shape of the tensor,
-    where it begins in the slot, and the box. Nothing of padding, of parameters of which every rank
-    has a copy of its own, and, without `copies`, of what another partition has as well."""
+    manifest: Manifest, slot: Slot, within: tuple[int, int] | None, copies: bool
+) -> Iterator[_Placed]:
+    """What a slot holds. Nothing of padding, of parameters of which every rank has a copy of its
+    own, and, without `copies`, of what another partition has as well."""
     buffer = manifest.buffers[slot.buffer].of(slot.state)
     low, high = within or (0, buffer.elems(slot.part))
     for fragment in buffer.fragments(slot.part):
         member = buffer.members[fragment.member]
-        if not is_held(manifest, slot, member, copies) or not only(slot, member.param):
+        if not is_held(manifest, slot, member, copies):
             continue
         true = true_shape(manifest.by_name[member.param])
         first = fragment.low + max(0, low - fragment.offset)
@@ -228,7 +235,9 @@ def _sum(part: HeldPart, known: KnownSums) -> int:
     runs, places, elems = _runs(shape, steps)
     is_run = not runs and held.strides == strides(shape)  # there, and in memory
     found = known.linear(*part.place) if is_run else None
-    if found is None:
+    if found is None and is_run:
+        found = linear(bytes_of(part.memory.cpu()))
+    elif found is None:
         at = part.memory.storage_offset()
         values = torch.as_strided(part.memory, shape, held.strides, at).contiguous().cpu()
         rows = values.view(-1).view(torch.uint8).numpy().reshape(-1, elems * size)
@@ -356,14 +365,15 @@ def table_of(manifest: Manifest, joined: JoinedSums) -> tuple[dict[str, dict[str
     which are not among them. Of buffers each rank may have its own: such have no CRC-32."""
     shares, apart = joined.shares(), joined.apart
     found: dict[tuple[str, str, str], tuple[int, int]] = {}  # sum, elements
+    trues = {name: whole(true_shape(manifest.by_name[name])) for name, *_ in shares}
     for (name, state, dtype, box), sum_ in shares.items():
-        true = box.meet(whole(true_shape(manifest.by_name[name])))
+        true = box.meet(trues[name])
         before = found.get((name, state, dtype), (0, 0))
         elems = before[1] + (true.numel if true else 0)
         found[name, state, dtype] = before[0] ^ sum_, elems
     out: dict[str, dict[str, str]] = {}
     for (name, state, dtype), (sum_, elems) in sorted(found.items()):
-        if name not in apart and elems == prod(true_shape(manifest.by_name[name])):
+        if name not in apart and elems == trues[name].numel:
             crc = standard(sum_, elems * ITEMSIZE[dtype])
             out.setdefault(name, {})[state] = f"{dtype} {crc:08x}"
     return out, sorted(name for name in apart if manifest.by_name[name].kind != "buffer")

@@ -79,6 +79,10 @@ class Asked:
     side: Side
     shape: Ints
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As that of Slot."""
+        return Asked, (self.side, self.shape)
+
 
 @dataclass(slots=True)
 class _Pair:

@@ -405,11 +405,14 @@ def refused_in_the_call(setup: Setup, folder: str, on_error: str) -> dict[str, A
 def summed_again(source: Setup, target: Setup, folder: str) -> dict[str, int]:
     """Bytes of memory at which the fingerprint looks itself, on all ranks, as one state is saved
     by each way, and as the last save is loaded."""
-    stock, seen = fingerprint.of_runs, list[int]()
+    seen = list[int]()
 
-    def counting(rows: Any, *args: Any) -> int:
-        seen.append(rows.nbytes)
-        return stock(rows, *args)
+    def counting(stock: Callable[..., int]) -> Callable[..., int]:
+        def counted(memory: Any, *args: Any) -> int:
+            seen.append(memory.nbytes)
+            return stock(memory, *args)
+
+        return counted
 
     def looked_at(work: Callable[[], Any]) -> int:
         seen.clear()
@@ -420,7 +423,8 @@ def summed_again(source: Setup, target: Setup, folder: str) -> dict[str, int]:
     train(engine, 2)
     ucp.attach(engine, save="background")
     out: dict[str, int] = {}
-    with mock.patch.object(fingerprint, "of_runs", counting):
+    both = {name: counting(getattr(fingerprint, name)) for name in ("of_runs", "linear")}
+    with mock.patch.multiple(fingerprint, **both):
         for way in WAYS:
             engine.ucp.save_options = replace(engine.ucp.save_options, way=way)
 
