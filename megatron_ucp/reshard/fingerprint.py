@@ -32,12 +32,11 @@ from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.messages import Ranks
 from megatron_ucp.reshard.options import read_json
-from megatron_ucp.reshard.threads import in_threads, threads_of_rank
+from megatron_ucp.reshard.threads import in_own_threads
 
 RULE = "stepped as"  # among the settings of a parameter: what its optimizer computes, such as AdamW
 # Switches of how torch computes a step, on which no value depends.
 _NOT_OF_STEPS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_LARGE_BYTES = 2**25  # for which threads are begun
 PARTS = ("table", "settings")  # of a fingerprint, as JSON names them
 Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-32
 # parameter, state, dtype, share, its holder, partition
@@ -127,9 +126,8 @@ def sums_of(
 
 def sums_of_parts(parts: Sequence[HeldPart], known: KnownSums | None = None) -> Sums:
     """What parts of a rank's memory add to the CRC-32s of their parameters."""
-    is_large = sum(part.size_bytes for part in parts) >= _LARGE_BYTES
-    threads = threads_of_rank() if is_large else 1
-    sums = in_threads(lambda part: _sum(part, known or KnownSums()), parts, threads)
+    size_bytes = sum(part.size_bytes for part in parts)
+    sums = in_own_threads(lambda part: _sum(part, known or KnownSums()), parts, size_bytes)
     out: Sums = {}
     for part, sum_ in zip(parts, sums, strict=True):
         out[part.key] = out.get(part.key, 0) ^ sum_

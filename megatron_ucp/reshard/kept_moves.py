@@ -42,6 +42,7 @@ from megatron_ucp.reshard.process_memory import (
     offered,
     read_runs,
 )
+from megatron_ucp.reshard.threads import in_own_threads
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -418,9 +419,9 @@ class KeptMoves:
     ) -> Lost:
         """Fills this rank's memory. Collective: no agreement, only what has to move; others may
         read this rank until the ranks agree on something. Returns how many finite values of which
-        parameters became none. A rank that fails still sends what
-        others wait for; its first error is `kept`, and what it sent then is undefined. `advance`
-        counts bytes that are filled; `let_go` is told each step of `reads` that is done."""
+        parameters became none. A rank that fails still sends what others wait for; its first error
+        is `kept`, and what it sent then is undefined. `advance` counts bytes that are filled, in
+        several threads; `let_go` is told each step of `reads` that is done."""
         lost: dict[tuple[str, str], int] = {}
         works = self._post(0, kept)
         told, ready = self._opened(kept)
@@ -433,12 +434,14 @@ class KeptMoves:
                 advance(_bytes_of(pair.into))
             if let_go is not None:
                 let_go(step)
-        for giver, reads in self._reads.items():
+        for giver in self._reads:
             with kept:
                 ready[giver].wait()
-                for one in reads:
-                    one.fill(lost)
-                    advance(one.size_bytes)
+        reads = [one for every in self._reads.values() for one in every]
+        with kept:
+            size_bytes = sum(one.size_bytes for one in reads)
+            for found in in_own_threads(lambda one: one.fill(advance), reads, size_bytes):
+                _add(found, lost)
         for number in range(self.rounds):
             following = self._post(number + 1, kept)
             for work in works:
@@ -572,7 +575,12 @@ def _copied(pairs: Sequence[_Pair], lost: dict[tuple[str, str], int]) -> None:
     for pair in pairs:
         pair.into.copy_(pair.of)
         if pair.lost is not None and (count := lost_values(pair.of, pair.into)):
-            lost[pair.lost] = lost.get(pair.lost, 0) + count
+            _add({pair.lost: count}, lost)
+
+
+def _add(found: Lost, lost: dict[tuple[str, str], int]) -> None:
+    for what, count in found.items():
+        lost[what] = lost.get(what, 0) + count
 
 
 def _byte() -> torch.Tensor:
@@ -604,13 +612,15 @@ class _Read:
         self._runs = np.empty((len(firsts), 2), np.uintp)
         self._runs[:, 0], self._runs[:, 1] = firsts + start, run_bytes
 
-    def fill(self, lost: dict[tuple[str, str], int]) -> None:
-        """Raises BrokenError where the process is gone."""
-        into, dtype = self._taken.into, self._dtype
+    def fill(self, advance: Callable[[int], object]) -> Lost:
+        """Fills it; returns what was lost. Raises BrokenError where the process is gone."""
+        into, dtype, lost = self._taken.into, self._dtype, dict[tuple[str, str], int]()
         there = into if dtype is None else torch.empty(self._taken.asked.shape, dtype=dtype)
         read_runs(self._there, self._runs, there)
         if dtype is not None:
             _copied([_Pair(into, there, self._taken.lost)], lost)
+        advance(self.size_bytes)
+        return lost
 
 
 def _is_worth_reading(runs: tuple[Any, int]) -> bool:

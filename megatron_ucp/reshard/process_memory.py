@@ -22,6 +22,7 @@ import torch
 
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.messages import BrokenError, Ranks
+from megatron_ucp.reshard.threads import in_own_threads
 
 _MOST_RUNS, _MOST_BYTES = 1024, 2**30  # that one call of the system reads; it stops at 2 GiB
 
@@ -77,12 +78,19 @@ def exchange_partitions(rows: Sequence[Sequence[torch.Tensor]], ranks: Ranks) ->
     others = [(rank, there) for rank, there in enumerate(block.values) if rank != ranks.rank]
     if not agree.all_of(all(is_readable(there) for _, there in others), ranks):
         return False
+    every = [
+        (there, start, row[rank])
+        for rank, there in others
+        for row, start in zip(rows, there.starts, strict=True)
+    ]
     with agree.together(ranks):
-        for rank, there in others:
-            for row, start in zip(rows, there.starts, strict=True):
-                run = np.array([[start, row[rank].nbytes]], np.uintp)
-                read_runs(there, run, row[rank])
+        in_own_threads(_read_one, every, sum(into.nbytes for _, _, into in every))
     return True
+
+
+def _read_one(one: tuple[LyingAt, int, torch.Tensor]) -> None:
+    there, start, into = one
+    read_runs(there, np.array([[start, into.nbytes]], np.uintp), into)
 
 
 @cache

@@ -13,6 +13,7 @@ from megatron_ucp.reshard.agree import KeptBack, world
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+LARGE_BYTES = 2**25  # for which threads are begun
 
 
 class Alongside(threading.Thread):
@@ -45,6 +46,11 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> l
     others = [Alongside(partial(_each, work, part)) for part in parts[1:] if part]
     found = [_each(work, parts[0]), *(other.result() for other in others)]
     return [found[number % threads][number // threads] for number in range(len(items))]
+
+
+def in_own_threads(work: Callable[[_T], _R], items: Sequence[_T], size_bytes: int) -> list[_R]:
+    """As `in_threads`, in as many as this rank has where so many bytes are worth it."""
+    return in_threads(work, items, threads_of_rank() if size_bytes >= LARGE_BYTES else 1)
 
 
 def _each(work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:

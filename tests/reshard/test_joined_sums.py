@@ -14,7 +14,7 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.reshard import fingerprint
+from megatron_ucp.reshard import threads
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.fingerprint import (
     JoinedSums,
@@ -121,8 +121,8 @@ def test_sums_of_large_memory_are_those_of_one_thread(monkeypatch: pytest.Monkey
         for state, _ in states
     }
     want = sums_of_memory(manifest, memory)
-    monkeypatch.setattr(fingerprint, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(fingerprint, "threads_of_rank", lambda: 3)
+    monkeypatch.setattr(threads, "LARGE_BYTES", 0)
+    monkeypatch.setattr(threads, "threads_of_rank", lambda: 3)
     assert sums_of_memory(manifest, memory) == want and len(want) == 10
     memory[Slot(4, (), 0, "fp32")][0] += 1
     assert sums_of_memory(manifest, memory) != want
