@@ -11,6 +11,7 @@ import ctypes
 import os
 import secrets
 import socket
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -71,20 +72,28 @@ def read_runs(there: LyingAt, runs: Any, into: torch.Tensor) -> None:
 def exchange_partitions(rows: Sequence[Sequence[torch.Tensor]], ranks: Ranks) -> bool:
     """Gives every rank all partitions of each row, which are listed in the order of the ranks: each
     reads those of the others from their memories. Whether that was done: nothing is where a rank
-    can't read another one. Collective among `ranks`."""
-    mark = new_mark()
-    with agree.gathering(ranks) as block:
-        block.value = lying_at(mark, [row[ranks.rank] for row in rows])
-    others = [(rank, there) for rank, there in enumerate(block.values) if rank != ranks.rank]
-    if not agree.all_of(all(is_readable(there) for _, there in others), ranks):
+    can't read another one. Collective among `ranks`; raises BrokenError on all of them. It is part
+    of what all ranks agree on afterwards, so it makes no agreement of its own."""
+    machine = zlib.crc32(socket.gethostname().encode())
+    if sum(ranks.lowest(machine, -machine)):  # they are on several
+        return False
+    mark, others = new_mark(), [rank for rank in range(ranks.world) if rank != ranks.rank]
+    own = lying_at(mark, [row[ranks.rank] for row in rows])
+    there = ranks.delivered(dict.fromkeys(others, own))
+    if not all(ranks.lowest(int(all(map(is_readable, there.values()))))):
         return False
     every = [
-        (there, start, row[rank])
-        for rank, there in others
-        for row, start in zip(rows, there.starts, strict=True)
+        (there[rank], start, row[rank])
+        for rank in others
+        for row, start in zip(rows, there[rank].starts, strict=True)
     ]
-    with agree.together(ranks):
+    kept = agree.KeptBack()
+    with kept:
         in_own_threads(_read_one, every, sum(into.nbytes for _, _, into in every))
+    is_read = all(ranks.lowest(int(kept.error is None)))
+    kept.raise_kept()
+    if not is_read:
+        raise BrokenError("another rank can't read the memory of a process")
     return True
 
 
