@@ -175,7 +175,7 @@ def test_all_states(ranks: RankPool, name: str) -> None:
         asked = found["asked"]
         asked.pop("broadcast", 0)  # of the target, as its weights become its masters
         assert asked.pop("bytes") <= 2 * 2 * 8192, "what is no element, and two numbers"
-        up_and_down, weights = 2 * (2 * 2 + 4), 2 * 4 + 2  # thrice; numbers and addresses
+        up_and_down, weights = 2 * (2 * 2 + 4), 4 * 4 + 2  # thrice; numbers and addresses
         assert asked.pop("messages") <= up_and_down + weights
         assert asked == {}
 
