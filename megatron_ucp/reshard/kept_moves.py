@@ -30,7 +30,7 @@ from megatron_ucp.core.plan import Op, Plan, Side, Slot
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder, Lender
-from megatron_ucp.reshard.execute import NEVER, OfOp, TensorOf, UsedUp, bytes_of
+from megatron_ucp.reshard.execute import NEVER, OfOp, TensorOf, UsedUp, bytes_of, copy_run
 from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of
 from megatron_ucp.reshard.process_memory import (
     Address,
@@ -573,7 +573,7 @@ def _by_giver(
 
 def _copied(pairs: Sequence[_Pair], lost: dict[tuple[str, str], int]) -> None:
     for pair in pairs:
-        pair.into.copy_(pair.of)
+        copy_run(pair.into, pair.of)
         if pair.lost is not None and (count := lost_values(pair.of, pair.into)):
             _add({pair.lost: count}, lost)
 

@@ -1,6 +1,7 @@
 """Column cuts of a file's tensor, read straight into the target or through staging: the same bytes,
 and no others."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,25 @@ def test_storage_is_told_of_what_is_read_next(
         columns = plan_of((ROWS, 256), (0, (COLUMNS, 1)), (0, (256, 1)))
         execute.execute(columns, lambda _: where, lambda _: out)
         assert told == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_long_runs_are_copied_as_torch_copies(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies around them stays, and so does what a copy must cast or leave gaps in."""
+    monkeypatch.setattr(execute, "LONG_RUN_BYTES", 16)
+    source = torch.randint(0, 2**15, (6, 40)).to(dtype)
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "a run": lambda whole: whole[1:4],
+        "flat": lambda whole: whole.view(-1)[3:100],
+        "a short run": lambda whole: whole[0, :1],
+        "rows with gaps": lambda whole: whole[:, 1:30],
+        "turned": lambda whole: whole.T,
+    }
+    for name, view in views.items():
+        for into in (dtype, torch.float64):
+            found, want = (torch.zeros(source.shape, dtype=into) for _ in range(2))
+            execute.copy_run(view(found), view(source))
+            view(want).copy_(view(source))
+            assert torch.equal(found, want) and want.any(), name
