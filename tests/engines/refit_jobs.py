@@ -251,8 +251,7 @@ def counted(found: dict[str, int]) -> Iterator[None]:
 
     patches = [mock.patch.object(messages.DefaultRanks, "move", moved)]
     patches += [
-        mock.patch.object(dist, name, counting(name, getattr(dist, name)))
-        for name in COLLECTIVES
+        mock.patch.object(dist, name, counting(name, getattr(dist, name))) for name in COLLECTIVES
     ]
     for one in patches:
         one.start()
