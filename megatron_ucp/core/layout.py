@@ -455,7 +455,7 @@ def _check_chunks(layout: Chunks) -> None:
 
 def _is_cut(cut: Cut) -> bool:
     """Whether the fields of a cut that came from a file are of their types and sizes."""
-    sizes = [cut.dim, cut.unit - 1, *(part - 1 for part in cut.parts)]
+    sizes = [cut.dim, cut.unit - 1, *cut.parts]  # a part may be empty, as the parameter is then
     for start, stop in itertools.chain.from_iterable(cut.runs):
         sizes += [start, stop - start - 1]
     return type(cut.axis) is str and all(type(size) is int and size >= 0 for size in sizes)

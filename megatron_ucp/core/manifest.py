@@ -65,7 +65,8 @@ class ParamSpec:
     padding; `dtype` that of the training copy; `order` the dims as the memory stores them (None: as
     they are); `expert` says of which expert it is a part: its number in the whole model's layer,
     and how many the layer has (None: of none). Where `layout` are the explicit chunks of another
-    program's files, `on_mesh` is how a mesh cuts it (None: nobody says)."""
+    program's files, `on_mesh` is how a mesh cuts it (None: nobody says). `first_counts`: of copies
+    on several stages the first stage's is the parameter, and the model uses no other one."""
 
     name: str
     shape: Ints
@@ -76,6 +77,7 @@ class ParamSpec:
     order: Ints | None = None
     expert: tuple[int, int] | None = None
     on_mesh: Layout | None = None
+    first_counts: bool = False
 
     @property
     def elems(self) -> int:
@@ -287,6 +289,12 @@ class Manifest:
     def is_read(self, param: str, buffer: int) -> bool:
         """Whether a buffer is one of those that are read for a parameter that it holds."""
         return any(b == buffer for b, _ in self.read_from(param))
+
+    def is_copy(self, param: str, buffer: int) -> bool:
+        """Whether what a buffer holds of a parameter must be what every other holder has. The last
+        stage of Megatron-DeepSpeed has position embeddings beside the tied words, and never uses
+        them."""
+        return not self.by_name[param].first_counts or self.is_read(param, buffer)
 
     def states_of(self, param: str) -> dict[str, str]:
         """Name and dtype of every element-wise state that is held for a parameter."""

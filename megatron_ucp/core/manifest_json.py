@@ -47,7 +47,8 @@ def _param_to_json(spec: ParamSpec) -> list[Any]:
     extent = [spec.extent.true, spec.extent.stored] if spec.extent else None
     layout = layout_to_json(spec.layout)
     out = [spec.name, spec.shape, spec.dtype, spec.kind, layout, extent, spec.order]
-    return out if spec.expert is None else [*out, spec.expert]
+    more = [spec.expert, *([True] if spec.first_counts else [])]
+    return out if more == [None] else [*out, *more]
 
 
 def _buffer_to_json(buffer: FlatBuffer) -> dict[str, Any]:
@@ -159,6 +160,7 @@ def _param(
     extent: Any,
     order: Any,
     expert: Any = None,
+    first_counts: Any = False,
 ) -> ParamSpec:
     return ParamSpec(
         str(name),
@@ -169,6 +171,7 @@ def _param(
         Extent(*extent) if extent else None,
         None if order is None else _ints(order),
         None if expert is None else _expert(*expert),
+        first_counts=first_counts is True,
     )
 
 

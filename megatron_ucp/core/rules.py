@@ -23,13 +23,14 @@ class Rule:
     """`layout` for names that match `pattern` in full (a regular expression).
 
     `equal_parts` (0: none) is the number of equal fused parts of a ShardNC that lists no sizes;
-    `vocabulary` the true rows of a padded one.
+    `vocabulary` the true rows of a padded one; `first_counts` is as in `ParamSpec`.
     """
 
     pattern: str
     layout: Layout
     equal_parts: int = 0
     vocabulary: int | None = None
+    first_counts: bool = False
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:
@@ -75,6 +76,7 @@ class Rule:
             "",
             layout=layout,
             extent=None if self.vocabulary is None else Extent(self.vocabulary, shape[0]),
+            first_counts=self.first_counts,
         )
 
     def _with_parts(self, name: str, shape: list[int]) -> Layout:

@@ -13,7 +13,7 @@ import torch
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
-from megatron_ucp.engines.deepspeed.model import as_it_says, model_of
+from megatron_ucp.engines.deepspeed.model import described_model
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.record import HANDLE, LOADED, go_on_with, record_of
 from megatron_ucp.engines.run_state import ResumableLoader
@@ -177,9 +177,7 @@ def _wanted(engine: Any, options: LoadOptions) -> LoadWanted:
 
 def to_fill(engine: Any, family: Any) -> LiveEngine:
     """An engine of DeepSpeed, attached or not. Collective. Raises a UcpError on every rank."""
-    with agree.together():
-        model = model_of(engine, family)
-    model = as_it_says(engine, model)
+    model = described_model(engine, family)
     with agree.together():
         refuse_engine(engine, model)
     return describe(engine, model)

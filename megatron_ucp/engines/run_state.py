@@ -45,6 +45,9 @@ _TRACKERS = {
     "megatron": "megatron.core.tensor_parallel.random",
     "deepspeed": "deepspeed.runtime.activation_checkpointing.checkpointing",
 }
+# Names of generators that draw otherwise on every rank, for what only it has. All others (of
+# dropout between tensor-parallel regions, of hidden states that are mixed) are shared there.
+_OF_EACH_RANK = frozenset({"model-parallel-rng", "expert-parallel-rng"})
 _ALWAYS = frozenset({"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"})
 _GPU_BYTES = 16  # of a CUDA generator: its seed and offset
 SEED, STEPS = "seed", "global_steps"  # keys of the manifest's `run`
@@ -77,9 +80,7 @@ def states() -> dict[str, torch.Tensor]:
         found["cuda"] = torch.cuda.get_rng_state()
     for owner, tracker in _trackers().items():
         for name, state in tracker.get_states().items():
-            found[f"{owner}.{name}"] = (
-                state if isinstance(state, torch.Tensor) else state.get_state()
-            )
+            found[f"{owner}.{name}"] = _state_of(state)
     return {name: state.cpu().contiguous().clone() for name, state in found.items()}
 
 
@@ -99,6 +100,7 @@ class Restored:
     note: str | None
     states: dict[str, torch.Tensor] | None = None
     seed: int | None = None
+    rank: int = 0
 
     @classmethod
     def plan(cls, source: Checkpoint, here: Mesh, rank: int, place: tuple[int, int]) -> "Restored":
@@ -121,7 +123,8 @@ class Restored:
         return cls(
             "random states: derived from the seed, the step and this rank's coordinates, as the "
             "mesh is another one",
-            seed=int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1,
+            seed=_seed_of(text),
+            rank=rank,
         )
 
     @classmethod
@@ -147,7 +150,7 @@ class Restored:
         if self.states is not None:
             _set(self.states)
         elif self.seed is not None:
-            _derive(self.seed)
+            _derive(self.seed, self.rank)
 
 
 def _parse(data: bytes | None, file: str) -> dict[str, torch.Tensor]:
@@ -254,24 +257,48 @@ def _set(saved: Mapping[str, torch.Tensor]) -> None:
     random.setstate(_of_python(saved))
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
-    for owner, tracker in _trackers().items():
-        live = tracker.get_states()
-        tracked = {name: saved.get(f"{owner}.{name}", state) for name, state in live.items()}
-        if tracked:
-            tracker.set_states(tracked)
+    _track(lambda name, state: saved.get(name, _state_of(state)))
 
 
-def _derive(seed: int) -> None:
+def _derive(seed: int, rank: int) -> None:
     """Tensor-parallel ranks share all but their regions' generators: replicated parameters need the
     same dropout there."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    for owner, tracker in _trackers().items():
-        if owner == "megatron" and tracker.get_states():
-            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    def drawn_from(name: str, state: Any) -> torch.Tensor:
+        text = f"{seed} {name}"
+        if name.partition(".")[2] in _OF_EACH_RANK:
+            text = f"{text} {rank}"
+        kind = "cuda" if _state_of(state).numel() == _GPU_BYTES else "cpu"
+        return torch.Generator(kind).manual_seed(_seed_of(text)).get_state()
+
+    _track(drawn_from)
+
+
+def _track(state_for: Callable[[str, Any], torch.Tensor]) -> None:
+    """Sets every generator that the live trackers have, by "OWNER.NAME" and its present state.
+    Which there are, and of which kind, the program has decided: none is added, and none becomes
+    another kind (megatron-core's graph-safe ones are generators, the others their states)."""
+    for owner, tracker in _trackers().items():
+        live: dict[str, Any] = tracker.get_states()
+        found = {name: state_for(f"{owner}.{name}", state) for name, state in live.items()}
+        for name, state in live.items():
+            if isinstance(state, torch.Generator):
+                state.set_state(found[name])
+                found[name] = state
+        if found:
+            tracker.set_states(found)
+
+
+def _state_of(tracked: Any) -> torch.Tensor:
+    """Of what a tracker keeps: the state of a generator, or a generator."""
+    return tracked if isinstance(tracked, torch.Tensor) else tracked.get_state()
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
 
 
 # ---- loader
@@ -580,6 +607,49 @@ def schedule_of(ranks: Sequence[ScheduleOfRank]) -> Any:
     for stage, state, groups in ranks:
         first.setdefault(stage, (state, groups))
     return of_all_stages(ranks[0][1], [first[stage] for stage in sorted(first)])
+
+
+# ---- Megatron's schedule
+#
+# Megatron's schedules count samples, and hold settings that a run may change.
+
+
+NUM_STEPS = "num_steps"  # of such a schedule: the samples that it has seen
+_COUNTS = (NUM_STEPS, "num_tokens")
+
+
+def counts_samples(scheduler: Any) -> bool:
+    """Whether a scheduler is one of Megatron's."""
+    return hasattr(scheduler, "use_checkpoint_opt_param_scheduler")
+
+
+def changed_settings(scheduler: Any, saved: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Settings of Megatron's schedule that the checkpoint changes; of another one none. Raises
+    StateMismatchError where they differ and the schedule is told neither to take the checkpoint's
+    nor to keep its own."""
+    if NUM_STEPS not in saved or not counts_samples(scheduler):
+        return {}
+    own = {key: value for key, value in scheduler.state_dict().items() if key not in _COUNTS}
+    if "weight_decay" in saved:  # a schedule that does not let it grow
+        saved = {"start_wd": saved["weight_decay"], "end_wd": saved["weight_decay"], **saved}
+    different = {key: saved[key] for key in own if key in saved and saved[key] != own[key]}
+    if not different or keeps_own_settings(scheduler):
+        return {}
+    if scheduler.use_checkpoint_opt_param_scheduler:
+        return different
+    raise StateMismatchError(
+        "the schedule differs from the checkpoint's",
+        file=file,
+        expected=", ".join(f"{key}={value}" for key, value in different.items()),
+        found=", ".join(f"{key}={own[key]}" for key in different),
+        fix="--use-checkpoint-opt_param-scheduler takes the checkpoint's settings, "
+        "--override-opt_param-scheduler keeps these",
+    )
+
+
+def keeps_own_settings(scheduler: Any) -> bool:
+    """Whether changed settings of the schedule win over the checkpoint's."""
+    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
 
 
 # ---- what a load sets

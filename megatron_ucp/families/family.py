@@ -168,6 +168,7 @@ class Declared:
       residual stream N(0, std / sqrt(2 layers)), or a constant.
     - `summed`: every tensor-parallel rank has the whole parameter, and a part of its gradient.
     - `buffer`: it is a buffer in fp32 that no optimizer steps.
+    - `first_counts`: of copies on several stages the first one counts (see `ParamSpec`).
     """
 
     shape: Ints
@@ -178,13 +179,21 @@ class Declared:
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
     summed: bool = False
     buffer: bool = False
+    first_counts: bool = False
 
     def spec(self, name: str, dtype: str, kind: str = "trainable") -> ParamSpec:
         """The parameter as a manifest lists it; a buffer's dtype and kind are its own."""
         if self.buffer:
             dtype, kind = "float32", "buffer"
         return ParamSpec(
-            name, self.shape, dtype, kind, self.layout, self.extent, expert=self.expert
+            name,
+            self.shape,
+            dtype,
+            kind,
+            self.layout,
+            self.extent,
+            expert=self.expert,
+            first_counts=self.first_counts,
         )
 
 

@@ -5,8 +5,8 @@ values that all ranks share stand where they always do.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
@@ -139,10 +139,13 @@ def recorded_of(data: bytes | None, file: str) -> OwnValues:
         ) from error
 
 
-def refuse_unless(allowed: bool, what: PerRank, file: str, here: str) -> str:
+def refuse_unless(
+    allowed: bool, what: PerRank, file: str, here: str, usual: Collection[Any] = ()
+) -> str:
     """A note that the first rank's values are taken on another mesh. Raises StateMismatchError
-    unless that is allowed."""
-    if not allowed:
+    unless that is allowed, or only keys of the client state differ that are `usual`: those of which
+    the program itself takes any rank's."""
+    if not allowed and replace(what, client_state=what.client_state - {*usual}):
         raise StateMismatchError(
             "values differ from rank to rank in the checkpoint, and this is another mesh",
             file=file,

@@ -28,6 +28,7 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ShardHy": (("along",), ()),
     "ShardNC": (("axis", "dim", "parts"), ("unit",)),
 }
+_OF_EVERY_LAYOUT = ("vocabulary", "copies")
 
 
 class _Entry:
@@ -206,7 +207,8 @@ def _check_once(found: RuleSet, whole: _Entry) -> None:
 
 
 def _rule(entry: _Entry) -> Rule:
-    entry.check_keys(("pattern", "layout"), ("axis", "dim", "parts", "unit", "along", "vocabulary"))
+    own = ("axis", "dim", "parts", "unit", "along")
+    entry.check_keys(("pattern", "layout"), (*own, *_OF_EVERY_LAYOUT))
     pattern, name = entry.pattern(), entry.text("layout")
     if name not in _KEYS:
         near = difflib.get_close_matches(name[:80], list(_KEYS), n=1, cutoff=0)
@@ -214,13 +216,17 @@ def _rule(entry: _Entry) -> Rule:
             "no such layout", expected=f"{', '.join(_KEYS)}; the nearest is {near[0]}", found=name
         )
     needed, optional = _KEYS[name]
-    entry.check_keys(("pattern", "layout", *needed), (*optional, "vocabulary"))
+    entry.check_keys(("pattern", "layout", *needed), (*optional, *_OF_EVERY_LAYOUT))
+    copies = entry.table.get("copies", "alike")
+    if copies not in ("alike", "first"):
+        raise entry.wrong("copies is unknown", expected="alike or first", found=repr(copies))
     layout, equal_parts = _layout(entry, name)
     return Rule(
         pattern,
         layout,
         equal_parts,
         entry.number("vocabulary", 1) if "vocabulary" in entry.table else None,
+        copies == "first",
     )
 
 

@@ -26,7 +26,9 @@ from megatron_ucp.formats.store import (
 
 # ---- pointers
 #
-# The files that name the newest tag of a run, DeepSpeed's and Megatron's.
+# The files that name the newest tag of a run, DeepSpeed's and Megatron's. Megatron-DeepSpeed writes
+# both at each save: `latest` has `global_step6`, which its load follows, and
+# `latest_checkpointed_iteration.txt` has 6 for the same folder.
 
 
 LATEST, MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
@@ -62,15 +64,24 @@ def pointers_in(folder: Location) -> dict[str, str | None]:
 
 
 def newest_named(folder: Location) -> Named | None:
-    """The tag that the pointers name; None where there is none. Of two saves of one run that is the
-    later one. Raises NotFoundError for a pointer that names no tag, and for two that disagree
-    otherwise: which of them counts is the user's to say."""
+    """The tag that the pointers name; None where there is none. A pointer to a tag that is not
+    there does not count where the other one's is. Of two saves of one run that is the later one.
+    Raises NotFoundError for a pointer that names no tag, and for two that disagree otherwise: which
+    of them counts is the user's to say."""
     tags = {name: _tag_of(folder / name) for name in pointers_in(folder)}
     if not tags:
         return None
     if len({*tags.values()}) == 1:
         pointer, tag = next(iter(tags.items()))
         return Named(pointer, tag)
+    there = [name for name, tag in tags.items() if (folder / tag).is_dir()]
+    if _is_of_deepspeed(tags[MEGATRON_LATEST]) and LATEST in there:
+        there = [LATEST]  # which the program's load follows, and not its own count
+    if len(there) == 1:
+        (other,) = tags.keys() - {*there}
+        note = f"`{there[0]}` names {tags[there[0]]}; `{other}` names {tags[other]}"
+        missing = "" if (folder / tags[other]).is_dir() else ", which is not there"
+        return Named(there[0], tags[there[0]], note + missing)
     saves = {name: _manifest_of(folder / tag) for name, tag in tags.items()}
     runs = {manifest.run.get(RUN) if manifest else None for manifest in saves.values()}
     times = {name: manifest.saved_at or 0.0 for name, manifest in saves.items() if manifest}
@@ -102,14 +113,14 @@ def pointers_to(folder: Location, tag: str, own: str) -> tuple[dict[str, str], l
     moving: dict[str, str] = {}
     notes: list[str] = []
     for name in (LATEST, MEGATRON_LATEST):
-        text = _text_for(name, tag)
         if name == own or not (folder / name).is_file():
             continue
-        if text is not None:
+        named = _tag_or_none(folder / name)
+        if (text := _text_for(name, tag, named)) is not None:
             moving[name] = text
-        elif (named := _tag_or_none(folder / name)) is not None:
+        elif named is not None:
             notes.append(f"`{name}` still names {named}, as it can't name {tag}")
-    return {**moving, own: _text_for(own, tag) or tag}, notes
+    return {**moving, own: _text_for(own, tag, None) or tag}, notes
 
 
 def names_a_later_save(pointer: Location, manifest: Manifest) -> bool:
@@ -146,22 +157,35 @@ def read_pointer(path: Location) -> str:
     return text
 
 
-def _text_for(pointer: str, tag: str) -> str | None:
-    """How a pointer names a tag; None where it can't."""
+def _text_for(pointer: str, tag: str, named: str | None) -> str | None:
+    """How a pointer names a tag; None where it can't. Megatron's names one of DeepSpeed's where
+    that is what it `named` so far: Megatron-LM would look for another folder."""
     if pointer == LATEST or tag == _RELEASE:
         return tag
+    if named is not None and _is_of_deepspeed(named) and _is_of_deepspeed(tag):
+        return str(int(tag.removeprefix(_STEP)))
     iteration = iteration_of_name(tag)
     return None if iteration is None else str(iteration)
 
 
+_STEP = "global_step"  # how DeepSpeed's names of tags begin
+
+
+def _is_of_deepspeed(tag: str) -> bool:
+    return re.fullmatch(rf"{_STEP}\d{{1,18}}", tag, re.ASCII) is not None
+
+
 def _tag_of(pointer: Location) -> str:
-    """The tag that a pointer names. Raises NotFoundError."""
+    """The tag that a pointer names: Megatron's by its iteration, whose folder may have DeepSpeed's
+    spelling. Raises NotFoundError."""
     text = read_pointer(pointer)
     if pointer.name == LATEST or text == _RELEASE:
         return text
     if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
         raise _bad_pointer(pointer, f"an iteration, or {_RELEASE}", text)
-    return iteration_name(int(text))
+    name, deepspeeds = iteration_name(int(text)), f"{_STEP}{int(text)}"
+    is_deepspeeds = not pointer.with_name(name).is_dir() and pointer.with_name(deepspeeds).is_dir()
+    return deepspeeds if is_deepspeeds else name
 
 
 def _tag_or_none(pointer: Location) -> str | None:

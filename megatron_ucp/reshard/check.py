@@ -577,7 +577,7 @@ def _pairs(manifest: Manifest, name: str) -> list[tuple[HeldAt, HeldAt]]:
     alike = manifest.by_name[name].layout.is_whole
     same: dict[object, list[HeldAt]] = {}
     for b, m in manifest.holders[name]:
-        for cut in manifest.cuts_of(manifest.buffers[b]):
+        for cut in manifest.cuts_of(manifest.buffers[b]) if manifest.is_copy(name, b) else ():
             key = () if alike else (cut, manifest.member(b, m).chunk)
             same.setdefault(key, []).append(HeldAt(b, m, cut))
     return [pair for places in same.values() for pair in pairwise(places)]

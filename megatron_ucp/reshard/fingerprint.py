@@ -206,8 +206,10 @@ def _as_run(shape: Ints, piece: Piece | None) -> tuple[Ints, Piece | None]:
 
 def is_held(manifest: Manifest, slot: Slot, member: Member, copies: bool) -> bool:
     """Whether a slot counts for the fingerprint of a member: of what several partitions keep whole
-    the first one's does, with `copies` every one's, and of copies that every rank has for itself
-    none."""
+    the first one's does, with `copies` every one's, and of copies that every rank has for itself,
+    or that nobody uses, none."""
+    if not manifest.is_copy(member.param, slot.buffer):
+        return False
     buffer = manifest.buffers[slot.buffer].of(slot.state)
     is_first = copies or buffer.rule != "uncut" or buffer.owners(member, 0, 1)[0] == slot.part
     return is_first and not manifest.by_name[member.param].layout.mean_over

@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import ORIGIN, RUN, BufferPart, Manifest, ParamGroup
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Cast, Mean, Op, Plan, Slot, Want, joined
 from megatron_ucp.errors import (
@@ -24,6 +25,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, differing, ranks_of
 from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import kept_by_each_rank
 from megatron_ucp.formats.folder import Look, LookingFolder, ToldFolder
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_unless
@@ -116,9 +118,25 @@ def values_for(
         held = [source.of_rank(rank).only(what) for rank in range(mesh.world)]
         own, notes = _reduced(what, held, rule), [f"made of those of all ranks: {what}"]
     else:
-        return None, [refuse_unless("per_rank" in allow, what, file, str(bare.mesh))]
+        usual = kept_by_each_rank(source.extras.client_state)
+        notes = [refuse_unless("per_rank" in allow, what, file, str(bare.mesh), usual)]
+        return _like_this_rank(source, bare.mesh, what, usual), notes
     _check_buffers(own, bare, file)
     return own, notes
+
+
+def _like_this_rank(
+    source: Checkpoint, here: Mesh, what: PerRank, usual: Collection[Any]
+) -> OwnValues | None:
+    """The first rank's values; of keys that each model-parallel rank of a program keeps, those of
+    the first rank with this one's tensor-parallel rank and stage, where the mesh has as many. None:
+    what all share."""
+    mesh, at = ranks_of(source), here.coord(agree.world()[0])
+    if not usual or (mesh.tp, mesh.pp) != (here.tp, here.pp):
+        return None
+    first, own = (source.of_rank(rank).only(what) for rank in (0, mesh.sharers_at(at.pp, at.tp)[0]))
+    kept = {key: value for key, value in own.client_state.items() if key in usual}
+    return replace(first, client_state={**first.client_state, **kept})
 
 
 def _reduced(what: PerRank, held: Sequence[OwnValues], rule: Reduce) -> OwnValues:

@@ -29,6 +29,7 @@ from megatron_ucp.formats.deepspeed.layout_sources import (
     renamed,
     says_layouts,
 )
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import ARGUMENTS, arguments_of, order_of
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.rule_file import is_ours, read_rules
@@ -184,7 +185,7 @@ def _survey(path: str | Path, tag: str | None, progress: Progress | None) -> Ite
             checkpoint,
             tuple(held),
             checkpoint.extras.patterns,
-            tp_patterns.order_of(checkpoint.extras.client_state.get("args")),
+            order_of(arguments_of(checkpoint.extras.client_state.get(ARGUMENTS))),
             [] if has_manifest else stock_names,
         )
 

@@ -37,6 +37,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint, apart_in, ranks_of
 from megatron_ucp.formats.deepspeed.autoep import group_name
 from megatron_ucp.formats.deepspeed.buffers import round_robin
 from megatron_ucp.formats.deepspeed.layout_sources import says_layouts
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import kept_by_each_rank
 from megatron_ucp.formats.deepspeed.optimizers import in_its_order, steps_matrices
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, config_for, with_states
@@ -353,7 +354,8 @@ class SourceSettings:
             self.apart = apart
             return
         file, here = str(self.source.folder), str(mesh or "a format without ranks")
-        self.notes.append(refuse_unless("per_rank" in allow, apart.what, file, here))
+        usual = kept_by_each_rank(self.extras.client_state)
+        self.notes.append(refuse_unless("per_rank" in allow, apart.what, file, here, usual))
 
     def _check_names(self, apart: RankDifferences) -> None:
         """Notes classes of the run's program that values name, as the written files name them

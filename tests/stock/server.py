@@ -1,34 +1,81 @@
-"""Imports Megatron-LM once and forks the ranks of each job from that: `python -m tests.stock.server
-[FOLDER]`. Jobs come in as lines of JSON, and their ends go out as such."""
+"""Imports a program once and forks the ranks of each job from that: `python -m tests.stock.server
+MODULE [FOLDER]`, where the module (`tests.stock.program`, say) has the `Job`, imports the program
+of the folder, and runs a rank. Jobs come in as lines of JSON, and their ends go out as such."""
 
 import contextlib
+import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.stock.program import Job, imported, run
+ROOT = Path(__file__).parents[2]
 
 
-def main(folder: str) -> None:
+class Server:
+    """The process that has imported a program (`module`, of the sources in `folder`), asked by the
+    tests. `version` is what it imported."""
+
+    def __init__(self, module: str, folder: str = "") -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.stock.server", module, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.version = self._answer()["version"]
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the server of programs ended: {self._process.wait()}")
+        return json.loads(line)
+
+    def ask(self, job: Any) -> dict[str, Any]:
+        """The exit codes of the ranks of a job, and what those that failed wrote last."""
+        assert self._process.stdin is not None
+        print(json.dumps(asdict(job)), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def run(self, job: Any) -> dict[str, Any]:
+        """A job that goes well: what rank 0 wrote, and the `file` of it."""
+        import torch
+
+        answer = self.ask(job)
+        assert not any(answer["codes"]), answer["said"]
+        return {**torch.load(job.out, weights_only=False), "file": job.out}
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def main(module: str, folder: str) -> None:
+    program = importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what Megatron-LM prints is no answer
-    answers.write(json.dumps({"version": imported(folder)}) + "\n")
+    os.dup2(2, 1)  # what the program prints is no answer
+    answers.write(json.dumps({"version": program.imported(folder)}) + "\n")
     for line in sys.stdin:
         said = json.loads(line)
-        job = Job(**{**said, "without": tuple(said["without"])})
-        answers.write(json.dumps(_done(job)) + "\n")
+        lists = {key: tuple(value) for key, value in said.items() if isinstance(value, list)}
+        job = program.Job(**{**said, **lists})
+        answers.write(json.dumps(_done(program, job)) + "\n")
 
 
-def _done(job: Job) -> dict[str, Any]:
+def _done(program: Any, job: Any) -> dict[str, Any]:
     """The exit codes of the ranks, and what those that failed wrote last."""
     with tempfile.TemporaryDirectory() as folder:
-        pids = [_forked(job, rank, folder) for rank in range(job.world)]
+        pids = [_forked(program, job, rank, folder) for rank in range(job.world)]
         codes = _waited(pids, job.limit_s)
         for pid in pids:  # stock's save leaves writers behind
             _kill(pid)
@@ -38,7 +85,7 @@ def _done(job: Job) -> dict[str, Any]:
     return {"codes": codes, "said": "\n".join(f"rank {n}: {logs[n][-4000:]}" for n in failed)}
 
 
-def _forked(job: Job, rank: int, folder: str) -> int:
+def _forked(program: Any, job: Any, rank: int, folder: str) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -49,7 +96,7 @@ def _forked(job: Job, rank: int, folder: str) -> int:
         log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        run(job, rank, f"{folder}/store")
+        program.run(job, rank, f"{folder}/store")
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -85,4 +132,4 @@ def _kill(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "")
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "")

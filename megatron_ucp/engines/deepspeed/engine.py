@@ -17,14 +17,10 @@ from megatron_ucp.engines.background import (
     wait_together,
 )
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe, lies_at
-from megatron_ucp.engines.deepspeed.model import (
-    as_it_says,
-    model_by_rules,
-    model_of,
-    require_engine,
-)
+from megatron_ucp.engines.deepspeed.model import described_model, require_engine
 from megatron_ucp.engines.deepspeed.modules import quantized_note
 from megatron_ucp.engines.deepspeed.optimizer import remember_stepped
+from megatron_ucp.engines.deepspeed.program import say_other_mesh
 from megatron_ucp.engines.deepspeed.refuse import carried_as, refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import EngineSave, empty_extra_state, info_of
 from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
@@ -268,12 +264,7 @@ def _attach_first(engine: Any, options: dict[str, Any], by_install: bool) -> Non
 def _model_of(engine: Any, family: Any, rules: Any, options: SaveOptions) -> Model | None:
     """The engine's model, if a family or rules describe it. Collective. Raises a UcpError on every
     rank for an engine that can't be attached."""
-    if rules is not None:
-        model = model_by_rules(engine, rules, family)
-    else:
-        with agree.together():
-            model = model_of(engine, family)
-    model = as_it_says(engine, model)
+    model = described_model(engine, family, rules)
     with agree.together():
         refuse_engine(engine, model)
         refuse_writer(engine)
@@ -486,6 +477,7 @@ class _DeepSpeedHandle(Handle):
         if not nothing or steps_of(self.program) is not None:
             with suppress(NotFoundError) if nothing else nullcontext():
                 done = fill(self.program, load_dir, tag, load_options(given))
+                say_other_mesh(self.program.module, done.client_state)
                 return done.path, done.client_state
         return _from_the_beginning(load_dir)
 

@@ -21,6 +21,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     stepper_of,
     wrapper_of,
 )
+from megatron_ucp.engines.deepspeed.program import check_arguments
 from megatron_ucp.engines.deepspeed.shard import LiveValue, LocalShard, Part, PlaceNow, one_order
 from megatron_ucp.engines.deepspeed.state import EngineState, saved_by_engine
 from megatron_ucp.engines.live import (
@@ -214,6 +215,7 @@ class LiveEngine(LiveShards):
         if self.shard.model is not None:
             check_model(source, self.shard.model, self.engine.module)
         check_side_data(source, self.engine.module)
+        check_arguments(source, self.engine.module)
 
     def prepare_state(
         self,

@@ -8,6 +8,7 @@ from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.engines.deepspeed.modules import is_autotp, refuse_unplaced
+from megatron_ucp.engines.deepspeed.program import rules_of_program, vocabulary_info
 from megatron_ucp.engines.deepspeed.shard import LocalShard, is_pipeline, parallel_of
 from megatron_ucp.engines.megatron.model import (
     NoSizes,
@@ -21,6 +22,7 @@ from megatron_ucp.errors import LayoutError, RuleError, UsageError
 from megatron_ucp.families import model_of_module
 from megatron_ucp.families.family import Declared, Family, Model
 from megatron_ucp.formats.deepspeed.layout_sources import renamed
+from megatron_ucp.formats.deepspeed.tp_patterns import vocabulary_of
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard import agree
 
@@ -44,18 +46,26 @@ def require_engine(engine: Any) -> None:
         )
 
 
-def model_of(engine: Any, family: str | Family | None) -> Model | None:
-    """The family at the sizes of the engine's model; without one, what an earlier call gave.
+def described_model(engine: Any, family: str | Family | None, rules: Any = None) -> Model | None:
+    """The engine's model as a family or rules describe it; without either as an earlier call gave
+    it, as Megatron-DeepSpeed's arguments decide it, or as it says itself. None for any other model.
+    Collective.
 
     Raises UsageError for a module that is no megatron-core GPTModel, LayoutError where the
-    tensor-parallel size does not divide it.
+    tensor-parallel size does not divide it, and as `_model_by_rules`, on every rank.
     """
-    require_engine(engine)
-    if family is None:
-        return record_of(engine).model
-    model = model_of_module(family, engine.module, parallel_of(engine)[0][0])
-    remember(engine, model)
-    return model
+    with agree.together():
+        require_engine(engine)
+        model = record_of(engine).model
+        if rules is None and family is None and model is None:
+            rules = rules_of_program(engine.module)
+    if rules is not None:
+        model = _model_by_rules(engine, rules, family)
+    elif family is not None:
+        with agree.together():
+            model = model_of_module(family, engine.module, parallel_of(engine)[0][0])
+            remember(engine, model)
+    return _as_it_says(engine, model)
 
 
 def remember(engine: Any, model: Model) -> None:
@@ -63,7 +73,7 @@ def remember(engine: Any, model: Model) -> None:
     record_of(engine).model = model
 
 
-def as_it_says(engine: Any, model: Model | None) -> Model | None:
+def _as_it_says(engine: Any, model: Model | None) -> Model | None:
     """The family's model, once what the engine's module says itself agrees with it; without a
     family what it says. A module that is none of megatron-core's says nothing, and what each of its
     parameters is says AutoTP. Collective. Raises UnsupportedError, LayoutError on every rank."""
@@ -98,7 +108,7 @@ def _says_itself(engine: Any) -> bool:
 _Said = tuple[RuleSet, dict[str, str], dict[str, Declared]]  # rules, names in the pipeline, table
 
 
-def model_by_rules(engine: Any, rules: Any, family: Any) -> Model:
+def _model_by_rules(engine: Any, rules: Any, family: Any) -> Model:
     """An engine's model as a file of rules says it, which later loads remember. Collective. Raises
     RuleError, NotFoundError, LayoutError, UnsupportedError, UsageError on every rank."""
     with agree.gathering() as told:
@@ -109,7 +119,7 @@ def model_by_rules(engine: Any, rules: Any, family: Any) -> Model:
                 found=f"family={family!r:.80}, rules={rules!r:.80}",
                 fix="leave one of the two out",
             )
-        told.value = _said(engine, read_rules(rules))
+        told.value = _said(engine, rules if isinstance(rules, RuleSet) else read_rules(rules))
     with agree.together():
         names, table = _joined(told.values)
         found = told.values[0][0]
@@ -126,10 +136,14 @@ def _said(engine: Any, rules: RuleSet) -> _Said:
     params = {name: param for param, named in own.names.items() for name in named}
     names = renamed(params, rules) if is_pipeline(engine) else {}
     table: dict[str, Declared] = {}
+    info = vocabulary_info(engine.module)
     for held, param in params.items():
         name = names.get(held, held)
         spec = rules.declare(name, tuple(own.own_shape(param)), own.mesh.cuts(is_expert(name)))
-        table[name] = Declared(spec.shape, spec.layout, extent=spec.extent)
+        extent = spec.extent or vocabulary_of(info, held, spec.shape, rules.source)
+        table[name] = Declared(
+            spec.shape, spec.layout, extent=extent, first_counts=spec.first_counts
+        )
         _check_attributes(name, table[name], param, rules)
     return rules, names, table
 

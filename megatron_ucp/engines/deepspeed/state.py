@@ -28,6 +28,8 @@ from megatron_ucp.engines.run_state import (
     RunState,
     ScheduleOfRank,
     StateNow,
+    changed_settings,
+    counts_samples,
     schedule_of,
 )
 from megatron_ucp.engines.values import (
@@ -421,6 +423,8 @@ class EngineState:
         if not self.schedules:
             return
         if engine.lr_scheduler is not None and self.scheduler is not None:
+            if counts_samples(engine.lr_scheduler):
+                engine.lr_scheduler.num_steps = 0  # it adds what was saved
             engine.lr_scheduler.load_state_dict(self.scheduler)
         elif engine.lr_scheduler is not None or self.scheduler is not None:
             why = "the checkpoint has none" if self.scheduler is None else "the engine has none"
@@ -456,6 +460,8 @@ def _schedule(
     found = scheduler_for(found, groups, len(source.manifest.groups), here)
     notes = check_class(found, engine.lr_scheduler, source, "scheduler" in options.allow)
     _check_scheduler(found, engine, source)
+    if here is not None:
+        changed_settings(engine.lr_scheduler, found, source.main_file)
     return values.built(found, "lr_scheduler", here), notes
 
 

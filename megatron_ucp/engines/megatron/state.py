@@ -14,15 +14,18 @@ from megatron_ucp.engines.megatron.model import bare_model
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.record import run_of
 from megatron_ucp.engines.run_state import (
+    NUM_STEPS,
     SEED,
     STEPS,
     CommonState,
     DrawnState,
     RunState,
     StateNow,
+    changed_settings,
+    keeps_own_settings,
 )
 from megatron_ucp.engines.values import LiveValues, Values, inert, refuse_strange, saved_values
-from megatron_ucp.errors import StateMismatchError, UcpError, UnsupportedError
+from megatron_ucp.errors import UcpError, UnsupportedError
 from megatron_ucp.families.settings import recorded
 from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.loss_scale import LossScale
@@ -33,9 +36,6 @@ from megatron_ucp.reshard.engine import LoadOptions
 
 if TYPE_CHECKING:
     from megatron_ucp.engines.megatron.shard import LocalShard, MegatronStack
-
-
-NUM_STEPS = "num_steps"  # of a schedule that counts samples
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class StackState:
         if scheduler and stack.scheduler is not None:
             here = stack.scheduler.state_dict()
             found = values.built(saved.scheduler or {}, "opt_param_scheduler", here)
-            schedule = _changed(stack.scheduler, found, source.main_file)
+            schedule = changed_settings(stack.scheduler, found, source.main_file)
             samples = _samples(found, saved.counters, notes)
         elif scheduler and saved.scheduler is not None:
             notes.append("the scheduler was not restored: the engine has none")
         place = stack.mesh.partition_of(shard.rank), stack.mesh.coord(shard.rank).pp
         common = CommonState.prepare(source, values, options, stack.mesh, place)
-        kept = groups if scheduler and not _keeps_own(stack.scheduler) else []
+        kept = groups if scheduler and not keeps_own_settings(stack.scheduler) else []
         notes += values.notes
         return cls(stack, shard, options, common, schedule, samples, kept, tuple(notes))
 
@@ -207,34 +207,6 @@ def _scaler(stack: "MegatronStack", shard: "LocalShard") -> LossScale:
 
 
 # ------------------------------------------------ schedule
-
-
-def _changed(scheduler: Any, saved: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Settings of the scheduler that the checkpoint changes. Raises StateMismatchError where they
-    differ and the scheduler is told neither to take the checkpoint's nor to keep its own."""
-    if NUM_STEPS not in saved:
-        return {}
-    own = {key: value for key, value in scheduler.state_dict().items() if key != NUM_STEPS}
-    if "weight_decay" in saved:  # a schedule that does not let it grow
-        saved = {"start_wd": saved["weight_decay"], "end_wd": saved["weight_decay"], **saved}
-    different = {key: saved[key] for key in own if key in saved and saved[key] != own[key]}
-    if not different or _keeps_own(scheduler):
-        return {}
-    if scheduler.use_checkpoint_opt_param_scheduler:
-        return different
-    raise StateMismatchError(
-        "the schedule differs from the checkpoint's",
-        file=file,
-        expected=", ".join(f"{key}={value}" for key, value in different.items()),
-        found=", ".join(f"{key}={own[key]}" for key in different),
-        fix="--use-checkpoint-opt_param-scheduler takes the checkpoint's settings, "
-        "--override-opt_param-scheduler keeps these",
-    )
-
-
-def _keeps_own(scheduler: Any) -> bool:
-    """Whether changed settings of the schedule win over the checkpoint's."""
-    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
 
 
 def _set_rates(

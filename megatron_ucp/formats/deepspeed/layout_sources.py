@@ -2,6 +2,7 @@
 by rules, by stock's patterns."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,6 @@ from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import (
     LayoutError,
     RuleError,
@@ -22,12 +22,13 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.deepspeed import tp_patterns
 from megatron_ucp.formats.deepspeed.files import PATTERNS, TagFolder
-from megatron_ucp.formats.deepspeed.tp_patterns import (
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
+    ARGUMENTS,
     INTERLEAVED,
-    is_fused,
-    is_matched,
+    arguments_of,
     order_of,
 )
+from megatron_ucp.formats.deepspeed.tp_patterns import is_fused, is_matched
 from megatron_ucp.formats.deepspeed.weights import frozen_shapes, no_extra_state, shapes_by_group
 from megatron_ucp.formats.pt.refs import TensorRef
 
@@ -43,9 +44,8 @@ def refuse_joined(
     """Raises UnsupportedError where such rows may be thirds of each rank, which are in no order
     then. `meta` is a model file of the run that was converted; `held` are parameters with their
     names in it."""
-    arguments, info = meta.get("args"), meta.get(PATTERNS)
-    said = arguments.state if isinstance(arguments, InertObject) else {}
-    ranks = said.get("tensor_model_parallel_size", meta.get("mp_world_size"))
+    arguments, info = arguments_of(meta.get(ARGUMENTS)), meta.get(PATTERNS)
+    ranks = arguments.get("tensor_model_parallel_size", meta.get("mp_world_size"))
     if ranks == 1 or order_of(arguments) == INTERLEAVED:
         return
     for name, spec in held:
@@ -123,9 +123,22 @@ class LayoutSource:
             return self._by_stock(name, local) if self.is_cut and kind != "buffer" else None
         if kind == "buffer" and not self.rules.matching(name):
             return None
-        spec = self.rules.declare(name, local, self.mesh.cuts(is_expert(name)))
+        spec = self._with_vocabulary(
+            self.rules.declare(name, local, self.mesh.cuts(is_expert(name)))
+        )
         if self.info and kind != "buffer" and self.is_cut and not self._agrees(spec, local):
             self._overruled[name] = None
+        return spec
+
+    def _with_vocabulary(self, spec: ParamSpec) -> ParamSpec:
+        """With the rows of the vocabulary that are data, where stock's patterns say them and the
+        rules don't."""
+        if spec.extent is not None or not self.info:
+            return spec
+        pipe = self.pipe.get(spec.name, spec.name)
+        with suppress(RuleError):  # patterns that are no use to anybody
+            extent = tp_patterns.vocabulary_of(self.info, pipe, spec.shape, self.file)
+            return replace(spec, extent=extent)
         return spec
 
     def _told(self, name: str) -> ParamSpec | None:

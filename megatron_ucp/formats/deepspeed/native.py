@@ -129,9 +129,10 @@ class NativeCheckpoint(NativeRun):
 
     @property
     def _ranks_have_files(self) -> bool:
-        """Whether model files alone show what differs from rank to rank: at ZeRO-3 all have one."""
+        """Whether model files alone show what differs from rank to rank: at ZeRO-3 all have one,
+        else each model-parallel rank."""
         is_listed = self.recorded is not None and PER_RANK in self.recorded.run
-        return self.manifest.mesh.zero == 3 and not is_listed
+        return (self.manifest.mesh.zero == 3 or self.model_ranks > 1) and not is_listed
 
     def differs(self, name: str) -> PerRank:
         return differs_in(self, name) if self._ranks_have_files else super().differs(name)

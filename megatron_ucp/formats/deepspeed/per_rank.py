@@ -1,8 +1,9 @@
-"""What ranks have of their own in files of ZeRO-3, where DeepSpeed writes a model file for each."""
+"""What ranks have of their own, where DeepSpeed writes a model file for each: at ZeRO-3 for every
+rank, else for each model-parallel one."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.experts import number_and_count
@@ -15,22 +16,32 @@ from megatron_ucp.formats.pt.unpickle import with_tensors
 
 
 def differs_in(run: NativeRun, name: str) -> PerRank:
-    """What of a model file differs from the one of its place's first rank; nothing of other
+    """What of a model file differs: of the client state from the first file, of the rest from the
+    file of its place's first rank, as places have other layers and groups. Nothing of other
     files."""
     place = next((at for at, file in run.names.model.items() if file == name), None)
-    if place is None or name == (first := run.model_of(place[1])):
+    if place is None:
         return PerRank()
-    ours, theirs = (_client(run, file) for file in (first, name))
+    found = PerRank(client_state=_keys_that_differ(_Pair(run, run.model_name, name)))
+    if name == (first := run.model_of(place[1])):
+        return found
     pair = _Pair(run, first, name)
-    keys = {
-        key
-        for key in {**ours, **theirs}
-        if key not in ours or key not in theirs or not pair.same(ours[key], theirs[key])
-    }
     schedules = [run.tree(file).get(SCHEDULER) for file in (first, name)]
-    return PerRank(
-        frozenset(_buffers_that_differ(pair)), frozenset(keys), not pair.same(*schedules)
+    return replace(
+        found,
+        buffers=frozenset(_buffers_that_differ(pair)),
+        scheduler=not pair.same(*schedules),
     )
+
+
+def _keys_that_differ(pair: "_Pair") -> frozenset[Any]:
+    """Keys of the client state of which one of two files has another value, or none."""
+    if pair.first == pair.name:
+        return frozenset()
+    ours, theirs = (_client(pair.run, file) for file in (pair.first, pair.name))
+    both = ours.keys() & theirs.keys()
+    apart = {key for key in both if not pair.same(ours[key], theirs[key])}
+    return frozenset(apart | (ours.keys() ^ theirs.keys()))
 
 
 def held_by(run: NativeRun, rank: int) -> OwnValues:

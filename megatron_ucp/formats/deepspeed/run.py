@@ -41,6 +41,12 @@ from megatron_ucp.formats.deepspeed.files import (
 )
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, pipe_names
 from megatron_ucp.formats.deepspeed.lost_states import refuse_mics, saved_no_bf16_optimizer
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
+    ARGUMENTS,
+    arguments_of,
+    order_of,
+    rules_of,
+)
 from megatron_ucp.formats.deepspeed.optimizers import (
     Contents,
     OptimizerFile,
@@ -50,7 +56,7 @@ from megatron_ucp.formats.deepspeed.optimizers import (
     check_momentum,
     reader_for,
 )
-from megatron_ucp.formats.deepspeed.tp_patterns import is_uneven, order_of
+from megatron_ucp.formats.deepspeed.tp_patterns import is_uneven
 from megatron_ucp.formats.deepspeed.weights import (
     LayerFiles,
     PipeNames,
@@ -88,6 +94,8 @@ class NativeRun(TagFolder):
             self.told = self._told_of_weights(told) if told.weights else told
             self.model_name = self.names.first_model
             self.main_file = self.full_path(self.model_name)
+            self.arguments = arguments_of(self.meta.get(ARGUMENTS))
+            self.told = self._with_rules_of_program(self.told)
             if self.meta.get("mp_world_size") == 1:
                 self.names = without_sequence_ranks(self.names)
             refuse_mics(self.meta.get("ds_config"), self.main_file)
@@ -109,6 +117,13 @@ class NativeRun(TagFolder):
             return told
         renamed: Any = recorded.run.get(RENAMED) or {}
         return replace(told, specs=recorded.by_name, names=recorded.names, renamed=renamed)
+
+    def _with_rules_of_program(self, told: CallerModel) -> CallerModel:
+        """With the rules that the saved arguments of Megatron-DeepSpeed decide, where nobody says
+        how parameters are cut and named."""
+        if self.recorded is not None or told.rules is not None or told.specs is not None:
+            return told
+        return replace(told, rules=rules_of(self.arguments))
 
     # ------------------------------------------------ files
 
@@ -387,7 +402,7 @@ class NativeRun(TagFolder):
             self.told.rules,
             patterns if isinstance(patterns, dict) else None,
             {name: pipe for pipe, name in self.pipe_names.items()},
-            order_of(self.meta.get("args")),
+            order_of(self.arguments),
         )
         if self.mesh.tp > 1 and found.silent:
             raise UnsupportedError(

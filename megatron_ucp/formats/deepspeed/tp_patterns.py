@@ -26,6 +26,7 @@ from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UcpError, UnsupportedError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.deepspeed.files import at_tp
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import SPLIT
 from megatron_ucp.formats.rule_file import problem_of
 
 # ---- autotp
@@ -233,19 +234,6 @@ _KINDS: Mapping[Layout, str] = {Replicate(): REPLICATED, Shard("tp", 0): "", Sha
 
 
 _FUSED = re.compile(r"(?:.+\.)?query_key_value\.(?:weight|bias)")
-# of the rows of query_key_value, as Megatron-DeepSpeed has them: by head, or in thirds of each rank
-INTERLEAVED, SPLIT = "interleaved", "split"
-_OF_SPLIT_CODE = "ds_sequence_parallel_fpdt"  # came with the change of the order
-
-
-def order_of(arguments: Any) -> str:
-    """The order of the rows of query_key_value where the arguments of the run decide it, "" where
-    they don't. Fewer key-value heads than heads: the code with the split order can't train that."""
-    said = arguments.state if isinstance(arguments, InertObject) else {}
-    heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
-    if type(heads) is int and type(groups) is int and 0 < groups < heads:
-        return INTERLEAVED
-    return SPLIT if _OF_SPLIT_CODE in said else ""
 
 
 def is_fused(name: str) -> bool:
@@ -488,6 +476,12 @@ def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -
         n * tp if any(cut.dim == dim for cut in layout.cuts()) else n for dim, n in enumerate(local)
     )
     return ParamSpec(name, shape, "", layout=layout, extent=_extent([kind], shape, info))
+
+
+def vocabulary_of(info: Mapping[str, Any], name: str, shape: Ints, file: str) -> Extent | None:
+    """The rows of a padded vocabulary that are data, as the patterns say; None for other
+    parameters. Raises as `is_matched`."""
+    return _extent([kind for kind, _ in _matches(name, info, file)], shape, info)
 
 
 def _extent(kinds: Sequence[str], shape: Ints, info: Mapping[str, Any]) -> Extent | None:

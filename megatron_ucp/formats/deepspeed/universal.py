@@ -42,6 +42,7 @@ from megatron_ucp.formats.deepspeed.files import TagFolder, is_universal, missin
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, compared, refuse_joined
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from megatron_ucp.formats.deepspeed.manifest import run_of
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import ARGUMENTS, arguments_of, rules_of
 from megatron_ucp.formats.deepspeed.tp_patterns import fused, sub_shape
 from megatron_ucp.formats.deepspeed.weights import (
     PipeNames,
@@ -240,6 +241,8 @@ class UniversalCheckpoint(TagFolder):
         self.main_file = self.full_path(first)
         self.meta: Mapping[str, Any] = self.tree(first)
         known = specs if recorded is None else recorded.by_name
+        if known is None and rules is None:
+            rules = rules_of(arguments_of(self.meta.get(ARGUMENTS)))
         self.declared = LayoutSource(Mesh(), self.main_file, known, rules)
         canonical = names if recorded is None else recorded.names
         self._pipe = PipeNames(canonical) if canonical else None
@@ -549,8 +552,7 @@ class UniversalCheckpoint(TagFolder):
             declared is None or declared.shape != shape
         ):  # another shape is an error of the comparison with the target
             return ParamSpec(name, shape, dtype, kind, expert=expert)
-        layout, extent = declared.layout, declared.extent
-        return ParamSpec(name, shape, dtype, kind, layout, extent, expert=expert)
+        return replace(declared, dtype=dtype, kind=kind, expert=expert)
 
     def _states(self, name: str) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
         """Element-wise states of a parameter with the masters first, and its step."""

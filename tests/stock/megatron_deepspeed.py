@@ -1,0 +1,449 @@
+"""Megatron-DeepSpeed's own program on CPU ranks: what one rank of a job does.
+
+`pretrain_gpt.py` runs as it is, with the lines of our patch, or under `megatron_ucp.run`. Only what
+the installed DeepSpeed and a CPU lack is a stand-in, and functions of its training loop are wrapped
+to look at losses and states.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+PATCH = ROOT / "patches" / "megatron_deepspeed_pretrain_gpt.patch"
+SEQUENCE, SAMPLES, LAST = 16, 4, 9  # LAST: the iteration at which each run ends
+BASE = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --micro-batch-size 1 "
+    "--train-iters 12 --lr 5e-3 --min-lr 1e-4 --lr-decay-style cosine --log-interval 1 "
+    "--eval-iters 0 --eval-interval 1000 --tokenizer-type NullTokenizer --vocab-size 125 "
+    "--make-vocab-size-divisible-by 16 --split 98,2,0 --clip-grad 1.0 --weight-decay 0.1 "
+    "--distributed-backend gloo --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --no-gradient-accumulation-fusion "
+    "--no-async-tensor-model-parallel-allreduce --attention-dropout 0 --hidden-dropout 0 "
+    "--num-workers 0 --init-method-std 0.15 --deepspeed --data-impl mmap --save-interval 1 "
+    f"--seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} "
+    f"--global-batch-size {SAMPLES} --exit-interval {LAST}"
+)
+PROGRAMS = ("stock", "patched", "runner")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks do. `flags` go behind those of BASE, of which those in `without` are left out.
+    `program`: as it is, with the lines of the patch, or under `megatron_ucp.run`. It saves at the
+    iterations in `saves`. `want`: a result whose state the loaded one must be."""
+
+    out: str
+    folder: str  # for the text, the DeepSpeed config and the patched program
+    flags: str = ""
+    world: int = 4
+    zero: int = 1
+    dtype: str = "fp32"
+    program: str = "patched"
+    saves: tuple[int, ...] = ()
+    want: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    limit_s: float = 120
+    without: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+# ------------------------------------------------ imports, once for all jobs
+
+
+def imported(folder: str) -> str:
+    """Imports the program's modules from a folder with its sources; the version of the
+    megatron.core that it brings."""
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, folder)
+    sys.path.append(f"{folder}/site")
+    _stand_ins()
+    import megatron.core.package_info as info
+    import megatron.data.dataset_utils as data
+    import megatron.training  # noqa: F401
+
+    import megatron_ucp.engines.install  # noqa: F401  for the programs that use it
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    data.compile_helper = lambda: None  # it was compiled before
+    sys.modules["deepspeed.env_report"] = mock.MagicMock()  # it asks for every op: seconds
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    return str(info.__version__)
+
+
+def _stand_ins() -> None:
+    """What the installed DeepSpeed (its compression) and a CPU (torchvision) lack."""
+    import transformers
+    from transformers import AutoTokenizer  # noqa: F401
+
+    names = ("AutoModel", "AutoConfig")
+    _ = [getattr(transformers, name) for name in names]  # while torchvision is not there
+    _module("deepspeed.compression")
+    compress = _module("deepspeed.compression.compress")
+    compress.init_compression = compress.redundancy_clean = lambda model, *_: model
+    vision = _module("torchvision")
+    vision.__path__ = []
+    vision.transforms, vision.datasets = (
+        _module("torchvision.transforms"),
+        _module("torchvision.datasets"),
+    )
+    for name in ("VisionDataset", "ImageFolder", "DatasetFolder"):
+        setattr(vision.datasets, name, object)
+    _module("torchvision.datasets.folder")
+
+
+def _module(name: str) -> Any:
+    """A module of this name that has whatever is asked for."""
+    module: Any = types.ModuleType(name)
+
+    def anything(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return mock.MagicMock(name=attribute)
+
+    module.__getattr__ = anything
+    sys.modules[name] = module
+    return module
+
+
+def write_text(folder: Path) -> None:
+    """A text of 600 documents of 60 tokens, each of which follows from the one before."""
+    import numpy as np
+    import torch
+    from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
+
+    builder = MMapIndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16)
+    drawn = np.random.default_rng(1)
+    follows = drawn.integers(0, 127, (127, 8))
+    for _ in range(600):
+        tokens = [int(drawn.integers(127))]
+        for _ in range(59):
+            tokens.append(int(follows[tokens[-1], drawn.integers(8)]))
+        builder.add_item(torch.tensor(tokens))
+        builder.end_document()
+    builder.finalize(f"{folder}/text.idx")
+
+
+# ------------------------------------------------ one rank of a job
+
+
+def run(job: Job, rank: int, store: str) -> None:
+    """The program from its first line on; rank 0 writes the result."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
+    os.environ.update(LOCAL_SIZE=str(job.world), CUDA_DEVICE_MAX_CONNECTIONS="1", **job.environment)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.world)
+    folder = Path(job.folder)
+    if rank == 0 and not (folder / "text.idx").exists():
+        write_text(folder)
+    if job.dtype == "fp16":
+        from tests.ranks import allow_fp16_on_cpu
+
+        allow_fp16_on_cpu()
+    result: dict[str, Any] = {"losses": [], "said": ""}
+    _watch(job, result)
+    config = Path(f"{store}.{rank}.json")
+    config.write_text(json.dumps(_config(job)))
+    words = [*_flags(job), "--deepspeed_config", str(config), "--zero-stage", str(job.zero)]
+    words += ["--data-path", str(folder / "text")]
+    words += [] if job.dtype == "fp32" else [f"--{job.dtype}"]
+    dist.barrier()
+    try:
+        _start(job, folder, rank, words)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    if rank == 0:
+        torch.save(result, job.out)
+    dist.barrier()
+
+
+def _start(job: Job, folder: Path, rank: int, words: list[str]) -> None:
+    stock = Path(sys.path[0]) / "pretrain_gpt.py"
+    if job.program == "runner":
+        from megatron_ucp.run import run as run_it
+
+        return run_it([str(stock), *words], False)
+    path = stock
+    if job.program == "patched":
+        path = folder / f"patched.{os.getpid()}" / "pretrain_gpt.py"
+        path.parent.mkdir()
+        path.write_text(stock.read_text())
+        subprocess.run(["git", "apply", "-p1", str(PATCH)], cwd=path.parent, check=True, timeout=60)
+    sys.argv = [str(path), *words]
+    runpy.run_path(str(path), run_name="__main__")
+    return None
+
+
+def _config(job: Job) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": SAMPLES,
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**6,
+        "zero_optimization": {"stage": job.zero},
+    }
+    if job.dtype == "bf16":
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    if job.dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    return config | job.config
+
+
+def _flags(job: Job) -> list[str]:
+    """Those of BASE but for the ones that are left out, with their values; then the job's."""
+    out: list[str] = []
+    left_out = False
+    for word in BASE.split():
+        if word.startswith("--"):
+            left_out = word in job.without
+        if not left_out:
+            out.append(word)
+    return [*out, *job.flags.split()]
+
+
+def _watch(job: Job, result: dict[str, Any]) -> None:
+    """Wraps functions of the program's loop, so that losses and states are seen."""
+    import megatron.training as training
+
+    train, step, save = training.train, training.train_step, training.save_checkpoint_and_time
+
+    def watched_train(forward: Any, model: Any, *rest: Any) -> Any:
+        result["counters"] = _counters()
+        result["random"] = _random_states()
+        if job.want:
+            result.update(_compared(model[0], job.want))
+        return train(forward, model, *rest)
+
+    def watched_step(*args: Any) -> Any:
+        found = step(*args)
+        held = found[0].get("lm loss")
+        result["losses"].append(None if held is None else float(held))
+        return found
+
+    def watched_save(iteration: int, model: Any, *rest: Any) -> None:
+        if iteration in job.saves:
+            result[f"state {iteration}"] = _state(model[0])
+            result[f"counters {iteration}"] = _counters()
+            result[f"random {iteration}"] = _random_states()
+            save(iteration, model, *rest)
+
+    training.train, training.train_step = watched_train, watched_step
+    training.save_checkpoint_and_time = watched_save
+
+
+def _counters() -> dict[str, Any]:
+    from megatron import get_args
+
+    args = get_args()
+    names = (
+        "iteration",
+        "consumed_train_samples",
+        "consumed_valid_samples",
+        "consumed_train_tokens",
+    )
+    return {name: getattr(args, name, None) for name in names}
+
+
+def _random_states() -> list[Any]:
+    """Of all ranks: what each draws next, on and off the tracker."""
+    import random
+
+    import numpy as np
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from tests.engines.canonical import everywhere
+
+    tracked = {
+        name: bytes(state.tolist()) for name, state in get_cuda_rng_tracker().get_states().items()
+    }
+    own = (
+        bytes(torch.get_rng_state().tolist()),
+        np.random.get_state()[1].tobytes(),
+        random.getstate(),
+        tracked,
+    )
+    return everywhere(own)
+
+
+# ------------------------------------------------ states, by code that knows nothing of the package
+
+Key = tuple[str, str]
+
+
+def _state(engine: Any) -> dict[str, Any]:
+    """Every master, moment and weight, whole, by the names of a model without pipeline; steps and
+    hyper-parameters of each."""
+    import torch
+    from megatron import get_args
+    from megatron.core import mpu
+
+    from tests.engines.canonical import everywhere
+    from tests.engines.masters import base_of
+
+    args, base = get_args(), base_of(engine)
+    named = _named(engine, args)
+    shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in named.items()}
+    pieces: list[Any] = []
+    scalars: dict[str, Any] = {}
+    for name, first, count, master, offset, group in _runs(engine, args):
+        held = base.state.get(master, {})
+        flat = {k: v for k, v in held.items() if isinstance(v, torch.Tensor) and v.dim()}
+        for key, tensor in {"fp32": master.data, **flat}.items():
+            part = tensor.detach().view(-1)[offset : offset + count].clone()
+            pieces.append((name, key, first, part))
+        settings = base.param_groups[group]
+        hyper = {k: settings[k] for k in ("lr", "weight_decay", "betas", "eps")}
+        steps = {k: float(v) for k, v in held.items() if k not in flat}
+        scalars[name] = {**hyper, **steps, "betas": tuple(hyper["betas"])}
+    place = mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()
+    gathered = everywhere((place, shapes, pieces, scalars))
+    first_stage = {}
+    for (stage, _), shapes, *_ in gathered:
+        for name in shapes:
+            first_stage[name] = min(stage, first_stage.get(name, stage))
+    full: dict[Key, Any] = {}
+    parts: dict[tuple[str, str, int, int], Any] = {}
+    numbers: dict[str, Any] = {}
+    for (stage, tp), shapes, found, own in gathered:
+        for name, key, first, values in found:
+            at = stage, 0 if _is_whole_expert(args, name) else tp
+            empty = torch.full(shapes[name], float("nan")).view(-1)
+            flat = parts.setdefault((name, key, *at), empty)
+            flat[first : first + len(values)] = values
+        for name, said in own.items():
+            if numbers.setdefault(name, said) != said:
+                raise AssertionError(f"ranks disagree on {name}: {numbers[name]} and {said}")
+    all_shapes = {n: shape for _, shapes, *_ in gathered for n, shape in shapes.items()}
+    size = mpu.get_tensor_model_parallel_world_size()
+    for name, key, stage, tp in parts:
+        if tp:
+            continue
+        ranks = range(1 if _is_whole_expert(args, name) else size)
+        shares = [parts[name, key, stage, t].view(all_shapes[name]) for t in ranks]
+        whole = _joined(args, name, shares)
+        if whole.isnan().any():
+            raise AssertionError(f"not all of {key} of {name} is there")
+        if stage == first_stage[name]:
+            full[name, key] = whole
+        elif not name.endswith("position_embeddings.weight") and not torch.equal(
+            full.get((name, key), whole), whole
+        ):
+            raise AssertionError(f"stages disagree on {key} of {name}")
+    return {"full": full, "scalars": numbers, "scheduler": dict(vars(engine.lr_scheduler))}
+
+
+def _runs(engine: Any, args: Any) -> list[Any]:
+    """Every run of elements of a parameter that this rank's masters hold."""
+    from tests.engines.masters import BY_WRAPPER, _unwrapped, wrapper_of
+
+    known = {param: name for name, param in _named(engine, args).items()}
+    of_kind = BY_WRAPPER.get(wrapper_of(engine), _unwrapped)
+    return list(of_kind(engine.optimizer, known))
+
+
+def _named(engine: Any, args: Any) -> dict[str, Any]:
+    """This rank's parameters by the names of the model without pipeline."""
+    from tests.engines.masters import _numbered
+
+    params = dict(engine.module.named_parameters())
+    return {_whole_name(args, _numbered(params, name)): params[name] for name in params}
+
+
+def _whole_name(args: Any, name: str) -> str:
+    """The name in the model without pipeline."""
+    if name.startswith("language_model."):
+        return name
+    head, _, rest = name.partition(".")
+    if head == "tied_modules":
+        return f"language_model.embedding.{rest.partition('.')[2]}"
+    number, layers = int(head), args.num_layers
+    if number == 1:
+        return f"language_model.embedding.{rest}"
+    if number < layers + 2:
+        return f"language_model.encoder.layers.{number - 2}.{rest}"
+    if rest.startswith("lm_head."):
+        return f"language_model.output_layer.{rest.removeprefix('lm_head.')}"
+    return f"language_model.encoder.final_layernorm.{rest}"
+
+
+def _is_whole_expert(args: Any, name: str) -> bool:
+    return ".deepspeed_experts." in name and not args.enable_expert_tensor_parallelism
+
+
+def _joined(args: Any, name: str, shares: list[Any]) -> Any:
+    """One parameter from the shares of tensor-parallel ranks, as the program's layers cut it."""
+    import torch
+
+    kind = ".".join(name.split(".")[-2:])
+    dims = {
+        **dict.fromkeys(("word_embeddings.weight", "output_layer.weight"), (0, 1)),
+        **dict.fromkeys(("query_key_value.weight", "query_key_value.bias"), (0, 3)),
+        **dict.fromkeys(("dense_h_to_4h.weight", "dense_h_to_4h.bias"), (0, 1 + args.swiglu)),
+        **dict.fromkeys(("dense.weight", "dense_4h_to_h.weight"), (1, 1)),
+    }
+    if len(shares) == 1:
+        return shares[0]
+    if kind not in dims:
+        if not all(torch.equal(shares[0], one) for one in shares):
+            raise AssertionError(f"tensor-parallel ranks disagree on {name}")
+        return shares[0]
+    dim, count = dims[kind]
+    chunks = [share.chunk(count, dim) for share in shares]
+    return torch.cat([torch.cat(same, dim) for same in zip(*chunks, strict=True)], dim)
+
+
+def _compared(engine: Any, want: str) -> dict[str, Any]:
+    """What differs from a saved state, and what of it when one bit is planted."""
+    import torch
+    from megatron import get_args
+
+    saved = torch.load(want, weights_only=False)
+    saved = next(value for key, value in saved.items() if key.startswith("state "))
+    have = _state(engine)
+    _, _, _, master, offset, _ = _runs(engine, get_args())[0]
+    bit = master.data.view(-1)[offset : offset + 1].view(torch.int32)
+    bit ^= 1
+    try:
+        planted = [*_differences(saved, _state_or_none(engine))]
+    finally:
+        bit ^= 1
+    elements = sum(value.numel() for value in saved["full"].values())
+    return {
+        "differences": [*_differences(saved, have)],
+        "planted": planted,
+        "elements": elements,
+        "loaded": have,
+    }
+
+
+def _state_or_none(engine: Any) -> dict[str, Any]:
+    try:
+        return _state(engine)
+    except AssertionError as error:
+        return {"full": {}, "scalars": {str(error): None}, "scheduler": {}}
+
+
+def _differences(want: dict[str, Any], have: dict[str, Any]) -> Iterator[str]:
+    import torch
+
+    for key in sorted({*want["full"], *have["full"]}):
+        one, other = want["full"].get(key), have["full"].get(key)
+        if one is None or other is None or not torch.equal(one, other):
+            yield f"{key}"
+    for name in sorted({*want["scalars"], *have["scalars"]}):
+        if want["scalars"].get(name) != have["scalars"].get(name):
+            yield f"{name}: {want['scalars'].get(name)} became {have['scalars'].get(name)}"
