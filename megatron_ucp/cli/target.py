@@ -26,6 +26,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
             "--groups FILE": "JSON: the names of each parameter group, in the optimizer's order",
         },
     )
+    parser.add_argument(
+        "--pipeline",
+        action=argparse.BooleanOptionalAction,
+        help="whether the model is DeepSpeed's PipelineModule on one stage too (default: as the "
+        "arguments say that Megatron-DeepSpeed saved)",
+    )
     add_dtype(parser, _DTYPES, "of the training weights: float32, bfloat16 or float16")
     parser.add_argument(
         "--sub-group-size", type=int, metavar="ELEMENTS", help="of ZeRO stage 3, for one rank"
@@ -58,6 +64,7 @@ def target_of(args: Any) -> Any:
         "groups": _groups(args.groups, read_json(args.groups)) if args.groups else None,
         "stages": stages,
         "sub_group_size": args.sub_group_size,
+        "pipeline": args.pipeline,
     }
     given = {name: value for name, value in said.items() if value is not None}
     return Target.of(args.mesh or "", **given) if args.mesh or given else None

@@ -349,7 +349,8 @@ def check_files(tp: int, ep: int, etp: int, file: str | None = None) -> None:
             expected="expert-tensor-parallel size <= tensor-parallel size <= "
             "expert-tensor-parallel size x expert-parallel size",
             found=f"{etp}, {tp}, {etp} x {ep}",
-            fix=f"use an expert-tensor-parallel size of {tp}",
+            fix=f"use an expert-tensor-parallel size of {tp} (Megatron-DeepSpeed: "
+            f"--enable-expert-tensor-parallelism), or an expert-parallel size of {tp} or more",
         )
 
 

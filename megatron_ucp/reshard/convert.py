@@ -86,14 +86,14 @@ TORCH_DIST = Writable(
     (LATEST, MEGATRON_LATEST),
     (
         *("optimizer", "groups", "stages", "sub_group_size", "alignment", "round_robin"),
-        *("grad_accum_fp32", "offloaded"),
+        *("grad_accum_fp32", "offloaded", "pipeline"),
     ),
     as_source=True,
     numbered=True,
 )
 _NO_PLACE = (
     *("dtype", "stages", "sub_group_size", "alignment", "round_robin"),
-    *("grad_accum_fp32", "offloaded"),
+    *("grad_accum_fp32", "offloaded", "pipeline"),
 )
 DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE, tag_name="step-{}")
 ACCELERATE = Writable(

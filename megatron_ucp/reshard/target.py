@@ -37,7 +37,12 @@ from megatron_ucp.formats.checkpoint import Checkpoint, apart_in, ranks_of
 from megatron_ucp.formats.deepspeed.autoep import group_name
 from megatron_ucp.formats.deepspeed.buffers import round_robin
 from megatron_ucp.formats.deepspeed.layout_sources import says_layouts
-from megatron_ucp.formats.deepspeed.megatron_deepspeed import kept_by_each_rank
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
+    is_pipeline,
+    kept_by_each_rank,
+    layers_of_program,
+    on_mesh,
+)
 from megatron_ucp.formats.deepspeed.optimizers import in_its_order, steps_matrices
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, config_for, with_states
@@ -392,8 +397,13 @@ class SourceSettings:
         target = target.completed(self.config if config is None else config)
         if target.mesh.tp > 1 and (model := recorded_model(self.manifest)) is not None:
             model.check_cut(target.mesh.tp)  # heads, which shapes alone do not show
-        layers = self._layers() if target.mesh.pp > 1 else None
-        file = str(self.source.folder)
+        file, staged = str(self.source.folder), target.mesh.pp > 1
+        of_program = target.mesh.zero < 2 and is_pipeline(self.extras.client_state)
+        if target.pipeline is None:
+            target = replace(target, pipeline=staged or of_program)
+        layers = self._layers() if target.pipeline or staged else None
+        if target.pipeline and not staged and layers is None:
+            raise no_layers(file)
         return Conversion(self.manifest, target, file, layers, self._declared, self._permuted)
 
     @property
@@ -414,8 +424,21 @@ class SourceSettings:
         family = families().get(self.manifest.family)
         if family is not None and family.layers is not None:
             return family.layers(names).with_values(names)
-        found = self.source.layers()
+        found = layers_of_program(names) or self.source.layers()
         return None if found is None else found.with_values(names)
+
+    def notes_of_program(self, stage: int | None) -> list[str]:
+        """What to know of a folder for a ZeRO stage (None: for any) of Megatron-DeepSpeed, which
+        makes one parameter group at ZeRO-3, without weight decay, and two elsewhere."""
+        is_one = self.source.manifest.mesh.zero == 3
+        is_same = stage is not None and (stage == 3) == is_one
+        if not kept_by_each_rank(self.extras.client_state) or is_same or not is_one and not stage:
+            return []
+        return [
+            "Megatron-DeepSpeed makes one parameter group at ZeRO-3 and two at other stages, and "
+            "DeepSpeed's own load fills as many as the folder has, without a word: list those of "
+            "the job (--groups), or load with this package"
+        ]
 
     def settings(
         self, wanted: Conversion, manifest: Manifest, config: Mapping[str, Any] | None
@@ -432,8 +455,10 @@ class SourceSettings:
             self.notes.append(
                 f"the loss scale of fp16 begins anew, at {scaler.cur_scale:g}: the source has none"
             )
+        pipeline = wanted.layers is not None
+        client_state = on_mesh(self.extras.client_state, manifest.mesh, pipeline)
         return RunSettings(
-            self.extras,
+            replace(self.extras, client_state=client_state),
             config_for(wanted.target, config, dtype),
             self.extras.version or VERSION,
             dtype,
@@ -506,7 +531,7 @@ def target_manifest(wanted: Conversion) -> Manifest:
         for at in mesh.holding()
     ]
     joined = join(stages)
-    layers = wanted.layers if mesh.pp > 1 else None
+    layers = wanted.layers
     return Manifest(
         wanted.target.keeper(wanted.dtype),
         mesh,

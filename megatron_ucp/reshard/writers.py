@@ -155,6 +155,7 @@ def native(
     origin.notes += optimizers.other_steps(wanted.source, manifest)
     listed = wanted.target.groups is not None
     origin.notes += notes_of_groups(wanted.source, manifest.mesh, listed)
+    origin.notes += [] if listed else origin.notes_of_program(manifest.mesh.zero)
     if keeper == Keeper.ZERO_3 and optimizers.is_used(manifest):
         origin.notes.append(_AT_INIT)
     return native_output(origin.source, manifest, settings, wanted, folder, origin.apart)
@@ -183,6 +184,7 @@ def universal(
     refuse_muon(wanted, "universal folder, whose momentum stock DeepSpeed would cut wrongly")
     manifest = universal_manifest(wanted)
     origin.notes += notes_of_universal(wanted.source)
+    origin.notes += [] if wanted.target.groups else origin.notes_of_program(None)
     if wanted.target.mesh.pp > 1 and wanted.layers is None:
         raise no_layers(wanted.file)
     manifest = replace(manifest, names=dict(wanted.layers.names) if wanted.layers else {})

@@ -54,6 +54,7 @@ class Job:
     limit_s: float = 120
     without: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    converts: tuple[str, ...] = ()  # DeepSpeed's own converter alone: from, to
 
 
 # ------------------------------------------------ imports, once for all jobs
@@ -101,6 +102,48 @@ def _stand_ins() -> None:
     for name in ("VisionDataset", "ImageFolder", "DatasetFolder"):
         setattr(vision.datasets, name, object)
     _module("torchvision.datasets.folder")
+    _take_attention_masks()
+    _gather_flat()
+
+
+def _take_attention_masks() -> None:
+    """DeepSpeed's Ulysses takes the dim of the batch where the program gives it a mask, and heads
+    apart where the program's attention has them in one dim."""
+    import torch
+    from deepspeed.sequence.layer import DistributedAttention
+
+    stock = DistributedAttention.forward
+
+    def forward(self: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        if not rest or not isinstance(rest[0], torch.Tensor):
+            return stock(self, query, key, value, *rest, **more)
+        local = self.local_attn
+
+        def with_heads(query: Any, *others: Any, **more: Any) -> Any:
+            return local(query, *others, **more).view(query.shape)
+
+        self.__dict__["local_attn"] = with_heads
+        try:  # of tensors of (sequence, batch, head, size)
+            found = stock(self, query, key, value, 1, None, *rest, **more)
+        finally:
+            del self.__dict__["local_attn"]
+        return found.flatten(2)
+
+    DistributedAttention.forward = forward  # type: ignore[method-assign]
+
+
+def _gather_flat() -> None:
+    """gloo gathers into a tensor of the shape alone that the ranks' tensors have together."""
+    import torch.distributed as dist
+
+    stock = dist.all_gather_into_tensor
+
+    def gather(output_tensor: Any, input_tensor: Any, *rest: Any, **more: Any) -> Any:
+        if output_tensor.shape[1:] != input_tensor.shape[1:]:
+            output_tensor, input_tensor = output_tensor.view(-1), input_tensor.reshape(-1)
+        return stock(output_tensor, input_tensor, *rest, **more)
+
+    dist.all_gather_into_tensor = gather
 
 
 def _module(name: str) -> Any:
@@ -147,6 +190,9 @@ def run(job: Job, rank: int, store: str) -> None:
     os.environ.update(LOCAL_SIZE=str(job.world), CUDA_DEVICE_MAX_CONNECTIONS="1", **job.environment)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.world)
     folder = Path(job.folder)
+    if job.converts:
+        _convert(*job.converts)
+        return torch.save({}, job.out)
     if rank == 0 and not (folder / "text.idx").exists():
         write_text(folder)
     if job.dtype == "fp16":
@@ -169,6 +215,17 @@ def run(job: Job, rank: int, store: str) -> None:
     if rank == 0:
         torch.save(result, job.out)
     dist.barrier()
+
+
+def _convert(source: str, target: str) -> None:
+    """DeepSpeed's own converter, which imports the classes of the program's arguments."""
+    from argparse import Namespace
+
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    switches = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
+    main(Namespace(input_folder=source, output_folder=target, **workers, **switches))
 
 
 def _start(job: Job, folder: Path, rank: int, words: list[str]) -> None:

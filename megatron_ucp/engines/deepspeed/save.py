@@ -51,7 +51,7 @@ from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.errors import SaveError, StoreError
 from megatron_ucp.families.family import Declared, Model
 from megatron_ucp.formats import output_folder
-from megatron_ucp.formats.deepspeed.files import at_tp
+from megatron_ucp.formats.deepspeed.files import PATTERNS, at_tp
 from megatron_ucp.formats.deepspeed.tp_patterns import (
     SUB_PARAMS,
     VOCABULARY,
@@ -291,15 +291,33 @@ class EngineSave(SaveRequest):
         with (
             _folder_to_name(self.folder, self.aside) as (folder, name, place_of),
             _catching_writes(self.engine, files, place_of) as written,
+            _info_as_value(self.engine, self.client_state) as client_state,
         ):
             self.stock_save(
                 folder,
                 tag=name,
-                client_state=self.client_state,
+                client_state=client_state,
                 save_latest=False,
                 exclude_frozen_parameters=self.exclude_frozen,
             )
         return written
+
+
+@contextmanager
+def _info_as_value(engine: Any, client_state: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
+    """The client state as DeepSpeed's save takes it. With experts it wants
+    `universal_checkpoint_info` as a value of the module (0.19.8, `_save_moe_checkpoint`), where
+    Megatron-DeepSpeed's models have a method, and refuses it in the client state."""
+    module = engine.module
+    if not engine.has_moe_layers or not callable(getattr(module, PATTERNS, None)):
+        yield client_state
+        return
+    rest = {key: value for key, value in client_state.items() if key != PATTERNS}
+    setattr(module, PATTERNS, client_state.get(PATTERNS) or getattr(module, PATTERNS)())
+    try:
+        yield rest
+    finally:
+        delattr(module, PATTERNS)
 
 
 def _steps_of(live: LiveEngine) -> dict[str, float]:

@@ -51,6 +51,8 @@ class Target:
         grad_accum_fp32: DeepSpeed's `data_types.grad_accum_dtype: fp32`.
         offloaded: DeepSpeed's `offload_optimizer.device: cpu`, which moves nothing but Muon's
             momentum.
+        pipeline: Whether its model is a PipelineModule on one stage too. Default: as the arguments
+            say that Megatron-DeepSpeed saved; else with several stages alone.
 
     Raises:
         UsageError: For a job that DeepSpeed does not run, or that nothing is converted for.
@@ -71,6 +73,7 @@ class Target:
     round_robin: bool | None = None
     grad_accum_fp32: bool | None = None
     offloaded: bool | None = None
+    pipeline: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(cast("object", self.mesh), str):
@@ -97,12 +100,13 @@ class Target:
                 fix="correct the dtype (--dtype) or the size (--sub-group-size); Python: "
                 "Target(dtype=, sub_group_size=)",
             )
-        if self.mesh.pp > 1 and self.mesh.zero > 1:
+        if (self.mesh.pp > 1 or self.pipeline) and self.mesh.zero > 1:
             raise UsageError(
                 "DeepSpeed's pipeline takes ZeRO 0 and 1 only",
                 expected="zero=0 or zero=1",
                 found=self.mesh,
-                fix="name the ZeRO stage of the job: add zero=1 to the mesh",
+                fix="name the ZeRO stage of the job: add zero=1 to the mesh; or leave --pipeline "
+                "(Python: pipeline=) out",
             )
         if self.mesh.cp * self.mesh.vpp > 1:
             raise UsageError(
@@ -161,7 +165,7 @@ class Target:
         stage = self.mesh.zero
         if stage == 3:
             return Keeper.ZERO_3
-        staged = stage == 0 and self.mesh.pp > 1
+        staged = stage == 0 and (self.mesh.pp > 1 or self.pipeline)
         if dtype == "bfloat16" and (staged or (stage == 1 and self.grad_accum_fp32)):
             return Keeper.BF16
         return Keeper.ZERO_0 if stage == 0 else Keeper.ZERO_1_OR_2

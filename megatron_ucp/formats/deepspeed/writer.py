@@ -44,6 +44,7 @@ from megatron_ucp.formats.deepspeed.files import (
     model_name,
     optimizer_name,
 )
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import kept_by_each_rank, nested
 from megatron_ucp.formats.deepspeed.tp_patterns import patterns_of
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.per_rank import OwnValues, RankDifferences
@@ -113,7 +114,7 @@ class NativeWriter:
 
     def __init__(self, manifest: Manifest, run: RunSettings, layers: Layers | None) -> None:
         self.manifest, self.run, self.mesh = manifest, run, manifest.mesh
-        self.layers = layers if manifest.mesh.pp > 1 else None
+        self.layers = layers
         self._pipe = {name: pipe for pipe, name in manifest.names.items()}
         self._number = {
             (buffer.stage, buffer.members[0].param): b
@@ -474,7 +475,9 @@ class NativeWriter:
         for name, value in self._stateless(here).items():
             if name not in out:
                 out[name] = _nothing(output, value)
-        return out | module_states(output, self.run.extras, self._own_values(view))
+        out |= module_states(output, self.run.extras, self._own_values(view))
+        is_program = not self.layers and kept_by_each_rank(self.run.extras.client_state)
+        return nested(out) if is_program else out
 
     def _entry(self, output: Output, spec: ParamSpec, view: RankView) -> TensorRef:
         """A tensor of a rank's module: at ZeRO-3 parameters are empty."""

@@ -3,9 +3,11 @@ place."""
 
 import itertools
 import struct
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_ucp.core.box import dims_in_memory
 from megatron_ucp.core.names import ITEMSIZE
@@ -113,18 +115,27 @@ def number_in(tensor: InertObject, file: str) -> float:
 
 
 def storages_of(tree: object) -> list[StorageRef]:
-    """Every storage of a tree, once, in the order of first use."""
+    """Every storage of a tree, once, in the order of first use: also those of tensors that objects
+    hold, as Megatron-DeepSpeed's arguments hold a mask."""
     found: dict[str, StorageRef] = {}
+    seen = set[int]()  # an object may hold itself
 
     def walk(value: object) -> None:
         if isinstance(value, TensorRef):
             found.setdefault(value.storage.key, value.storage)
-        elif isinstance(value, dict):
-            for item in value.values():  # pyright: ignore[reportUnknownVariableType]
-                walk(item)  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(value, list | tuple):
-            for item in value:  # pyright: ignore[reportUnknownVariableType]
-                walk(item)  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, _HOLDING) and id(value) not in seen:
+            seen.add(id(value))
+            for item in _held_by(value):
+                walk(item)
 
     walk(tree)
     return list(found.values())
+
+
+_HOLDING = (dict, list, tuple, deque, InertObject)
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    if isinstance(value, InertObject):
+        return (*value.args, *value.state.values())
+    return value.values() if isinstance(value, dict) else value
