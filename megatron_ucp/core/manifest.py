@@ -33,6 +33,7 @@ FINGERPRINT = "fingerprint"  # of a manifest's run: dtype and CRC-32 of each par
 MOVED_LATEST = "moved_latest"  # of a manifest's run: whether it became the newest one
 RENAMED = "renamed"  # of a manifest's run: names in a state dict -> those of the model
 ARGUMENTS = "arguments"  # of a manifest's run: the flags of a program that says no family
+COSINES = "rotary_angles_are_cosines"  # of those flags: it rotates by the cosines of the angles
 SAVED_ON = "saved_on"  # of a manifest's run: its mesh, where the files don't depend on it
 KINDS = ("trainable", "frozen", "buffer")
 BufferPart = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition

@@ -6,12 +6,13 @@ from typing import Any, cast
 
 from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.errors import LayoutError, UsageError, did_you_mean
-from megatron_ucp.families import deepseek_v3, gpt, gpt_oss, llama, mixtral
+from megatron_ucp.families import deepseek_v3, gpt, gpt_oss, llama, megatron_deepspeed, mixtral
 from megatron_ucp.families.family import Family, Model, measured
 
 _OURS = (
     *(gpt.FAMILY, llama.LLAMA, mixtral.MIXTRAL, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
     *(mixtral.QWEN3_MOE, deepseek_v3.FAMILY, gpt_oss.FAMILY),
+    *megatron_deepspeed.FAMILIES,
 )
 _FAMILIES: dict[str, Family] = {family.name: family for family in _OURS}
 

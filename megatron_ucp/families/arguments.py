@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest
+from megatron_ucp.core.manifest import ARGUMENTS, COSINES, RECORDED, Manifest
 from megatron_ucp.families import model_as_built
 from megatron_ucp.families.family import TRUE_VOCAB
+from megatron_ucp.families.megatron_deepspeed import is_in_thirds, model_of_program
 from megatron_ucp.families.settings import POSITION_KIND, Architecture, architecture_of
 
 _TOKENIZERS_WITH_END = ("NullTokenizer",)  # whose vocabulary has an end mark more than asked for
@@ -21,9 +22,13 @@ def with_model(manifest: Manifest) -> Manifest:
         return manifest
     # a model with more than a family has (latent attention, multi-token prediction) is none of it
     params = [spec.name for spec in manifest.params if spec.kind != "buffer"]
+    thirds = is_in_thirds(manifest.params)
     try:
         module = _module(arguments)
-        model = model_as_built(module, params, arguments.get("model_family"))
+        if thirds is not None:
+            model = model_of_program(module, params, thirds)
+        else:
+            model = model_as_built(module, params, arguments.get("model_family"))
         architecture = _with_scaling(architecture_of(module), arguments)
     except (KeyError, TypeError, ValueError, AttributeError):  # missing, or of other types
         return manifest
@@ -31,6 +36,8 @@ def with_model(manifest: Manifest) -> Manifest:
         return manifest
     run = {key: value for key, value in manifest.run.items() if key != ARGUMENTS}
     run[RECORDED] = {"sizes": asdict(model.sizes), "architecture": asdict(architecture)}
+    if arguments.get(COSINES):
+        run[RECORDED] = {"sizes": asdict(model.sizes), COSINES: True}
     return replace(manifest, family=model.family.name, run=run)
 
 

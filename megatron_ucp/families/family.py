@@ -52,6 +52,22 @@ class Sizes:
         per group."""
         return (self.heads + 2 * self.groups) * self.head_dim
 
+    def qkv_rows(self) -> tuple[list[range], list[range], list[range]]:
+        """The rows of linear_qkv that are queries, keys and values.
+
+        megatron-core stores one key-value group after the other. Four heads of size 16 in two
+        groups: rows 0 to 31 are the queries of group 0, 32 to 47 its key, 48 to 63 its value, 64 to
+        95 the queries of group 1.
+        """
+        queries = self.heads // self.groups * self.head_dim
+        out: tuple[list[range], list[range], list[range]] = ([], [], [])
+        at = 0
+        for _ in range(self.groups):
+            for found, rows in zip(out, (queries, self.head_dim, self.head_dim), strict=True):
+                found.append(range(at, at + rows))
+                at += rows
+        return out
+
 
 # The switches of `Sizes` and `Builder`, with megatron-core's names for them.
 SWITCHES = {
@@ -414,6 +430,8 @@ class Family:
     - `fitted(sizes, names)` adapts the sizes of a config to a model whose parameters have these
       names, where its modules may be of several kinds.
     - `rules` are those of a user's file that the family stands for.
+    - `client_state` is what the program that trains it looks for in a checkpoint before the first
+      step.
     - `builder` says which of megatron-core's modules make the model (None: somebody else builds
       it). A live model without a family is recognised by it, and `pretrain_gpt.py` trains it.
 
@@ -434,6 +452,7 @@ class Family:
     measure: Callable[[Any], Sizes] | None = None
     hugging_face: HuggingFace | None = None
     rules: RuleSet | None = None
+    client_state: Mapping[str, object] = field(default_factory=dict[str, object])
     fitted: Callable[[Any, Collection[str]], Any] = lambda sizes, _: sizes
 
 

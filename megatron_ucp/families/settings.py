@@ -163,6 +163,13 @@ def described(run: Mapping[str, Any], sizes: type[S]) -> tuple[S, Architecture] 
     return (sizes(**record), architecture) if record and architecture else None
 
 
+def described_sizes(run: Mapping[str, Any], sizes: type[S]) -> S | None:
+    """The sizes from that record, whatever the architecture is; None where there are none. Raises
+    as `described`."""
+    record = _part(run, "sizes")
+    return sizes(**record) if record else None
+
+
 def described_architecture(run: Mapping[str, Any]) -> Architecture | None:
     """The architecture from that record, whatever the sizes are; None where there is none. Raises
     TypeError for what is no record."""

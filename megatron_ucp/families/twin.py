@@ -25,20 +25,11 @@ Block = tuple[Ints, Ints]
 
 
 def split_qkv(sizes: Sizes, *rest: int) -> tuple[list[Block], list[Block], list[Block]]:
-    """The rows of linear_qkv that are queries, keys and values; `rest` are the other dims.
-
-    megatron-core stores one key-value group after the other. Four heads of size 16 in two groups:
-    rows 0 to 31 are the queries of group 0, 32 to 47 its key, 48 to 63 its value, 64 to 95 the
-    queries of group 1.
-    """
-    queries = sizes.heads // sizes.groups * sizes.head_dim
-    out: tuple[list[Block], list[Block], list[Block]] = ([], [], [])
-    at = 0
-    for _ in range(sizes.groups):
-        for blocks, rows in zip(out, (queries, sizes.head_dim, sizes.head_dim), strict=True):
-            blocks.append(block(at, at + rows, *rest))
-            at += rows
-    return out
+    """The rows of linear_qkv that are queries, keys and values; `rest` are the other dims."""
+    queries, keys, values = (
+        [block(rows.start, rows.stop, *rest) for rows in found] for found in sizes.qkv_rows()
+    )
+    return queries, keys, values
 
 
 def block(first: int, last: int, *rest: int) -> Block:

@@ -29,7 +29,8 @@ from megatron_ucp.formats.deepspeed.layout_sources import (
     renamed,
     says_layouts,
 )
-from megatron_ucp.formats.deepspeed.megatron_deepspeed import ARGUMENTS, arguments_of, order_of
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import arguments_of, order_of
+from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.rule_file import is_ours, read_rules
@@ -185,7 +186,7 @@ def _survey(path: str | Path, tag: str | None, progress: Progress | None) -> Ite
             checkpoint,
             tuple(held),
             checkpoint.extras.patterns,
-            order_of(arguments_of(checkpoint.extras.client_state.get(ARGUMENTS))),
+            order_of(arguments_of(checkpoint.extras.client_state.get(ARGUMENTS_KEY))),
             [] if has_manifest else stock_names,
         )
 

@@ -33,6 +33,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.families import families, recorded_model
 from megatron_ucp.families.arguments import with_model
+from megatron_ucp.families.megatron_deepspeed import layers_of_program
 from megatron_ucp.formats.checkpoint import Checkpoint, apart_in, ranks_of
 from megatron_ucp.formats.deepspeed.autoep import group_name
 from megatron_ucp.formats.deepspeed.buffers import round_robin
@@ -40,7 +41,6 @@ from megatron_ucp.formats.deepspeed.layout_sources import says_layouts
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
     is_pipeline,
     kept_by_each_rank,
-    layers_of_program,
     on_mesh,
 )
 from megatron_ucp.formats.deepspeed.optimizers import in_its_order, steps_matrices

@@ -54,6 +54,7 @@ class Job:
     limit_s: float = 120
     without: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    logits: bool = False  # of some tokens, at tp=1 without pipeline
     converts: tuple[str, ...] = ()  # DeepSpeed's own converter alone: from, to
 
 
@@ -282,6 +283,8 @@ def _watch(job: Job, result: dict[str, Any]) -> None:
         result["random"] = _random_states()
         if job.want:
             result.update(_compared(model[0], job.want))
+        if job.logits:
+            result["logits"] = _logits(model[0])
         return train(forward, model, *rest)
 
     def watched_step(*args: Any) -> Any:
@@ -299,6 +302,27 @@ def _watch(job: Job, result: dict[str, Any]) -> None:
 
     training.train, training.train_step = watched_train, watched_step
     training.save_checkpoint_and_time = watched_save
+
+
+TOKENS = [[(7 * at + 3 * row) % 125 for at in range(SEQUENCE)] for row in range(3)]
+
+
+def _logits(engine: Any) -> Any:
+    """What the model computes of TOKENS, causal, with its padded vocabulary: one row after the
+    other, as its attention takes no more on a CPU."""
+    import torch
+    from megatron.utils import get_ltor_masks_and_position_ids
+
+    engine.module.eval()
+    rows: list[Any] = []
+    for row in TOKENS:
+        tokens = torch.tensor([row])
+        mask, _, positions = get_ltor_masks_and_position_ids(tokens, 0, False, False, False)
+        with torch.no_grad():
+            found = engine.module(tokens, positions, mask)
+        rows.append(found[0] if isinstance(found, tuple) else found)
+    engine.module.train()
+    return torch.cat(rows)
 
 
 def _counters() -> dict[str, Any]:

@@ -11,7 +11,8 @@ from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import PATTERNS
-from megatron_ucp.formats.deepspeed.megatron_deepspeed import ARGUMENTS, arguments_of, rules_of
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import arguments_of, rules_of
+from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 
 _MODELS = "megatron.model."  # where the classes of its models lie; Megatron-LM's lie elsewhere
 _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -45,7 +46,7 @@ def vocabulary_info(module: Any) -> Mapping[str, Any]:
 def check_arguments(source: Checkpoint, module: Any) -> None:
     """Raises ModelMismatchError where the program would end once everything was loaded: its model
     computes something else than the run's."""
-    here, saved = arguments(module), arguments_of(source.extras.client_state.get(ARGUMENTS))
+    here, saved = arguments(module), arguments_of(source.extras.client_state.get(ARGUMENTS_KEY))
     if getattr(here, "finetune", False):
         return
     other = [
@@ -65,7 +66,13 @@ def check_arguments(source: Checkpoint, module: Any) -> None:
 
 def say_other_mesh(module: Any, client_state: Mapping[Any, Any] | None) -> None:
     """Lets the program go on where its degrees of parallelism are not the run's, as
-    `--universal-checkpoint` does: it compares them once it has the client state."""
-    here, saved = arguments(module), (client_state or {}).get(ARGUMENTS)
+    `--universal-checkpoint` does: it compares them once it has the client state. And where there
+    are no random states, as in an import: it would end, without an exit code."""
+    here, state = arguments(module), client_state or {}
+    if not vars(here):
+        return
+    saved = state.get(ARGUMENTS_KEY)
+    if not any(key in state for key in ("rng_state", "random_rng_state")):
+        here.no_load_rng = True
     if any(getattr(saved, name, None) != getattr(here, name, None) for name in _DEGREES):
         here.universal_checkpoint = True

@@ -23,13 +23,13 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.deepspeed import tp_patterns
 from megatron_ucp.formats.deepspeed.files import PATTERNS, TagFolder
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
-    ARGUMENTS,
     INTERLEAVED,
     arguments_of,
     order_of,
 )
 from megatron_ucp.formats.deepspeed.tp_patterns import is_fused, is_matched
 from megatron_ucp.formats.deepspeed.weights import frozen_shapes, no_extra_state, shapes_by_group
+from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.pt.refs import TensorRef
 
 # ---- joined rows
@@ -44,7 +44,7 @@ def refuse_joined(
     """Raises UnsupportedError where such rows may be thirds of each rank, which are in no order
     then. `meta` is a model file of the run that was converted; `held` are parameters with their
     names in it."""
-    arguments, info = arguments_of(meta.get(ARGUMENTS)), meta.get(PATTERNS)
+    arguments, info = arguments_of(meta.get(ARGUMENTS_KEY)), meta.get(PATTERNS)
     ranks = arguments.get("tensor_model_parallel_size", meta.get("mp_world_size"))
     if ranks == 1 or order_of(arguments) == INTERLEAVED:
         return

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import number_and_count, of_every_expert
 from megatron_ucp.core.flat import FlatBuffer, Member, alone
-from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
+from megatron_ucp.core.manifest import ARGUMENTS, Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import expert_rank_of
 from megatron_ucp.core.names import VALUE, Keeper
 from megatron_ucp.core.values import ClassName, alike, shown
@@ -22,8 +22,9 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.byte_files import same_bytes
 from megatron_ucp.formats.deepspeed.config import DeepSpeedConfig
-from megatron_ucp.formats.deepspeed.files import at_tp
+from megatron_ucp.formats.deepspeed.files import PATTERNS, at_tp
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED, not_saved
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import arguments_of, flags_of_model
 from megatron_ucp.formats.deepspeed.optimizers import (
     PlainFile,
 )
@@ -35,6 +36,7 @@ from megatron_ucp.formats.deepspeed.weights import (
     shapes_by_group,
     training_dtype,
 )
+from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.param_groups import number
 from megatron_ucp.formats.pt.refs import TensorRef
 
@@ -275,7 +277,11 @@ def _held(run: NativeRun) -> Manifest:
 
 def run_of(meta: Mapping[str, Any]) -> dict[str, Any]:
     """What a manifest's `run` says, of a model file."""
-    return {key: number(meta.get(key)) for key in ("global_steps", "skipped_steps", "ds_version")}
+    counters = {
+        key: number(meta.get(key)) for key in ("global_steps", "skipped_steps", "ds_version")
+    }
+    flags = flags_of_model(arguments_of(meta.get(ARGUMENTS_KEY)), meta.get(PATTERNS))
+    return {**counters, ARGUMENTS: flags} if flags else counters
 
 
 def _ties(run: NativeRun, flat: Collection[str]) -> tuple[Tie, ...]:

@@ -4,16 +4,16 @@ and how the program's files name and nest their parameters.
 The program puts its arguments into the client state of each save, under `args`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
-from megatron_ucp.core.layers import TIED, Layers
+from megatron_ucp.core.manifest import COSINES
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.values import InertObject
+from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.rule_file import read_rules
 
-ARGUMENTS = "args"
 # of the rows of query_key_value: by head, or in thirds of each rank
 INTERLEAVED, SPLIT = "interleaved", "split"
 _OF_SPLIT_CODE = "ds_sequence_parallel_fpdt"  # came with the change of the order
@@ -29,13 +29,13 @@ def arguments_of(saved: Any) -> Mapping[str, Any]:
 def kept_by_each_rank(client_state: Mapping[Any, Any]) -> frozenset[str]:
     """Keys of the client state of which each model-parallel rank of the program has its own value.
     The program's own universal load takes that of any rank on another mesh, and seeds anew."""
-    is_program = _OF_PROGRAM in arguments_of(client_state.get(ARGUMENTS))
-    return frozenset({ARGUMENTS, "rng_state"}) if is_program else frozenset()
+    is_program = _OF_PROGRAM in arguments_of(client_state.get(ARGUMENTS_KEY))
+    return frozenset({ARGUMENTS_KEY, "rng_state"}) if is_program else frozenset()
 
 
 def is_pipeline(client_state: Mapping[Any, Any]) -> bool:
     """Whether the program's model is DeepSpeed's PipelineModule, on one stage too."""
-    arguments = arguments_of(client_state.get(ARGUMENTS))
+    arguments = arguments_of(client_state.get(ARGUMENTS_KEY))
     return _OF_PROGRAM in arguments and arguments.get("no_pipeline_parallel") is False
 
 
@@ -44,7 +44,7 @@ def on_mesh(client_state: Mapping[Any, Any], mesh: Mesh, pipeline: bool) -> Mapp
     in the arguments. Of another program as it is."""
     if not kept_by_each_rank(client_state):
         return client_state
-    saved: InertObject = client_state[ARGUMENTS]
+    saved: InertObject = client_state[ARGUMENTS_KEY]
     degrees = {
         "tensor_model_parallel_size": mesh.tp,
         "pipeline_model_parallel_size": mesh.pp,
@@ -54,55 +54,18 @@ def on_mesh(client_state: Mapping[Any, Any], mesh: Mesh, pipeline: bool) -> Mapp
     }
     changed = InertObject(saved.qualname, saved.args, {**saved.state}, saved.made)
     changed.state |= {name: value for name, value in degrees.items() if name in saved.state}
-    return {**client_state, ARGUMENTS: changed}
+    return {**client_state, ARGUMENTS_KEY: changed}
 
 
 _MODEL, _EMBEDDING = "language_model", "embedding"
-_LAYERS = f"{_MODEL}.encoder.layers."
-_WORDS = f"{_MODEL}.{_EMBEDDING}."
-
-
-def layers_of_program(params: Collection[str]) -> Layers | None:
-    """The program's list of layers for a model with these parameters: a cast, the embedding, the
-    layers, with experts a loss, the last norm, the head; None for another program's names.
-
-    A tied head is the whole embedding, positions too, called through a function: it has no layer
-    file.
-    """
-    if not any(name.startswith(_WORDS) for name in params):
-        return None
-    numbers = [int(name.split(".")[3]) for name in params if name.startswith(_LAYERS)]
-    tied = f"{_MODEL}.output_layer.weight" not in params
-    norm = 2 + max(numbers, default=-1) + 1 + any(".deepspeed_moe." in name for name in params)
-    ends = {
-        _WORDS: (1, ""),
-        f"{_MODEL}.encoder.final_layernorm.": (norm, ""),
-        f"{_MODEL}.output_layer.": (norm + 1, "lm_head."),
-    }
-    held: list[dict[str, str]] = [{} for _ in range(norm + 2)]
-    names: dict[str, str] = {}
-    for name in params:
-        if name.startswith(_LAYERS):
-            number, _, rest = name.removeprefix(_LAYERS).partition(".")
-            position = int(number) + 2
-        else:
-            prefix = next((one for one in ends if name.startswith(one)), None)
-            if prefix is None:
-                continue
-            position, before = ends[prefix]
-            rest = before + name.removeprefix(prefix)
-        pipe = f"{TIED}.embed.{rest}" if tied and position == 1 else f"{position}.{rest}"
-        held[position][rest], names[pipe] = pipe, name
-    if tied:
-        held[-1] = dict(held[1])
-    filed = frozenset(at for at in range(len(held) - tied) if held[at])
-    return Layers(tuple(held), names, filed)
 
 
 def nested(module: Mapping[str, Any]) -> dict[str, Any]:
     """Weights by dotted name as the program's model without pipeline saves and loads them: a
     dictionary for each of its parts, `language_model`, `embedding`, `word_embeddings`, or
-    `encoder`, and in the last one the rest of the names."""
+    `encoder`, and in the last one the rest of the names. Those of another program as they are."""
+    if not any(name.startswith(f"{_MODEL}.{_EMBEDDING}.") for name in module):
+        return {**module}
     tree: dict[str, Any] = {}
     for name, value in module.items():
         place, rest = tree, name
@@ -113,6 +76,64 @@ def nested(module: Mapping[str, Any]) -> dict[str, Any]:
                 place = place.setdefault(part, {})
         place[rest] = value
     return tree
+
+
+# The same in Megatron-LM's words.
+_AS_IN_MEGATRON = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("padded_vocab_size", "vocab_size", "tokenizer_type", "max_position_embeddings"),
+    *("untie_embeddings_and_output_weights", "swiglu", "add_bias_linear", "layernorm_epsilon"),
+    *("rotary_percent", "apply_residual_connection_post_layernorm"),
+)
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+_POSITIONS = {(True, False): "learned_absolute", (False, True): "rope"}
+
+
+def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[str, Any]:
+    """What the arguments of the program say of its model, in the words of Megatron-LM's; `info` is
+    what its files say of its vocabulary. Empty of another program's.
+
+    Of the rotary embedding of code with the split order each rank of attention takes the cosines
+    of the angles for the angles, but where Ulysses and flash attention apply it.
+    """
+    if _OF_PROGRAM not in arguments:
+        return {}
+    out = {name: arguments.get(name) for name in _AS_IN_MEGATRON}
+    said = cast("Mapping[str, Any]", info) if isinstance(info, Mapping) else {}
+    kinds = "add_position_embedding", "use_rotary_position_embeddings"
+    learned, rotary = (arguments.get(name) is True for name in kinds)
+    heads, groups = arguments.get("num_attention_heads"), arguments.get("num_key_value_heads")
+    return out | {
+        "true_vocab_size": said.get("original_vocab_size"),
+        "normalization": _NORMS.get(str(arguments.get("normalization"))),
+        "layernorm_zero_centered_gamma": bool(arguments.get("apply_layernorm_1p")),
+        "position_embedding_type": _POSITIONS.get((learned, rotary), "none"),
+        "rotary_base": arguments.get("rope_theta", 10000),
+        "group_query_attention": groups not in (None, heads),
+        "num_query_groups": groups,
+        "activation_func": _activation(arguments),
+        COSINES: rotary and _OF_SPLIT_CODE in arguments and not _is_applied_by_ulysses(arguments),
+    }
+
+
+def _is_applied_by_ulysses(arguments: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's own attention rotates queries and keys."""
+    sizes, forced = arguments.get("ds_sequence_parallel_size"), "force_ds_sequence_parallel"
+    flash = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_builder")
+    is_ulysses = arguments.get(forced) or (type(sizes) is int and sizes > 1)
+    return bool(is_ulysses and any(arguments.get(name) for name in flash))
+
+
+def _activation(arguments: Mapping[str, Any]) -> str:
+    """What its MLP computes; the fused kernel of bias and gelu has the tanh form."""
+    kinds = {
+        "openai_gelu": "gelu_tanh",
+        "onnx_safe": "gelu",
+        "swiglu": "silu",
+        "squared_relu": "squared_relu",
+        "bias_gelu_fusion": "gelu_tanh",
+    }
+    return next((kind for flag, kind in kinds.items() if arguments.get(flag)), "gelu")
 
 
 def order_of(arguments: Mapping[str, Any]) -> str:

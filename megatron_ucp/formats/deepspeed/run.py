@@ -42,7 +42,6 @@ from megatron_ucp.formats.deepspeed.files import (
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, pipe_names
 from megatron_ucp.formats.deepspeed.lost_states import refuse_mics, saved_no_bf16_optimizer
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
-    ARGUMENTS,
     arguments_of,
     order_of,
     rules_of,
@@ -67,6 +66,7 @@ from megatron_ucp.formats.deepspeed.weights import (
 )
 from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.param_groups import number
 from megatron_ucp.formats.pt.refs import TensorRef
 from megatron_ucp.formats.wrapped_model import other_prefix
@@ -94,7 +94,7 @@ class NativeRun(TagFolder):
             self.told = self._told_of_weights(told) if told.weights else told
             self.model_name = self.names.first_model
             self.main_file = self.full_path(self.model_name)
-            self.arguments = arguments_of(self.meta.get(ARGUMENTS))
+            self.arguments = arguments_of(self.meta.get(ARGUMENTS_KEY))
             self.told = self._with_rules_of_program(self.told)
             if self.meta.get("mp_world_size") == 1:
                 self.names = without_sequence_ranks(self.names)

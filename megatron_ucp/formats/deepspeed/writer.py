@@ -44,7 +44,7 @@ from megatron_ucp.formats.deepspeed.files import (
     model_name,
     optimizer_name,
 )
-from megatron_ucp.formats.deepspeed.megatron_deepspeed import kept_by_each_rank, nested
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import nested
 from megatron_ucp.formats.deepspeed.tp_patterns import patterns_of
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.per_rank import OwnValues, RankDifferences
@@ -476,8 +476,7 @@ class NativeWriter:
             if name not in out:
                 out[name] = _nothing(output, value)
         out |= module_states(output, self.run.extras, self._own_values(view))
-        is_program = not self.layers and kept_by_each_rank(self.run.extras.client_state)
-        return nested(out) if is_program else out
+        return out if self.layers else nested(out)
 
     def _entry(self, output: Output, spec: ParamSpec, view: RankView) -> TensorRef:
         """A tensor of a rank's module: at ZeRO-3 parameters are empty."""

@@ -15,7 +15,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.errors import LayoutError, UsageError
 from megatron_ucp.families import find_family
-from megatron_ucp.families.family import Model, Sizes
+from megatron_ucp.families.family import Family, Model, Sizes
 from megatron_ucp.families.settings import Architecture
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.target import Target, config_for
@@ -37,7 +37,14 @@ from megatron_ucp.reshard.options import (
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.target import CLIP_GRAD, VERSION, Conversion, target_manifest, with_stages
+from megatron_ucp.reshard.target import (
+    CLIP_GRAD,
+    VERSION,
+    Conversion,
+    no_layers,
+    target_manifest,
+    with_stages,
+)
 from megatron_ucp.reshard.work_sharing import as_rank_error, ranks_of, require_same
 from megatron_ucp.reshard.writers import native_output
 
@@ -101,7 +108,7 @@ def import_hf(
             opened.enter_context(source)
             check_source(source, folder, allow)
             wanted, staged = _wanted(model, architecture, asked, source, config)
-            settings = _settings(wanted.target, config)
+            settings = _settings(wanted.target, config, find_family(twin.family))
             manifest = target_manifest(wanted)
             output = native_output(source, manifest, settings, wanted, folder)
         require_same(output, together, dst=folder, mesh=str(asked.mesh), latest=latest)
@@ -131,7 +138,10 @@ def _wanted(
     refuse_unused(asked)
     asked = _completed(asked, source.manifest, config)
     whole = _before_training(model, architecture, str(asked.dtype))
-    layers = _layers(model) if asked.mesh.pp > 1 else None
+    asked = replace(asked, pipeline=bool(asked.pipeline) or asked.mesh.pp > 1)
+    layers = _layers(model) if asked.pipeline else None
+    if asked.pipeline and layers is None:
+        raise no_layers(str(source.folder))
     return with_stages(Conversion(whole, asked, str(source.folder), layers))
 
 
@@ -217,12 +227,12 @@ def _layers(model: Model) -> Layers | None:
     return None if found is None else found([*model.table]).with_values([*model.table])
 
 
-def _settings(target: Target, config: Mapping[str, Any] | None) -> RunSettings:
+def _settings(target: Target, config: Mapping[str, Any] | None, family: Family) -> RunSettings:
     """What the files say besides tensors: a run that has taken no step."""
     counters = {"global_steps": 0, "global_samples": 0, "skipped_steps": 0}
     dtype = str(target.dtype)
     said = config_for(target, config or {}, dtype)
     clip = said.get("gradient_clipping", CLIP_GRAD)
     none = LossScale()
-    extras = Extras(counters, None, none, None, {})
+    extras = Extras(counters, None, none, None, {**family.client_state})
     return RunSettings(extras, said, VERSION, dtype, none, float(clip), False, lambda _: None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import RECORDED, Manifest, ParamSpec
+from megatron_ucp.core.manifest import COSINES, RECORDED, Manifest, ParamSpec
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import (
     DamagedFileError,
@@ -28,6 +28,7 @@ from megatron_ucp.families.settings import (
     Architecture,
     described,
     described_architecture,
+    described_sizes,
     other_sizes,
 )
 from megatron_ucp.formats.checkpoint import CallerModel
@@ -279,7 +280,8 @@ _COMPUTED = (
 )
 _MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
-_OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
+# one of these every model of megatron-core, or of Megatron-DeepSpeed, has
+_OURS = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
 
 
 @dataclass(frozen=True)
@@ -330,13 +332,14 @@ def twin_of(
     whole = twin.whole_config(sizes, architecture, dtype)
     kept = whole if config is None else _in_dtype(config, dtype)
     shares, notes = twin.tensors(sizes), twin.notes(sizes, architecture)
+    notes += [unsaid] if (unsaid := _unsaid(manifest)) else []
     _require_tensors(shares, model, file)
     return Twin(shares, _true(manifest, model), kept, name, notes=notes)
 
 
 def needs_family(manifest: Manifest) -> bool:
     """Whether a checkpoint has megatron-core's names, and says no family."""
-    return not with_model(manifest).family and _OURS in manifest.by_name
+    return not with_model(manifest).family and any(one in manifest.by_name for one in _OURS)
 
 
 def pipe_names(family: str, config: str | Path | None) -> Mapping[str, str] | None:
@@ -487,9 +490,10 @@ def _described(
                 fix="leave --family (Python: family=) out: the checkpoint says its model itself",
             )
         found = described(manifest.run, family.sizes)
+        sizes = described_sizes(manifest.run, family.sizes)
         computes = described_architecture(manifest.run)
-        if found is not None:
-            _require_sizes(found[0])
+        if sizes is not None:
+            _require_sizes(sizes)
         if computes is not None:
             _require_numbers(computes)
     except (TypeError, ValueError) as error:
@@ -497,10 +501,8 @@ def _described(
             "what the manifest says of the model can't be read", file=file, found=str(error)[:200]
         ) from None
     said = None if config is None else _read(family, config, CONFIG_FILE)
-    both = found
-    if both is None and said is not None and computes is not None:
-        both = said[0], computes  # attached without a family: no sizes were recorded
-    if said is not None and both is not None and (faults := _differences(said, both)):
+    # attached without a family no sizes are recorded; and of some no architecture is known
+    if said is not None and (faults := _differences(said, (sizes or said[0], computes))):
         raise ModelMismatchError(
             "the config is of a model that computes something else than the checkpoint's",
             file=file,
@@ -513,11 +515,23 @@ def _described(
             "the checkpoint does not say what its model computes: number of heads, epsilon, ...",
             file=file,
             expected="a save of this version, or a config",
-            found="none",
+            found=_unsaid(manifest) or "none",
             fix="give --config (Python: config=) the config.json of the model",
             id="no-config",
         )
     return said or found  # type: ignore[return-value]
+
+
+def _unsaid(manifest: Manifest) -> str:
+    """Why a checkpoint that says its sizes does not say what its model computes."""
+    record: Any = manifest.run.get(RECORDED)
+    if not isinstance(record, dict) or COSINES not in record:
+        return ""
+    return (
+        "Megatron-DeepSpeed from December 2024 on (#441), whose attention takes the cosines of the "
+        "rotary angles for the angles, unless Ulysses applies them in flash attention: no class of "
+        "transformers computes that. A config is right where the program was mended"
+    )
 
 
 def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Architecture]:
@@ -618,11 +632,11 @@ def _true(manifest: Manifest, model: Model) -> dict[str, ParamSpec]:
 
 def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, file: str) -> Twin:
     """Of a model that transformers itself built: names are what they are."""
-    if _OURS in manifest.by_name:
+    if ours := next((one for one in _OURS if one in manifest.by_name), None):
         raise UsageError(
             "the checkpoint holds a model of megatron-core, and does not say its family",
             file=file,
-            parameter=_OURS,
+            parameter=ours,
             expected=", ".join(twins()),
             found="none",
             fix="give --config (Python: config=) the config.json of the model, or --family "
