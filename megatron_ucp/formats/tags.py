@@ -27,8 +27,8 @@ from megatron_ucp.formats.store import (
 # ---- pointers
 #
 # The files that name the newest tag of a run, DeepSpeed's and Megatron's. Megatron-DeepSpeed writes
-# both at each save: `latest` has `global_step6`, which its load follows, and
-# `latest_checkpointed_iteration.txt` has 6 for the same folder.
+# both at each save: `latest` has the tag of the step, which its load follows, and
+# `latest_checkpointed_iteration.txt` has the number of that step.
 
 
 LATEST, MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"

@@ -2,6 +2,7 @@
 `newest_whole`, and `doctor` for the machine."""
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -353,24 +354,51 @@ def is_tested(package: str, found: str) -> bool:
 
 
 def _libraries() -> Iterator[MachinePart]:
-    import platform  # these two are for `doctor` alone
-    from importlib.metadata import PackageNotFoundError, version
+    import platform  # for `doctor` alone
 
     yield MachinePart(
         "python", platform.python_version(), "3.11 and 3.12 are tested, 3.13 is accepted"
     )
+    own = _megatron_of_program()
+    yield from [] if own is None else [own]
     for name in (*_NEEDED, *_FOR):
-        try:
-            found = imported_version(name) or version(name)
-        except PackageNotFoundError:
-            needed = name in _NEEDED
-            yield MachinePart(
-                name, "none", "needed" if needed else f"only {_FOR[name]}", not needed
-            )
-            continue
-        says = f"tested with {', '.join(TESTED[name])}" if name in TESTED else ""
-        other = "" if is_tested(name, found) else "; another version may differ"
-        yield MachinePart(name, found, f"{says}{other}")
+        hidden = own is not None and name == "megatron-core"
+        found = _library(name, None if hidden else imported_version(name))
+        if hidden and found.found != "none":
+            found = replace(found, says="installed; `import megatron` finds the program's")
+        yield found
+
+
+def _library(name: str, imported: str | None) -> MachinePart:
+    """A library in the version that is `imported`, else as it is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = imported or version(name)
+    except PackageNotFoundError:
+        needed = name in _NEEDED
+        return MachinePart(name, "none", "needed" if needed else f"only {_FOR[name]}", not needed)
+    says = f"tested with {', '.join(TESTED[name])}" if name in TESTED else ""
+    other = "" if is_tested(name, found) else "; another version may differ"
+    return MachinePart(name, found, f"{says}{other}")
+
+
+def _megatron_of_program() -> MachinePart | None:
+    """The `megatron` that a program brings, as Megatron-DeepSpeed does, with a `megatron.core` of
+    its own: a package with an `__init__.py` hides megatron-core, which has none, wherever both
+    stand on the path. None where there is no such package, here or in the current folder."""
+    from importlib.machinery import PathFinder
+
+    found = PathFinder.find_spec("megatron", [str(Path.cwd()), *sys.path])
+    if found is None or found.origin is None:
+        return None
+    folder = Path(found.origin).parent
+    file = folder / "core" / "package_info.py"
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)
+    core = f"core {'.'.join(numbers)}" if numbers else "no core"
+    says = f"a program's own, which `import megatron` finds: {folder}"
+    return MachinePart("megatron", core, says)
 
 
 def _compiler() -> MachinePart:

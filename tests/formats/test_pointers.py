@@ -57,7 +57,7 @@ def test_pointers_that_agree_are_no_note(tmp_path: Path) -> None:
     assert newest_named(tmp_path) == Named(MEGATRON_LATEST, MEGATRON)
 
 
-@pytest.mark.parametrize("fault", ["another run", "no run", "one time", "no manifest", "no tag"])
+@pytest.mark.parametrize("fault", ["another run", "no run", "one time", "no manifest", "no tags"])
 def test_any_other_disagreement_is_refused_with_the_tags(tmp_path: Path, fault: str) -> None:
     folder = run(tmp_path, 100, 106)
     if fault == "another run":
@@ -71,11 +71,54 @@ def test_any_other_disagreement_is_refused_with_the_tags(tmp_path: Path, fault: 
         (folder / MEGATRON / FILE_NAME).unlink()
     else:
         (folder / LATEST).write_text("gone")
+        (folder / MEGATRON_LATEST).write_text("7")
     with pytest.raises(NotFoundError, match="name different tags") as refused:
         find_tag(folder)
-    assert MEGATRON in refused.value.found and "tag=" in refused.value.what_to_do
-    assert named_or_note(folder).tag == "" and MEGATRON in named_or_note(folder).note
+    named = "iter_0000007" if fault == "no tags" else MEGATRON
+    assert named in refused.value.found and "tag=" in refused.value.what_to_do
+    assert named_or_note(folder).tag == "" and named in named_or_note(folder).note
     assert find_tag(folder, MEGATRON).folder == folder / MEGATRON
+
+
+@pytest.mark.parametrize(("lost", "kept"), [(LATEST, MEGATRON_LATEST), (MEGATRON_LATEST, LATEST)])
+def test_a_pointer_to_a_lost_tag_names_nothing_beside_another(
+    tmp_path: Path, lost: str, kept: str
+) -> None:
+    folder = run(tmp_path, 100, 106)
+    (folder / lost).write_text("gone" if lost == LATEST else "7")
+    found = find_tag(folder)
+    assert found.folder.name == (DS if kept == LATEST else MEGATRON)
+    (note,) = found.notes
+    assert note.startswith(f"`{kept}` names ") and note.endswith("which is not there")
+
+
+def of_program(folder: Path, *steps: int) -> Path:
+    """What Megatron-DeepSpeed's program leaves: both pointers for one tag, and no manifest."""
+    for step in steps:
+        save(folder, f"global_step{step}", f"global_step{step}")
+        (folder / f"global_step{step}" / FILE_NAME).unlink(missing_ok=True)
+    (folder / LATEST).write_text(f"global_step{steps[-1]}")
+    (folder / MEGATRON_LATEST).write_text(str(steps[-1]))
+    return folder
+
+
+def test_two_spellings_of_one_step_agree(tmp_path: Path) -> None:
+    assert newest_named(of_program(tmp_path, 4, 6)) == Named(LATEST, "global_step6")
+    (tmp_path / LATEST).unlink()
+    assert newest_named(tmp_path) == Named(MEGATRON_LATEST, "global_step6")
+
+
+def test_where_they_name_two_steps_its_load_follows_latest(tmp_path: Path) -> None:
+    of_program(tmp_path, 4, 6)
+    (tmp_path / LATEST).write_text(DS)  # as somebody who goes back writes it
+    found = find_tag(tmp_path)
+    assert found.folder.name == DS and "global_step6" in found.notes[0]
+
+
+def test_a_save_moves_the_programs_count_with_it(tmp_path: Path) -> None:
+    of_program(tmp_path, 4, 6)
+    moved, notes = pointers_to(tmp_path, "global_step8", LATEST)
+    assert moved == {MEGATRON_LATEST: "8", LATEST: "global_step8"} and notes == []
 
 
 @pytest.mark.parametrize("text", ["", "../elsewhere"])

@@ -22,6 +22,8 @@ class Source(TagFolder):
     weights: Any = SimpleNamespace(name_of=lambda name, file: name)
     expert_counts: Any = MappingProxyType[str, int]({})
 
+    model_name: str = NAMES[0]
+
     def where(self, slot: object) -> Any:
         raise NotImplementedError
 

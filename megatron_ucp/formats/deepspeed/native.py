@@ -85,6 +85,7 @@ class NativeCheckpoint(NativeRun):
         if recorded is None:
             return derived
         compare(recorded, derived, file)
+        recorded = replace(recorded, run={**derived.run, **recorded.run})
         if self.told.rules is not None:
             recorded = compared(recorded, self.told.rules, file)
         # An elastic file holds no hyper-parameters: there the manifest is the only evidence.
