@@ -711,12 +711,13 @@ def _groups(
     engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, options: LoadOptions
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The hyper-parameters of each group as live values, and notes; none for a group whose
-    parameters all begin afresh. Raises StateMismatchError, UnsafePickleError."""
+    parameters all begin afresh, and none at all where the engine keeps its own. Raises
+    StateMismatchError, UnsafePickleError."""
     file = str(source.folder)
     notes = match_optimizers(source.manifest, target, fit.fresh, options.allow, file)
+    if options.hyper == "config":  # of a group that has parameters of several, none is asked for
+        return [], notes
     groups = group_values(target, source.manifest.group_of, file, fit.fresh)
-    if options.hyper == "config":
-        return groups, notes
     groups, left = engine.built_groups(groups, file, "values" in options.allow)
     return groups, notes + left
 

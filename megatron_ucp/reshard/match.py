@@ -365,7 +365,9 @@ def one_value(
                 found="; ".join(
                     f"{k}: {shown(first[1].get(k))} and {shown(value.get(k))}" for k in keys
                 ),
-                fix="build the optimizer's groups as the run that wrote the checkpoint did",
+                fix="build the optimizer's groups as the run that wrote the checkpoint did; or "
+                'take the hyper-parameters of this job: hyper="config" (in a DeepSpeed config '
+                '"universal_checkpoint": {"hyper": "config"})',
                 id="groups-differ",
             )
     return first[1] if first else {}

@@ -15,7 +15,7 @@ from pretrain.mcore import models
 from tests.engines.canonical import canonical, fill
 from tests.engines.tensor_jobs import close
 
-LAYERS, HIDDEN, HEADS, FFN, VOCAB, POSITIONS, BATCH = 2, 8, 4, 12, 16, 6, 4
+LAYERS, HIDDEN, HEADS, BATCH = 2, 8, 4, 4
 INFO = "universal_checkpoint_info"
 
 
@@ -36,31 +36,51 @@ class Fork:
     seed: int = 1
     misspelled: bool = False
     frozen: bool = False
+    hidden: int = HIDDEN
+    ffn: int = 12
+    vocab: int = 16
+    positions: int = 6  # 0: rotary ones, which are no parameters
+    biases: bool = True
+    rms: bool = False
 
 
-def shapes_of_layer(setup: Fork) -> dict[str, tuple[tuple[int, ...], int | None, int]]:
+Shapes = dict[str, tuple[tuple[int, ...], int | None, int]]
+
+
+def shapes_of_layer(setup: Fork) -> Shapes:
     """Whole shape, the dim that is cut, and of how many parts each rank has a share."""
-    rows = HIDDEN // HEADS * (HEADS + 2 * setup.groups)
-    wide, halves = (2 * FFN, 2) if setup.swiglu else (FFN, 1)
+    hidden = setup.hidden
+    rows = hidden // HEADS * (HEADS + 2 * setup.groups)
+    wide, halves = (2 * setup.ffn, 2) if setup.swiglu else (setup.ffn, 1)
     thirds = 3 if setup.order == "split" else 1
-    out: dict[str, tuple[tuple[int, ...], int | None, int]] = {
-        "self_attention.query_key_value.weight": ((rows, HIDDEN), 0, thirds),
+    out: Shapes = {
+        "self_attention.query_key_value.weight": ((rows, hidden), 0, thirds),
         "self_attention.query_key_value.bias": ((rows,), 0, thirds),
-        "self_attention.dense.weight": ((HIDDEN, HIDDEN), 1, 1),
-        "self_attention.dense.bias": ((HIDDEN,), None, 1),
-        "mlp.dense_h_to_4h.weight": ((wide, HIDDEN), 0, halves),
+        "self_attention.dense.weight": ((hidden, hidden), 1, 1),
+        "self_attention.dense.bias": ((hidden,), None, 1),
+        "mlp.dense_h_to_4h.weight": ((wide, hidden), 0, halves),
         "mlp.dense_h_to_4h.bias": ((wide,), 0, halves),
-        "mlp.dense_4h_to_h.weight": ((HIDDEN, FFN), 1, 1),
-        "mlp.dense_4h_to_h.bias": ((HIDDEN,), None, 1),
+        "mlp.dense_4h_to_h.weight": ((hidden, setup.ffn), 1, 1),
+        "mlp.dense_4h_to_h.bias": ((hidden,), None, 1),
     }
+    if not setup.biases:
+        out = {name: one for name, one in out.items() if not name.endswith(".bias")}
     for norm in ("input_layernorm", "post_attention_layernorm"):
-        out |= {f"{norm}.{end}": ((HIDDEN,), None, 1) for end in ("weight", "bias")}
+        out |= {f"{norm}.{name}": one for name, one in shapes_of_norm(setup).items()}
     return out
 
 
-WORDS = {"word_embeddings.weight": ((VOCAB, HIDDEN), 0, 1)}
-PLACES = {"position_embeddings.weight": ((POSITIONS, HIDDEN), None, 1)}
-NORM = {"weight": ((HIDDEN,), None, 1), "bias": ((HIDDEN,), None, 1)}
+def shapes_of_norm(setup: Fork) -> Shapes:
+    return {end: ((setup.hidden,), None, 1) for end in ("weight", "bias")[: 2 - setup.rms]}
+
+
+def shapes_of_words(setup: Fork, name: str = "word_embeddings.weight") -> Shapes:
+    return {name: ((setup.vocab, setup.hidden), 0, 1)}
+
+
+def shapes_of_embedding(setup: Fork) -> Shapes:
+    places = {"position_embeddings.weight": ((setup.positions, setup.hidden), None, 1)}
+    return {**shapes_of_words(setup), **(places if setup.positions else {})}
 
 
 class Part(torch.nn.Module):
@@ -96,7 +116,7 @@ def info_of(setup: Fork) -> dict[str, Any]:
     head = r"\d+.lm_head.weight" if setup.pp else "language_model.output_layer.weight"
     if setup.pp and not setup.tied:
         words = r"\d+"
-    info: dict[str, Any] = {"universal_checkpoint_version": 0.2, "original_vocab_size": VOCAB}
+    info: dict[str, Any] = {"universal_checkpoint_version": 0.2, "original_vocab_size": setup.vocab}
     info["vocabulary_parameter_patterns"] = [f"{words}.word_embeddings.weight"]
     if not setup.tied:
         info["vocabulary_parameter_patterns"].append(head)
@@ -104,7 +124,7 @@ def info_of(setup: Fork) -> dict[str, Any]:
         layer = [name for name, (_, dim, _) in shapes_of_layer(setup).items() if dim is None]
         info["tp_replicated_parameter_patterns"] = [
             *(f"{first}.{name}" for name in layer),
-            *(f"{final}.{end}" for end in NORM),
+            *(f"{final}.{end}" for end in shapes_of_norm(setup)),
             f"{'tied_modules.embed' if setup.misspelled else words}.position_embeddings.weight",
         ]
         rows = ("mlp.dense_4h_to_h.weight", "self_attention.dense.weight")
@@ -128,6 +148,7 @@ def client_state(setup: Fork, iteration: int = 7) -> dict[str, Any]:
         consumed_train_samples=28,
         attn_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool).tril(),
         rank=dist.get_rank(),
+        deepspeed_config="deepspeed.json",
     )
     if setup.said:
         args.ds_sequence_parallel_fpdt = False
@@ -145,13 +166,15 @@ class Plain(Part):
     """Without a pipeline: its weights are saved as a tree."""
 
     def __init__(self, setup: Fork) -> None:
-        held = {f"language_model.embedding.{n}": one for n, one in {**WORDS, **PLACES}.items()}
+        embedding = shapes_of_embedding(setup)
+        held = {f"language_model.embedding.{name}": one for name, one in embedding.items()}
         for layer in range(LAYERS):
             head = f"language_model.encoder.layers.{layer}."
             held |= {head + name: one for name, one in shapes_of_layer(setup).items()}
-        held |= {f"language_model.encoder.final_layernorm.{n}": one for n, one in NORM.items()}
+        norm = shapes_of_norm(setup)
+        held |= {f"language_model.encoder.final_layernorm.{n}": one for n, one in norm.items()}
         if not setup.tied:
-            held["language_model.output_layer.weight"] = WORDS["word_embeddings.weight"]
+            held |= shapes_of_words(setup, "language_model.output_layer.weight")
         super().__init__(held, setup.tp)
         self.setup = setup
         if setup.frozen:
@@ -183,7 +206,7 @@ def staged(setup: Fork) -> Any:
     topology = PipeModelDataParallelTopology(
         num_pp=setup.pp, num_mp=setup.tp, num_dp=world // setup.tp // setup.pp
     )
-    words = ({**WORDS, **PLACES}, setup.tp)
+    words = shapes_of_embedding(setup), setup.tp
     specs: list[Any] = [lambda hidden: hidden * 1.0]
     specs.append(
         TiedLayerSpec("embed", Part, *words, tied_weight_attr="words")
@@ -191,11 +214,11 @@ def staged(setup: Fork) -> Any:
         else LayerSpec(Part, *words)
     )
     specs += [LayerSpec(Part, shapes_of_layer(setup), setup.tp) for _ in range(LAYERS)]
-    specs.append(LayerSpec(Part, NORM, setup.tp))
+    specs.append(LayerSpec(Part, shapes_of_norm(setup), setup.tp))
     specs.append(
         TiedLayerSpec("embed", Part, *words, tied_weight_attr="words")
         if setup.tied
-        else LayerSpec(Part, {"lm_head.weight": WORDS["word_embeddings.weight"]}, setup.tp)
+        else LayerSpec(Part, shapes_of_words(setup, "lm_head.weight"), setup.tp)
     )
 
     class Staged(PipelineModule):
@@ -205,11 +228,10 @@ def staged(setup: Fork) -> Any:
     return Staged(layers=specs, topology=topology, loss_fn=lambda out, _: out.mean())
 
 
-def make(setup: Fork, program: str = "") -> Any:
-    """An engine; with a patched `program` as that makes it, which is then attached."""
+def make(setup: Fork) -> Any:
+    """An engine."""
     import deepspeed
 
-    stock = deepspeed.initialize
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH
         * setup.tp
@@ -225,8 +247,6 @@ def make(setup: Fork, program: str = "") -> Any:
     torch.manual_seed(setup.seed)
     model: Any = staged(setup) if setup.pp else Plain(setup)
     params = [param for param in model.parameters() if param.requires_grad]
-    if program:
-        run_provider(program, setup, config)
     engine = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(params, lr=3e-3),
@@ -235,22 +255,9 @@ def make(setup: Fork, program: str = "") -> Any:
         mpu=None if setup.pp else models.mpu(),
         dist_init_required=False,
     )[0]
-    deepspeed.initialize = stock
     if setup.pp:  # by this the gather names a pipeline's parameters; here the embedding is layer 0
         engine.module.config = argparse.Namespace(num_layers=LAYERS + 1)
     return engine
-
-
-def run_provider(program: str, setup: Fork, config: dict[str, Any]) -> None:
-    """Calls the `model_provider` of a program, with stand-ins for what the fork gives it."""
-    args = argparse.Namespace(deepspeed=True, swiglu=setup.swiglu, deepspeed_config_dict=config)
-    given: dict[str, Any] = {
-        "get_args": lambda: args,
-        "core_transformer_config_from_args": lambda args: args,
-        "mpu": models.mpu(),
-    }
-    exec(compile(Path(program).read_text(), program, "exec"), given)
-    given["model_provider"]()
 
 
 def train(engine: Any) -> None:
@@ -258,7 +265,7 @@ def train(engine: Any) -> None:
     if hasattr(engine, "num_stages"):
         engine.train_batch(iter([(torch.ones(rows, HIDDEN), torch.ones(rows))] * 8))
         return
-    engine.backward(engine(torch.ones(rows, HIDDEN)).mean())
+    engine.backward(engine(torch.ones(rows, engine.module.setup.hidden)).mean())
     engine.step()
 
 
@@ -294,11 +301,9 @@ def without_stages(name: str) -> str:
     return f"language_model.{name}"
 
 
-def save(
-    setup: Fork, folder: str, attach: str | None = None, program: str = "", **options: Any
-) -> None:
+def save(setup: Fork, folder: str, attach: str | None = None, **options: Any) -> None:
     """Trains a step, fills with provenance values, saves `filled`; the gather beside it."""
-    engine = make(setup, program)
+    engine = make(setup)
     if attach is not None:
         ucp.attach(engine, rules=attach, **options)
     train(engine)
@@ -311,17 +316,19 @@ def save(
 
 
 def resume(
-    setup: Fork, folder: str, rules: str | None, program: str = "", **options: Any
+    setup: Fork,
+    folder: str,
+    rules: str | None,
+    tag: str | None = "filled",
+    **options: Any,
 ) -> dict[str, Any]:
-    """Loads `filled` into a fresh engine with these rules, or into one of a `program`: the gather,
-    what came as client state."""
-    engine = make(setup, program)
+    """Loads a tag into a fresh engine with these rules: the gather, what came as client state."""
+    engine = make(setup)
     before = gathered(engine)
     out: dict[str, Any] = {"error": "", "before": before}
     try:
-        if not program:
-            ucp.attach(engine, rules=rules, **options)
-        _, client = engine.load_checkpoint(folder, tag="filled")
+        ucp.attach(engine, rules=rules, **options)
+        _, client = engine.load_checkpoint(folder, tag=tag)
         out |= {"state": gathered(engine), "iteration": client["iteration"]}
         out["args"] = sorted(vars(client["args"]))
     except ucp.UcpError as error:

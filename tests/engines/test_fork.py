@@ -1,7 +1,6 @@
 """Megatron-DeepSpeed's checkpoints, in both orders of the rows of query_key_value: read, converted
 and resumed by rules that come with the package, and refused where nothing says the order."""
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,12 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource
-from megatron_ucp.formats.deepspeed.tp_patterns import INTERLEAVED, SPLIT, order_of
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
+    INTERLEAVED,
+    SPLIT,
+    arguments_of,
+    order_of,
+)
 from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from tests.engines import fork_jobs
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
@@ -25,7 +29,6 @@ from tests.reshard import test_convert_universal
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
-PATCH = ROOT / "patches" / "megatron_deepspeed_pretrain_gpt.patch"
 FUSED = {
     f"language_model.encoder.layers.{layer}.self_attention.query_key_value.{end}"
     for layer in range(LAYERS)
@@ -115,10 +118,7 @@ def test_an_attached_run_saves_what_resumes_without_rules(sources: Sources, tmp_
     assert (folder / "filled" / "ucp_manifest.json").is_file()
     assert masters(folder, folder, None) == set()
     assert ucp.verify(folder, deep=True).findings == ()
-    with pytest.raises(ucp.UcpError, match="values differ from rank to rank"):
-        ucp.convert(folder, tmp_path / "one", target=ucp.Mesh(tp=1, dp=2, zero=1))
-    one = ucp.Mesh(tp=1, dp=2, zero=1)
-    ucp.convert(folder, tmp_path / "one", target=one, allow={"per_rank"})
+    ucp.convert(folder, tmp_path / "one", target=ucp.Mesh(tp=1, dp=2, zero=1))
     assert masters(folder, tmp_path / "one", None) == set()
     for target in (Fork(1, "split"), Fork(4, "split")):
         run = sources.ranks.run(
@@ -127,7 +127,6 @@ def test_an_attached_run_saves_what_resumes_without_rules(sources: Sources, tmp_
             target,
             str(folder),
             rules_of(target),
-            allow=["per_rank"],
             timeout_s=120,
         )
         assert differing(oracle(folder), run[0]["state"]) == set()
@@ -151,7 +150,6 @@ def test_nested_weights_of_every_writer(sources: Sources, way: str) -> None:
         Fork(1, "interleaved", frozen=True, seed=9),
         str(folder),
         rules,
-        allow=["per_rank"],
         timeout_s=120,
     )[0]
     assert found["error"] == "" and differing(oracle(folder), found["state"]) == set()
@@ -212,11 +210,12 @@ def test_a_tree_of_weights_that_never_ends() -> None:
 def test_arguments_that_are_none_decide_nothing() -> None:
     kind = "argparse.Namespace"
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
-    assert order_of(None) == order_of({"ds_sequence_parallel_fpdt": False}) == ""
-    assert order_of(InertObject(kind, (), heads)) == ""
-    assert order_of(InertObject(kind, (), {**heads, "num_key_value_heads": 2})) == INTERLEAVED
-    assert order_of(InertObject(kind, (), {**heads, "num_key_value_heads": True})) == ""
-    assert order_of(InertObject(kind, (), {**heads, "ds_sequence_parallel_fpdt": False})) == SPLIT
+    assert arguments_of(None) == arguments_of({"ds_sequence_parallel_fpdt": False}) == {}
+    assert arguments_of(InertObject(kind, (), heads)) == heads
+    assert order_of({}) == order_of(heads) == ""
+    assert order_of({**heads, "num_key_value_heads": 2}) == INTERLEAVED
+    assert order_of({**heads, "num_key_value_heads": True}) == ""
+    assert order_of({**heads, "ds_sequence_parallel_fpdt": False}) == SPLIT
 
 
 def test_rules_that_a_live_layer_contradicts(sources: Sources) -> None:
@@ -285,54 +284,3 @@ def test_one_ranks_patterns_are_not_followed(sources: Sources, tmp_path: Path) -
         ucp.convert(folder, tmp_path / "two", target=mesh)
     ucp.convert(folder, tmp_path / "two", target=mesh, rules=rules_of(Fork(1, "split")))
     assert masters(folder, tmp_path / "two", None) == set()
-
-
-# ------------------------------------------------ inside the program
-
-# of pretrain_gpt.py at 4efb479d the lines that the patch is put between
-STUB = """
-from deepspeed.accelerator.real_accelerator import get_accelerator
-from deepspeed.sequence.fpdt_layer import FPDT_InputConstruct
-import os
-import subprocess
-
-
-def model_provider(pre_process=True, post_process=True):
-    args = get_args()
-    config = core_transformer_config_from_args(args)
-    if hasattr(mpu, 'get_sequence_data_parallel_group'):
-        dpg = mpu.get_sequence_data_parallel_group()
-    return config
-"""
-
-
-def patched(folder: Path) -> Path:
-    program = folder / "pretrain_gpt.py"
-    program.write_text(STUB)
-    subprocess.run(["git", "apply", "-p1", str(PATCH)], cwd=folder, check=True, timeout=60)
-    return program
-
-
-def test_the_patch_is_short_and_compiles(tmp_path: Path) -> None:
-    lines = PATCH.read_text().splitlines()
-    changed = [one for one in lines if one[:1] in "+-" and one[:3] not in ("+++", "---")]
-    assert 0 < len(changed) <= 20 and all(one.startswith("+") for one in changed)
-    text = patched(tmp_path).read_text()
-    compile(text, "pretrain_gpt.py", "exec")
-    assert all(one[1:] in text.splitlines() for one in changed)
-
-
-@pytest.mark.parametrize("setup", [Fork(2, "split"), Fork(2, "split", pp=2, swiglu=True)], ids=str)
-def test_a_patched_program_resumes_on_another_mesh(
-    sources: Sources, tmp_path: Path, setup: Fork
-) -> None:
-    """Its own calls, from `deepspeed.initialize` on, without a word about layouts.""" ""
-    program = str(patched(tmp_path))
-    sources.ranks.run(4, fork_jobs.save, setup, str(tmp_path), program=program, timeout_s=120)
-    assert (tmp_path / "filled" / "ucp_manifest.json").is_file()
-    for world, target in ((1, Fork(1, "split", swiglu=setup.swiglu)), (4, setup)):
-        found = sources.ranks.run(
-            world, fork_jobs.resume, target, str(tmp_path), None, program=program, timeout_s=120
-        )[0]
-        assert found["error"] == ""
-        assert differing(oracle(tmp_path), found["state"]) == set()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,20 @@ BASE = (
     f"--seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} "
     f"--global-batch-size {SAMPLES} --exit-interval {LAST}"
 )
-PROGRAMS = ("stock", "patched", "runner")
+OLD_PATCH = Path(__file__).with_name("nine_lines.patch")  # of this package's earlier versions
+
+
+PATCHES = {"patched": PATCH, "nine lines": OLD_PATCH}
 
 
 @dataclass(frozen=True)
 class Job:
     """What the ranks do. `flags` go behind those of BASE, of which those in `without` are left out.
-    `program`: as it is, with the lines of the patch, or under `megatron_ucp.run`. It saves at the
-    iterations in `saves`. `want`: a result whose state the loaded one must be."""
+
+    `program` is "stock", "patched", "nine lines" (with an earlier patch), "runner" (under
+    `megatron_ucp.run`), or "older": stock, whose DeepSpeed saves experts as versions before 0.19.8
+    did. It saves at the iterations in `saves`. `want`: a result whose state the loaded one must be.
+    """
 
     out: str
     folder: str  # for the text, the DeepSpeed config and the patched program
@@ -55,6 +62,9 @@ class Job:
     without: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     logits: bool = False  # of some tokens, at tp=1 without pipeline
+    look: bool = False  # whether the result has the state that the run begins with
+    evaluates: bool = False  # whether the result has the losses of the evaluation
+    text: str = "text"  # or "golden": what the golden folders were trained on
     converts: tuple[str, ...] = ()  # DeepSpeed's own converter alone: from, to
 
 
@@ -68,7 +78,11 @@ def imported(folder: str) -> str:
     import torch
 
     torch.set_num_threads(1)
-    sys.path.insert(0, folder)
+    if "MEGATRON_CORE_FIRST" in os.environ:  # a folder with another megatron-core
+        sys.path.insert(0, os.environ["MEGATRON_CORE_FIRST"])
+        sys.path.append(folder)
+    else:
+        sys.path.insert(0, folder)
     sys.path.append(f"{folder}/site")
     _stand_ins()
     import megatron.core.package_info as info
@@ -161,22 +175,26 @@ def _module(name: str) -> Any:
     return module
 
 
-def write_text(folder: Path) -> None:
-    """A text of 600 documents of 60 tokens, each of which follows from the one before."""
+TEXTS = {"text": (125, 60), "golden": (128, 100)}  # tokens there are, tokens of a document
+
+
+def write_text(folder: Path, name: str) -> None:
+    """600 documents of tokens, each of which follows from the one before."""
     import numpy as np
     import torch
     from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 
-    builder = MMapIndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16)
+    count, length = TEXTS[name]
+    builder = MMapIndexedDatasetBuilder(f"{folder}/{name}.bin", dtype=np.uint16)
     drawn = np.random.default_rng(1)
-    follows = drawn.integers(0, 127, (127, 8))
+    follows = drawn.integers(0, count, (count, 8))
     for _ in range(600):
-        tokens = [int(drawn.integers(127))]
-        for _ in range(59):
+        tokens = [int(drawn.integers(count))]
+        for _ in range(length - 1):
             tokens.append(int(follows[tokens[-1], drawn.integers(8)]))
         builder.add_item(torch.tensor(tokens))
         builder.end_document()
-    builder.finalize(f"{folder}/text.idx")
+    builder.finalize(f"{folder}/{name}.idx")
 
 
 # ------------------------------------------------ one rank of a job
@@ -194,8 +212,8 @@ def run(job: Job, rank: int, store: str) -> None:
     if job.converts:
         _convert(*job.converts)
         return torch.save({}, job.out)
-    if rank == 0 and not (folder / "text.idx").exists():
-        write_text(folder)
+    if rank == 0 and not (folder / f"{job.text}.idx").exists():
+        write_text(folder, job.text)
     if job.dtype == "fp16":
         from tests.ranks import allow_fp16_on_cpu
 
@@ -205,7 +223,7 @@ def run(job: Job, rank: int, store: str) -> None:
     config = Path(f"{store}.{rank}.json")
     config.write_text(json.dumps(_config(job)))
     words = [*_flags(job), "--deepspeed_config", str(config), "--zero-stage", str(job.zero)]
-    words += ["--data-path", str(folder / "text")]
+    words += ["--data-path", str(folder / job.text)]
     words += [] if job.dtype == "fp32" else [f"--{job.dtype}"]
     dist.barrier()
     try:
@@ -230,17 +248,24 @@ def _convert(source: str, target: str) -> None:
 
 
 def _start(job: Job, folder: Path, rank: int, words: list[str]) -> None:
-    stock = Path(sys.path[0]) / "pretrain_gpt.py"
+    import megatron
+
+    stock = Path(str(megatron.__file__)).parents[1] / "pretrain_gpt.py"
     if job.program == "runner":
         from megatron_ucp.run import run as run_it
 
         return run_it([str(stock), *words], False)
     path = stock
-    if job.program == "patched":
+    if job.program in PATCHES:
         path = folder / f"patched.{os.getpid()}" / "pretrain_gpt.py"
         path.parent.mkdir()
         path.write_text(stock.read_text())
-        subprocess.run(["git", "apply", "-p1", str(PATCH)], cwd=path.parent, check=True, timeout=60)
+        subprocess.run(
+            ["git", "apply", "-p1", str(PATCHES[job.program])],
+            cwd=path.parent,
+            check=True,
+            timeout=60,
+        )
     sys.argv = [str(path), *words]
     runpy.run_path(str(path), run_name="__main__")
     return None
@@ -283,6 +308,8 @@ def _watch(job: Job, result: dict[str, Any]) -> None:
         result["random"] = _random_states()
         if job.want:
             result.update(_compared(model[0], job.want))
+        if job.look:
+            result["loaded"] = _state(model[0])
         if job.logits:
             result["logits"] = _logits(model[0])
         return train(forward, model, *rest)
@@ -298,8 +325,20 @@ def _watch(job: Job, result: dict[str, Any]) -> None:
             result[f"state {iteration}"] = _state(model[0])
             result[f"counters {iteration}"] = _counters()
             result[f"random {iteration}"] = _random_states()
-            save(iteration, model, *rest)
+            info = "deepspeed.runtime.engine.UNIVERSAL_CHECKPOINT_INFO"
+            # of a model with a method of this name the save of 0.19.8 ends in a TypeError
+            with mock.patch(info, "no_info") if job.program == "older" else nullcontext():
+                save(iteration, model, *rest)
 
+    evaluate = training.evaluate
+
+    def watched_evaluate(*args: Any, **more: Any) -> Any:
+        found = evaluate(*args, **more)
+        result.setdefault("evaluated", []).append(float(found[0]["lm loss"]))
+        return found
+
+    if job.evaluates:
+        training.evaluate = watched_evaluate
     training.train, training.train_step = watched_train, watched_step
     training.save_checkpoint_and_time = watched_save
 

@@ -118,7 +118,7 @@ class LayoutSource:
         """The whole parameter of which a rank holds `local`; None where nothing declares it. Raises
         RuleError, LayoutError."""
         if self.specs is not None:
-            return self._told(name)
+            return self._told(name, local)
         if self.rules is None or not self.rules.rules:
             return self._by_stock(name, local) if self.is_cut and kind != "buffer" else None
         if kind == "buffer" and not self.rules.matching(name):
@@ -141,8 +141,9 @@ class LayoutSource:
             return replace(spec, extent=extent)
         return spec
 
-    def _told(self, name: str) -> ParamSpec | None:
-        """What the manifest or the family says. Raises LayoutError."""
+    def _told(self, name: str, local: Ints) -> ParamSpec | None:
+        """What the manifest or the family says; of a vocabulary as many rows as the ranks have, as
+        a model may be padded otherwise than the files. Raises LayoutError."""
         spec = (self.specs or {}).get(name)
         if spec is not None and tp_patterns.contradicts(spec, self.order):
             raise LayoutError(
@@ -153,7 +154,13 @@ class LayoutSource:
                 found=f"{self.order}, as the arguments of the run that wrote it say",
                 fix="resume with the code that wrote it: no layout turns one order into the other",
             )
-        return spec
+        cut = spec.layout.only_cut if spec is not None and spec.extent is not None else None
+        if spec is None or cut is None or cut.dim or cut.is_fused or cut.runs:
+            return spec
+        rows = local[0] * self.mesh.cut_of_dense if local else 0
+        if rows == spec.shape[0]:
+            return spec
+        return replace(spec, shape=(rows, *spec.shape[1:]), extent=None)
 
     def _by_stock(self, name: str, local: Ints) -> ParamSpec | None:
         if not self.info:
@@ -257,12 +264,6 @@ def says_layouts(manifest: Manifest) -> bool:
 
 
 # ------------------------------------------------ a pipeline's names
-
-
-def pipe_names(folder: TagFolder, files: list[str], rules: RuleSet) -> dict[str, str]:
-    """Name in the pipeline -> canonical name, by the [[pipeline]] entries, for all that the layer
-    files and the model files `files` (one of each stage) hold. Raises RuleError."""
-    return renamed(pipe_keys(folder, files), rules)
 
 
 def renamed(pipes: Iterable[str], rules: RuleSet) -> dict[str, str]:

@@ -39,7 +39,7 @@ from megatron_ucp.formats.deepspeed.files import (
     tp_of,
     without_sequence_ranks,
 )
-from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, pipe_names
+from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, pipe_keys, renamed
 from megatron_ucp.formats.deepspeed.lost_states import refuse_mics, saved_no_bf16_optimizer
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
     arguments_of,
@@ -348,7 +348,13 @@ class NativeRun(TagFolder):
         if not self.pipeline:
             return {}  # who knows them need not know what kind of run it was
         if not self.told.names and rules is not None and rules.pipeline:
-            return pipe_names(self, self.first_of_stages, rules)
+            # the experts of other ranks than the first are in files of experts alone
+            of_experts = (
+                name
+                for stage in range(self.mesh.pp)
+                for name in self.experts.of(stage * self.mesh.tp)
+            )
+            return renamed([*pipe_keys(self, self.first_of_stages), *of_experts], rules)
         return self.told.names or {}
 
     @cached_property
