@@ -94,7 +94,7 @@ SOURCES = {
     "llama-patched": Mesh(f"{TP2} {PP2}", model=LLAMA, program="patched"),
     "rotary": Mesh(f"{ALONE} {TP2}", 4, 2, model=f"{LLAMA} {ROTARY}"),
     "rms": Mesh(TP2, 2, model=RMS),
-    "bf16": Mesh(f"{TP2} {PP2}", dtype="bf16"),
+    "bf16": Mesh(TP2, 2, dtype="bf16"),
     "fp16": Mesh(f"{TP2} {PP2}", dtype="fp16"),
     "fp16-z2": Mesh(ALONE, 2, 2, "fp16"),
     "ulysses": Mesh(f"{ALONE} {ULYSSES}", 4, 3),
@@ -106,63 +106,64 @@ SOURCES = {
     "residual": Mesh(f"{ALONE} {experts(2)} {RESIDUAL}", 2, program="patched"),
 }
 MOE1 = f"{ALONE} {experts(1)}"
+OF_GPT = [
+    Mesh(f"{TP2} {PP2}"),
+    Mesh(PP2, 2),
+    Mesh("", 1),
+    Mesh("", 4),
+    Mesh(TP4),
+    Mesh(TP2, 2),
+    Mesh(ALONE, 2),
+    Mesh(f"{ALONE} {TP2}", 4, 2),
+]
 PAIRS: list[tuple[str, Mesh]] = [
-    *[
-        (source, mesh)
-        for source in ("gpt", "patched")
-        for mesh in (
-            Mesh(f"{TP2} {PP2}"),
-            Mesh(PP2, 2),
-            Mesh("", 1),
-            Mesh("", 4),
-            Mesh(TP4),
-            Mesh(TP2, 2),
-            Mesh(ALONE, 2),
-            Mesh(f"{ALONE} {TP2}", 4, 2),
-        )
-    ],
-    ("pipeline", Mesh(TP2, 2)),
+    *(("gpt", mesh) for mesh in OF_GPT[1:-1]),
+    *(("patched", mesh) for mesh in OF_GPT[1::3]),
     ("z0", Mesh(ALONE, 2)),
     ("z2", Mesh(PP2, 4)),
-    ("z2", Mesh(f"{ALONE} {TP2}", 2, 0)),
     ("z3", Mesh(ALONE, 2, 1)),
-    ("z3", Mesh(ALONE, 4, 3)),
-    ("z3", Mesh(TP2, 2)),
-    ("z3", Mesh(f"{ALONE} {TP2}", 4, 2)),
-    ("z0-pipeline", Mesh(ALONE, 2)),
     ("llama", Mesh(PP2, 2)),
-    ("llama", Mesh(TP4)),
-    ("llama-pipeline", Mesh("", 2)),
-    ("llama-patched", Mesh(f"{ALONE} {TP2}", 4, 2)),
     ("rotary", Mesh(ALONE, 2)),
-    ("rms", Mesh(PP2, 2)),
     ("bf16", Mesh("", 2, dtype="bf16")),
-    ("fp16", Mesh(PP2, 2, dtype="fp16")),
-    ("fp16", Mesh(TP2, 2, dtype="bf16")),
-    ("fp16-z2", Mesh(TP2, 2, dtype="fp16")),
-    ("ulysses", Mesh(f"{ALONE} {ULYSSES}", 2)),
-    ("ulysses", Mesh(TP2, 2)),
     ("experts", Mesh(MOE1, 1)),
     ("experts", Mesh(f"{PP2} {experts(2)}")),
-    ("experts-patched", Mesh(f"{ALONE} {experts(4)}")),
-    ("experts-pipeline", Mesh(f"{PP2} {experts(1)}", 2)),
-    ("experts-tp", Mesh(f"{ALONE} {TP2} {experts(2)}", 2)),
-    ("experts-interval", Mesh(f"{ALONE} {experts(1, 2, 2)}", 1)),
-    ("residual", Mesh(f"{ALONE} {experts(4)} {RESIDUAL}")),
 ]
 LATER: list[tuple[str, Mesh]] = [
+    ("gpt", OF_GPT[0]),
+    ("gpt", OF_GPT[-1]),
+    ("z3", Mesh(TP2, 2)),
+    *(("patched", mesh) for mesh in OF_GPT if mesh not in OF_GPT[1::3]),
     ("pipeline", Mesh("", 2)),
-    ("z3", Mesh("", 1, 0)),
-    ("z3", Mesh(f"{ALONE} {TP2}", 4, 3)),
+    ("llama", Mesh(TP4)),
+    ("ulysses", Mesh(TP2, 2)),
+    ("fp16", Mesh(TP2, 2, dtype="fp16")),
+    ("llama-patched", Mesh(f"{ALONE} {TP2}", 4, 2)),
+    ("pipeline", Mesh(TP2, 2)),
     ("z0", Mesh(f"{ALONE} {TP2}", 2, 0)),
+    ("z0-pipeline", Mesh(ALONE, 2)),
+    ("z2", Mesh(f"{ALONE} {TP2}", 2, 0)),
+    ("z3", Mesh("", 1, 0)),
+    ("z3", Mesh(ALONE, 4, 3)),
+    ("z3", Mesh(f"{ALONE} {TP2}", 4, 2)),
+    ("z3", Mesh(f"{ALONE} {TP2}", 4, 3)),
     ("llama", Mesh("", 2)),
+    ("llama-pipeline", Mesh("", 2)),
     ("llama-pipeline", Mesh(TP4)),
+    ("rms", Mesh(PP2, 2)),
     ("bf16", Mesh(PP2, 2)),
-    ("fp16", Mesh("", 2, dtype="fp16")),
+    ("fp16", Mesh(PP2, 2, dtype="fp16")),
+    ("fp16", Mesh("", 2, dtype="bf16")),
+    ("fp16-z2", Mesh(TP2, 2, dtype="fp16")),
     ("ulysses", Mesh(ALONE, 2)),
+    ("ulysses", Mesh(f"{ALONE} {ULYSSES}", 2)),
     ("experts", Mesh(f"{ALONE} {experts(2)}", 4)),
+    ("experts-patched", Mesh(f"{ALONE} {experts(4)}")),
+    ("experts-pipeline", Mesh(f"{PP2} {experts(1)}", 2)),
     ("experts-pipeline", Mesh(MOE1, 1)),
+    ("experts-tp", Mesh(f"{ALONE} {TP2} {experts(2)}", 2)),
+    ("experts-interval", Mesh(f"{ALONE} {experts(1, 2, 2)}", 1)),
     ("residual", Mesh(f"{MOE1} {RESIDUAL}", 1)),
+    ("residual", Mesh(f"{ALONE} {experts(4)} {RESIDUAL}")),
 ]
 # Losses of bf16 and fp16 are noisy on CPUs. Under Ulysses the program trains a little otherwise
 # than without; and a token in a batch of its own meets other experts.
@@ -200,7 +201,15 @@ class Program:
         return self._done[source]
 
     def resumed(self, source: str, mesh: Mesh, **more: Any) -> dict[str, Any]:
-        """The program loads what was saved, on another mesh, and trains on."""
+        """The program loads what was saved, on another mesh, and trains on: once, where nothing
+        more is asked for."""
+        if more:
+            return self._resumed(source, mesh, **more)
+        if (source, mesh) not in self._done:
+            self._done[source, mesh] = self._resumed(source, mesh)
+        return self._done[source, mesh]
+
+    def _resumed(self, source: str, mesh: Mesh, **more: Any) -> dict[str, Any]:
         saved = self.saved(source)
         what: dict[str, Any] = {
             "flags": f"{mesh.flags} {SOURCES[source].model} --load {saved['folder']}",
@@ -260,13 +269,15 @@ def test_pair(program: Program, source: str, mesh: Mesh) -> None:
 # ------------------------------------------------ what else a run has
 
 
-DROPOUT = "--attention-dropout 0.2 --hidden-dropout 0.1"
+DROPOUT = "--attention-dropout 0.2 --hidden-dropout 0"
 RATES = ("--attention-dropout", "--hidden-dropout")
 
 
-@pytest.mark.parametrize("flags", [f"{TP2} {PP2}", f"{ALONE} {TP2}"])
+@pytest.mark.parametrize(
+    "flags", [f"{TP2} {PP2}", pytest.param(f"{ALONE} {TP2}", marks=pytest.mark.slow)]
+)
 def test_random_states_are_those_of_its_own_resume(program: Program, flags: str) -> None:
-    """With dropout, on one mesh: by its own load, with the lines, by the runner."""
+    """With dropout of attention, on one mesh: by its own load, with the lines, by the runner."""
     folder = program.folder / f"dropout{len(flags)}"
     saved = program.run(
         flags=f"{flags} {DROPOUT} --save {folder}", saves=(3,), program="stock", without=RATES
@@ -309,6 +320,7 @@ def test_the_nine_lines_of_earlier_versions_go_on(program: Program) -> None:
     same_state(found)
 
 
+@pytest.mark.slow
 def test_universal_checkpoint_is_the_same(program: Program) -> None:
     found = program.resumed(
         "gpt", Mesh(), flags=f"{TP4} --load {program.saved('gpt')['folder']} --universal-checkpoint"
@@ -375,6 +387,7 @@ def test_reset_iteration_begins_to_count_anew(program: Program) -> None:
         assert found["counters"]["iteration"] == 0, kind
 
 
+@pytest.mark.slow
 def test_no_load_optim_is_not_asked_under_deepspeed(program: Program) -> None:
     """The program does not hand it on, so that all states come back: with its own load, too."""
     saved = program.saved("gpt")
@@ -613,24 +626,25 @@ def test_an_imported_llama_computes_the_same_logits(
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_golden_folders_go_on(program: Program, tmp_path: Path, name: str) -> None:
-    """On other meshes, with the losses that the run which wrote them had next, to the digits that
+    """On another mesh, with the losses that the run which wrote them had next, to the digits that
     it printed."""
     made, folder = FOLDERS[name], Path(shutil.copytree(FOLDER / name, tmp_path / name))
-    targets = [Mesh(TP2, 2), Mesh(ALONE, 2, 2)]
-    if ROTARY in made.model:  # whose pipeline the program can't build
-        targets = [Mesh(ALONE, 1), Mesh(f"{ALONE} {TP2}", 2)]
+    # the pipeline of a model with rotary positions can't be built in the program
+    mesh = Mesh(ALONE, 2) if ROTARY in made.model else Mesh(TP2, 2)
     printed = [float(line.split()[1]) for line in (folder / "next_losses.txt").open()]
-    for mesh in targets:
-        found = program.run(
-            flags=f"{mesh.flags} {made.model} {OF_ALL} --load {folder}",
-            text="golden",
-            **replace(mesh, dtype=made.dtype).job,
-        )
-        allowed = 1e-6 if made.dtype == "fp32" else 0.01
-        assert largest(found["losses"], printed) <= allowed
+    found = program.run(
+        flags=f"{mesh.flags} {made.model} {OF_ALL} --load {folder}",
+        text="golden",
+        **replace(mesh, dtype=made.dtype).job,
+    )
+    assert largest(found["losses"], printed) <= (ALLOWED if made.dtype == "fp32" else 0.01)
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["program first", "megatron-core first"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["program first", "megatron-core first"],
+)
 def test_a_megatron_core_of_the_environment_beside_its_own(
     tmp_path: Path, sources: Path, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -654,5 +668,7 @@ def test_a_megatron_core_of_the_environment_beside_its_own(
         monkeypatch.setenv("MEGATRON_CORE_FIRST", str(newest))
     found = Program(tmp_path, str(sources))
     assert found.server.version == "0.2.0"
-    same_state(found.resumed("pipeline", Mesh(TP2, 2)))
+    folder = shutil.copytree(FOLDER / "gpt_tp2pp2_z1", tmp_path / "run")
+    again = found.run(flags=f"{TP2} {OF_ALL} --load {folder}", world=2, text="golden")
+    assert again["counters"]["iteration"] == 3 and len(again["losses"]) == 3
     found.server.close()
