@@ -283,7 +283,9 @@ def _track(state_for: Callable[[str, Any], torch.Tensor]) -> None:
     another kind (megatron-core's graph-safe ones are generators, the others their states)."""
     for owner, tracker in _trackers().items():
         live: dict[str, Any] = tracker.get_states()
-        found = {name: state_for(f"{owner}.{name}", state) for name, state in live.items()}
+        found: dict[str, Any] = {
+            name: state_for(f"{owner}.{name}", state) for name, state in live.items()
+        }
         for name, state in live.items():
             if isinstance(state, torch.Generator):
                 state.set_state(found[name])

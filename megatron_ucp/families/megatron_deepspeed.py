@@ -51,15 +51,18 @@ _LAYERS = "language_model.encoder.layers."
 _WORDS = "language_model.embedding."
 
 
-def layers_of_program(params: Collection[str]) -> Layers | None:
+def is_of_program(params: Collection[str]) -> bool:
+    """Whether parameters have the program's names."""
+    return any(name.startswith(_WORDS) for name in params)
+
+
+def layers_of_program(params: Collection[str]) -> Layers:
     """The program's list of layers for a model with these parameters: a cast, the embedding, the
-    layers, with experts a loss, the last norm, the head; None for another program's names.
+    layers, with experts a loss, the last norm, the head.
 
     A tied head is the whole embedding, positions too, called through a function: it has no layer
     file.
     """
-    if not any(name.startswith(_WORDS) for name in params):
-        return None
     numbers = [int(name.split(".")[3]) for name in params if name.startswith(_LAYERS)]
     tied = "language_model.output_layer.weight" not in params
     norm = 2 + max(numbers, default=-1) + 1 + any(".deepspeed_moe." in name for name in params)

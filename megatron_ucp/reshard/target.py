@@ -33,7 +33,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.families import families, recorded_model
 from megatron_ucp.families.arguments import with_model
-from megatron_ucp.families.megatron_deepspeed import layers_of_program
+from megatron_ucp.families.megatron_deepspeed import is_of_program, layers_of_program
 from megatron_ucp.formats.checkpoint import Checkpoint, apart_in, ranks_of
 from megatron_ucp.formats.deepspeed.autoep import group_name
 from megatron_ucp.formats.deepspeed.buffers import round_robin
@@ -424,7 +424,7 @@ class SourceSettings:
         family = families().get(self.manifest.family)
         if family is not None and family.layers is not None:
             return family.layers(names).with_values(names)
-        found = layers_of_program(names) or self.source.layers()
+        found = layers_of_program(names) if is_of_program(names) else self.source.layers()
         return None if found is None else found.with_values(names)
 
     def notes_of_program(self, stage: int | None) -> list[str]:

@@ -108,8 +108,8 @@ SUBJECTS: tuple[tuple[str, str, str], ...] = (
         "engines/test_models, engines/test_any_model, engines/test_odd_models, "
         "engines/test_trainable, engines/test_regrouped, engines/test_parts, engines/test_lora, "
         "engines/test_quantized, "
-        "engines/test_fork",
-        "the same gather; peft's own files; the uncut model",
+        "engines/test_fork, engines/test_megatron_deepspeed",
+        "the same gather; peft's own files; the uncut model; ranks of Megatron-DeepSpeed's program",
     ),
     (
         "what lies beside tensors",

@@ -88,11 +88,20 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
                 "engines/test_any_model",
             ),
             (
-                "Megatron-DeepSpeed's GPT, ZeRO 1; no experts",
+                "Megatron-DeepSpeed's own program, with and without its pipeline, ZeRO 0 to 3, "
+                "experts",
+                "⚠ (into ZeRO-3, where the program makes other groups, with `hyper`)",
                 Y,
                 Y,
+                "⚠ (rotary positions)",
+                "stock/test_megatron_deepspeed",
+            ),
+            (
+                "forks of it",
                 Y,
-                "",
+                Y,
+                "⚠ (rules)",
+                "⚠ (rules)",
                 "engines/test_fork",
             ),
             ("other models, with a family or rules", Y, Y, Y, "", "reshard/test_rules"),

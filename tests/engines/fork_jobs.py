@@ -42,6 +42,7 @@ class Fork:
     positions: int = 6  # 0: rotary ones, which are no parameters
     biases: bool = True
     rms: bool = False
+    optimizer: str = "AdamW"
 
 
 Shapes = dict[str, tuple[tuple[int, ...], int | None, int]]
@@ -249,7 +250,7 @@ def make(setup: Fork) -> Any:
     params = [param for param in model.parameters() if param.requires_grad]
     engine = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(params, lr=3e-3),
+        optimizer=getattr(torch.optim, setup.optimizer)(params, lr=3e-3),
         lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + step)),
         config=config,
         mpu=None if setup.pp else models.mpu(),
@@ -320,6 +321,7 @@ def resume(
     folder: str,
     rules: str | None,
     tag: str | None = "filled",
+    schedule: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Loads a tag into a fresh engine with these rules: the gather, what came as client state."""
@@ -328,7 +330,7 @@ def resume(
     out: dict[str, Any] = {"error": "", "before": before}
     try:
         ucp.attach(engine, rules=rules, **options)
-        _, client = engine.load_checkpoint(folder, tag=tag)
+        _, client = engine.load_checkpoint(folder, tag=tag, load_lr_scheduler_states=schedule)
         out |= {"state": gathered(engine), "iteration": client["iteration"]}
         out["args"] = sorted(vars(client["args"]))
     except ucp.UcpError as error:

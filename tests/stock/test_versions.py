@@ -5,22 +5,19 @@ Losses are those of stock's own continuation, and every master, moment and step 
 that knows nothing of this package.
 """
 
-import json
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.registry import open_checkpoint
 from tests.stock.program import Job
+from tests.stock.server import Server
 
 pytestmark = [pytest.mark.long, pytest.mark.ranks]
 NEWEST = "0.19.2"
@@ -146,30 +143,15 @@ BY_STOCK_LATER: list[Case] = [
 class Stock:
     """The server of stock programs, and what was saved so far: each source once."""
 
-    def __init__(self, folder: Path, command: list[str]) -> None:
+    def __init__(self, folder: Path, sources: str) -> None:
         self.folder, self._count = folder, 0
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        self.version = self._answer()["version"]
+        self.server = Server("tests.stock.program", sources)
         self._done: dict[Any, dict[str, Any]] = {}
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            pytest.fail(f"the server of stock programs ended: {self._process.wait()}")
-        return json.loads(line)
 
     def run(self, **what: Any) -> dict[str, Any]:
         """A job that goes well: what rank 0 wrote."""
         self._count += 1
-        out = self.folder / f"{self._count}.pt"
-        assert self._process.stdin is not None
-        print(json.dumps(asdict(Job(str(out), **what))), file=self._process.stdin, flush=True)
-        answer = self._answer()
-        assert not any(answer["codes"]), answer["said"]
-        return {**torch.load(out, weights_only=False), "file": str(out)}
+        return self.server.run(Job(str(self.folder / f"{self._count}.pt"), **what))
 
     def saved(self, source: str) -> dict[str, Any]:
         """Stock trains, saves, and trains on."""
@@ -193,24 +175,19 @@ class Stock:
             self._done[case] = {**found, "folder": save}
         return self._done[case]
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
-    command = [sys.executable, "-m", "tests.stock.server"]
+    sources = ""
     if version("megatron-core").partition("+")[0] != NEWEST:
         subprocess.run(["bash", "tests/megatron_env.sh", NEWEST], cwd=ROOT, check=True)
         caches = ROOT / ".cache", *(ROOT / ".cache").glob("python*")
         folders = [one / "megatron" / NEWEST for one in caches]
-        command.append(str(next(one for one in folders if (one / ".whole").exists())))
-    found = Stock(tmp_path_factory.mktemp("stock"), command)
-    assert found.version == NEWEST
+        sources = str(next(one for one in folders if (one / ".whole").exists()))
+    found = Stock(tmp_path_factory.mktemp("stock"), sources)
+    assert found.server.version == NEWEST
     yield found
-    found.close()
+    found.server.close()
 
 
 def slow(cases: Sequence[Any]) -> list[Any]:

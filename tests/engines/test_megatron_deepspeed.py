@@ -1,0 +1,231 @@
+"""Folders that Megatron-DeepSpeed's own program wrote, unpatched: through every command, and into
+engines of other meshes.
+
+What each must hold its own ranks said (`tests/formats/golden/make_megatron_deepspeed`). The engines
+here have its names and shapes; the program itself is in `tests/stock`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megatron_ucp as ucp
+from megatron_ucp.cli import main
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.check import read_state
+from tests.engines import fork_jobs
+from tests.engines.fork_jobs import Fork
+from tests.formats.golden.megatron_deepspeed_folders import FOLDER, FOLDERS
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+GPT = Fork(1, "split", said=True, hidden=16, ffn=64, vocab=128, positions=16, optimizer="Adam")
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt_tp2pp2_z1": {},
+    "gpt_pp2_z1_bf16": {},
+    "llama_tp2_z1": {"swiglu": True, "tied": False, "biases": False, "rms": True, "ffn": 0},
+    "gpt_nopipe_z3_dp2": {"hidden": 32, "ffn": 128},
+    "rope_nopipe_tp2_z2": {"positions": 0},
+}
+QKV = "self_attention.query_key_value"
+
+
+def oracle(name: str) -> dict[tuple[str, str], torch.Tensor]:
+    with numpy.load(FOLDER / f"{name}.npz") as arrays:
+        found = {tuple(key.split("|")): torch.from_numpy(arrays[key]) for key in arrays.files}
+    assert len(found) > 30
+    return found  # type: ignore[return-value]
+
+
+@pytest.fixture(params=FOLDERS)
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FOLDER / request.param, tmp_path / request.param))
+
+
+def differing(path: Path, want: dict[tuple[str, str], torch.Tensor]) -> list[tuple[str, str]]:
+    with open_checkpoint(path) as found:
+        assert {one.name for one in found.manifest.params if one.elems} == {
+            name for name, _ in want
+        }
+        return [
+            (name, state)
+            for (name, state), one in want.items()
+            if not torch.equal(read_state(found, name, state), one.reshape(-1))
+        ]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    assert main([str(word) for word in words]) == code, capsys.readouterr()
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def test_every_state_is_read(golden: Path) -> None:
+    want = oracle(golden.name)
+    assert differing(golden, want) == []
+    key = next(key for key in want if want[key].numel())
+    want[key] = want[key] + 1
+    assert differing(golden, want) == [key], "a planted value"
+
+
+def test_every_command_takes_it(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a word about families or rules."""
+    made, out = FOLDERS[golden.name], golden.parent / "out"
+    assert f"tp={made.mesh.tp},pp={made.mesh.pp}" in said(capsys, "inspect", golden)
+    assert "global_step3" in said(capsys, "ls", golden)
+    assert "no damage found" in said(capsys, "verify", golden, "--deep")
+    assert "dp=2" in said(capsys, "plan", golden, "--mesh", "tp=4,dp=2,zero=1")
+    said(capsys, "convert", golden, out / "global_step3", "--mesh", "tp=4,dp=2,zero=1")
+    said(capsys, "diff", golden, out / "global_step3")
+    said(capsys, "convert", golden, golden.parent / "universal", "--to", "universal")
+    said(capsys, "diff", golden, golden.parent / "universal")
+    want = oracle(golden.name)
+    assert differing(out / "global_step3", want) == differing(golden.parent / "universal", want)
+    assert differing(out / "global_step3", want) == []
+    damaged = max(golden.glob("global_step3/*optim*"), key=lambda file: file.stat().st_size)
+    with damaged.open("r+b") as file:
+        file.seek(damaged.stat().st_size // 2)
+        file.write(b"\xff" * 8)
+    said(capsys, "verify", golden, "--deep", code=1)
+
+
+TARGETS = [
+    (4, {"tp": 4, "zero": 1}),
+    (2, {"tp": 1, "pp": 2, "zero": 1}),
+    (2, {"tp": 1, "zero": 3}),
+    (1, {"tp": 1, "zero": 0}),
+]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_engines_of_other_meshes_take_it(ranks: RankPool, name: str) -> None:
+    want = oracle(name)
+    for world, mesh in TARGETS:
+        setup = Fork(**{**vars(GPT), **SHAPES[name], **mesh})
+        found = ranks.run(
+            world,
+            fork_jobs.resume,
+            setup,
+            str(FOLDER / name),
+            "megatron_deepspeed_split" + ("_swiglu" if setup.swiglu else ""),
+            tag=None,
+            schedule=False,  # the program's is its own class
+            hyper="config",  # the engine has one group, the program two
+            timeout_s=120,
+        )[0]
+        assert found["error"] == "" and found["iteration"] == 3
+        state = {key: one for key, one in found["state"].items() if key[1] != "weights"}
+        state = {key: one for key, one in state.items() if one.numel()}
+        assert state.keys() == want.keys() and len(state) > 30
+        assert [key for key in want if not torch.equal(state[key], want[key])] == []
+
+
+def test_an_engine_of_the_other_order_is_refused(ranks: RankPool) -> None:
+    setup = Fork(**{**vars(GPT), "order": "interleaved", "tp": 2})
+    found = ranks.run(
+        2,
+        fork_jobs.resume,
+        setup,
+        str(FOLDER / "gpt_tp2pp2_z1"),
+        "megatron_deepspeed_interleaved",
+        tag=None,
+        hyper="config",
+        timeout_s=120,
+    )
+    assert all("another order" in one["error"] for one in found) and found[0]["unchanged"]
+
+
+# ------------------------------------------------ Hugging Face
+
+
+@pytest.mark.parametrize("name", ["gpt_tp2pp2_z1", "gpt_pp2_z1_bf16", "gpt_nopipe_z3_dp2"])
+def test_a_gpt_is_exported_under_released_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """c_attn has the queries of all heads, their keys, their values: as the program has them since
+    December 2024, but transposed."""
+    said(capsys, "export-hf", FOLDER / name, tmp_path / "hf", "--dtype", "float32")
+    have, want = load_file(tmp_path / "hf/model.safetensors"), oracle(name)
+    layer, number = "language_model.encoder.layers.1.", "transformer.h.1."
+    for theirs, ours in {
+        f"{number}attn.c_attn.weight": f"{layer}{QKV}.weight",
+        f"{number}attn.c_proj.weight": f"{layer}self_attention.dense.weight",
+        f"{number}mlp.c_fc.weight": f"{layer}mlp.dense_h_to_4h.weight",
+        f"{number}mlp.c_proj.weight": f"{layer}mlp.dense_4h_to_h.weight",
+    }.items():
+        assert torch.equal(have[theirs], want[ours, "fp32"].T)
+    for theirs, ours in {
+        f"{number}ln_2.bias": f"{layer}post_attention_layernorm.bias",
+        f"{number}attn.c_attn.bias": f"{layer}{QKV}.bias",
+        "transformer.ln_f.weight": "language_model.encoder.final_layernorm.weight",
+        "transformer.wpe.weight": "language_model.embedding.position_embeddings.weight",
+        "transformer.wte.weight": "language_model.embedding.word_embeddings.weight",
+    }.items():
+        assert torch.equal(have[theirs], want[ours, "fp32"])
+    assert len(have) == 28
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["n_head"], config["vocab_size"], config["activation_function"]) == (
+        4,
+        128,
+        "gelu",
+    )
+
+
+def test_what_no_class_of_transformers_computes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not say its family"):
+        ucp.export_hf(FOLDER / "llama_tp2_z1", tmp_path / "hf")  # learned positions in a LLaMA
+    with pytest.raises(UsageError, match="cosines of the rotary"):
+        ucp.export_hf(FOLDER / "rope_nopipe_tp2_z2", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("order", ["split", "interleaved"])
+def test_a_llama_is_imported_and_exported_again(tmp_path: Path, order: str) -> None:
+    """In both orders of the rows; 2 key-value groups of 4 heads where they are by head, which the
+    code with thirds can't train."""
+    import transformers
+
+    torch.manual_seed(1)
+    groups = 2 if order == "interleaved" else 4
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=groups,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        vocab_size=30,
+        max_position_embeddings=16,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    family = f"megatron_deepspeed_{order}_llama"
+    mesh = Mesh(tp=2, pp=2, dp=1, zero=1)
+    ucp.import_hf(
+        tmp_path / "hf", tmp_path / "run/step0", mesh=mesh, family=family, padded_vocab=32
+    )
+    with open_checkpoint(tmp_path / "run/step0") as found:
+        rows = read_state(found, f"language_model.encoder.layers.1.{QKV}.weight", "fp32")
+        assert found.extras.client_state["checkpoint_version"] == 3.0
+    given = load_file(tmp_path / "hf/model.safetensors")
+    q, k, v = (given[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
+    by_group = torch.cat(
+        [torch.cat(one) for one in zip(*(x.chunk(groups) for x in (q, k, v)), strict=True)]
+    )
+    want = torch.cat([q, k, v]) if order == "split" else by_group
+    assert torch.equal(rows.view(-1, 16), want)
+    ucp.export_hf(tmp_path / "run/step0", tmp_path / "again")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert again.keys() == given.keys() and all(torch.equal(again[n], given[n]) for n in given)
+
+
+def test_tensor_parallelism_must_divide_the_heads(tmp_path: Path) -> None:
+    """Shapes alone do not show them: the saved arguments do."""
+    with pytest.raises(ucp.UcpError, match="attention heads"):
+        ucp.convert(FOLDER / "gpt_tp2pp2_z1", tmp_path / "x", target=Mesh(tp=8, dp=1, zero=1))
