@@ -15,7 +15,15 @@ from megatron_ucp.core.layout import Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.families import gpt, llama
-from megatron_ucp.families.family import Config, Declared, Family, Model, Sizes, measured
+from megatron_ucp.families.family import (
+    Config,
+    Declared,
+    Family,
+    HuggingFace,
+    Model,
+    Sizes,
+    measured,
+)
 from megatron_ucp.families.settings import Architecture
 
 _QKV = "self_attention.query_key_value"
@@ -114,11 +122,9 @@ def _as_program(name: str, found: Declared, sizes: Sizes) -> Declared:
     return replace(found, layout=layout, attributes={}, first_counts=first)
 
 
-def _family(base: Family, name: str, sizes_class: type[Sizes]) -> Family:
+def _family(base: Family, twin: HuggingFace, name: str, sizes_class: type[Sizes]) -> Family:
     """The program's models that are those of a family of megatron-core's, but for names and
     rows."""
-    twin = base.hugging_face
-    assert twin is not None
 
     def table(sizes: Sizes) -> dict[str, Declared]:
         named = {program_name(one): found for one, found in base.table(sizes).items()}
@@ -149,8 +155,9 @@ def _family(base: Family, name: str, sizes_class: type[Sizes]) -> Family:
 _BASES = {"gpt": gpt.FAMILY, "llama": llama.LLAMA}
 _ORDERS = {"split": SizesInThirds, "interleaved": Sizes}
 _FAMILIES = {
-    (like, order): _family(base, f"megatron_deepspeed_{order}_{like}", _ORDERS[order])
+    (like, order): _family(base, twin, f"megatron_deepspeed_{order}_{like}", _ORDERS[order])
     for like, base in _BASES.items()
+    if (twin := base.hugging_face) is not None
     for order in _ORDERS
 }
 FAMILIES = tuple(_FAMILIES.values())

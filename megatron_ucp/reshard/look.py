@@ -392,7 +392,7 @@ def _megatron_of_program() -> MachinePart | None:
     found = PathFinder.find_spec("megatron", [str(Path.cwd()), *sys.path])
     if found is None or found.origin is None:
         return None
-    folder = Path(found.origin).parent
+    folder = location(found.origin).parent
     file = folder / "core" / "package_info.py"
     text = file.read_text(errors="replace") if file.is_file() else ""
     numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)

@@ -31,6 +31,7 @@ from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.tensor_parts import state_in
 from megatron_ucp.core.values import TENSOR
 from megatron_ucp.errors import StateMismatchError, UnsupportedError, some_of
+from megatron_ucp.families.megatron_deepspeed import is_of_program
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.deepspeed import optimizers
@@ -355,6 +356,7 @@ def torch_dist(
     Megatron keeps the groups of experts apart. Raises UnsupportedError, StateMismatchError, and as
     `check_experts`."""
     refuse_muon(wanted, "folder for Megatron")
+    _refuse_names(wanted)
     check_experts(wanted.source, wanted.target.mesh, wanted.file)
     held = origin.source.manifest
     match_ties(held, wanted.file)
@@ -363,6 +365,20 @@ def torch_dist(
     found = _TorchDist(origin, wanted)
     origin.notes += [*found.common.notes, *_left_out(origin.extras)]
     return found.output(folder)
+
+
+def _refuse_names(wanted: Conversion) -> None:
+    """Raises UnsupportedError for names that no model of Megatron-LM's has."""
+    if is_of_program(wanted.params):
+        raise UnsupportedError(
+            "Megatron-LM's models have other names than Megatron-DeepSpeed's",
+            file=wanted.file,
+            parameter=next(iter(wanted.params)),
+            expected="the names of megatron-core",
+            found="those of Megatron-DeepSpeed's program",
+            fix="export the model (megatron-ucp export-hf), and give that folder to Megatron-LM's "
+            "--load (docs/megatron.md)",
+        )
 
 
 class _TorchDist:

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,8 @@ def figures(word: str) -> str:
         return loads(tree)
     if word == "weights":
         return weights(tree["found"])
+    if word == "megatron_deepspeed":
+        return pairs_of_program(tree["pairs"])
     by_what: dict[str, dict[str, str]] = {}
     columns: list[str] = []
     for group, what, one in claims(tree, ()):
@@ -240,6 +242,16 @@ def figures(word: str) -> str:
         by_what.setdefault(what.removeprefix(f"{group[-1]}, "), {})[column] = shown(one)
     rows = [(what, *(cells.get(one, "") for one in columns)) for what, cells in by_what.items()]
     return table(("", *columns), rows)
+
+
+def pairs_of_program(pairs: Sequence[Mapping[str, str]]) -> str:
+    """Of Megatron-DeepSpeed's program: what its own way makes of each pair."""
+    heads = ("model", "saved on", "loaded on", "`ds_to_universal` and its own load", "here")
+    rows = [
+        (*(row[key] for key in ("model", "source", "target")), row["stock"], row["here"])
+        for row in pairs
+    ]
+    return table(heads, [tuple(cell.replace("|", "/") for cell in row) for row in rows])
 
 
 def weights(found: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ lora/checkpoint-500  the same of a LoRA adapter of peft on `base`
 base                 a Hugging Face model
 megatron             Megatron-LM's own folder, `fully_reshardable`; `megatron_default` is
                      `dp_reshardable`, `megatron_legacy` the format before `torch_dist`
+megatron_deepspeed   what its own program leaves, at tp=2, pp=2
 damaged              a copy of runs/llama's tag in which one bit is turned
 my_model.toml        rules for the model of runs/llama
 """
@@ -23,6 +24,7 @@ from tests.ranks import RankPool
 from tests.scripts import run_example
 
 GOLDEN = ROOT / "tests" / "formats" / "golden" / "megatron"
+OF_PROGRAM = GOLDEN.with_name("megatron_deepspeed") / "gpt_tp2pp2_z1"
 BATCH = 32  # samples of a step, as docs/resume.md counts them
 COPIES = {
     "megatron": "td_full_tp2dp2",
@@ -48,6 +50,8 @@ def make(folder: Path, pool: RankPool, steps: int) -> None:
     for name, golden in COPIES.items():
         shutil.copytree(GOLDEN / golden, folder / name)
         (folder / name / "next_losses.txt").unlink(missing_ok=True)
+    shutil.copytree(OF_PROGRAM, folder / "megatron_deepspeed")
+    (folder / "megatron_deepspeed" / "next_losses.txt").unlink()
     shutil.copy(Path(__file__).with_name("my_model.toml"), folder)
     damage(next((folder / "runs" / "llama").glob("global_step*")), folder / "damaged")
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state
 from tests.engines import fork_jobs
@@ -223,6 +223,12 @@ def test_a_llama_is_imported_and_exported_again(tmp_path: Path, order: str) -> N
     ucp.export_hf(tmp_path / "run/step0", tmp_path / "again")
     again = load_file(tmp_path / "again/model.safetensors")
     assert again.keys() == given.keys() and all(torch.equal(again[n], given[n]) for n in given)
+
+
+def test_megatron_lm_has_other_names(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="other names") as refused:
+        ucp.convert(FOLDER / "gpt_tp2pp2_z1", tmp_path / "iter_0000003", to="torch_dist")
+    assert "export-hf" in str(refused.value) and not [*tmp_path.iterdir()]
 
 
 def test_tensor_parallelism_must_divide_the_heads(tmp_path: Path) -> None:

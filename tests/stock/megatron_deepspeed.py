@@ -10,13 +10,14 @@ import os
 import runpy
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from tests.stock import stand_ins
 
 ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches" / "megatron_deepspeed_pretrain_gpt.patch"
@@ -84,7 +85,9 @@ def imported(folder: str) -> str:
     else:
         sys.path.insert(0, folder)
     sys.path.append(f"{folder}/site")
-    _stand_ins()
+    stand_ins.install()
+    _take_attention_masks()
+    _gather_flat()
     import megatron.core.package_info as info
     import megatron.data.dataset_utils as data
     import megatron.training  # noqa: F401
@@ -96,29 +99,6 @@ def imported(folder: str) -> str:
     sys.modules["deepspeed.env_report"] = mock.MagicMock()  # it asks for every op: seconds
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     return str(info.__version__)
-
-
-def _stand_ins() -> None:
-    """What the installed DeepSpeed (its compression) and a CPU (torchvision) lack."""
-    import transformers
-    from transformers import AutoTokenizer  # noqa: F401
-
-    names = ("AutoModel", "AutoConfig")
-    _ = [getattr(transformers, name) for name in names]  # while torchvision is not there
-    _module("deepspeed.compression")
-    compress = _module("deepspeed.compression.compress")
-    compress.init_compression = compress.redundancy_clean = lambda model, *_: model
-    vision = _module("torchvision")
-    vision.__path__ = []
-    vision.transforms, vision.datasets = (
-        _module("torchvision.transforms"),
-        _module("torchvision.datasets"),
-    )
-    for name in ("VisionDataset", "ImageFolder", "DatasetFolder"):
-        setattr(vision.datasets, name, object)
-    _module("torchvision.datasets.folder")
-    _take_attention_masks()
-    _gather_flat()
 
 
 def _take_attention_masks() -> None:
@@ -159,20 +139,6 @@ def _gather_flat() -> None:
         return stock(output_tensor, input_tensor, *rest, **more)
 
     dist.all_gather_into_tensor = gather
-
-
-def _module(name: str) -> Any:
-    """A module of this name that has whatever is asked for."""
-    module: Any = types.ModuleType(name)
-
-    def anything(attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return mock.MagicMock(name=attribute)
-
-    module.__getattr__ = anything
-    sys.modules[name] = module
-    return module
 
 
 TEXTS = {"text": (125, 60), "golden": (128, 100)}  # tokens there are, tokens of a document

@@ -8,6 +8,7 @@ nothing of this package (`tests/stock/megatron_deepspeed`).
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,9 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.formats.deepspeed.target import Target
+from tests.docs.pages import blocks_of
 from tests.formats.golden.megatron_deepspeed_folders import FOLDER, FOLDERS, OF_ALL, ROTARY, SWIGLU
-from tests.stock.megatron_deepspeed import TOKENS, Job
+from tests.stock.megatron_deepspeed import BASE, TOKENS, Job
 from tests.stock.server import Server
 
 pytestmark = [pytest.mark.long, pytest.mark.ranks]
@@ -622,6 +624,46 @@ def test_an_imported_llama_computes_the_same_logits(
 
 
 # ------------------------------------------------ golden folders, paths
+
+
+@pytest.mark.slow
+def test_the_launch_lines_of_the_page(
+    program: Program, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/megatron-deepspeed.md, word for word: torchrun, DeepSpeed's launcher, and an edited
+    program, on the golden folder, with the losses that its run had next."""
+    text = (ROOT / "docs" / "megatron-deepspeed.md").read_text()
+    commands = [one.text for block in blocks_of(text) for one in block.commands]
+    lines = [one for one in commands if "pretrain_gpt.py" in one and "$FLAGS" in one]
+    assert [one.split()[0] for one in lines] == ["torchrun", "deepspeed", "torchrun"]
+    work = tmp_path / "program"
+    shutil.copytree(sources, work, ignore=shutil.ignore_patterns("site"))
+    program.run(flags="", world=1, zero=0, text="golden", saves=())  # which writes the text
+    for ending in ("bin", "idx"):
+        shutil.copy(program.folder / f"golden.{ending}", work)
+    zero = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
+    (work / "ds.json").write_text(json.dumps({**zero, "zero_optimization": {"stage": 1}}))
+    more = f"{OF_ALL} --data-path golden --deepspeed_config ds.json --zero-stage 1"
+    path = [ROOT / "tests/stock/site", ROOT, sources / "site"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
+    monkeypatch.setenv("FLAGS", f"{BASE} {more} --save-interval 100")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    printed = (FOLDER / "gpt_tp2pp2_z1/next_losses.txt").read_text().split()[1::2]
+    for line in lines:
+        shutil.rmtree(work / "runs", ignore_errors=True)
+        shutil.copytree(FOLDER / "gpt_tp2pp2_z1", work / "runs/gpt")
+        if line == lines[-1]:
+            (patch,) = [one for one in commands if one.startswith("git apply")]
+            here = patch.replace("/path/to/megatron_ucp", str(ROOT))
+            subprocess.run(here, shell=True, cwd=work, check=True, timeout=60)
+        done = subprocess.run(
+            line, shell=True, cwd=work, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses = re.findall(r"iteration +[456]/ +8 .*? lm loss: (\S+) ", done.stdout)
+        assert [*dict.fromkeys(losses)] == printed, done.stdout
+        assert "tp=2,pp=2,dp=1,zero=1 ->" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", FOLDERS)
