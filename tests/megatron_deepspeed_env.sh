@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Make .cache/megatron_deepspeed: the sources of Megatron-DeepSpeed's program, with what it needs beside the environment. Idempotent.
 #
-#   bash tests/megatron_deepspeed_env.sh SOURCES
+#   bash tests/megatron_deepspeed_env.sh SOURCES [NAME]
 #
-# SOURCES is a folder with `megatron` and `pretrain_gpt.py` in it (commit 4efb479d was tested), or a .tar.gz of that. Its data
+# NAME is another folder than megatron_deepspeed in .cache. SOURCES is a folder with `megatron` and `pretrain_gpt.py` in it (commit 4efb479d was tested), or a .tar.gz of that. Its data
 # helper is compiled. With PYTHON it is .cache/pythonVERSION/megatron_deepspeed (tests/venv.sh). pip's own settings apply.
 set -euo pipefail
 sources=$(realpath "$1")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tests/venv.sh
 
-folder=$PWD/$CACHE/megatron_deepspeed
+folder=$PWD/$CACHE/${2:-megatron_deepspeed}
 if [ "$(cat "$folder/.whole" 2>/dev/null)" = "$sources" ]; then exit 0; fi
 echo "megatron_deepspeed: copying $sources, compiling its helper (seconds)"
 rm -rf "$folder"

@@ -12,7 +12,7 @@ from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Cuts, Extent, Layout, Partial, Replicate
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT
-from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
+from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError, some_of
 
 # In characters; it bounds the work of matching, as patterns bound the ways in which they match.
 LONGEST_NAME = 512
@@ -38,6 +38,19 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         return self._compiled.fullmatch(name) is not None
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises RuleError that lists the names which no rule matches, where there are several."""
+        lacking = [name for name in names if not self.matching(name)]
+        if len(lacking) > 1:
+            raise RuleError(
+                f"no rule matches {len(lacking)} parameters",
+                file=self.source,
+                parameter=some_of(lacking),
+                expected="one rule for each",
+                found="none",
+                fix=f"add rules for them to {self.source}, or to a copy of it that you name",
+            )
 
     def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
         """The whole parameter of which a rank holds `local`; `sizes` are those of the mesh axes
@@ -167,6 +180,19 @@ class RuleSet:
             fix=f"add a rule for it to {self.source}",
         )
 
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises RuleError that lists the names which no rule matches, where there are several."""
+        lacking = [name for name in names if not self.matching(name)]
+        if len(lacking) > 1:
+            raise RuleError(
+                f"no rule matches {len(lacking)} parameters",
+                file=self.source,
+                parameter=some_of(lacking),
+                expected="one rule for each",
+                found="none",
+                fix=f"add rules for them to {self.source}, or to a copy of it that you name",
+            )
+
     def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
         """`Rule.declare` of the one rule for a name; its errors name the file."""
         try:
@@ -245,6 +271,19 @@ def _plain(text: str) -> str:
 class _NothingKnown(RuleSet):
     """Under Partial every rank holds a copy of its own: all that is known before somebody says
     more. A checkpoint opened so has the shapes that one rank holds."""
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises RuleError that lists the names which no rule matches, where there are several."""
+        lacking = [name for name in names if not self.matching(name)]
+        if len(lacking) > 1:
+            raise RuleError(
+                f"no rule matches {len(lacking)} parameters",
+                file=self.source,
+                parameter=some_of(lacking),
+                expected="one rule for each",
+                found="none",
+                fix=f"add rules for them to {self.source}, or to a copy of it that you name",
+            )
 
     def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
         return ParamSpec(name, local, "", layout=Partial(*DENSE_CUT))

@@ -43,6 +43,7 @@ class Fork:
     biases: bool = True
     rms: bool = False
     optimizer: str = "AdamW"
+    other: str = ""  # a parameter more of each layer, by a name of the fork's own
 
 
 Shapes = dict[str, tuple[tuple[int, ...], int | None, int]]
@@ -66,6 +67,7 @@ def shapes_of_layer(setup: Fork) -> Shapes:
     }
     if not setup.biases:
         out = {name: one for name, one in out.items() if not name.endswith(".bias")}
+    out |= {setup.other: ((hidden,), None, 1)} if setup.other else {}
     for norm in ("input_layernorm", "post_attention_layernorm"):
         out |= {f"{norm}.{name}": one for name, one in shapes_of_norm(setup).items()}
     return out

@@ -175,6 +175,26 @@ def test_an_order_that_nobody_says_is_refused(sources: Sources) -> None:
         assert ucp.rules(folder, check=rules).findings == ()
 
 
+def test_a_fork_with_names_of_its_own_is_told_them(sources: Sources) -> None:
+    """Each, on every rank, and the file to edit; with a rule for them it goes on."""
+    folder = stock(sources, 2, Fork(2, "split"))
+    fork = Fork(2, "split", other="mlp.scale.weight")
+    found = sources.ranks.run(2, fork_jobs.resume, fork, str(folder), rules_of(fork), timeout_s=120)
+    for one in found:
+        assert "no rule matches 2 parameters" in one["error"]
+        assert all(f"layers.{n}.mlp.scale.weight" in one["error"] for n in range(LAYERS))
+        assert "megatron_deepspeed_split.toml" in one["error"]
+    own = folder / "own.toml"
+    text = (ROOT / "megatron_ucp/formats/rules/megatron_deepspeed_split.toml").read_text()
+    rule = "[[rule]]\npattern = '.*scale\\.weight'\nlayout = \"Replicate\"\n\n"
+    own.write_text(text.replace("[[rule]]", f"{rule}[[rule]]", 1))
+    source = Path(sources.get(2, fork, fork_jobs.save, attach=str(own)))
+    again = sources.ranks.run(
+        1, fork_jobs.resume, replace(fork, tp=1), str(source), str(own), timeout_s=120
+    )[0]
+    assert again["error"] == "" and differing(oracle(source), again["state"]) == set()
+
+
 def test_a_live_model_of_the_other_order_is_refused() -> None:
     name, shape = "language_model.encoder.layers.0.self_attention.query_key_value.weight", (24, 8)
     thirds, by_head = ShardNC("tp", 0, (8, 8, 8)), Shard("tp", 0)

@@ -475,9 +475,10 @@ def _joined(args: Any, name: str, shares: list[Any]) -> Any:
     import torch
 
     kind = ".".join(name.split(".")[-2:])
+    thirds = 3 if hasattr(args, "ds_sequence_parallel_fpdt") else 1  # by head, in older code
     dims = {
         **dict.fromkeys(("word_embeddings.weight", "output_layer.weight"), (0, 1)),
-        **dict.fromkeys(("query_key_value.weight", "query_key_value.bias"), (0, 3)),
+        **dict.fromkeys(("query_key_value.weight", "query_key_value.bias"), (0, thirds)),
         **dict.fromkeys(("dense_h_to_4h.weight", "dense_h_to_4h.bias"), (0, 1 + args.swiglu)),
         **dict.fromkeys(("dense.weight", "dense_4h_to_h.weight"), (1, 1)),
     }

@@ -226,13 +226,19 @@ class Program:
         return Path(shutil.copytree(self.saved(source)["folder"], to))
 
 
-@pytest.fixture(scope="module")
-def sources() -> Path:
-    subprocess.run(["bash", "tests/megatron_deepspeed_env.sh", GIVEN], cwd=ROOT, check=True)
+def prepared(given: str, name: str = "megatron_deepspeed") -> Path:
+    """A folder with the sources, as `tests/megatron_deepspeed_env.sh` makes it."""
+    command = ["bash", "tests/megatron_deepspeed_env.sh", given, name]
+    subprocess.run(command, cwd=ROOT, check=True)
     caches = [*(ROOT / ".cache").glob("python*"), ROOT / ".cache"]
-    folders = [one / "megatron_deepspeed" for one in caches]
+    folders = [one / name for one in caches]
     here = [one for one in folders if one.parent / "venv" == Path(sys.prefix)]
     return next(one for one in [*here, *reversed(folders)] if (one / ".whole").exists())
+
+
+@pytest.fixture(scope="module")
+def sources() -> Path:
+    return prepared(GIVEN)
 
 
 @pytest.fixture(scope="module")
@@ -579,6 +585,41 @@ def test_an_exported_llama_computes_the_programs_logits(program: Program, tmp_pa
     want = program_logits(program, "rotary")
     assert torch.equal(logits_of(tmp_path / "hf", cosines=True), want)
     assert largest(want.flatten().tolist(), logits_of(tmp_path / "hf").flatten().tolist()) > 0.01
+
+
+@pytest.mark.skipif(
+    "MEGATRON_DEEPSPEED_OLDER" not in os.environ,
+    reason="MEGATRON_DEEPSPEED_OLDER names no sources of before #441, such as commit 6acc370a",
+)
+def test_older_code_with_key_value_groups(tmp_path: Path) -> None:
+    """Which has rows by head, right rotary angles, and their table as a buffer that it does not
+    save: on other meshes, with and without a pipeline, and as a Llama."""
+    older = prepared(os.environ["MEGATRON_DEEPSPEED_OLDER"], "megatron_deepspeed_older")
+    found, groups = Program(tmp_path, str(older)), f"{LLAMA} {ROTARY} --num-key-value-heads 2"
+    pairs = {
+        Mesh(f"{ALONE} {TP2}", 2): [Mesh(ALONE, 1), Mesh(f"{ALONE} {TP2}", 4, 2)],
+        Mesh(f"{TP2} {PP2}"): [Mesh(PP2, 2), Mesh(ALONE, 2)],
+        Mesh(ALONE, 2, 3): [Mesh(ALONE, 4, 3), Mesh(f"{ALONE} {TP2}", 2)],
+    }
+    for number, (mesh, targets) in enumerate(pairs.items()):
+        folder = tmp_path / f"run{number}"
+        flags = f"{mesh.flags} {groups} --save {folder}"
+        saved = found.run(flags=flags, saves=(3,), program="stock", **mesh.job)
+        for target in targets:
+            again = found.run(
+                flags=f"{target.flags} {groups} --load {folder}",
+                program="runner",
+                want=saved["file"],
+                logits=target.world == 1,
+                **target.job,
+            )
+            same_state(again)
+            assert largest(again["losses"], saved["losses"][3:]) <= ALLOWED
+            if target.world == 1:
+                ucp.export_hf(folder, tmp_path / "hf")
+                want = again["logits"][..., :126]
+                assert (logits_of(tmp_path / "hf") - want).abs().max() < 2e-6
+    found.server.close()
 
 
 @pytest.mark.parametrize("kind", ["stock", "patched"])

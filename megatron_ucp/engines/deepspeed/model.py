@@ -136,6 +136,7 @@ def _said(engine: Any, rules: RuleSet) -> _Said:
     params = {name: param for param, named in own.names.items() for name in named}
     names = renamed(params, rules) if is_pipeline(engine) else {}
     table: dict[str, Declared] = {}
+    rules.check_names(names.get(held, held) for held in params)
     info = vocabulary_info(engine.module)
     for held, param in params.items():
         name = names.get(held, held)

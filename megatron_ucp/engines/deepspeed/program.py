@@ -12,6 +12,7 @@ from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import PATTERNS
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import arguments_of, rules_of
+from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 
 _MODELS = "megatron.model."  # where the classes of its models lie; Megatron-LM's lie elsewhere
@@ -26,6 +27,16 @@ def arguments(module: Any) -> Any:
     if not type(module).__module__.startswith(_MODELS) or not hasattr(program, "get_args"):
         return SimpleNamespace()
     return program.get_args()
+
+
+def unsaved_buffers(module: Any) -> frozenset[str]:
+    """Buffers of a model that its program does not save, whatever they are registered as: older
+    code of Megatron-DeepSpeed computes the table of rotary positions again."""
+    own = getattr(module, "state_dict_for_save_checkpoint", None)
+    if own is None or not vars(arguments(module)):
+        return frozenset()
+    saved = by_dotted_name(own(keep_vars=True))
+    return frozenset(name for name, _ in module.named_buffers() if name not in saved)
 
 
 def rules_of_program(module: Any) -> RuleSet | None:

@@ -42,6 +42,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     stepper_of,
     wrapper_of,
 )
+from megatron_ucp.engines.deepspeed.program import unsaved_buffers
 from megatron_ucp.engines.live import dtype_name, group_of, order_of, spec_of
 from megatron_ucp.engines.pt_files import replicated_params
 from megatron_ucp.engines.record import record_of
@@ -206,7 +207,7 @@ class LocalShard:
         """Frozen parameters and persistent module buffers; without an optimizer all parameters."""
         stepped = {id(param) for buffer in self.buffers for param in buffer.params}
         params = dict(self.engine.module.named_parameters())
-        kept = set(self.engine._get_buffer_names())
+        kept = {*self.engine._get_buffer_names()} - unsaved_buffers(self.engine.module)
         buffers = {n: b for n, b in self.engine.module.named_buffers() if n in kept}
         found: dict[str, Any] = {**params, **buffers}
         listed = list(found)
