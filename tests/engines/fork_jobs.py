@@ -152,6 +152,7 @@ def client_state(setup: Fork, iteration: int = 7) -> dict[str, Any]:
         attn_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool).tril(),
         rank=dist.get_rank(),
         deepspeed_config="deepspeed.json",
+        padded_vocab_size=setup.vocab,
     )
     if setup.said:
         args.ds_sequence_parallel_fpdt = False

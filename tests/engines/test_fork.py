@@ -19,8 +19,11 @@ from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
     INTERLEAVED,
     SPLIT,
     arguments_of,
+    flags_of_model,
+    kept_by_each_rank,
     order_of,
 )
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import rules_of as rules_of_run
 from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from tests.engines import fork_jobs
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
@@ -236,6 +239,18 @@ def test_arguments_that_are_none_decide_nothing() -> None:
     assert order_of({**heads, "num_key_value_heads": 2}) == INTERLEAVED
     assert order_of({**heads, "num_key_value_heads": True}) == ""
     assert order_of({**heads, "ds_sequence_parallel_fpdt": False}) == SPLIT
+
+
+def test_arguments_of_another_script_are_none_of_the_programs() -> None:
+    """Any script under DeepSpeed may keep the arguments that DeepSpeed's own parser adds."""
+    kind, own = "argparse.Namespace", {"deepspeed_config": "ds.json", "local_rank": 0}
+    other = {"args": InertObject(kind, (), own), "rng_state": 1}
+    ours = {"args": InertObject(kind, (), {**own, "padded_vocab_size": 128})}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    assert kept_by_each_rank(other) == frozenset() and flags_of_model(own) == {}
+    assert rules_of_run({**own, **heads}) is None and order_of(heads) == INTERLEAVED
+    assert kept_by_each_rank(ours) == {"args", "rng_state"}
+    assert kept_by_each_rank({"args": own}) == frozenset(), "a dictionary is no namespace"
 
 
 def test_rules_that_a_live_layer_contradicts(sources: Sources) -> None:

@@ -17,7 +17,8 @@ from megatron_ucp.formats.rule_file import read_rules
 # of the rows of query_key_value: by head, or in thirds of each rank
 INTERLEAVED, SPLIT = "interleaved", "split"
 _OF_SPLIT_CODE = "ds_sequence_parallel_fpdt"  # came with the change of the order
-_OF_PROGRAM = "deepspeed_config"  # Megatron-LM has no such argument
+# Megatron-LM has no such argument as the first, other scripts under DeepSpeed none as the second.
+_OF_PROGRAM = frozenset({"deepspeed_config", "padded_vocab_size"})
 
 
 def arguments_of(saved: Any) -> Mapping[str, Any]:
@@ -29,14 +30,15 @@ def arguments_of(saved: Any) -> Mapping[str, Any]:
 def kept_by_each_rank(client_state: Mapping[Any, Any]) -> frozenset[str]:
     """Keys of the client state of which each model-parallel rank of the program has its own value.
     The program's own universal load takes that of any rank on another mesh, and seeds anew."""
-    is_program = _OF_PROGRAM in arguments_of(client_state.get(ARGUMENTS_KEY))
+    arguments = arguments_of(client_state.get(ARGUMENTS_KEY))
+    is_program = arguments.keys() >= _OF_PROGRAM
     return frozenset({ARGUMENTS_KEY, "rng_state"}) if is_program else frozenset()
 
 
 def is_pipeline(client_state: Mapping[Any, Any]) -> bool:
     """Whether the program's model is DeepSpeed's PipelineModule, on one stage too."""
     arguments = arguments_of(client_state.get(ARGUMENTS_KEY))
-    return _OF_PROGRAM in arguments and arguments.get("no_pipeline_parallel") is False
+    return arguments.keys() >= _OF_PROGRAM and arguments.get("no_pipeline_parallel") is False
 
 
 def on_mesh(client_state: Mapping[Any, Any], mesh: Mesh, pipeline: bool) -> Mapping[Any, Any]:
@@ -96,7 +98,7 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
     Of the rotary embedding of code with the split order each rank of attention takes the cosines
     of the angles for the angles, but where Ulysses and flash attention apply it.
     """
-    if _OF_PROGRAM not in arguments:
+    if not arguments.keys() >= _OF_PROGRAM:
         return {}
     out = {name: arguments.get(name) for name in _AS_IN_MEGATRON}
     said = cast("Mapping[str, Any]", info) if isinstance(info, Mapping) else {}
@@ -147,7 +149,7 @@ def order_of(arguments: Mapping[str, Any]) -> str:
 
 def rules_of(arguments: Mapping[str, Any]) -> RuleSet | None:
     """The rules that come with the package for a run with these arguments; None where they don't
-    decide it."""
-    order = order_of(arguments)
+    decide it, and for another program's."""
+    order = order_of(arguments) if arguments.keys() >= _OF_PROGRAM else ""
     gated = "_swiglu" if arguments.get("swiglu") else ""
     return read_rules(f"megatron_deepspeed_{order}{gated}") if order else None
