@@ -21,7 +21,21 @@ case "${1:-}" in
     *) marks="not slow and not gpu" ;;
 esac
 
+# Wall and processor seconds of what ended since the last call, whose name this is: of all descendants, and as a share of
+# the cores. Wall seconds alone do not tell a slow suite from a busy machine.
+timing=$(mktemp) report="" last_wall=$EPOCHREALTIME last_cpu=0
+spent() {
+    local cpu line
+    times >"$timing" # not in $(...): a shell of its own has no children
+    cpu=$(awk 'NR == 2 { split($1 "m" $2, t, "[ms]+"); print t[1] * 60 + t[2] + t[3] * 60 + t[4] }' "$timing")
+    line=$(awk -v name="$1" -v from="$last_wall" -v to="$EPOCHREALTIME" -v cpu="$cpu" -v before="$last_cpu" -v cores="$(nproc)" \
+        'BEGIN { wall = to - from; used = cpu - before
+                 printf "run: %-8s %6.0f s, processor %6.0f s, %3.0f %% of %d cores", name, wall, used, 100 * used / (wall * cores), cores }')
+    report+="$line"$'\n' last_wall=$EPOCHREALTIME last_cpu=$cpu
+}
+
 bash tests/setup_env.sh
+spent set-up
 unset PYTHONDONTWRITEBYTECODE # with it every process that a test starts compiles the package again
 export PATH="$PWD/$VENV/bin:$PATH" # DeepSpeed looks for ninja there
 export LAW_SHARE="${LAW_SHARE:-0.15}" # of the random cases of each law (tests/core/strategies.py)
@@ -96,18 +110,22 @@ log=$(mktemp)
 set -m # a process group of its own, which can be stopped as a whole
 beside >"$log" 2>&1 &
 set +m
-trap 'kill -- -$! 2>/dev/null || true; rm -f "$log"' EXIT
+trap 'kill -- -$! 2>/dev/null || true; rm -f "$log" "$timing"' EXIT
 if [ -z "$quick" ]; then
     build_ops
     # of the newest megatron-core, whose stock programs tests/stock runs: a Python from 3.12 on has it in its environment
     if ! python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then bash tests/megatron_env.sh "$NEWEST"; fi
 fi
+spent ops
 # Ranks mostly wait for each other: two files of tests at a time, each with ranks of its own.
 check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
     -m "$marks${quick:+ and not ranks}" -rs --durations=10 "$@"
+spent tests
 tested=$code code=0
 wait $! || code=$?
 cat "$log"
+spent beside # pyright, the wheel, the site: most of it while the tests ran
 if [ "$tested" != 0 ]; then code=$tested; fi
-if [ -n "$all" ]; then check bash tests/run.sh older; fi
+if [ -n "$all" ]; then check bash tests/run.sh older; spent older; fi
+printf '%s' "$report"
 exit "$code"

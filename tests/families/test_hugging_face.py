@@ -11,7 +11,7 @@ import pytest
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.tensor_parts import TensorPart, weights_manifest
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.families import families, find_family
+from megatron_ucp.families import families, find_family, megatron_deepspeed
 from megatron_ucp.families.family import HuggingFace, Sizes
 from megatron_ucp.families.settings import Architecture
 from tests.reshard import twins
@@ -320,4 +320,7 @@ def test_kin_of_deepseek(kind: str) -> None:
 
 
 def test_every_family_of_ours_has_a_twin() -> None:
-    assert {name for name, one in families().items() if one.hugging_face} == {*twins.SIZES}
+    """Those of Megatron-DeepSpeed's names have that of another family."""
+    of_program = {family.name for family in megatron_deepspeed.FAMILIES}
+    found = {name for name, one in families().items() if one.hugging_face}
+    assert found - of_program == {*twins.SIZES} and of_program < found

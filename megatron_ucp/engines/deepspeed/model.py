@@ -57,14 +57,13 @@ def described_model(engine: Any, family: str | Family | None, rules: Any = None)
     with agree.together():
         require_engine(engine)
         model = record_of(engine).model
-        if rules is None and family is None and model is None:
+        if family is not None and rules is None:
+            model = model_of_module(family, engine.module, parallel_of(engine)[0][0])
+            remember(engine, model)
+        elif rules is None and model is None:
             rules = rules_of_program(engine.module)
     if rules is not None:
         model = _model_by_rules(engine, rules, family)
-    elif family is not None:
-        with agree.together():
-            model = model_of_module(family, engine.module, parallel_of(engine)[0][0])
-            remember(engine, model)
     return _as_it_says(engine, model)
 
 
