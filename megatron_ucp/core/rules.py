@@ -39,19 +39,6 @@ class Rule:
     def matches(self, name: str) -> bool:
         return self._compiled.fullmatch(name) is not None
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raises RuleError that lists the names which no rule matches, where there are several."""
-        lacking = [name for name in names if not self.matching(name)]
-        if len(lacking) > 1:
-            raise RuleError(
-                f"no rule matches {len(lacking)} parameters",
-                file=self.source,
-                parameter=some_of(lacking),
-                expected="one rule for each",
-                found="none",
-                fix=f"add rules for them to {self.source}, or to a copy of it that you name",
-            )
-
     def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
         """The whole parameter of which a rank holds `local`; `sizes` are those of the mesh axes
         that cut the files.
