@@ -259,19 +259,6 @@ class _NothingKnown(RuleSet):
     """Under Partial every rank holds a copy of its own: all that is known before somebody says
     more. A checkpoint opened so has the shapes that one rank holds."""
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raises RuleError that lists the names which no rule matches, where there are several."""
-        lacking = [name for name in names if not self.matching(name)]
-        if len(lacking) > 1:
-            raise RuleError(
-                f"no rule matches {len(lacking)} parameters",
-                file=self.source,
-                parameter=some_of(lacking),
-                expected="one rule for each",
-                found="none",
-                fix=f"add rules for them to {self.source}, or to a copy of it that you name",
-            )
-
     def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
         return ParamSpec(name, local, "", layout=Partial(*DENSE_CUT))
 
