@@ -95,8 +95,9 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
     """What the arguments of the program say of its model, in the words of Megatron-LM's; `info` is
     what its files say of its vocabulary. Empty of another program's.
 
-    Of the rotary embedding of code with the split order each rank of attention takes the cosines
-    of the angles for the angles, but where Ulysses and flash attention apply it.
+    Code with the split order takes the cosines of the rotary angles for the angles (its rotary
+    embedding gives cosines and sines, its attention wants angles), but where DeepSpeed's Ulysses
+    applies them in flash attention.
     """
     if not arguments.keys() >= _OF_PROGRAM:
         return {}
