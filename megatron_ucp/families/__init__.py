@@ -105,7 +105,8 @@ def model_as_built(module: Any, params: Collection[str], first: object = "") -> 
         try:
             model = Model(family, (family.measure or measured)(module))
             fits = builder.experts == hasattr(model.sizes, "experts")
-            if fits and builder.makes(model.sizes) and {*params} <= model.table.keys():
+            fits = fits and model.sizes.layers <= len(params) and builder.makes(model.sizes)
+            if fits and {*params} <= model.table.keys():
                 return model
         except (UsageError, LayoutError, AttributeError):  # what it measures is not there
             continue

@@ -5,10 +5,14 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import ARGUMENTS, COSINES, RECORDED, Manifest
+from megatron_ucp.core.manifest import ARGUMENTS, ORDER, OTHER_ANGLES, RECORDED, Manifest
 from megatron_ucp.families import model_as_built
-from megatron_ucp.families.family import TRUE_VOCAB
-from megatron_ucp.families.megatron_deepspeed import is_in_thirds, model_of_program
+from megatron_ucp.families.family import TRUE_VOCAB, Model
+from megatron_ucp.families.megatron_deepspeed import (
+    is_of_program,
+    model_of_program,
+    order_of_rows,
+)
 from megatron_ucp.families.settings import POSITION_KIND, Architecture, architecture_of
 
 _TOKENIZERS_WITH_END = ("NullTokenizer",)  # whose vocabulary has an end mark more than asked for
@@ -22,11 +26,11 @@ def with_model(manifest: Manifest) -> Manifest:
         return manifest
     # a model with more than a family has (latent attention, multi-token prediction) is none of it
     params = [spec.name for spec in manifest.params if spec.kind != "buffer"]
-    thirds = is_in_thirds(manifest.params)
     try:
         module = _module(arguments)
-        if thirds is not None:
-            model = model_of_program(module, params, thirds)
+        if is_of_program(params):
+            order = order_of_rows(manifest.params, arguments.get(ORDER))
+            model = model_of_program(module, params, order)
         else:
             model = model_as_built(module, params, arguments.get("model_family"))
         architecture = _with_scaling(architecture_of(module), arguments)
@@ -36,9 +40,21 @@ def with_model(manifest: Manifest) -> Manifest:
         return manifest
     run = {key: value for key, value in manifest.run.items() if key != ARGUMENTS}
     run[RECORDED] = {"sizes": asdict(model.sizes), "architecture": asdict(architecture)}
-    if arguments.get(COSINES):
-        run[RECORDED] = {"sizes": asdict(model.sizes), COSINES: True}
-    return replace(manifest, family=model.family.name, run=run)
+    if arguments.get(OTHER_ANGLES):
+        run[RECORDED] = {"sizes": asdict(model.sizes), OTHER_ANGLES: True}
+    manifest = replace(manifest, family=model.family.name, run=run)
+    return _with_layouts(manifest, model) if is_of_program(params) else manifest
+
+
+def _with_layouts(manifest: Manifest, model: Model) -> Manifest:
+    """With the family's layouts where a run at tp=1 knew parameters as whole only."""
+    specs = [
+        replace(spec, layout=model.table[spec.name].layout)
+        if spec.layout.is_whole and spec.name in model.table
+        else spec
+        for spec in manifest.params
+    ]
+    return replace(manifest, params=tuple(specs))
 
 
 def _arguments_of(manifest: Manifest) -> Mapping[str, Any] | None:

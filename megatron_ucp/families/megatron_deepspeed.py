@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.layers import TIED, Layers
-from megatron_ucp.core.layout import Shard, ShardNC
+from megatron_ucp.core.layout import ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.families import gpt, llama
@@ -46,10 +46,14 @@ def program_name(name: str) -> str:
     return _OTHER_NAMES.sub(lambda found: _RENAMED[found[0]], name)
 
 
-def is_in_thirds(params: Iterable[ParamSpec]) -> bool | None:
-    """Whether the rows of query_key_value are in thirds; None where no parameter is called so."""
-    found = (spec for spec in params if f".{_QKV}." in spec.name)
-    return next((spec.layout != Shard("tp", 0) for spec in found), None)
+def order_of_rows(params: Iterable[ParamSpec], said: object) -> str:
+    """The order of the rows of query_key_value, "split" or "interleaved": as a layout cuts them,
+    else as the arguments of the run `said`; empty where neither does."""
+    found = next((spec for spec in params if f".{_QKV}." in spec.name), None)
+    cut = None if found is None else found.layout.only_cut
+    if cut is not None:
+        return "split" if cut.is_fused else "interleaved"
+    return str(said) if said in _ORDERS else ""
 
 
 # ------------------------------------------------ a pipeline
@@ -60,8 +64,9 @@ _WORDS = "language_model.embedding."
 
 
 def is_of_program(params: Collection[str]) -> bool:
-    """Whether parameters have the program's names."""
-    return any(name.startswith(_WORDS) for name in params)
+    """Whether parameters have the program's names; LLaVA has a decoder where it has an encoder."""
+    parts = _WORDS, "language_model.encoder."
+    return all(any(name.startswith(part) for name in params) for part in parts)
 
 
 def layers_of_program(params: Collection[str]) -> Layers:
@@ -163,9 +168,11 @@ _FAMILIES = {
 FAMILIES = tuple(_FAMILIES.values())
 
 
-def model_of_program(module: Any, params: Collection[str], thirds: bool) -> Model | None:
-    """The program's model with these measures and parameters; None where no family has it."""
-    order = "split" if thirds else "interleaved"
+def model_of_program(module: Any, params: Collection[str], order: str) -> Model | None:
+    """The program's model with these measures and parameters, and rows in this order; None where
+    no family has it, or nobody says the order."""
+    if order not in _ORDERS or module.num_layers > len(params):
+        return None
     sizes = _ORDERS[order](**vars(measured(module)))
     for like, base in _BASES.items():
         model = Model(_FAMILIES[like, order], sizes)

@@ -359,7 +359,10 @@ class SourceSettings:
             self.apart = apart
             return
         file, here = str(self.source.folder), str(mesh or "a format without ranks")
-        usual = kept_by_each_rank(self.extras.client_state)
+        # several ranks of a model must not draw the same: the program seeds anew only where its
+        # degrees differ from the files', which say the target's
+        is_one = mesh is None or mesh.tp == mesh.pp == 1
+        usual = kept_by_each_rank(self.extras.client_state) if is_one else frozenset[str]()
         self.notes.append(refuse_unless("per_rank" in allow, apart.what, file, here, usual))
 
     def _check_names(self, apart: RankDifferences) -> None:

@@ -7,6 +7,7 @@ here have its names and shapes; the program itself is in `tests/stock`.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ from safetensors.torch import load_file
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
+from megatron_ucp.core.layout import Replicate
+from megatron_ucp.core.manifest import FILE_NAME, RECORDED
+from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError, UsageError
+from megatron_ucp.families.megatron_deepspeed import is_of_program
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import nested
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state
 from tests.engines import fork_jobs
@@ -83,7 +89,8 @@ def test_every_command_takes_it(golden: Path, capsys: pytest.CaptureFixture[str]
     assert "global_step3" in said(capsys, "ls", golden)
     assert "no damage found" in said(capsys, "verify", golden, "--deep")
     assert "dp=2" in said(capsys, "plan", golden, "--mesh", "tp=4,dp=2,zero=1")
-    said(capsys, "convert", golden, out / "global_step3", "--mesh", "tp=4,dp=2,zero=1")
+    mesh = "--mesh", "tp=4,dp=2,zero=1", "--allow", "per_rank"
+    said(capsys, "convert", golden, out / "global_step3", *mesh)
     said(capsys, "diff", golden, out / "global_step3")
     said(capsys, "convert", golden, golden.parent / "universal", "--to", "universal")
     said(capsys, "diff", golden, golden.parent / "universal")
@@ -95,6 +102,106 @@ def test_every_command_takes_it(golden: Path, capsys: pytest.CaptureFixture[str]
         file.seek(damaged.stat().st_size // 2)
         file.write(b"\xff" * 8)
     said(capsys, "verify", golden, "--deep", code=1)
+
+
+def older(golden: Path, out: Path, **changes: Any) -> Path:
+    """As code of before #441 would have saved it: nothing in its arguments says the order."""
+    shutil.copytree(golden, out)
+    for file in out.rglob("*model_states.pt"):
+        tree = torch.load(file, weights_only=False)
+        if args := tree.get("args"):
+            for name in [name for name in vars(args) if "fpdt" in name]:
+                delattr(args, name)
+            vars(args).update(changes)
+            torch.save(tree, file)
+    return out
+
+
+def test_an_order_that_nobody_says_is_not_guessed(tmp_path: Path) -> None:
+    """At tp=1 parameters are whole, and the rows of query_key_value in one order or the other."""
+    folder = older(FOLDER / "gpt_nopipe_z3_dp2", tmp_path / "old")
+    with pytest.raises(UsageError, match="does not say its family"):
+        ucp.export_hf(folder, tmp_path / "hf")
+    with pytest.raises(ucp.UcpError, match="declared"):
+        ucp.convert(folder, tmp_path / "two", target=Mesh(tp=2, dp=1, zero=1), allow={"per_rank"})
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["old"]
+    ucp.export_hf(folder, tmp_path / "hf", rules="megatron_deepspeed_interleaved")
+    ucp.export_hf(FOLDER / folder.name.replace("old", "gpt_nopipe_z3_dp2"), tmp_path / "new")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "new"))
+    apart = {name for name in one if not torch.equal(one[name], other[name])}
+    assert {name.split(".", 3)[-1] for name in apart} == {"attn.c_attn.weight", "attn.c_attn.bias"}
+
+
+def test_what_is_whole_at_tp_1_is_cut_in_a_conversion(tmp_path: Path) -> None:
+    """Of a folder whose manifest an earlier version wrote, which knew no layouts there."""
+    first = tmp_path / "one" / "step"
+    ucp.convert(FOLDER / "gpt_nopipe_z3_dp2", first, target=Mesh(tp=1, dp=1, zero=1))
+    file = first / FILE_NAME
+    found = from_json(file.read_text(), str(file))
+    params = tuple(replace(spec, layout=Replicate()) for spec in found.params)
+    run = {key: value for key, value in found.run.items() if key != RECORDED}
+    file.write_text(to_json(replace(found, params=params, family="", run=run)))
+    ucp.convert(first, tmp_path / "two", target=Mesh(tp=2, dp=1, zero=1), allow={"per_rank"})
+    module = torch.load(tmp_path / "two/mp_rank_00_model_states.pt", weights_only=False)["module"]
+    layer = module["language_model"]["encoder"]
+    assert layer["layers.0.mlp.dense_h_to_4h.weight"].shape == (64, 32)
+    assert differing(tmp_path / "two", oracle("gpt_nopipe_z3_dp2")) == []
+
+
+def test_ranks_of_a_conversion_do_not_draw_the_same_unasked(tmp_path: Path) -> None:
+    """The program seeds anew only where its degrees are others than the files'."""
+    folder = FOLDER / "rope_nopipe_tp2_z2"
+    for mesh in (Mesh(tp=4, dp=1, zero=1), Mesh(tp=2, dp=1, zero=1)):
+        with pytest.raises(ucp.UcpError, match="differ from rank to rank"):
+            ucp.convert(folder, tmp_path / "out", target=mesh)
+    ucp.convert(folder, tmp_path / "one", target=Mesh(tp=1, dp=1, zero=1))
+
+
+def test_flags_of_other_tokenizers_and_of_nobody(tmp_path: Path) -> None:
+    """A vocabulary that only the NullTokenizer reads; numbers that no model has; values that are
+    none."""
+    folder = older(
+        FOLDER / "gpt_nopipe_z3_dp2",
+        tmp_path / "other",
+        vocab_size=100,
+        tokenizer_type="GPT2BPETokenizer",
+        ds_sequence_parallel_fpdt=False,
+    )
+    ucp.export_hf(folder, tmp_path / "hf")
+    words = load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"]
+    assert words.shape[0] == 128, "what the files say of it"
+    for number, layers in enumerate((10**12, torch.tensor(2))):
+        odd = older(
+            FOLDER / "gpt_nopipe_z3_dp2",
+            tmp_path / f"odd{number}",
+            num_layers=layers,
+            ds_sequence_parallel_fpdt=False,
+        )
+        assert "step" in str(ucp.inspect(odd)) and ucp.verify(odd).findings == ()
+        ucp.convert(odd, tmp_path / f"out{number}", target=Mesh(tp=1, dp=1, zero=1))
+
+
+def test_a_model_with_a_decoder_of_its_own_is_none_of_the_programs() -> None:
+    """As megatron-core's LLaVA has."""
+    names = ["language_model.embedding.word_embeddings.weight", "language_model.decoder.a.weight"]
+    assert not is_of_program(names) and nested(dict.fromkeys(names)) == dict.fromkeys(names)
+    ours = [names[0], "language_model.encoder.final_layernorm.weight"]
+    assert is_of_program(ours) and list(nested(dict.fromkeys(ours))) == ["language_model"]
+
+
+def test_a_model_with_other_parameters_is_read_as_before(tmp_path: Path) -> None:
+    """Of BERT, say, whose arguments decide an order too."""
+    folder = Path(shutil.copytree(FOLDER / "gpt_nopipe_z3_dp2", tmp_path / "bert"))
+    name, other = "language_model.encoder.final_layernorm.bias", "lm_head.bias"
+    for file in folder.rglob("*model_states.pt"):
+        tree = torch.load(file, weights_only=False)
+        for shapes in tree["param_shapes"]:
+            items = [(other if key == name else key, value) for key, value in shapes.items()]
+            shapes.clear()
+            shapes.update(items)
+        torch.save(tree, file)
+    with open_checkpoint(folder) as found:
+        assert other in found.manifest.by_name and name not in found.manifest.by_name
 
 
 TARGETS = [

@@ -4,13 +4,15 @@ and how the program's files name and nest their parameters.
 The program puts its arguments into the client state of each save, under `args`.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import COSINES
+from megatron_ucp.core.manifest import ORDER, OTHER_ANGLES
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.values import InertObject
+from megatron_ucp.formats.deepspeed.weights import by_dotted_name, shapes_by_group
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.rule_file import read_rules
 
@@ -66,7 +68,8 @@ def nested(module: Mapping[str, Any]) -> dict[str, Any]:
     """Weights by dotted name as the program's model without pipeline saves and loads them: a
     dictionary for each of its parts, `language_model`, `embedding`, `word_embeddings`, or
     `encoder`, and in the last one the rest of the names. Those of another program as they are."""
-    if not any(name.startswith(f"{_MODEL}.{_EMBEDDING}.") for name in module):
+    parts = (f"{_MODEL}.{_EMBEDDING}.", f"{_MODEL}.encoder.")  # LLaVA has a decoder there
+    if not all(any(name.startswith(part) for name in module) for part in parts):
         return {**module}
     tree: dict[str, Any] = {}
     for name, value in module.items():
@@ -83,7 +86,7 @@ def nested(module: Mapping[str, Any]) -> dict[str, Any]:
 # The same in Megatron-LM's words.
 _AS_IN_MEGATRON = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("padded_vocab_size", "vocab_size", "tokenizer_type", "max_position_embeddings"),
+    *("padded_vocab_size", "tokenizer_type", "max_position_embeddings"),
     *("untie_embeddings_and_output_weights", "swiglu", "add_bias_linear", "layernorm_epsilon"),
     *("rotary_percent", "apply_residual_connection_post_layernorm"),
 )
@@ -106,8 +109,11 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
     kinds = "add_position_embedding", "use_rotary_position_embeddings"
     learned, rotary = (arguments.get(name) is True for name in kinds)
     heads, groups = arguments.get("num_attention_heads"), arguments.get("num_key_value_heads")
-    return out | {
+    out |= {
+        # no other tokenizer goes by the flag
+        "vocab_size": arguments.get("vocab_size") if _is_null(arguments) else None,
         "true_vocab_size": said.get("original_vocab_size"),
+        ORDER: order_of(arguments),
         "normalization": _NORMS.get(str(arguments.get("normalization"))),
         "layernorm_zero_centered_gamma": bool(arguments.get("apply_layernorm_1p")),
         "position_embedding_type": _POSITIONS.get((learned, rotary), "none"),
@@ -115,16 +121,28 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
         "group_query_attention": groups not in (None, heads),
         "num_query_groups": groups,
         "activation_func": _activation(arguments),
-        COSINES: rotary and _OF_SPLIT_CODE in arguments and not _is_applied_by_ulysses(arguments),
+        OTHER_ANGLES: rotary and _rotates_otherwise(arguments),
     }
+    return {name: value for name, value in out.items() if isinstance(value, _PLAIN)}
 
 
-def _is_applied_by_ulysses(arguments: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed's own attention rotates queries and keys."""
+_PLAIN = (bool, int, float, str)
+
+
+def _is_null(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("tokenizer_type") == "NullTokenizer"
+
+
+def _rotates_otherwise(arguments: Mapping[str, Any]) -> bool:
+    """Whether queries and keys are rotated by other angles than rotary positions have: in older
+    code under Ulysses, where each rank counts positions from 0, and since then as `flags_of_model`
+    says."""
     sizes, forced = arguments.get("ds_sequence_parallel_size"), "force_ds_sequence_parallel"
     flash = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_builder")
-    is_ulysses = arguments.get(forced) or (type(sizes) is int and sizes > 1)
-    return bool(is_ulysses and any(arguments.get(name) for name in flash))
+    is_ulysses = bool(arguments.get(forced)) or (type(sizes) is int and sizes > 1)
+    if _OF_SPLIT_CODE not in arguments:
+        return is_ulysses
+    return not (is_ulysses and any(arguments.get(name) for name in flash))
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:
@@ -146,6 +164,22 @@ def order_of(arguments: Mapping[str, Any]) -> str:
     if type(heads) is int and type(groups) is int and 0 < groups < heads:
         return INTERLEAVED
     return SPLIT if _OF_SPLIT_CODE in arguments else ""
+
+
+def rules_for(meta: Mapping[str, Any], file: str) -> RuleSet | None:
+    """`rules_of` the arguments in a model file; None where they have no rule for a parameter that
+    it lists by a canonical name, as of BERT."""
+    rules = rules_of(arguments_of(meta.get(ARGUMENTS_KEY)))
+    listed = shapes_by_group(meta, file) or [by_dotted_name(meta.get("module") or {})]
+    names = [str(name) for named in listed for name in named]
+    canonical = [
+        name for name in names if name.startswith(f"{_MODEL}.") or not _IN_PIPE.match(name)
+    ]
+    is_ours = rules is not None and all(map(rules.matching, canonical))
+    return rules if is_ours else None
+
+
+_IN_PIPE = re.compile(r"(?:tied_modules|\d+)\.")
 
 
 def rules_of(arguments: Mapping[str, Any]) -> RuleSet | None:

@@ -44,7 +44,7 @@ from megatron_ucp.formats.deepspeed.lost_states import refuse_mics, saved_no_bf1
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
     arguments_of,
     order_of,
-    rules_of,
+    rules_for,
 )
 from megatron_ucp.formats.deepspeed.optimizers import (
     Contents,
@@ -123,7 +123,7 @@ class NativeRun(TagFolder):
         how parameters are cut and named."""
         if self.recorded is not None or told.rules is not None or told.specs is not None:
             return told
-        return replace(told, rules=rules_of(self.arguments))
+        return replace(told, rules=rules_for(self.meta, self.main_file))
 
     # ------------------------------------------------ files
 

@@ -42,7 +42,7 @@ from megatron_ucp.formats.deepspeed.files import TagFolder, is_universal, missin
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, compared, refuse_joined
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from megatron_ucp.formats.deepspeed.manifest import run_of
-from megatron_ucp.formats.deepspeed.megatron_deepspeed import arguments_of, rules_of
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import rules_for
 from megatron_ucp.formats.deepspeed.tp_patterns import fused, sub_shape
 from megatron_ucp.formats.deepspeed.weights import (
     PipeNames,
@@ -64,7 +64,6 @@ from megatron_ucp.formats.deepspeed.writer import (
 )
 from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.optimizers import ELEMENT, counts_steps, untold_states
 from megatron_ucp.formats.param_groups import param_groups
 from megatron_ucp.formats.pt.archive import Output
@@ -243,7 +242,7 @@ class UniversalCheckpoint(TagFolder):
         self.meta: Mapping[str, Any] = self.tree(first)
         known = specs if recorded is None else recorded.by_name
         if known is None and rules is None:
-            rules = rules_of(arguments_of(self.meta.get(ARGUMENTS_KEY)))
+            rules = rules_for(self.meta, self.main_file)
         self.declared = LayoutSource(Mesh(), self.main_file, known, rules)
         canonical = names if recorded is None else recorded.names
         self._pipe = PipeNames(canonical) if canonical else None

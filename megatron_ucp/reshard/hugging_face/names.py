@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import COSINES, RECORDED, Manifest, ParamSpec
+from megatron_ucp.core.manifest import OTHER_ANGLES, RECORDED, Manifest, ParamSpec
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import (
     DamagedFileError,
@@ -281,7 +281,7 @@ _COMPUTED = (
 _MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 # one of these every model of megatron-core, or of Megatron-DeepSpeed, has
-_OURS = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+_OURS = ("embedding.word_embeddings.weight", "language_model.encoder.final_layernorm.weight")
 
 
 @dataclass(frozen=True)
@@ -525,12 +525,13 @@ def _described(
 def _unsaid(manifest: Manifest) -> str:
     """Why a checkpoint that says its sizes does not say what its model computes."""
     record: Any = manifest.run.get(RECORDED)
-    if not isinstance(record, dict) or COSINES not in record:
+    if not isinstance(record, dict) or OTHER_ANGLES not in record:
         return ""
     return (
-        "Megatron-DeepSpeed from December 2024 on (#441), whose attention takes the cosines of the "
-        "rotary angles for the angles, unless Ulysses applies them in flash attention: no class of "
-        "transformers computes that. A config is right where the program was mended"
+        "Megatron-DeepSpeed, whose attention from December 2024 on (#441) takes the cosines of the "
+        "rotary angles for the angles, unless Ulysses applies them in flash attention; before, "
+        "under Ulysses, each rank counts positions from 0. No class of transformers computes "
+        "either. A config is right where the program was mended"
     )
 
 
