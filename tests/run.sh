@@ -28,7 +28,7 @@ spent() {
     local cpu line
     times >"$timing" # not in $(...): a shell of its own has no children
     cpu=$(awk 'NR == 2 { split($1 "m" $2, t, "[ms]+"); print t[1] * 60 + t[2] + t[3] * 60 + t[4] }' "$timing")
-    line=$(awk -v name="$1" -v from="$last_wall" -v to="$EPOCHREALTIME" -v cpu="$cpu" -v before="$last_cpu" -v cores="$(nproc)" \
+    line=$(awk -v name="$1" -v from="$last_wall" -v to="$EPOCHREALTIME" -v cpu="$cpu" -v before="$last_cpu" -v cores="$(nproc --all)" \
         'BEGIN { wall = to - from; used = cpu - before
                  printf "run: %-8s %6.0f s, processor %6.0f s, %3.0f %% of %d cores", name, wall, used, 100 * used / (wall * cores), cores }')
     report+="$line"$'\n' last_wall=$EPOCHREALTIME last_cpu=$cpu
