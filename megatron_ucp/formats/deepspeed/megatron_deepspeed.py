@@ -29,18 +29,21 @@ def arguments_of(saved: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", state) if isinstance(state, Mapping) else {}
 
 
+def _are_of_program(arguments: Mapping[str, Any]) -> bool:
+    return arguments.keys() >= _OF_PROGRAM
+
+
 def kept_by_each_rank(client_state: Mapping[Any, Any]) -> frozenset[str]:
     """Keys of the client state of which each model-parallel rank of the program has its own value.
     The program's own universal load takes that of any rank on another mesh, and seeds anew."""
-    arguments = arguments_of(client_state.get(ARGUMENTS_KEY))
-    is_program = arguments.keys() >= _OF_PROGRAM
+    is_program = _are_of_program(arguments_of(client_state.get(ARGUMENTS_KEY)))
     return frozenset({ARGUMENTS_KEY, "rng_state"}) if is_program else frozenset()
 
 
 def is_pipeline(client_state: Mapping[Any, Any]) -> bool:
     """Whether the program's model is DeepSpeed's PipelineModule, on one stage too."""
     arguments = arguments_of(client_state.get(ARGUMENTS_KEY))
-    return arguments.keys() >= _OF_PROGRAM and arguments.get("no_pipeline_parallel") is False
+    return _are_of_program(arguments) and arguments.get("no_pipeline_parallel") is False
 
 
 def on_mesh(client_state: Mapping[Any, Any], mesh: Mesh, pipeline: bool) -> Mapping[Any, Any]:
@@ -102,7 +105,7 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
     embedding gives cosines and sines, its attention wants angles), but where DeepSpeed's Ulysses
     applies them in flash attention.
     """
-    if not arguments.keys() >= _OF_PROGRAM:
+    if not _are_of_program(arguments):
         return {}
     out = {name: arguments.get(name) for name in _AS_IN_MEGATRON}
     said = cast("Mapping[str, Any]", info) if isinstance(info, Mapping) else {}
@@ -170,13 +173,12 @@ def rules_for(meta: Mapping[str, Any], file: str) -> RuleSet | None:
     """`rules_of` the arguments in a model file; None where they have no rule for a parameter that
     it lists by a canonical name, as of BERT."""
     rules = rules_of(arguments_of(meta.get(ARGUMENTS_KEY)))
+    if rules is None:
+        return None
     listed = shapes_by_group(meta, file) or [by_dotted_name(meta.get("module") or {})]
     names = [str(name) for named in listed for name in named]
-    canonical = [
-        name for name in names if name.startswith(f"{_MODEL}.") or not _IN_PIPE.match(name)
-    ]
-    is_ours = rules is not None and all(map(rules.matching, canonical))
-    return rules if is_ours else None
+    canonical = [name for name in names if not _IN_PIPE.match(name)]
+    return rules if all(map(rules.matching, canonical)) else None
 
 
 _IN_PIPE = re.compile(r"(?:tied_modules|\d+)\.")
@@ -185,6 +187,6 @@ _IN_PIPE = re.compile(r"(?:tied_modules|\d+)\.")
 def rules_of(arguments: Mapping[str, Any]) -> RuleSet | None:
     """The rules that come with the package for a run with these arguments; None where they don't
     decide it, and for another program's."""
-    order = order_of(arguments) if arguments.keys() >= _OF_PROGRAM else ""
+    order = order_of(arguments) if _are_of_program(arguments) else ""
     gated = "_swiglu" if arguments.get("swiglu") else ""
     return read_rules(f"megatron_deepspeed_{order}{gated}") if order else None
