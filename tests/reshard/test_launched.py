@@ -88,7 +88,7 @@ def test_killed_at_random_moments(source: Path, tmp_path: Path, trials: int) -> 
         assert one["s"] < 20, one
         for rank in {0, 1, 2} - {victim}:
             text = one["err"][rank]
-            assert one["codes"][rank] == 2, one
+            assert one["codes"][rank] == 2, json.dumps(one, indent=1)
             named = [f"rank {victim} died", f"rank {victim} did not come"]
             named += ["the first node did not come"] if victim == 0 else []
             assert any(words in text for words in named), one
