@@ -1,5 +1,7 @@
 """Fixtures and rules for all tests."""
 
+import json
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.object_server import MotoServer, ObjectServer
-from tests.ranks import RankPool
+from tests.processor_time import of_this_process
+from tests.ranks import RankPool, servers
 
 if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are started
     from tests.engines.sources import Sources
@@ -21,6 +24,7 @@ CASES = 3  # of one test, that the default run takes in any case
 FIRST = ("test_examples", "test_saves", "test_experts", "test_stack_pairs", "test_tensor_parallel")
 pools: list[RankPool] = []
 jobs_of_workers: list[tuple[str, int, float]] = []
+seconds: dict[str, float] = {}  # of the processor, by test function
 
 
 # A shell starts a job in the background with SIGINT ignored, and what the tests start would inherit
@@ -150,6 +154,22 @@ def _mark_most_cases_slow(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Adds up what each test function costs, in all processes that work for it."""
+    before = _processor_s()
+    try:
+        return (yield)
+    finally:
+        name = item.nodeid.partition("[")[0]
+        seconds[name] = seconds.get(name, 0.0) + _processor_s() - before
+
+
+def _processor_s() -> float:
+    workers = [pid for pool in pools for pid in pool.pids()]
+    return of_this_process([*workers, *(server.pid for server in servers)])
+
+
 def has_gpu() -> bool:
     import torch
 
@@ -160,17 +180,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     told: Any = getattr(session.config, "workeroutput", None)
     if told is not None:
         told["jobs"] = [job for pool in pools for job in pool.jobs]
+        told["seconds"] = seconds
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """One of several processes that share the tests is done."""
-    jobs_of_workers.extend(map(tuple, getattr(node, "workeroutput", {}).get("jobs", ())))
+    told = getattr(node, "workeroutput", {})
+    jobs_of_workers.extend(map(tuple, told.get("jobs", ())))
+    for name, spent in told.get("seconds", {}).items():
+        seconds[name] = seconds.get(name, 0.0) + spent
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     jobs = jobs_of_workers + [job for pool in pools for job in pool.jobs]
     if jobs:
         terminalreporter.section(f"{len(jobs)} jobs on ranks, {sum(job[2] for job in jobs):.1f} s")
-        for function, world, seconds in sorted(jobs, key=lambda job: -job[2])[:SHOWN_JOBS]:
-            terminalreporter.line(f"{seconds:7.2f} s  {world} rank(s)  {function}")
+        for function, world, spent in sorted(jobs, key=lambda job: -job[2])[:SHOWN_JOBS]:
+            terminalreporter.line(f"{spent:7.2f} s  {world} rank(s)  {function}")
+    if told := os.environ.get("TESTS_SECONDS"):
+        Path(told).write_text(json.dumps(seconds, indent=0, sort_keys=True))
