@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +14,13 @@ import pytest
 
 from tests.object_server import MotoServer, ObjectServer
 from tests.processor_time import of_this_process
-from tests.ranks import RankPool, servers
+from tests.ranks import ROOT, RankPool, servers
 
 if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are started
     from tests.engines.sources import Sources
     from tests.places import Place
 
 SHOWN_JOBS = 10
-CASES = 3  # of one test, that the default run takes in any case
 # These take minutes: begun last, one of them would run alone in the end.
 FIRST = ("test_examples", "test_saves", "test_experts", "test_stack_pairs", "test_tensor_parallel")
 pools: list[RankPool] = []
@@ -132,26 +133,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    _mark_most_cases_slow(items)
+    _leave_cases_out(items)
     with_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
     items.sort(key=lambda item: (item.path.stem not in FIRST, item.path not in with_ranks))
 
 
-def _mark_most_cases_slow(items: list[pytest.Item]) -> None:
-    """Of a test on ranks with many cases the default run takes some, evenly; `tests/run.sh all`
-    takes all of them. The pairs of meshes are what this project is about: they stay."""
+def _leave_cases_out(items: list[pytest.Item]) -> None:
+    """Of a test on ranks with many cases the default run takes one, each commit another one;
+    `tests/run.sh all` takes all of them. A test says with `@pytest.mark.cases(2)` that it needs two
+    of them, and with `@pytest.mark.cases()` that it needs all: pairs that cover what they are to
+    cover, or answers that one job gives at once."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("ranks") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test, every in cases.items():
-        if test.endswith("::test_pair") or len(every) <= CASES:
-            continue
-        kept = CASES + (len(every) - CASES) // 6
-        chosen = {number * len(every) // kept for number in range(kept)}
+        wanted = every[0].get_closest_marker("cases")
+        many = (wanted.args or (len(every),))[0] if wanted else 1
+        first = (turn() + zlib.crc32(test.encode())) % len(every)
+        taken = {(first + number * len(every) // many) % len(every) for number in range(many)}
         for number, item in enumerate(every):
-            if number not in chosen:
+            if number not in taken:
                 item.add_marker("slow")
+
+
+def turn() -> int:
+    """Which case of a test has its turn: the same one for the same files. TESTS_TURN says it, where
+    a run is to be repeated."""
+    if "TESTS_TURN" not in os.environ:  # which the processes that share the tests inherit
+        tree = ["git", "-C", str(ROOT), "rev-parse", "HEAD^{tree}"]
+        said = subprocess.run(tree, capture_output=True, text=True, check=False).stdout.strip()
+        os.environ["TESTS_TURN"] = str(int(said[:6] or "0", 16))
+    return int(os.environ["TESTS_TURN"])
+
+
+def pytest_report_header() -> str:
+    return f"cases by turn: TESTS_TURN={turn()} takes the same ones again"
 
 
 @pytest.hookimpl(wrapper=True)

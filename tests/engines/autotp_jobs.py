@@ -15,6 +15,7 @@ from tests.engines.canonical import base_of, differences
 from tests.engines.fingerprints import unlike
 from tests.engines.model import MUON, uncompiled
 from tests.ranks import allow_fp16_on_cpu
+from tests.share import LOSS_STEPS, tags_of
 
 VOCAB, SEQUENCE, BATCH = 61, 8, 4  # 61 rows are 31 and 30
 CHANGED = {
@@ -211,7 +212,7 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
 
 
 def save(
-    setup: Auto, folder: str, steps: int = 3, more: int = 20, attach: bool = True
+    setup: Auto, folder: str, steps: int = 3, more: int = LOSS_STEPS, attach: bool = True
 ) -> dict[str, Any]:
     """Saves the tag `trained`, and `filled` with provenance values; the states beside them. Then
     trains on from the first."""
@@ -252,7 +253,7 @@ def resume(
     folder: str,
     more: int = 0,
     plant: str = "",
-    tags: tuple[str, ...] = ("filled", "trained"),
+    tags: tuple[str, ...] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """Loads each tag into an engine of another seed and compares; trains on after the last one."""
@@ -260,7 +261,7 @@ def resume(
     engine = make(setup)
     before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}, "loss": 0.0}
-    for tag in tags:
+    for tag in tags or tags_of(more):
         report = ucp.load(engine, folder, tag=tag, **options)
         found["notes"][tag] = report.notes
         PLANTS[plant](engine)

@@ -14,6 +14,7 @@ from tests.engines import pipeline_jobs, stack_states, tensor_jobs
 from tests.engines.canonical import canonical, fill
 from tests.engines.stack_jobs import BATCH, Mcore, place
 from tests.ranks import allow_fp16_on_cpu
+from tests.share import LOSS_STEPS, tags_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def make(setup: Zero, attach: bool = True) -> Any:
     return ucp.attach(made, family=setup.family) if attach else made
 
 
-def save(setup: Zero, folder: str, steps: int = 3, more: int = 20) -> None:
+def save(setup: Zero, folder: str, steps: int = 3, more: int = LOSS_STEPS) -> None:
     """Trains, saves the tag `trained`, goes on; then a second engine, filled with provenance
     values, saves `filled`. Canonical states and losses beside them."""
     engine = make(setup)
@@ -81,11 +82,11 @@ def resume(setup: Zero, folder: str, three: bool = False, **options: Any) -> dic
     """As `stack_jobs.resume`, of what either engine saved."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make(setup)
-    more, tags = options.pop("more", 0), options.pop("tags", ("filled", "trained"))
+    more, tags = options.pop("more", 0), options.pop("tags", ())
     pipeline_jobs.train(engine, 1, first=99)
     before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
-    for tag in tags:
+    for tag in tags or tags_of(more):
         want = oracle["states"][tag]
         path, name = place(folder, tag)
         found["notes"][tag] = ucp.load(engine, path, tag=name, **options).notes

@@ -12,6 +12,7 @@ from tests.engines.canonical import canonical, differences, everywhere, fill
 from tests.engines.fingerprints import unchecked, unlike
 from tests.engines.masters import base_of, runs_of
 from tests.engines.model import Setup, make_engine, train
+from tests.share import LOSS_STEPS, tags_of
 
 
 def save(
@@ -19,7 +20,7 @@ def save(
     folder: str,
     steps: int = 3,
     attach: bool = True,
-    more: int = 20,
+    more: int = LOSS_STEPS,
     filled: bool = True,
 ) -> None:
     """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical
@@ -59,7 +60,7 @@ def group_settings(engine: Any) -> list[dict[str, Any]]:
 def resume(
     setup: Setup,
     folder: str,
-    tags: tuple[str, ...] = ("filled", "trained"),
+    tags: tuple[str, ...] = (),
     more: int = 0,
     same_dtype: bool = True,
     plant: str | None = None,
@@ -71,7 +72,7 @@ def resume(
     engine = make_engine(setup)
     before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}, "reports": {}}
-    for tag in tags:
+    for tag in tags or tags_of(more):
         report = ucp.load(engine, folder, tag=tag, **options)
         if plant:
             plant_fault(engine, plant)

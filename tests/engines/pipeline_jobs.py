@@ -167,7 +167,7 @@ def resume(
     folder: str,
     more: int = 0,
     plant: str = "",
-    tags: tuple[str, ...] = ("filled", "trained"),
+    tags: tuple[str, ...] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """As tensor_jobs.resume."""

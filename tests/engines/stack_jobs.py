@@ -17,6 +17,7 @@ from tests.engines import fused_adam
 from tests.engines.grouped_experts import grouped_experts
 from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault, rank_folder
 from tests.ranks import allow_fp16_on_cpu
+from tests.share import LOSS_STEPS, tags_of
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
 SAMPLES = 10_000  # of the schedule's decay
@@ -409,7 +410,11 @@ def place(folder: str, tag: str) -> tuple[str, str | None]:
 
 
 def save(
-    setup: Mcore, folder: str, steps: int = 3, more: int = 20, kind: str = "fully_reshardable"
+    setup: Mcore,
+    folder: str,
+    steps: int = 3,
+    more: int = LOSS_STEPS,
+    kind: str = "fully_reshardable",
 ) -> None:
     """Trains, saves the tag `trained`, goes on; then fills with provenance values and saves
     `filled`. Canonical states, those of three steps later, and losses beside them."""
@@ -434,7 +439,7 @@ def resume(
     setup: Mcore,
     folder: str,
     more: int = 0,
-    tags: tuple[str, ...] = ("filled", "trained"),
+    tags: tuple[str, ...] = (),
     plant: str = "",
     three: bool = False,
     **options: Any,
@@ -446,7 +451,7 @@ def resume(
     train(engine, 1, first=99)
     before = canonical(engine, settled=not setup.gather)
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
-    for tag in tags:
+    for tag in tags or tags_of(more):
         want = oracle["states"][tag]
         path, name = place(folder, tag)
         report = ucp.load(engine.handle, path, tag=name, **options)

@@ -16,6 +16,7 @@ from tests.engines.canonical import canonical, differences, fill
 from tests.engines.fingerprints import unlike
 from tests.engines.model import MUON, uncompiled
 from tests.ranks import allow_fp16_on_cpu
+from tests.share import LOSS_STEPS, tags_of
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
 
@@ -139,7 +140,7 @@ def save(
     folder: str,
     steps: int = 3,
     attach: bool = True,
-    more: int = 20,
+    more: int = LOSS_STEPS,
     making: Any = make,
     training: Any = train,
 ) -> None:
@@ -170,7 +171,7 @@ def resume(
     folder: str,
     more: int = 0,
     plant: str | None = None,
-    tags: tuple[str, ...] = ("filled", "trained"),
+    tags: tuple[str, ...] = (),
     making: Any = make,
     training: Any = train,
     planting: Any = None,
@@ -181,7 +182,7 @@ def resume(
     engine = making(setup)
     before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
-    for tag in tags:
+    for tag in tags or tags_of(more):
         report = ucp.load(engine, folder, tag=tag, **options)
         found["notes"][tag] = report.notes
         if plant:

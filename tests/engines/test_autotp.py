@@ -13,6 +13,7 @@ from tests.engines import autotp_jobs
 from tests.engines.autotp_jobs import CHANGED, OF_MUON, PLANTS, Auto
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_pairs import check, check_fails
+from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
 # Ranks of the job, and the mesh: copies are ranks / tp. At tp=4 the last rank of "llama" has no
@@ -58,10 +59,13 @@ def test_the_pairs_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize(("kind", "source", "target"), PAIRS, ids=show)
+@pytest.mark.cases(9)
 def test_pair(sources: Sources, kind: str, source: Mesh, target: Mesh) -> None:
     folder, (ranks, tp, zero) = saved(sources, kind, source), target
     setup = Auto(kind, tp, zero, seed=9)
-    found = sources.ranks.run(ranks, autotp_jobs.resume, setup, folder, more=20)
+    losses = ranks <= 2
+    more = LOSS_STEPS if losses else 0
+    found = sources.ranks.run(ranks, autotp_jobs.resume, setup, folder, more=more)
     check(found)
     assert found[0]["loss"] <= 1e-5
 

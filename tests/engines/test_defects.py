@@ -12,6 +12,7 @@ from tests.engines import jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.test_pairs import check
+from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
 Z1 = Setup(1, "bf16")
@@ -90,7 +91,7 @@ def test_s11_amsgrad_steps_on(sources: Sources) -> None:
         2,
         Setup(3, "fp32", options=(("amsgrad", True),), seed=9),
         sources.get(2, setup),
-        more=20,
+        more=LOSS_STEPS,
     )
     check(found)
     assert found[0]["loss"] <= 1e-5
@@ -170,7 +171,11 @@ def test_l6_other_optimizers_than_adam(sources: Sources, optimizer: str) -> None
     groups = 1 if optimizer == "Adagrad" else 2
     folder = sources.get(2, Setup(1, "fp32", optimizer, options, groups=groups))
     found = resume(
-        sources, 4, Setup(3, "fp32", optimizer, options, groups=groups, seed=9), folder, more=20
+        sources,
+        4,
+        Setup(3, "fp32", optimizer, options, groups=groups, seed=9),
+        folder,
+        more=LOSS_STEPS,
     )
     check(found)
     assert found[0]["loss"] <= 1e-5

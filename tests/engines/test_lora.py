@@ -263,6 +263,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("kind", "zero", "exclude", "world", "target"), PAIRS)
+@pytest.mark.cases(5)
 def test_pair(
     ranks: RankPool, saved: Saved, kind: str, zero: int, exclude: bool, world: int, target: int
 ) -> None:

@@ -16,6 +16,7 @@ from tests.engines import pipeline_jobs
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
+from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
 EXPERTS = Experts(4, ffn=12, shared_ffn=8, bias=True, score="sigmoid")
@@ -80,6 +81,7 @@ def named(pair: object) -> str:
 
 
 @pytest.mark.parametrize("pair", [*(pytest.param(p, id=named(p)) for p in PAIRS), *marked()])
+@pytest.mark.cases(8)
 def test_pair(ranks: RankPool, sources: Sources, pair: object) -> None:
     source, target = pair
     folder = sources.get(4, source, pipeline_jobs.save, more=0)
@@ -137,9 +139,9 @@ def test_at_least_sixty_pairs_are_marked() -> None:
 @pytest.mark.parametrize("target", [mixtral(2, tp=2, zero=2), mixtral(2, pp=2, zero=1)])
 def test_the_losses_of_the_run_go_on(ranks: RankPool, sources: Sources, target: Staged) -> None:
     """In fp32, the router too, for twenty steps; no token is dropped."""
-    folder = sources.get(4, mixtral(4, zero=1), pipeline_jobs.save, more=20)
+    folder = sources.get(4, mixtral(4, zero=1), pipeline_jobs.save, more=LOSS_STEPS)
     (found, *_) = ranks.run(
-        4, pipeline_jobs.resume, target, folder, tags=("trained",), more=20, timeout_s=200
+        4, pipeline_jobs.resume, target, folder, tags=("trained",), more=LOSS_STEPS, timeout_s=200
     )
     assert found["differences"] == {"trained": []}
     assert found["loss"] <= 1e-5

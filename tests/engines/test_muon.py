@@ -25,6 +25,7 @@ from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
 from tests.engines.test_pairs import check, check_fails
 from tests.reshard.test_preview import READS, compare
+from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
 STOCK = convert_jobs.stock_load
@@ -80,7 +81,7 @@ PAIRS = [
 
 def source(sources: Sources, name: str) -> str:
     ranks, setup = SOURCES[name]
-    more = 20 if setup.dtype == "fp32" else 0
+    more = LOSS_STEPS if setup.dtype == "fp32" else 0
     return sources.get(ranks, setup, muon_jobs.save, more=more)
 
 
@@ -90,9 +91,10 @@ def resume(sources: Sources, name: str, ranks: int, setup: Setup, **options: Any
 
 
 @pytest.mark.parametrize(("name", "world", "setup"), PAIRS)
+@pytest.mark.cases(10)
 def test_pair(sources: Sources, name: str, world: int, setup: Setup) -> None:
     fp32 = setup.dtype == "fp32"
-    found = resume(sources, name, world, setup, more=20 if fp32 else 0)
+    found = resume(sources, name, world, setup, more=LOSS_STEPS if fp32 else 0)
     check(found)
     assert not fp32 or found[0]["loss"] <= 1e-5
     assert any("momentum_buffer" in line for line in found[0]["before"]["filled"])

@@ -47,6 +47,7 @@ def slow(load: tuple[str, str, int, int]) -> bool:
     ("version", "case", "world", "zero"),
     [pytest.param(*load, marks=[pytest.mark.slow] if slow(load) else []) for load in LOADS],
 )
+@pytest.mark.cases(4)
 def test_pair(ranks: RankPool, version: str, case: str, world: int, zero: int) -> None:
     found = ranks.run(world, JOB, of_case(case, zero), version, case)
     assert [rank.get("message") for rank in found] == [None] * world

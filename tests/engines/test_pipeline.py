@@ -13,6 +13,7 @@ import pytest
 from tests.engines import pipeline_jobs
 from tests.engines.sources import Sources
 from tests.engines.stages import Mesh, check, resume, setup, show, source
+from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
 
@@ -75,6 +76,7 @@ def test_the_sample_is_what_it_says() -> None:
 
 
 @pytest.mark.parametrize(("family", "tied", "origin", "target"), PAIRS, ids=show)
+@pytest.mark.cases(9)
 def test_pair(sources: Sources, family: str, tied: bool, origin: Mesh, target: Mesh) -> None:
     found = resume(sources, target, family, source(sources, origin, family, tied=tied), tied=tied)
     check(found)
@@ -120,8 +122,8 @@ def test_the_losses_of_the_run_go_on(
         sources,
         target,
         family,
-        source(sources, origin, family, more=20, tied=tied),
-        more=20,
+        source(sources, origin, family, more=LOSS_STEPS, tied=tied),
+        more=LOSS_STEPS,
         tied=tied,
     )
     check(found)

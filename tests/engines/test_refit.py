@@ -81,6 +81,7 @@ PAIRS: dict[str, tuple[int, Any, Any, bool]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.cases(12)
 def test_pair(ranks: RankPool, name: str) -> None:
     world, source, target, idle = PAIRS[name]
     job, padded = refit_jobs.pair, "padding" in name

@@ -135,6 +135,7 @@ def check_moved(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.cases(14)
 def test_pair(ranks: RankPool, name: str) -> None:
     world, source, target, options = PAIRS[name]
     found = ranks.run(world, resize_jobs.pair, source, target, **options, timeout_s=200)

@@ -42,6 +42,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("world", "source", "target_world", "target"), PAIRS)
 @pytest.mark.parametrize("named", [True, False])
+@pytest.mark.cases(7)
 def test_pair(
     sources: Sources, world: int, source: Setup, target_world: int, target: Setup, named: bool
 ) -> None:

@@ -62,6 +62,7 @@ def saved(sources: Sources, name: str) -> str:
     ],
     ids=show,
 )
+@pytest.mark.cases(6)
 def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     more = 3 if target.dtype == "fp32" else 0
     found = sources.ranks.run(world, RESUME, target, saved(sources, source), more=more)

@@ -50,6 +50,7 @@ def test_one_export_of_both(sources: Sources, tmp_path: Path, kind: str) -> None
 
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("onto", [PLAIN, GROUPED], ids=["onto its own", "onto grouped"])
+@pytest.mark.cases(2)
 def test_pair(sources: Sources, kind: str, onto: dict[str, tuple[int, Mcore]]) -> None:
     """Between the two, through ucp.save."""
     (ranks, source), (world, target) = (GROUPED if onto is PLAIN else PLAIN)[kind], onto[kind]

@@ -9,6 +9,7 @@ from tests.engines import cross_jobs, stack_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
+from tests.share import LOSS_STEPS
 
 SAVE, RESUME = cross_jobs.save, stack_jobs.resume
 CONSTANT: dict[str, Any] = {"style": "constant"}
@@ -52,10 +53,11 @@ def check(found: list[dict], loss: float | None = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.cases(6)
 def test_pair(sources: Sources, pair: str) -> None:
     (dp, source), (world, target) = PAIRS[pair]
     folder = sources.get(dp, source, SAVE)
-    more = 20 if source.dtype == "fp32" else 0
+    more = LOSS_STEPS if source.dtype == "fp32" else 0
     found = sources.ranks.run(world, RESUME, target, folder, more=more)
     check(found, 1e-5 if more else None)
 

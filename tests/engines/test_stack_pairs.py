@@ -11,6 +11,7 @@ from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
+from tests.share import LOSS_STEPS
 
 SAVE, RESUME = stack_jobs.save, stack_jobs.resume
 UNDER_DEEPSPEED = cross_jobs.resume
@@ -82,6 +83,7 @@ CASES = [*TARGETS, *(pytest.param(*one, marks=pytest.mark.slow) for one in LATER
 
 
 @pytest.mark.parametrize(("source", "world", "target"), CASES, ids=show)
+@pytest.mark.cases(12)
 def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     folder = saved(sources, source)
     _, setup = SOURCES[source]
@@ -120,7 +122,7 @@ def test_pair_under_deepspeed(sources: Sources, source: str, world: int, target:
     ranks, setup = SOURCES[source]
     folder = sources.get(ranks, setup, SAVE)
     found = sources.ranks.run(
-        world, UNDER_DEEPSPEED, target, folder, more=20, load_lr_scheduler_states=False
+        world, UNDER_DEEPSPEED, target, folder, more=LOSS_STEPS, load_lr_scheduler_states=False
     )
     check(found)
 

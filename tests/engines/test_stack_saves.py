@@ -20,6 +20,7 @@ from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
 from tests.formats.megatron_files import by_torch, split
 from tests.ranks import Job, RankPool, RanksFailed
+from tests.share import LOSS_STEPS
 
 ZERO_SAVE = cross_jobs.save
 RESUME, STOCK = stack_jobs.resume, stack_jobs.stock_load
@@ -86,6 +87,7 @@ def test_stock_loads_it_under_the_keys_of_transformer_engine(sources: Sources) -
     ],
     ids=show,
 )
+@pytest.mark.cases(6)
 def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     ranks, setup = SOURCES[source]
     folder = sources.get(ranks, setup, SAVE, kind="ours")
@@ -117,7 +119,7 @@ def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str
 def test_pair_under_deepspeed(sources: Sources, target: Zero) -> None:
     folder = sources.get(*SOURCES["dp4"], SAVE, kind="ours")
     found = sources.ranks.run(
-        2, UNDER_DEEPSPEED, target, folder, more=20, load_lr_scheduler_states=False
+        2, UNDER_DEEPSPEED, target, folder, more=LOSS_STEPS, load_lr_scheduler_states=False
     )
     check(found)
 

@@ -20,6 +20,7 @@ from tests.engines import muon_jobs, trainable_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_muon import muon
+from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
 JOB, OF_MUON = trainable_jobs.go_on, muon_jobs.save
@@ -188,7 +189,7 @@ def test_without_flat_buffers_a_group_may_be_shared(sources: Sources) -> None:
 @pytest.mark.parametrize("change", ["freeze", "unfreeze"])
 def test_matrices_that_muon_steps(sources: Sources, change: str, world: int, zero: int) -> None:
     """Its momentum lies as whole matrices, of which there is one fewer or one more."""
-    folder = str(sources.get(2, muon(1), OF_MUON, more=20))
+    folder = str(sources.get(2, muon(1), OF_MUON, more=LOSS_STEPS))
     want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     name = "left.weight" if change == "freeze" else THAWED
     apart = {"thawed": name, "apart": (name,)}
