@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import ops
 from tests.object_server import MotoServer, ObjectServer
 from tests.processor_time import of_this_process
 from tests.ranks import ROOT, RankPool, servers
@@ -21,8 +23,7 @@ if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are
     from tests.places import Place
 
 SHOWN_JOBS = 10
-# These take minutes: begun last, one of them would run alone in the end.
-FIRST = ("test_examples", "test_saves", "test_experts", "test_stack_pairs", "test_tensor_parallel")
+BUDGET = Path(__file__).with_name("budget.json")
 pools: list[RankPool] = []
 jobs_of_workers: list[tuple[str, int, float]] = []
 seconds: dict[str, float] = {}  # of the processor, by test function
@@ -31,11 +32,19 @@ seconds: dict[str, float] = {}  # of the processor, by test function
 # A shell starts a job in the background with SIGINT ignored, and what the tests start would inherit
 # that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# As tests/run.sh sets them, for who calls pytest alone.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops.FOLDER))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if (here := str(Path(sys.executable).parent)) not in os.environ["PATH"].split(":"):
+    os.environ["PATH"] = f"{here}:{os.environ['PATH']}"  # DeepSpeed looks for ninja there
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four warm processes for multi-rank jobs. They start with the first job."""
+    subprocess.run([sys.executable, ops.__file__], check=True)  # or a job would build them
     pool = RankPool(size=4)
     pools.append(pool)
     yield pool
@@ -135,7 +144,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     _leave_cases_out(items)
     with_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
-    items.sort(key=lambda item: (item.path.stem not in FIRST, item.path not in with_ranks))
+    spent = _seconds_of_files()  # the longest first: begun last, it would run alone in the end
+    items.sort(
+        key=lambda item: (
+            -spent.get(item.nodeid.partition("::")[0], 0.0),
+            item.path not in with_ranks,
+        )
+    )
+
+
+def _seconds_of_files() -> dict[str, float]:
+    spent: dict[str, float] = {}
+    for name, of_function in json.loads(BUDGET.read_text())["functions"].items():
+        file = name.partition("::")[0]
+        spent[file] = spent.get(file, 0.0) + of_function
+    return spent
 
 
 def _leave_cases_out(items: list[pytest.Item]) -> None:

@@ -1,11 +1,12 @@
 """Processor seconds: of a command with all that it starts, and of each test.
 
     python3 tests/processor_time.py REPORT NAME command...
+    python3 tests/processor_time.py REPORT
 
-runs a command and adds a line of JSON to the file REPORT: its name, wall seconds and processor
-seconds, whose unit does not change with what else the machine does. Whatever the command leaves
-behind becomes a child of this program (Linux's PR_SET_CHILD_SUBREAPER), so that fork servers and
-killed ranks are counted too. Needs Python alone.
+The first line runs a command and adds a line of JSON to the file REPORT: its name, wall seconds and
+processor seconds. Whatever the command leaves behind becomes a child of this program (Linux's
+PR_SET_CHILD_SUBREAPER), so that fork servers and killed ranks are counted too. The second line
+prints the file. Needs Python alone.
 """
 
 import ctypes
@@ -15,8 +16,10 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFT_S = 5.0  # that what a command left behind may go on
@@ -37,8 +40,18 @@ def _of(pid: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def main(report: str, name: str, *command: str) -> int:
+def unit_s() -> float:
+    """Processor seconds of a piece of work that is always the same: how fast this machine is now,
+    beside what else it does."""
+    before = time.process_time()
+    numbers = sorted(str(number * 7919 % 100003) for number in range(200_000))
+    zlib.crc32(json.dumps(numbers).encode())
+    return time.process_time() - before
+
+
+def run(report: Path, name: str, *command: str) -> int:
     """The exit code of the command, which gets all signals that its terminal sends."""
+    unit = unit_s()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     started = time.monotonic()
     with subprocess.Popen(command) as running:
@@ -46,10 +59,23 @@ def main(report: str, name: str, *command: str) -> int:
         code = running.wait()
         wall = time.monotonic() - started
     _reap()
-    line = {"name": name, "wall_s": round(wall, 1), "processor_s": round(sum(os.times()[2:4]), 1)}
-    with Path(report).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    line = {"name": name, "wall_s": wall, "processor_s": sum(os.times()[2:4])}
+    with report.open("a") as file:
+        file.write(json.dumps({**line, "unit_s": max(unit, unit_s())}) + "\n")
     return code if code >= 0 else 128 - code
+
+
+def read(report: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in report.read_text().splitlines()]
+
+
+def show(report: Path) -> None:
+    cores = os.cpu_count() or 1
+    for one in read(report):
+        wall, used = one["wall_s"], one["processor_s"]
+        share = used / (wall * cores)
+        print(f"run: {one['name']:8} {wall:6.0f} s, processor {used:6.0f} s, ", end="")
+        print(f"{share:4.0%} of {cores} cores")
 
 
 def _reap() -> None:
@@ -64,4 +90,6 @@ def _reap() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    if sys.argv[2:]:
+        sys.exit(run(Path(sys.argv[1]), *sys.argv[2:]))
+    show(Path(sys.argv[1]))

@@ -27,13 +27,7 @@ from megatron.training.checkpointing import (
     save_grads,
 )
 """
-IMPORTS = {
-    "0.16.1": ONE_BY_ONE,
-    "0.17.1": ONE_BY_ONE,
-    "0.18.2": TOGETHER,
-    "0.19.1": TOGETHER,
-    "0.20.0": TOGETHER,
-}
+IMPORTS = {"until 0.17": ONE_BY_ONE, "from 0.18": TOGETHER}
 # the program calls both by the names that its module has
 PROGRAM = """
 
@@ -100,6 +94,7 @@ def run(folder: Path, *words: str, without: tuple[str, ...] = (), **env: str) ->
 
 
 @pytest.mark.ranks
+@pytest.mark.cases()
 @pytest.mark.parametrize("version", IMPORTS)
 def test_a_program_of_megatron_lm_runs_unchanged(tmp_path: Path, version: str) -> None:
     program = stand_in(tmp_path, IMPORTS[version] + PROGRAM)
@@ -176,6 +171,7 @@ def applied(patch: list[str], text: str) -> str | None:
 
 
 @pytest.mark.ranks
+@pytest.mark.cases()
 @pytest.mark.parametrize("version", IMPORTS)
 def test_a_patch_of_the_page_fits_each_version(tmp_path: Path, version: str) -> None:
     (patched,) = filter(None, (applied(patch, IMPORTS[version]) for patch in patches()))
@@ -185,7 +181,7 @@ def test_a_patch_of_the_page_fits_each_version(tmp_path: Path, version: str) -> 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("version", ["0.17.1", "0.20.0"])
+@pytest.mark.parametrize("version", IMPORTS)
 def test_the_one_line_of_the_page_fits_every_version(tmp_path: Path, version: str) -> None:
     """Behind all else of the file: what it defines looks the names up when it is called."""
     program = stand_in(tmp_path, IMPORTS[version] + PROGRAM)

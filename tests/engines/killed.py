@@ -1,14 +1,16 @@
 """Ranks that save without a pause, killed at random moments; what is left must load bit for bit.
 
-    python -m tests.engines.killed FOLDER --trials 10 --seed 1
-    python -m tests.engines.killed FOLDER --engine stack --save background
+    python -m tests.engines.killed FOLDER deepspeed:stock:10
+    python -m tests.engines.killed FOLDER stack:background:4 older:direct:4 --seed 2
 
-Prints a line of JSON for each trial. DeepSpeed is imported once: every rank is a fork of this
-process, so that a trial takes a second or two and not twenty.
+kills runs of engines with a way to save, so often each. A save may be missed: where all of one kind
+are, more of it follow. Prints a line of JSON for each trial. DeepSpeed is imported once: every rank
+is a fork of this process, so that a trial takes a second or two and not twenty.
 """
 
 import argparse
 import faulthandler
+import itertools
 import json
 import os
 import random
@@ -31,6 +33,7 @@ from tests import rank_worker
 MESHES = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
 STEPS = 300  # more than a trial reaches
 MOST_SAVES = 5  # that may be whole when a run is killed
+MOST_TRIALS = 20  # of a kind of which no save was hit
 LIMIT_S = 100
 
 
@@ -256,26 +259,30 @@ def runs_of(engine: str) -> Runs:
     return Runs(MESHES, "latest", save_on_and_on, go_uninterrupted, load, differences)
 
 
-def trials_in_a_process(folder: Path, trials: int, *words: str) -> list[dict[str, Any]]:
-    """What the program prints of so many trials, each of which was a run that was killed, and loads
-    bit for bit from the tag that its pointer names. Fails otherwise, and where no save was hit."""
-    command = [sys.executable, "-m", "tests.engines.killed", str(folder), *words]
+def trials_in_a_process(folder: Path, kinds: Sequence[str], *words: str) -> list[dict[str, Any]]:
+    """What the program prints of trials of some kinds, each of which was a run that was killed, and
+    loads bit for bit from the tag that its pointer names. Fails otherwise, and where no save of a
+    kind was hit."""
+    command = [sys.executable, "-m", "tests.engines.killed", str(folder), *kinds, *words]
     done = subprocess.run(
-        [*command, "--trials", str(trials), "--seed", str(trials)],
+        command,
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=100 + 20 * trials,
+        timeout=200 + sum(20 * int(kind.split(":")[2]) for kind in kinds),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == trials
     for each in found:
         assert set(each["codes"]) == {-signal.SIGKILL}, "the run ended before it was killed"
         assert each["differences"] == [] and each["differed_before"] > 5, each
         assert each["tag"] == each["latest"], each
         assert each["losses"] <= 1e-5, each  # another mesh sums in another order
-    assert any(each["unfinished"] for each in found), "no save was hit"
+    for kind in kinds:
+        of_kind = [each for each in found if each["kind"] == kind]
+        assert len(of_kind) >= int(kind.split(":")[2])
+        assert any(each["unfinished"] for each in of_kind), f"no save of {kind} was hit"
+        assert len({each["step"] for each in of_kind}) > 1, "the moments are hardly random"
     return found
 
 
@@ -284,16 +291,21 @@ def main() -> None:
         description="Kill saves at random moments and load what is left."
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("kinds", nargs="+", help="deepspeed, stack or older:a way to save:trials")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", default="stock", help="stock, direct, background")
     parser.add_argument("--url", default="", help="where runs save, in place of FOLDER")
-    parser.add_argument("--engine", default="deepspeed", help="deepspeed, stack")
     args = parser.parse_args()
     prepare()
-    dice, runs = random.Random(args.seed), runs_of(args.engine)
-    for number in range(args.trials):
-        print(json.dumps(trial(number, args.folder, dice, args.save, runs, args.url)), flush=True)
+    dice, numbers = random.Random(args.seed), itertools.count()
+    for kind in args.kinds:
+        engine, way, trials = kind.split(":")
+        runs, found = runs_of(engine), list[dict[str, Any]]()
+        while len(found) < int(trials) or (
+            not any(one["unfinished"] for one in found) and len(found) < MOST_TRIALS
+        ):
+            one = trial(next(numbers), args.folder, dice, way, runs, args.url)
+            found.append(one)
+            print(json.dumps({"kind": kind, **one}), flush=True)
 
 
 if __name__ == "__main__":

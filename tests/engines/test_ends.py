@@ -42,11 +42,8 @@ CAUSES = {
 }
 OFTEN = ("script", "exit3", "raise-last", "sigterm")
 DEFAULT = [
-    "deepspeed:script:1:2",
-    "deepspeed:script:4:2",
-    *(f"deepspeed:{end}:2:1" for end in ENDS),
-    *(f"stack:{end}:2:1" for end in ("script", "exit3", "refused")),
-    "stack:script:4:1",
+    *(f"deepspeed:{end}:{4 if end == 'script' else 2}:1" for end in ENDS),
+    "stack:script:2:1",
 ]
 TWENTY = [
     f"{engine}:{end}:{ranks}:20"

@@ -235,4 +235,4 @@ def test_a_store_that_ignores_conditions_is_refused_or_has_one_writer(
 def test_killed_at_random_moments_what_latest_names_is_whole(
     object_server: ObjectServer, tmp_path: Path, save: str, trials: int
 ) -> None:
-    killed.trials_in_a_process(tmp_path, trials, "--url", RUN, "--save", save)
+    killed.trials_in_a_process(tmp_path, [f"deepspeed:{save}:{trials}"], "--url", RUN)
