@@ -39,7 +39,7 @@ fi
 stamp=$VENV/.megatron_ucp_stamp
 wanted=$(cat setup.py pyproject.toml tests/setup_env.sh <(printf '%s' "${TORCH_SPEC:-$TORCH}") | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then
-    "$VENV/bin/python" tests/ops.py locks # a build that was killed left one, and every later job waits for it
+    TORCH_EXTENSIONS_DIR=$CACHE/torch_extensions "$VENV/bin/python" tests/ops.py locks # a build that was killed left one, and every later job waits for it
     exit 0
 fi
 

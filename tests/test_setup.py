@@ -1,9 +1,11 @@
 """The set-up script on machines that are not like ours: programs of the same names stand in for
 Python and pip."""
 
+import os
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,18 @@ def test_a_torch_that_somebody_names_is_taken_as_it_is(checkout: Path) -> None:
     assert set_up(checkout, TORCH_SPEC="torch==9").returncode == 0
     (only,) = installs(checkout)
     assert [word for word in only if word.startswith("torch==")] == ["torch==9"]
+
+
+def test_a_lock_that_a_killed_build_left_is_taken_away(tmp_path: Path) -> None:
+    """And that of a build that is under way is not: DeepSpeed holds it open."""
+    dead, alive = tmp_path / "cpu_adam" / "lock", tmp_path / "fused_adam" / "lock"
+    for lock in (dead, alive):
+        lock.parent.mkdir()
+        lock.touch()
+    with alive.open():
+        subprocess.run(
+            [sys.executable, ROOT / "tests" / "ops.py", "locks"],
+            env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+            check=True,
+        )
+    assert alive.exists() and not dead.exists()
