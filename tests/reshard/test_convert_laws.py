@@ -21,11 +21,12 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import files as module
 from megatron_ucp.reshard.check import weight_differences
 from tests.reshard import paper
+from tests.share import every
 
 # the seeds are alike: each is another model on other meshes
 CASES = [
     *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8)),
-    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 300)),
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in every(range(8, 300))),
 ]
 
 
