@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What is no test: lint, types, the wheel, the docs site. tests/run.sh runs it beside the tests.
+# What is no test: lint, types, workflows, the wheel, the docs site. tests/run.sh runs it beside the tests.
 #
 #   bash tests/checks.sh          all of it
 #   bash tests/checks.sh quick    types of core and families alone, and no wheel
@@ -22,6 +22,7 @@ docs_site() {
 
 check ruff format --check --quiet .
 check ruff check .
+check zizmor --offline --no-progress --quiet .github # what runs this elsewhere
 if [ "${1:-}" = quick ]; then
     check pyright --warnings --pythonpath "$VENV/bin/python" megatron_ucp/core megatron_ucp/families
 else
