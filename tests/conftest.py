@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import ops
+from tests.covering import DEFAULT_CASES
 from tests.object_server import MotoServer, ObjectServer
 from tests.processor_time import of_this_process
 from tests.ranks import ROOT, RankPool, servers
@@ -136,13 +137,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks that are asked for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     _leave_cases_out(items)
+    cases = config.stash.setdefault(DEFAULT_CASES, {})
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        left_out = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        cases[file] = cases.get(file, 0) + (left_out is None)
     with_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
     spent = _seconds_of_files()  # the longest first: begun last, it would run alone in the end
     items.sort(

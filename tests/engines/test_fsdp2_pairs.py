@@ -18,7 +18,7 @@ from tests.engines.fsdp2_jobs import Plain
 from tests.formats import fsdp2_runs
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.ranks]
 pytest.importorskip("transformers", reason="these programs train a model of transformers")
 
 STEPS, MORE = 3, 10
@@ -144,6 +144,7 @@ INTO_DEEPSPEED = [
 
 
 @pytest.mark.parametrize(("source", "world", "setup"), INTO_DEEPSPEED, ids=str)
+@pytest.mark.slow
 def test_fsdp2_into_deepspeed(runs: Runs, source: Any, world: int, setup: Plain) -> None:
     folder, held = runs.fsdp2(*source)
     found = runs.resumed(world, setup, folder)
@@ -152,6 +153,7 @@ def test_fsdp2_into_deepspeed(runs: Runs, source: Any, world: int, setup: Plain)
 
 
 @pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq", "step", "lr"])
+@pytest.mark.slow
 def test_the_comparison_sees_a_fault(runs: Runs, state: str) -> None:
     folder, held = runs.fsdp2(2)
     found = runs.resumed(1, Plain(0), folder, steps=0)
@@ -262,6 +264,7 @@ def unlike_megatron(held: Any, states: Any) -> list[str]:
     [((2, "fsdp", "accelerate"), 2, 2), ((4, "fsdp", "plain"), 2, 1), ((4, "tp", "plain"), 2, 2)],
     ids=str,
 )
+@pytest.mark.slow
 def test_fsdp2_into_megatron(
     runs: Runs, ranks: RankPool, tmp_path: Path, source: Any, world: int, tp: int
 ) -> None:
@@ -290,6 +293,7 @@ def test_fsdp2_into_megatron(
     [(2, 2, "dcp", (2, "fsdp", "plain")), (2, 1, "accelerate", (4, "fsdp", "accelerate"))],
     ids=str,
 )
+@pytest.mark.slow
 def test_megatron_into_fsdp2(
     runs: Runs, tmp_path: Path, world: int, tp: int, to: str, target: Any, way: str
 ) -> None:
@@ -304,6 +308,7 @@ def test_megatron_into_fsdp2(
     assert unlike_megatron(found["begun"], source["states"]) == [name]
 
 
+@pytest.mark.slow
 def test_hugging_face_and_back_by_all_of_them(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
     """From a folder of transformers to FSDP2, DeepSpeed, Megatron, FSDP2 and a folder of
     transformers: what is exported on the way is the same, byte by byte, and so are moments."""
@@ -365,6 +370,7 @@ def test_trainer_into_deepspeed(runs: Runs) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tp", [0, 2], ids=["from DeepSpeed", "from Megatron"])
+@pytest.mark.slow
 def test_accelerate_loads_what_is_written_for_it(
     runs: Runs, tmp_path: Path, tp: int, way: str
 ) -> None:
@@ -382,6 +388,7 @@ def test_accelerate_loads_what_is_written_for_it(
     assert len(compare(found["begun"], source["states"])) > 1
 
 
+@pytest.mark.slow
 def test_trainer_goes_on_from_what_is_written_for_it(runs: Runs, tmp_path: Path) -> None:
     checkpoint, held = runs.trainer()
     ucp.convert(checkpoint, tmp_path / "mid", mesh="dp=2,zero=1")
@@ -410,6 +417,7 @@ def flipped(folder: Path) -> None:
     dcp.save(tree, checkpoint_id=folder, no_dist=True)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_page(runs: Runs, tmp_path: Path) -> None:
     """docs/fsdp2.md, word for word."""
     _, source = runs.deepspeed(2, Plain(1))
@@ -420,6 +428,7 @@ def test_the_recipe_of_the_page(runs: Runs, tmp_path: Path) -> None:
     assert near(found["losses"], source["losses"])
 
 
+@pytest.mark.slow
 def test_two_rates_and_a_schedule_that_falls(runs: Runs, tmp_path: Path) -> None:
     """From torchtitan's flat layout, which has the scheduler: groups have rates of their own."""
     how = {"layout": "flat", "rate": "1e-3", "decay": True}
@@ -432,6 +441,7 @@ def test_two_rates_and_a_schedule_that_falls(runs: Runs, tmp_path: Path) -> None
     assert near(found["losses"], more["losses"][STEPS:])
 
 
+@pytest.mark.slow
 def test_weights_in_bf16_go_on_as_masters(runs: Runs, tmp_path: Path) -> None:
     held = runs.program(2, "fsdp", tmp_path / "bf16", dtype="bfloat16", steps=STEPS)
     found = runs.resumed(2, Plain(1, dtype="bf16"), tmp_path / "bf16", steps=0)
