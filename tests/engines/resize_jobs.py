@@ -511,7 +511,17 @@ def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
     seconds = time.time() - float((file / "death").read_text())
     same = all(map(torch.equal, own, _own_tensors(engine)))
     told = {"said": said, "seconds": seconds, "same": same}
-    (file / f"{dist.get_rank()}.json").write_text(json.dumps(told))
+    tell_and_leave(file, told)
+
+
+def tell_and_leave(folder: Path, told: dict[str, Any]) -> None:
+    """Writes what this rank was told, and ends once the others have: another one's end must not be
+    what they hear of. A barrier would wait for the dead."""
+    (folder / f"{dist.get_rank()}.saving").write_text(json.dumps(told))
+    (folder / f"{dist.get_rank()}.saving").rename(folder / f"{dist.get_rank()}.json")
+    while len([*folder.glob("*.json")]) < dist.get_world_size() - 1:
+        time.sleep(0.01)
+    os._exit(1)
 
 
 def _own_tensors(engine: Any) -> list[torch.Tensor]:

