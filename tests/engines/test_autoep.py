@@ -32,8 +32,8 @@ def test_a_mixture_resumes_on_another_mesh(
 ) -> None:
     folder = sources.get(4, source, autoep_jobs.save, more=3)
     (found, *_) = ranks.run(4, autoep_jobs.resume, target, folder, more=3, timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
-    assert found["before"]["filled"] and found["before"]["trained"]
+    assert found["differences"] and not any(found["differences"].values())
+    assert all(found["before"].values())
     assert found["loss"] < (1e-5 if source.dtype == "fp32" else 1e-2)
 
 
@@ -42,7 +42,7 @@ def test_frozen_experts_stay(ranks: RankPool, sources: Sources, target: Auto) ->
     folder = sources.get(4, Auto(2, 1, frozen=True), autoep_jobs.save, more=3)
     setup = replace(target, frozen=True)
     (found, *_) = ranks.run(4, autoep_jobs.resume, setup, folder, more=3, timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["differences"] and not any(found["differences"].values())
     assert found["loss"] < 1e-5
 
 
@@ -86,7 +86,7 @@ def test_files_of_stock_deepspeed(
     shutil.copytree(sources.get(4, source, autoep_jobs.save, more=3), folder)
     without_manifest(folder)
     (found, *_) = ranks.run(4, autoep_jobs.resume, target, str(folder), timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["differences"] and not any(found["differences"].values())
 
 
 def test_stock_files_of_zero_3(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
@@ -98,4 +98,4 @@ def test_stock_files_of_zero_3(ranks: RankPool, sources: Sources, tmp_path: Path
     without_manifest(folder)
     for target in (Auto(1, 1, experts=6), Auto(2, 3, experts=6)):
         (found, *_) = ranks.run(4, autoep_jobs.resume, target, str(folder), timeout_s=200)
-        assert found["differences"] == {"filled": [], "trained": []}
+        assert found["differences"] and not any(found["differences"].values())

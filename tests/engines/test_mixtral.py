@@ -86,8 +86,8 @@ def test_pair(ranks: RankPool, sources: Sources, pair: object) -> None:
     source, target = pair
     folder = sources.get(4, source, pipeline_jobs.save, more=0)
     (found, *_) = ranks.run(4, pipeline_jobs.resume, target, folder, timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
-    assert found["before"]["filled"] and found["before"]["trained"]
+    assert found["differences"] and not any(found["differences"].values())
+    assert all(found["before"].values())
 
 
 ALTERNATING = Experts(4, ffn=12, every=2)
@@ -129,7 +129,7 @@ def test_how_experts_are_cut_is_seen_from_files(
     without_manifest(folder)
     target = mixtral(4, zero=2, dtype=source.dtype, seed=5)
     (found, *_) = ranks.run(4, pipeline_jobs.resume, target, str(folder), timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["differences"] and not any(found["differences"].values())
 
 
 def test_at_least_sixty_pairs_are_marked() -> None:

@@ -27,8 +27,8 @@ def test_a_mixture_resumes_at_another_expert_parallel_size(
     folder = sources.get(4, Moe(2, zero), moe_jobs.save, more=3)
     world = 4 if ep > 1 else 2
     (found, *_) = ranks.run(world, moe_jobs.resume, Moe(ep, zero), folder, more=3, timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
-    assert found["before"]["filled"] and found["before"]["trained"]
+    assert found["differences"] and not any(found["differences"].values())
+    assert all(found["before"].values())
     assert found["loss"] < 1e-5
 
 
@@ -38,7 +38,7 @@ def test_layers_with_other_numbers_of_experts(ranks: RankPool, sources: Sources,
     setup = {"experts": (2, 4), "residual": True}
     folder = sources.get(4, Moe(2, 1, **setup), moe_jobs.save, more=3)
     (found, *_) = ranks.run(4, moe_jobs.resume, Moe(ep, 2, **setup), folder, more=3, timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["differences"] and not any(found["differences"].values())
     assert found["loss"] < 1e-5
 
 
@@ -60,8 +60,8 @@ def test_buffers_of_experts(ranks: RankPool, sources: Sources, tmp_path: Path, s
     assert ucp.verify(folder / "trained", deep=True).findings == ()
     for world, setup in ((4, Moe(4, 2, seed=5, **SCALED)), (1, Moe(1, 0, seed=5, **SCALED))):
         (found, *_) = ranks.run(world, moe_jobs.resume, setup, str(folder), timeout_s=200)
-        assert found["differences"] == {"filled": [], "trained": []}
-        assert any(".seen" in one for one in found["before"]["trained"])
+        assert found["differences"] and not any(found["differences"].values())
+        assert any(".seen" in one for one in found["before"]["filled"])
 
 
 @pytest.mark.parametrize("zero", [1, 0])
@@ -77,7 +77,7 @@ def test_each_rank_trains_other_ones_of_its_experts(
     for world, ep in ((4, 2), (2, 1)):
         target = replace(setup, ep=ep, zero=2 * zero, seed=5)
         (found, *_) = ranks.run(world, moe_jobs.resume, target, folder, more=3, timeout_s=200)
-        assert found["differences"] == {"filled": [], "trained": []}
+        assert found["differences"] and not any(found["differences"].values())
         assert found["loss"] < 1e-5
 
 
@@ -92,7 +92,7 @@ def test_a_tied_head_of_which_stock_writes_two_copies(
         without_manifest(folder)
     target = replace(setup, seed=5)
     (found, *_) = ranks.run(4, moe_jobs.resume, target, str(folder), timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["differences"] and not any(found["differences"].values())
     if not stock:
         return
     for path in (folder / "trained").glob("mp_rank_*"):
@@ -196,7 +196,7 @@ def test_files_of_stock_deepspeed(
     for ep in (1, min(4, *setup.experts)):
         target = replace(setup, ep=ep)
         (found, *_) = ranks.run(4, moe_jobs.resume, target, str(folder), timeout_s=200)
-        assert found["differences"] == {"filled": [], "trained": []}
+        assert found["differences"] and not any(found["differences"].values())
 
 
 def piped(ep: int, zero: int, pp: int = 0) -> Piped:
@@ -215,8 +215,8 @@ def piped(ep: int, zero: int, pp: int = 0) -> Piped:
 def test_in_a_pipeline(ranks: RankPool, sources: Sources, source: Piped, target: Piped) -> None:
     folder = sources.get(4, source, moe_pipe_jobs.save, more=3)
     (found, *_) = ranks.run(4, moe_pipe_jobs.resume, target, folder, more=3, timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
-    assert found["before"]["filled"] and found["before"]["trained"]
+    assert found["differences"] and not any(found["differences"].values())
+    assert all(found["before"].values())
     assert found["loss"] < 1e-5
 
 
@@ -226,7 +226,7 @@ def test_files_of_a_stock_pipeline(ranks: RankPool, sources: Sources, tmp_path: 
     without_manifest(folder)
     for target in (piped(1, 1), piped(4, 1)):
         (found, *_) = ranks.run(4, moe_pipe_jobs.resume, target, str(folder), timeout_s=200)
-        assert found["differences"] == {"filled": [], "trained": []}
+        assert found["differences"] and not any(found["differences"].values())
 
 
 def test_two_experts_swapped_in_a_pipeline(ranks: RankPool, sources: Sources) -> None:

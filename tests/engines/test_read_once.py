@@ -19,7 +19,7 @@ TARGET = Setup(0, "bf16", seed=9)
 
 def read(found: list[dict[str, Any]]) -> int:
     """Bytes that all ranks read for the last tag."""
-    (read_bytes,) = {rank["reports"]["trained"].all_read_bytes for rank in found}
+    (read_bytes,) = {rank["reports"]["filled"].all_read_bytes for rank in found}
     return read_bytes
 
 

@@ -51,7 +51,7 @@ def test_a_conversion_to_zero_3_resumes(ranks: RankPool, files: Path, tmp_path: 
     assert found[0] == []
     without_manifest(out)
     (back, *_) = ranks.run(4, autoep_jobs.resume, Auto(4, 1), str(out), timeout_s=200)
-    assert back["differences"] == {"filled": [], "trained": []}
+    assert back["differences"] and not any(back["differences"].values())
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_universal_folder_of_stock(
     if zero == 1:
         shutil.copy(source / "oracle.pt", out)
         (found, *_) = ranks.run(4, autoep_jobs.resume, Auto(4, 2), str(out), timeout_s=200)
-        assert found["differences"] == {"filled": [], "trained": []}
+        assert found["differences"] and not any(found["differences"].values())
 
 
 def change_partitions(state: Any) -> None:

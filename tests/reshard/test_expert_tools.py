@@ -57,14 +57,14 @@ def test_a_conversion_resumes(
     assert main(["verify", "--deep", str(out / "trained")]) == 0
     assert main(["diff", str(mixed / "trained"), str(out / "trained")]) == 0
     (found, *_) = ranks.run(4, pipeline_jobs.resume, setup, str(out), timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["differences"] and not any(found["differences"].values())
 
 
 def test_a_pipeline_is_written(ranks: RankPool, mixed: Path, tmp_path: Path) -> None:
     target = ucp.Target(ucp.Mesh(pp=2, dp=2, ep=2, zero=1), stages="uniform")
     out = converted(mixed, tmp_path / "out", target)
     (found, *_) = ranks.run(4, pipeline_jobs.resume, mixtral(2, pp=2), str(out), timeout_s=200)
-    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["differences"] and not any(found["differences"].values())
 
 
 def names_of_groups(folder: Path) -> set[str]:
@@ -128,7 +128,7 @@ def test_a_universal_folder_holds_every_expert(
             ucp.convert(source / tag, out / tag, to="universal")
         shutil.copy(source / "oracle.pt", out)
         (found, *_) = ranks.run(4, jobs.resume, setup, str(out), timeout_s=200)
-        assert found["differences"] == {"filled": [], "trained": []}
+        assert found["differences"] and not any(found["differences"].values())
 
 
 def test_what_stock_reads_of_a_universal_folder(
