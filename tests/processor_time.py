@@ -54,11 +54,11 @@ def run(report: Path, name: str, *command: str) -> int:
     unit = unit_s()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     started = time.monotonic()
-    with subprocess.Popen(command) as running:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        code = running.wait()
-        wall = time.monotonic() - started
-    _reap()
+    running = subprocess.Popen(command)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = _reap(running.pid)
+    wall = time.monotonic() - started
+    _reap_what_is_left()
     line = {"name": name, "wall_s": wall, "processor_s": sum(os.times()[2:4])}
     with report.open("a") as file:
         file.write(json.dumps({**line, "unit_s": max(unit, unit_s())}) + "\n")
@@ -78,8 +78,16 @@ def show(report: Path) -> None:
         print(f"{share:4.0%} of {cores} cores")
 
 
-def _reap() -> None:
-    """Waits for what the command left behind."""
+def _reap(command: int) -> int:
+    """Waits for the command, and for all that become children of this process in the meantime: who
+    looks for them must not find them. The command's exit code."""
+    while True:
+        pid, status = os.wait()
+        if pid == command:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _reap_what_is_left() -> None:
     ends = time.monotonic() + _LEFT_S
     while time.monotonic() < ends:
         try:

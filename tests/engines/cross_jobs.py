@@ -82,11 +82,12 @@ def resume(setup: Zero, folder: str, three: bool = False, **options: Any) -> dic
     """As `stack_jobs.resume`, of what either engine saved."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make(setup)
-    more, tags = options.pop("more", 0), options.pop("tags", ())
+    more = options.pop("more", 0)
+    tags = options.pop("tags", ()) or tags_of(more)
     pipeline_jobs.train(engine, 1, first=99)
     before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
-    for tag in tags or tags_of(more):
+    for tag in tags:
         want = oracle["states"][tag]
         path, name = place(folder, tag)
         found["notes"][tag] = ucp.load(engine, path, tag=name, **options).notes
