@@ -23,7 +23,7 @@ from megatron_ucp import errors
 from megatron_ucp.cli import COMMANDS, _parser
 from megatron_ucp.reshard import options as option_tables
 from pretrain import flags, foreign_flags
-from tests.docs import subjects, support
+from tests.docs import support
 from tests.docs.pages import GENERATED, ROOT
 
 Row = tuple[str, ...]
@@ -406,22 +406,6 @@ def load_range() -> str:
     )
 
 
-def subject_table(word: str) -> str:
-    rows = []
-    for subject, patterns, oracle in subjects.SUBJECTS:
-        names = ", ".join(f"`{one}`" for one in patterns.split(", "))
-        rows.append((subject, names, oracle))
-    return table(("subject", "files", "oracle"), rows)
-
-
-def files_of_tests(word: str) -> str:
-    """Each file of tests of a folder, with what its docstring says first."""
-    folder = ROOT / "tests" / word
-    paths = sorted(folder.glob("test_*.py") if word == "." else folder.rglob("test_*.py"))
-    names = {path: str(path.relative_to(folder).with_suffix("")) for path in paths}
-    return "\n".join(f"- `{name}`: {doc_of(path)}" for path, name in names.items())
-
-
 def doc_of(path: Path) -> str:
     """The first sentence of a module's docstring."""
     doc = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
@@ -529,7 +513,5 @@ TEXTS: dict[str, Callable[[str], str]] = {
     "patches": patch_rows,
     "flags": trainer_flags,
     "foreign": foreign,
-    "subjects": subject_table,
-    "tests": files_of_tests,
     "tree": tree,
 }

@@ -13,7 +13,7 @@ import pytest
 import megatron_ucp as ucp
 from pretrain import flags
 from tests.covering import DEFAULT_CASES
-from tests.docs import console, generated, subjects, support
+from tests.docs import console, generated, support
 from tests.docs.pages import (
     GENERATED,
     LANGUAGES,
@@ -184,16 +184,6 @@ def test_what_is_supported_is_shown_by_the_default_run(request: pytest.FixtureRe
     if not named & cases.keys():
         pytest.skip("asks for the files that the tables name: run with them, not this file alone")
     assert not sorted(test for test in named & cases.keys() if not cases[test])
-
-
-def test_every_file_of_tests_has_a_subject() -> None:
-    folder = ROOT / "tests"
-    patterns = [one for _, names, _ in subjects.SUBJECTS for one in names.split(", ")]
-    matched = {pattern: set(folder.glob(f"{pattern}.py")) for pattern in patterns}
-    assert not [pattern for pattern, files in matched.items() if not files]
-    files = {*folder.rglob("test_*.py")}
-    without = files.difference(*matched.values())
-    assert not sorted(str(path.relative_to(folder)) for path in without)
 
 
 def test_the_tests_that_pages_name_exist() -> None:
