@@ -25,9 +25,10 @@ if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are
 
 SHOWN_JOBS = 10
 BUDGET = Path(__file__).with_name("budget.json")
+CASES_S = 0.5  # processor seconds that the cases of a test may take by default, by the budget
 pools: list[RankPool] = []
 jobs_of_workers: list[tuple[str, int, float]] = []
-seconds: dict[str, float] = {}  # of the processor, by test function
+seconds: dict[str, tuple[float, int]] = {}  # of the processor, and cases, by test function
 
 
 # A shell starts a job in the background with SIGINT ignored, and what the tests start would inherit
@@ -161,24 +162,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _seconds_of_files() -> dict[str, float]:
     spent: dict[str, float] = {}
-    for name, of_function in json.loads(BUDGET.read_text())["functions"].items():
+    for name, (of_function, _) in json.loads(BUDGET.read_text())["functions"].items():
         file = name.partition("::")[0]
         spent[file] = spent.get(file, 0.0) + of_function
     return spent
 
 
 def _leave_cases_out(items: list[pytest.Item]) -> None:
-    """Of a test on ranks with many cases the default run takes one, each commit another one;
-    `tests/run.sh all` takes all of them. A test says with `@pytest.mark.cases(2)` that it needs two
-    of them, and with `@pytest.mark.cases()` that it needs all: pairs that cover what they are to
-    cover, or answers that one job gives at once."""
+    """Of a test on ranks with many cases the default run takes as many as `CASES_S` allows, one at
+    least, and each commit other ones; `tests/run.sh all` takes all of them. A test says with
+    `@pytest.mark.cases(2)` that it needs two of them, and with `@pytest.mark.cases()` that it needs
+    all: pairs that cover what they are to cover, or answers that one job gives at once."""
+    spent = json.loads(BUDGET.read_text())["functions"]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("ranks") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test, every in cases.items():
         wanted = every[0].get_closest_marker("cases")
-        many = (wanted.args or (len(every),))[0] if wanted else 1
+        if wanted:
+            many = (wanted.args or (len(every),))[0]
+        else:
+            of_all, taken_then = spent.get(test, (0.0, 1))
+            many = min(len(every), max(1, int(CASES_S * taken_then / max(of_all, 0.001))))
         first = (turn() + zlib.crc32(test.encode())) % len(every)
         taken = {(first + number * len(every) // many) % len(every) for number in range(many)}
         for number, item in enumerate(every):
@@ -207,8 +213,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        name = item.nodeid.partition("[")[0]
-        seconds[name] = seconds.get(name, 0.0) + _processor_s() - before
+        _add(item.nodeid.partition("[")[0], _processor_s() - before, 1)
+
+
+def _add(test: str, spent: float, cases: int) -> None:
+    before = seconds.get(test, (0.0, 0))
+    seconds[test] = before[0] + spent, before[1] + cases
 
 
 def _processor_s() -> float:
@@ -235,7 +245,7 @@ def pytest_testnodedown(node: Any) -> None:
     told = getattr(node, "workeroutput", {})
     jobs_of_workers.extend(map(tuple, told.get("jobs", ())))
     for name, spent in told.get("seconds", {}).items():
-        seconds[name] = seconds.get(name, 0.0) + spent
+        _add(name, *spent)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -43,6 +43,7 @@ def results(
             shutil.rmtree(folder)
 
 
+@pytest.mark.cases()  # of one job
 @pytest.mark.parametrize("number", range(len(LOADED)), ids=LOADED)
 def test_a_hostile_checkpoint_is_refused(
     results: tuple[list[dict[str, Any]], Path], number: int
