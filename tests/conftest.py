@@ -16,8 +16,8 @@ import pytest
 from tests import ops
 from tests.covering import DEFAULT_CASES
 from tests.object_server import MotoServer, ObjectServer
-from tests.processor_time import of_this_process
-from tests.ranks import ROOT, RankPool, servers
+from tests.processor_time import with_descendants
+from tests.ranks import ROOT, RankPool
 
 if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are started
     from tests.engines.sources import Sources
@@ -209,21 +209,16 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Adds up what each test function costs, in all processes that work for it."""
-    before = _processor_s()
+    before = with_descendants(os.getpid())
     try:
         return (yield)
     finally:
-        _add(item.nodeid.partition("[")[0], _processor_s() - before, 1)
+        _add(item.nodeid.partition("[")[0], with_descendants(os.getpid()) - before, 1)
 
 
 def _add(test: str, spent: float, cases: int) -> None:
     before = seconds.get(test, (0.0, 0))
     seconds[test] = before[0] + spent, before[1] + cases
-
-
-def _processor_s() -> float:
-    workers = [pid for pool in pools for pid in pool.pids()]
-    return of_this_process([*workers, *(server.pid for server in servers)])
 
 
 def has_gpu() -> bool:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,24 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LEFT_S = 5.0  # that what a command left behind may go on
 
 
-def of_this_process(others: Iterable[int] = ()) -> float:
-    """Processor seconds of this process, of all children that it has waited for, and of other
-    processes and the children that these have waited for."""
-    return sum(os.times()[:4]) + sum(map(_of, others))
-
-
-def _of(pid: int) -> float:
-    """0 where there is none: its parent has its seconds."""
+def with_descendants(pid: int) -> float:
+    """Processor seconds of a process, of what it started, and of those that ended and were waited
+    for. 0 where there is no such process: who waited for it has its seconds."""
+    process = Path(f"/proc/{pid}")
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        children = [pid for task in process.glob("task/*/children") for pid in _numbers(task)]
     except OSError:
         return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(with_descendants, children))
+
+
+def _numbers(file: Path) -> list[int]:
+    try:
+        return [*map(int, file.read_text().split())]
+    except OSError:  # a thread that ended
+        return []
 
 
 def unit_s() -> float:

@@ -231,22 +231,18 @@ class ForkServer:
         tail = os.pread(self._log, LOG_TAIL_CHARS, max(0, size - LOG_TAIL_CHARS))
         return f"\n{tail.decode(errors='replace')}"
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
 
-servers: list[ForkServer] = []
+_servers: list[ForkServer] = []
 
 
 def fork_server() -> ForkServer:
     """The one of this process."""
-    if not servers or not servers[-1].is_alive():
-        servers.append(ForkServer())
-    return servers[-1]
+    if not _servers or not _servers[-1].is_alive():
+        _servers.append(ForkServer())
+    return _servers[-1]
 
 
 def start_worker(index: int, life: int, folder: Path) -> Worker:
