@@ -251,27 +251,15 @@ def example(name: str, out: Path, *more: str) -> Done:
     return run_example(name, *arguments, preload=["peft", "transformers.trainer"])
 
 
-EXAMPLES = {
-    "autotp.py": ["tp=1, dp=2, ZeRO-3", "tp=4, dp=1, ZeRO-2", "tp=2, dp=1, ZeRO-0"],
-    "hf_trainer.py": ["4 ranks, ZeRO-3", "1 rank, ZeRO-1"],
-}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name", ["hf_trainer.py", pytest.param("autotp.py", marks=pytest.mark.slow)]
-)
-def test_an_example_that_resumes(tmp_path: Path, name: str) -> None:
-    done = example(name, tmp_path / "out")
+def test_an_example_that_resumes(tmp_path: Path) -> None:
+    done = example("hf_trainer.py", tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(r"\| (\w[^|]*ZeRO-\d) +\| [\d,]+ +\| (yes|NO) ", done.stdout)
-    assert rows == [(mesh, "yes") for mesh in EXAMPLES[name]]
+    assert rows == [("4 ranks, ZeRO-3", "yes"), ("1 rank, ZeRO-1", "yes")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_that_resumes_sees_a_fault(tmp_path: Path, name: str) -> None:
+def test_an_example_that_resumes_sees_a_fault(tmp_path: Path) -> None:
     """Negative control: one bit of one moment."""
-    done = example(name, tmp_path / "out", "--plant-fault")
-    count = len(EXAMPLES[name])
-    assert done.returncode == 1 and done.stdout.count("NO (1 differ)") == count, done.stdout
+    done = example("hf_trainer.py", tmp_path / "out", "--plant-fault")
+    assert done.returncode == 1 and done.stdout.count("NO (1 differ)") == 2, done.stdout
