@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are
 
 SHOWN_JOBS = 10
 BUDGET = Path(__file__).with_name("budget.json")
+LONG_S = 0.7  # what costs more is left out of `quick`
 CASES_S = 0.5  # processor seconds that the cases of a test may take by default, by the budget
 pools: list[RankPool] = []
 jobs_of_workers: list[tuple[str, int, float]] = []
@@ -144,40 +145,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("ranks")
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    _leave_cases_out(items)
+    spent = json.loads(BUDGET.read_text())["functions"]
+    for item in items:
+        if spent.get(_function(item), (0.0, 0))[0] >= LONG_S:
+            item.add_marker("long")
+    _leave_cases_out(items, spent)
     cases = config.stash.setdefault(DEFAULT_CASES, {})
     for item in items:
         file = item.nodeid.partition("::")[0]
         left_out = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
         cases[file] = cases.get(file, 0) + (left_out is None)
     with_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
-    spent = _seconds_of_files()  # the longest first: begun last, it would run alone in the end
+    of_file = _seconds_of_files(spent)  # longest first: begun last, it would run alone in the end
     items.sort(
         key=lambda item: (
-            -spent.get(item.nodeid.partition("::")[0], 0.0),
+            -of_file.get(item.nodeid.partition("::")[0], 0.0),
             item.path not in with_ranks,
         )
     )
 
 
-def _seconds_of_files() -> dict[str, float]:
-    spent: dict[str, float] = {}
-    for name, (of_function, _) in json.loads(BUDGET.read_text())["functions"].items():
+def _seconds_of_files(spent: dict[str, tuple[float, int]]) -> dict[str, float]:
+    of_file: dict[str, float] = {}
+    for name, (of_function, _) in spent.items():
         file = name.partition("::")[0]
-        spent[file] = spent.get(file, 0.0) + of_function
-    return spent
+        of_file[file] = of_file.get(file, 0.0) + of_function
+    return of_file
 
 
-def _leave_cases_out(items: list[pytest.Item]) -> None:
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _leave_cases_out(items: list[pytest.Item], spent: dict[str, tuple[float, int]]) -> None:
     """Of a test on ranks with many cases the default run takes as many as `CASES_S` allows, one at
     least, and each commit other ones; `tests/run.sh all` takes all of them. A test says with
     `@pytest.mark.cases(2)` that it needs two of them, and with `@pytest.mark.cases()` that it needs
     all: pairs that cover what they are to cover, or answers that one job gives at once."""
-    spent = json.loads(BUDGET.read_text())["functions"]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("ranks") and not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            cases.setdefault(_function(item), []).append(item)
     for test, every in cases.items():
         wanted = every[0].get_closest_marker("cases")
         if wanted:
@@ -213,7 +221,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        _add(item.nodeid.partition("[")[0], with_descendants(os.getpid()) - before, 1)
+        _add(_function(item), with_descendants(os.getpid()) - before, 1)
 
 
 def _add(test: str, spent: float, cases: int) -> None:

@@ -166,7 +166,6 @@ class AllSeen(Exception):
     pass
 
 
-@pytest.mark.long
 def test_the_random_models_have_stages_of_all_kinds():
     """The laws above are about something: uneven stages, several runs in a stage, ties over stages,
     empty stages, experts that are slices of one tensor, and such that partitions cut."""

@@ -173,7 +173,6 @@ def test_what_is_no_layout(data):
         layout_from_json(data)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -18,7 +18,7 @@ from tests.engines.fsdp2_jobs import Plain
 from tests.formats import fsdp2_runs
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.long, pytest.mark.ranks]
+pytestmark = pytest.mark.ranks
 pytest.importorskip("transformers", reason="these programs train a model of transformers")
 
 STEPS, MORE = 3, 10

@@ -16,7 +16,6 @@ from tests.formats.test_dcp import GOLDEN
 from tests.ranks import RankPool
 from tests.reshard.test_torchtitan import differ, flat_of
 
-pytestmark = pytest.mark.long
 pytest.importorskip("transformers", reason="these programs train a model of transformers")
 
 

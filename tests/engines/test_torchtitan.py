@@ -19,7 +19,7 @@ from tests.formats import fsdp2_runs, titan_program
 from tests.ranks import RankPool
 from tests.reshard.test_torchtitan import differ
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed", allow_module_level=True)
 

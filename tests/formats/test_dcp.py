@@ -541,7 +541,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: Place) -> None:
     assert any("checksum" in one.what for one in verify(place(folder), deep=True).findings)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", ["plain", "flat", "accelerate"])
 def test_random_damage_is_a_named_error_or_nothing(case: str, tmp_path: Path) -> None:
     """Bytes of the index are changed, cut or doubled: what is read then is what was there, or an

@@ -46,7 +46,6 @@ def check(source: Good, folder: Path, seeds: range) -> None:
         )
 
 
-@pytest.mark.long
 def test_damaged_files(source: Good, tmp_path: Path) -> None:
     check(source, tmp_path, range(2000))
 

@@ -160,7 +160,6 @@ SPLITS = [
 ]
 
 
-@pytest.mark.long  # imports megatron-core
 @pytest.mark.parametrize(("layers", "pp", "vpp", "more"), SPLITS)
 def test_layers_are_divided_as_megatron_does(
     layers: int, pp: int, vpp: int, more: dict[str, Any]

@@ -33,8 +33,6 @@ from tests.formats.megatron_files import (
     swapped_chunks,
 )
 
-pytestmark = pytest.mark.long
-
 CASE = "td_full_tp2dp2"
 FC2 = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
 WEIGHT = "decoder.layers.mlp.linear_fc2.weight"

@@ -32,8 +32,6 @@ from tests.formats.megatron_files import (
 )
 from tests.places import Place
 
-pytestmark = pytest.mark.long
-
 FLAT = ("td_dpr_dp2_bf16", "td_dpr_pp2vpp2")
 LAYER = (
     *("input_layernorm.weight", "self_attention.linear_proj.weight"),

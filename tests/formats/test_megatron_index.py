@@ -150,7 +150,6 @@ def test_what_a_file_holds_of_tensors(tmp_path: Path) -> None:
 # ---- what nobody writes
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("path", GOLDEN[::3], ids=lambda path: path.parts[-3])
 def test_damaged_indexes_are_read_as_one_by_one(path: Path) -> None:
     data, found = path.read_bytes(), Counter[str]()

@@ -29,7 +29,6 @@ from tests.formats.megatron_random import (
     without,
 )
 
-pytestmark = pytest.mark.long  # the damaged ones each copy a folder
 CASE = "rng_tp2dp2"
 MESH = RUNS[CASE]
 KEY = key_of(CASE, 1)

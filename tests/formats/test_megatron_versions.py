@@ -39,8 +39,6 @@ from tests.formats.megatron_files import (
     swapped_chunks,
 )
 
-pytestmark = pytest.mark.long
-
 IN_A_FILE = ("v018_dpr_pp2dp2_bf16",)  # the common tree lies in common.pt
 EXPORTED = {"v018_dpr_pp2dp2_bf16": 39, "v019_dpr_tp2dp2": 39, "v019_full_moe_ep2": 79}
 

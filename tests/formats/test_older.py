@@ -73,7 +73,6 @@ def test_every_state_is_read_bit_for_bit(version: str, case: str) -> None:
         assert differences(checkpoint) == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("version", "case"), EVERY)
 def test_inspect_and_verify(capsys: pytest.CaptureFixture[str], version: str, case: str) -> None:
     assert main(["inspect", str(FOLDER / version / case)]) == 0

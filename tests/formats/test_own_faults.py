@@ -106,7 +106,6 @@ def changed(rng: random.Random) -> Callable[[Any], None]:
     return change
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -92,7 +92,6 @@ def killed_at(operation: int, work: Callable[[], None]) -> bool:
     os._exit(0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "tag", ["global_step2", "global_step1"], ids=["a new tag", "the tag that latest names"]
 )

@@ -31,9 +31,6 @@ def samples_of(*flags: str, split: int = 0, count: int = 1000) -> Samples:
     return make_samples(args, make_tokenizer(args), split, count)
 
 
-LONG = pytest.mark.long  # megatron-core writes what is read, and its import takes seconds
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     (tmp_path / "text.txt").write_bytes(TEXT)
@@ -71,7 +68,6 @@ def hashes(samples: Samples, dp: int, micro: int, iterations: int, batch: int = 
     return out
 
 
-@LONG
 @pytest.mark.parametrize("kind", ["mock", "text", "indexed", "blend"])
 def test_batches_do_not_depend_on_dp(kind: str, text: str, indexed: str) -> None:
     flags = {
@@ -93,7 +89,6 @@ def test_batches_do_not_depend_on_dp(kind: str, text: str, indexed: str) -> None
     assert hashes(samples_of(*flags, count=5000), 1, 16, 6) == expected
 
 
-@LONG
 @pytest.mark.parametrize("kind", ["text", "indexed"])
 def test_an_epoch_holds_everything_once(kind: str, text: str, indexed: str) -> None:
     flags = ["--data-path", text if kind == "text" else indexed, "--split", "1"]
@@ -116,7 +111,6 @@ def test_an_epoch_holds_everything_once(kind: str, text: str, indexed: str) -> N
         )
 
 
-@LONG
 def test_indexed_data_is_as_megatron_core_reads_it(indexed: str) -> None:
     """The first epoch is GPTDataset's own."""
     from types import SimpleNamespace
@@ -155,7 +149,6 @@ def test_indexed_data_is_as_megatron_core_reads_it(indexed: str) -> None:
     )  # nothing is written beside the user's data
 
 
-@LONG
 def test_splits_share_nothing(text: str, indexed: str) -> None:
     for flags in (
         ["--data-path", text],
@@ -171,7 +164,6 @@ def test_splits_share_nothing(text: str, indexed: str) -> None:
         )
 
 
-@LONG
 def test_blend_weights(text: str, indexed: str) -> None:
     samples = samples_of(
         "--data-path",
@@ -208,7 +200,6 @@ def test_byte_tokenizer(tmp_path: Path) -> None:
     assert 256 in seen and max(seen) == 256 and ByteTokenizer().vocab_size == 257
 
 
-@pytest.mark.long
 def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
@@ -236,7 +227,6 @@ def test_hugging_face_tokenizer(tmp_path: Path) -> None:
         assert set(samples[0]) == {2, 3}
 
 
-@LONG
 def test_data_that_can_not_be_used(tmp_path: Path, text: str, indexed: str) -> None:
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "nothing", tmp_path / "empty"):

@@ -65,7 +65,6 @@ def test_closed_formulas() -> None:
         assert wsd[style].lr(650) == pytest.approx(1e-4 + share * 9e-4)
 
 
-@pytest.mark.long  # imports megatron-core
 @pytest.mark.parametrize("style", STYLES)
 def test_as_megatron_core(style: str) -> None:
     scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler")

@@ -25,7 +25,7 @@ from tests.share import every
 
 # the seeds are alike: each is another model on other meshes
 CASES = [
-    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8)),
+    *range(8),
     *(pytest.param(seed, marks=pytest.mark.slow) for seed in every(range(8, 300))),
 ]
 
@@ -185,7 +185,6 @@ def test_two_ranks_that_changed_places_are_seen(tmp_path: Path) -> None:
         assert paper.problems(files, model, replace(target, mesh=mesh)) != []
 
 
-@pytest.mark.long
 def test_a_difference_between_folders_is_seen(tmp_path: Path) -> None:
     model, target = shaped(random.Random(5))
     first = paper.write(model, tmp_path / "first" / "step7")

@@ -154,7 +154,6 @@ def test_a_family_is_written_under_the_names_of_transformers(family: str, tmp_pa
 BESIDE = ("e_score_correction_bias", "embed_tokens.weight", "shared_head.head.weight")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("to", ["dcp", "accelerate"])
 def test_ranks_that_share_the_work_write_the_same_folder(
     to: str, ranks: RankPool, tmp_path: Path
@@ -198,7 +197,6 @@ def test_what_has_no_place(word: str, tmp_path: Path) -> None:
 # ---- read under the names of a family
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", twins.SIZES)
 @pytest.mark.parametrize("pieces", [(1,), (3,), (2, 3), (5, 1, 2)], ids=str)
 def test_a_family_reads_the_names_of_transformers(

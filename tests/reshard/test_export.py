@@ -97,7 +97,6 @@ def test_norms_of_latents_that_are_a_part_of_a_matrix(tmp_path: Path) -> None:
     assert twins.same(twins.read(tmp_path / "again"), wanted) == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", twins.SIZES)
 def test_one_digest_from_ten_meshes(tmp_path: Path, family: str) -> None:
     source = first(twins.model(family), tmp_path)
@@ -128,12 +127,9 @@ def test_an_export_compares_equal_and_one_bit_does_not(tmp_path: Path, family: s
     assert difference.what.startswith("value, 1 of ")
 
 
-QUICK = ("gpt", "mixtral")  # between them, all kinds of parameters of the others
-
-
 @pytest.mark.parametrize(
     "family",
-    [f if f in QUICK else pytest.param(f, marks=pytest.mark.long) for f in twins.SIZES],
+    twins.SIZES,
 )
 def test_import_and_export_again_is_the_identity(tmp_path: Path, family: str) -> None:
     """Names, dtypes, shapes and bytes, by way of several meshes."""

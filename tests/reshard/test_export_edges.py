@@ -403,7 +403,6 @@ def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "an engine loads this folder as it is; import-hf" in capsys.readouterr().err
 
 
-@pytest.mark.long
 def test_an_export_needs_neither_deepspeed_nor_transformers(tmp_path: Path) -> None:
     code = (
         "import sys; from megatron_ucp.cli import main; main(sys.argv[1:]);"

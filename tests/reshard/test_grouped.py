@@ -30,7 +30,7 @@ def mesh(place: tuple[int, int], zero: int) -> Mesh:
     return Mesh(tp=2, dp=4, ep=ep, etp=etp, zero=zero)
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("to_grouped", [True, False])
 @pytest.mark.parametrize("at", range(len(PLACES)))
 def test_grouped_and_one_by_one(tmp_path: Path, at: int, to_grouped: bool, zero: int) -> None:
@@ -40,7 +40,6 @@ def test_grouped_and_one_by_one(tmp_path: Path, at: int, to_grouped: bool, zero:
     assert different(target, carried(source, target, tmp_path)) == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 3])
 def test_grouped_on_both_sides(tmp_path: Path, zero: int) -> None:
     for at, place in enumerate(PLACES):
@@ -64,7 +63,6 @@ def test_the_label_of_grouped_experts_is_none(tmp_path: Path) -> None:
     assert different(target, carried(source, target, tmp_path))
 
 
-@pytest.mark.long
 def test_the_module_computes_with_what_was_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

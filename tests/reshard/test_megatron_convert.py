@@ -46,7 +46,6 @@ from tests.formats.megatron_files import (
 from tests.reshard import paper, twins
 from tests.reshard.plain import edited
 
-pytestmark = pytest.mark.long  # each writes and syncs several folders
 # one model of four layers; the others are there for their random states (test_megatron_random)
 CASES = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir() and not p.name.startswith("rng_"))
 MIXTURE = "td_full_moe_ep2"

@@ -181,7 +181,6 @@ LAYER = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672
 CUT, WHOLE = 80 * LAYER + 2 * 128256 * 8192, (2 * 80 + 1) * 8192
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -319,7 +318,6 @@ def test_a_table_of_many_ranks_is_cut(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(lines) == 2 + 32 + 2 and lines[-2] == "and 8 ranks more: --json has them all"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["tp=1,pp=2,dp=3,zero=1", "dp=1"])
 def test_a_picture(tmp_path: Path, mesh: str) -> None:
     from matplotlib.image import imread

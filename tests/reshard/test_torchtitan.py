@@ -125,7 +125,6 @@ def test_without_the_turns_of_llama3_the_order_is_another_one(
     }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("pieces", [(1,), (3,), (5,)], ids=str)
 def test_a_family_reads_it(

@@ -8,7 +8,6 @@ import pytest
 from megatron_ucp.core.mesh import Mesh
 from tests.reshard.synthetic import Layout, carried, different
 
-pytestmark = pytest.mark.long
 MESHES = {
     "an expert is cut more than attention": Mesh(tp=1, dp=4, ep=2, etp=2, zero=1),
     "cut more, in one run of experts": Mesh(tp=1, dp=4, ep=1, etp=2, zero=2),

@@ -27,7 +27,7 @@ from tests.formats.golden.megatron_deepspeed_folders import FOLDER, FOLDERS, OF_
 from tests.stock.megatron_deepspeed import BASE, TOKENS, Job
 from tests.stock.server import Server
 
-pytestmark = [pytest.mark.long, pytest.mark.ranks]
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 BESIDE = ROOT.parent / "shared/golden/megatron_deepspeed/sources_4efb479d.tar.gz"
 GIVEN = os.environ.get("MEGATRON_DEEPSPEED") or (str(BESIDE) if BESIDE.exists() else "")

@@ -19,7 +19,7 @@ from megatron_ucp.formats.registry import open_checkpoint
 from tests.stock.program import Job
 from tests.stock.server import Server
 
-pytestmark = [pytest.mark.long, pytest.mark.ranks]
+pytestmark = pytest.mark.ranks
 NEWEST = "0.19.2"
 ROOT = Path(__file__).parents[2]
 ALLOWED = 2e-6  # the order of additions

@@ -132,7 +132,6 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.long
 @given(VALUES)
 @settings(max_examples=300, deadline=None)
 def test_any_plain_value_comes_back(value: object) -> None:

@@ -114,7 +114,6 @@ def test_text_with_lone_surrogates_and_long_texts() -> None:
         assert [read(value, protocol) for protocol in PROTOCOLS] == [value] * 4
 
 
-@pytest.mark.long
 def test_many_memo_entries_and_shared_objects() -> None:
     shared = [1]
     value = [[text, shared] for text in map(str, range(70_000))]
@@ -490,7 +489,6 @@ def test_no_torch_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.long  # the optimizer imports seconds of torch
 def test_a_scheduler_of_torch() -> None:
     """MultiStepLR keeps its milestones in a Counter."""
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)

@@ -121,12 +121,7 @@ BOMBS: dict[str, bytes] = {
 }
 
 
-# freeing a tuple of that depth takes seconds
-LONG = {"deep tuple as key", "deep tuple as member"}
-CASES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in BOMBS]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BOMBS)
 def test_small_pickles_take_little_time_and_memory(name: str) -> None:
     start = time.perf_counter()
     tracemalloc.start()
