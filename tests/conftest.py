@@ -18,6 +18,7 @@ from tests.covering import DEFAULT_CASES
 from tests.object_server import MotoServer, ObjectServer
 from tests.processor_time import with_descendants
 from tests.ranks import ROOT, RankPool
+from tests.share import ALL
 
 if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are started
     from tests.engines.sources import Sources
@@ -182,6 +183,8 @@ def _leave_cases_out(items: list[pytest.Item], spent: dict[str, tuple[float, int
     least, and each commit other ones; `tests/run.sh all` takes all of them. A test says with
     `@pytest.mark.cases(2)` that it needs two of them, and with `@pytest.mark.cases()` that it needs
     all: pairs that cover what they are to cover, or answers that one job gives at once."""
+    if ALL:
+        return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("ranks") and not item.get_closest_marker("slow"):
