@@ -107,6 +107,7 @@ def expected(case: str) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.cases()
 def test_stock_files_go_on(ranks: RankPool, case: str) -> None:
     name, world, setup = CASES[case]
     job = next_losses
