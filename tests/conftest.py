@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import ops
+from tests import ops, raised
 from tests.covering import DEFAULT_CASES
 from tests.object_server import MotoServer, ObjectServer
 from tests.processor_time import with_descendants
@@ -211,6 +211,10 @@ def turn() -> int:
         said = subprocess.run(tree, capture_output=True, text=True, check=False).stdout.strip()
         os.environ["TESTS_TURN"] = str(int(said[:6] or "0", 16))
     return int(os.environ["TESTS_TURN"])
+
+
+def pytest_configure() -> None:
+    raised.record(lambda: os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0])
 
 
 def pytest_report_header() -> str:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests import raised
 from tests.connected import connect
 from tests.rank_reset import freeze_imports, take_down
 from tests.ranks import remove_buffers
@@ -93,6 +94,8 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
     if deepspeed.__version__ in patches.find("zero3_gathers_waited").versions:
         patches.apply("zero3_gathers_waited")
     results_without_a_manager()
+    job = [""]
+    raised.record(lambda: job[0])
     freeze_imports()
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -100,7 +103,7 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
             call = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        environment, folder = dict(os.environ), os.getcwd()
+        environment, folder, job[0] = dict(os.environ), os.getcwd(), call["function"]
         succeeded, answer = True, b""
         try:
             answer = pickle.dumps((True, run_job(**call)))
