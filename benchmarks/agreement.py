@@ -6,46 +6,164 @@ four real ranks and on paper for 64, 1,024 and 16,384.
 
 Four ranks over gloo attach, save, save beside training and load a small model at ZeRO-1 and ZeRO-3;
 what each receives and asks the file system for is counted. On paper there is a run of 10^12
-parameters (the mixture of `benchmarks.save`), and one of 405B at ZeRO-3: for each number of ranks
-the values that ranks tell each other are made, of every rank, and go along the package's own tree
-to rank 0, which receives most. A fake exchange counts the bytes, and the processor's clock what
-its Python takes, and that of another rank. Beside it stands what each rank received before, when
-values were gathered from all ranks, each padded to the longest. Writes
-benchmarks/results/agreement.json.
+parameters (`benchmarks.paper.mixture`), and one of 405B at ZeRO-3: for each number of ranks the
+values that ranks tell each other are made, of every rank, and go along the package's own tree to
+rank 0, which receives most. A fake exchange counts the bytes, and the processor's clock what its
+Python takes, and that of another rank. Beside it stands what each rank received before, when values
+were gathered from all ranks, each padded to the longest. Results:
+benchmarks/results/agreement.json, "Many ranks" in docs/reference/performance.md.
 """
 
 import argparse
-import json
+import builtins
+import os
 import pickle
 import random
-import resource
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from benchmarks.agreement_ranks import counts
-from benchmarks.machine import description
-from benchmarks.save import manifest
-from benchmarks.tool import claim
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from benchmarks import frame
+from benchmarks.paper import mixture
 from megatron_ucp.core.join_ranks import Stage
 from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.engines.background import SideGroup
 from megatron_ucp.formats.folder import Look
 from megatron_ucp.formats.manifest_beside import _Listed
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.fingerprint import JoinedSums
-from megatron_ucp.reshard.messages import Ranks, _children, packed, unpacked
-from tests.ranks import RankPool
+from megatron_ucp.reshard.messages import DefaultRanks, Ranks, _children, packed, unpacked
+from tests.engines.model import Setup, make_engine, train
 
-RESULTS = Path(__file__).parent / "results" / "agreement.json"
 REAL, SIZES = 4, (4, 64, 1024, 16384)
 MOST_BYTES, MOST_LOAD_S, MOST_SUMS_S, MOST_SUMS_BYTES = 2 * 10**6, 0.1, 1.0, 64 * 2**20
 LAYERS_405B, STATES = 126, ("master", "exp_avg", "exp_avg_sq")
 PER_LAYER = ("q", "k", "v", "o", "gate", "up", "down", "norm1", "norm2")
 FATES = {"attach": 4, "save": 9, "background save": 12, "load": 11}  # agreements without a value
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    paper = mixture()
+    places = stages(paper)
+    sizes = SIZES[:2] if options.tiny else SIZES
+    rows = [on_paper(world, paper, places) for world in sizes]
+    last = rows[-1]
+    own, busy = last["parts"]["its own place"], last["seconds of Python"]
+    sums_s, sums_bytes = busy["sums of 405B, rank 0"], last["sums of 405B, peak bytes"]
+    received = last["bytes received"].items()
+    return {
+        "real ranks": measured(options.folder),
+        "on paper": rows,
+        "claims": [
+            *(
+                frame.claim(f"bytes received, {what}", size - own, MOST_BYTES)
+                for what, size in received
+            ),
+            *(
+                frame.claim(f"seconds of Python, {what}", seconds, MOST_LOAD_S)
+                for what, seconds in busy.items()
+                if what.startswith("load")
+            ),
+            frame.claim("seconds of the sums of 405B", sums_s, MOST_SUMS_S),
+            frame.claim("peak bytes of the sums of 405B", sums_bytes, MOST_SUMS_BYTES),
+        ],
+    }
+
+
+# ---- real ranks
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Counts of real ranks: of each operation those of every rank."""
+    out: dict[str, Any] = {}
+    for zero in (1, 3):
+        found = frame.on_ranks(REAL, counts, zero, str(folder / str(zero)))
+        for what in found[0]:
+            names = found[0][what]
+            each = {name: [rank[what][name] for rank in found] for name in names}
+            out[f"{what}, ZeRO-{zero}"] = each
+    return out
+
+
+AGREEMENTS = ("lowest", "agreed", "delivered")
+
+
+def counts(zero: int, folder: str) -> dict[str, dict[str, int]]:
+    """Of this rank, by operation."""
+    setup, out = Setup(zero), Path(folder)
+    engine = make_engine(setup, attach=False)
+    found: dict[str, dict[str, int]] = {}
+    with counted(found, "attach"):
+        ucp.attach(engine)
+    train(engine, 1)
+    with counted(found, "save"):
+        engine.save_checkpoint(str(out / "one"))
+    beside = make_engine(setup, attach=False)
+    ucp.attach(beside, save="background")
+    train(beside, 1)
+    beside.save_checkpoint(str(out / "two"))  # which connects the ranks
+    ucp.wait(beside)
+    train(beside, 1)
+    with counted(found, "background save"):
+        beside.save_checkpoint(str(out / "two"))
+        ucp.wait(beside)
+    with counted(found, "load"):
+        ucp.load(engine, out / "one")
+    return found
+
+
+@contextmanager
+def counted(found: dict[str, dict[str, int]], what: str) -> Iterator[None]:
+    """Counts what is done inside, on this rank."""
+    count: Counter[str] = Counter()
+    stocks = {name: getattr(os, name) for name in ("stat", "lstat", "listdir", "scandir", "open")}
+
+    def counting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            count[name] += 1
+            return stock(*args, **kwargs)
+
+        return called
+
+    def moving(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(self: Any, sent: Any, sizes: Any) -> Any:
+            count["bytes"] += sum(sizes.values())
+            count["messages"] += len(sizes)
+            return stock(self, sent, sizes)
+
+        return moved
+
+    of_disk: dict[str, Any] = {name: counting(name, one) for name, one in stocks.items()}
+    of_ranks: dict[str, Any] = {name: counting(name, getattr(Ranks, name)) for name in AGREEMENTS}
+    dist.barrier()
+    with (
+        mock.patch.multiple(os, **of_disk),
+        mock.patch.object(builtins, "open", counting("open", builtins.open)),
+        mock.patch.object(DefaultRanks, "move", moving(DefaultRanks.move)),
+        mock.patch.object(SideGroup, "move", moving(SideGroup.move)),
+        mock.patch.multiple(Ranks, **of_ranks),
+    ):
+        yield
+    found[what] = {
+        "agreements": sum(count[name] for name in AGREEMENTS),
+        "messages received": count["messages"],
+        "bytes received": count["bytes"],
+        "opens": count["open"],
+        "stats": count["stat"] + count["lstat"],
+        "listings": count["listdir"] + count["scandir"],
+    }
+
+
+# ---- on paper
 
 
 class PaperRanks(Ranks):
@@ -100,18 +218,16 @@ def gathered(ranks: PaperRanks, value_of: Callable[[int], Any]) -> int:
 
 def stages(paper: Manifest) -> list[Stage]:
     """What the first rank of each place says of it at attach."""
-    where = [dict(buffer.share) for buffer in paper.buffers]
     by_name = paper.by_name
+    groups = len(paper.groups) // paper.mesh.pp
     out: list[Stage] = []
     for stage in range(paper.mesh.pp):
         for place in range(paper.mesh.ep):
-            own = [
-                buffer
-                for buffer, at in zip(paper.buffers, where, strict=True)
-                if at.get("pp") == stage and at.get("ep", place) == place
-            ]
-            params = tuple(by_name[one.param] for buffer in own for one in buffer.members)
-            out.append(Stage(params, tuple(own), paper.groups, (), (("pp", stage), ("ep", place))))
+            at = {"pp": stage, "ep": place}
+            buffers = [one for one in paper.buffers if at.items() >= dict(one.at).items()]
+            params = tuple(by_name[one.param] for buffer in buffers for one in buffer.members)
+            known = (params, tuple(buffers), paper.groups[:groups], ())
+            out.append(Stage(*known, (("pp", stage), ("ep", place))))
     return out
 
 
@@ -164,9 +280,9 @@ def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]
     fates.seconds = time.process_time() - started
     fate_bytes = fates.received / 100
     summed = PaperRanks(world)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    joined = summed.take(sums_405b, JoinedSums.join)
-    sums_peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    grown: list[int] = []
+    with frame.peak(grown, "RssAnon"):
+        joined = summed.take(sums_405b, JoinedSums.join)
     own_sums = len(pickle.dumps(sums_405b(1, 1)))
     entries = PaperRanks(world)
     entries.take(lambda first, n: [*map(_entry, range(first, first + n))], list.__add__)
@@ -198,7 +314,7 @@ def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]
             "attach": described.seconds,
             "sums of 405B, rank 0": summed.seconds,
         },
-        "sums of 405B, peak bytes": sums_peak,
+        "sums of 405B, peak bytes": grown[0],
         "sums": len(joined.copies),
     }
 
@@ -208,60 +324,5 @@ def _entry(rank: int) -> FileEntry:
     return FileEntry(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", 10**10, digest)
 
 
-def measured() -> dict[str, Any]:
-    """Counts of real ranks: of each operation those of the rank that has most, and of the last."""
-    pool = RankPool(REAL, gloo=True)
-    out: dict[str, Any] = {}
-    try:
-        for zero in (1, 3):
-            with tempfile.TemporaryDirectory() as folder:
-                found = pool.run(REAL, counts, zero, folder, timeout_s=300)
-            for what in found[0]:
-                out[f"{what}, ZeRO-{zero}"] = {
-                    name: [rank[what][name] for rank in found] for name in found[0][what]
-                }
-    finally:
-        pool.close()
-    return out
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
-    paper = manifest()
-    places = stages(paper)
-    rows = [on_paper(world, paper, places) for world in (SIZES[:2] if args.tiny else SIZES)]
-    last = rows[-1]
-    result = {
-        "real ranks": measured(),
-        "on paper": rows,
-        "machine": description(),
-        "claims": [
-            *(
-                claim(f"bytes received, {what}", size - last["parts"]["its own place"], MOST_BYTES)
-                for what, size in last["bytes received"].items()
-            ),
-            *(
-                claim(f"seconds of Python, {what}", seconds, MOST_LOAD_S)
-                for what, seconds in last["seconds of Python"].items()
-                if what.startswith("load")
-            ),
-            claim(
-                "seconds of the sums of 405B",
-                last["seconds of Python"]["sums of 405B, rank 0"],
-                MOST_SUMS_S,
-            ),
-            claim(
-                "peak bytes of the sums of 405B", last["sums of 405B, peak bytes"], MOST_SUMS_BYTES
-            ),
-        ],
-    }
-    print(json.dumps(result, indent=1))
-    if not args.tiny:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(frame.main("agreement"))

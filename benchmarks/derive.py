@@ -2,26 +2,21 @@
 memory, the size of the manifest, and a plan from one mesh of 1,024 ranks to another.
 
     python -m benchmarks.derive         # some minutes
-    python -m benchmarks.derive --tiny  # to see that it runs
+    python -m benchmarks.derive --tiny  # 16 ranks, to see that it runs
 
 One process is every rank in turn: its process groups are fake, and its model has no memory. What a
 rank does at `attach` is timed: asking its model, sending what it says, joining what all ranks say.
 Building groups and models is the program's own work, and not counted. A rank of each place that
-holds other parameters is asked; the other ranks say the same. Writes
-benchmarks/results/derive.json.
+holds other parameters is asked; the other ranks say the same. Results:
+benchmarks/results/derive.json, "Many ranks" in docs/reference/performance.md.
 """
 
 import argparse
-import json
 import pickle
-import re
 import resource
-import sys
 import time
-from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,10 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.machine import description
-from benchmarks.tool import claim
+from benchmarks import frame
+from benchmarks.paper import on_mesh
 from megatron_ucp.core.experts import expert_name
-from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.engines.megatron.model import (
@@ -43,13 +37,10 @@ from megatron_ucp.engines.megatron.model import (
     model_by_itself,
 )
 from megatron_ucp.families.family import Declared
-from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.writer import state_file
 from megatron_ucp.reshard.plan import of_manifests, paper_manifest
-from megatron_ucp.reshard.target import Conversion, target_manifest
 from tests.engines.hybrid_models import on_cpu
 
-RESULTS = Path(__file__).parent / "results" / "derive.json"
 PLAN_LIMIT_S = 10.0
 LAST_LAYERS = 1  # of 61, on the last stage; fifteen stages have four each
 # of the model's published configuration
@@ -69,6 +60,18 @@ DEEPSEEK_V3 = {
     "moe_ffn_hidden_size": 2048,
     "moe_shared_expert_intermediate_size": 2048,
     "moe_layer_freq": [0] * 3 + [1] * 58,
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "qk_layernorm": True,
+    "mtp_num_layers": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
 }
 VOCABULARY = 129280
 SOURCE, TARGET = (
@@ -89,60 +92,42 @@ TINY_MESHES = (
 )
 
 
-def main() -> int:
-    args = parse()
-    settings = {**DEEPSEEK_V3, **(TINY if args.tiny else {})}
-    source, target = TINY_MESHES if args.tiny else (SOURCE, TARGET)
-    asked = asked_ranks(source)
-    tables, seconds = [], []
-    for rank in asked:
-        table, took = said_by(rank, source, settings)
-        tables.append(table)
-        seconds.append(took)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    settings = {**DEEPSEEK_V3, **(TINY if options.tiny else {})}
+    source, target = TINY_MESHES if options.tiny else (SOURCE, TARGET)
+    # the first rank of each place that holds parameters of its own
+    ranks = sorted({source.rank_of(at, 0) for at in source.holding()})
+    tables, seconds = zip(*(said_by(rank, source, settings) for rank in ranks), strict=True)
     started = time.perf_counter()
-    whole = joined_tables(tables)
+    whole = joined_tables([*tables])
     joining_s = time.perf_counter() - started
-    result = {
+    return {
         "ranks": source.world,
         "parameters": len(whole),
         "elements": sum(torch.Size(one.shape).numel() for one in whole.values()),
-        "places asked": len(asked),
+        "places asked": len(ranks),
         "seconds of a rank's own model, most": max(seconds),
         "bytes that all ranks send": sum(len(pickle.dumps(table)) for table in tables),
         "seconds to join all": joining_s,
-        **planned(whole, (source, target)),
+        **planned(whole, source, target),
         "peak memory in bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "machine": description(),
     }
-    print(json.dumps(result, indent=1))
-    if not args.tiny:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
 
 
-def asked_ranks(mesh: Mesh) -> list[int]:
-    """The first rank of each place that holds parameters of its own."""
-    return sorted({mesh.rank_of(at, 0) for at in mesh.holding()})
-
-
-def planned(whole: DeclaredTable, meshes: tuple[Mesh, Mesh]) -> dict[str, Any]:
-    """The manifest of a run with these parameters on the first mesh, and what every rank of the
-    second one would read."""
+def planned(whole: DeclaredTable, source: Mesh, target: Mesh) -> dict[str, Any]:
+    """The manifest of a run with these parameters on one mesh, and what every rank of another one
+    would read."""
     experts = 1 + max(one.number for one in map(expert_name, whole) if one is not None)
     known = {name: with_expert(name, declared, experts) for name, declared in whole.items()}
     model = model_by_itself(known)
     paper = paper_manifest(model.family, model.sizes)
-    layers = in_a_row(known)
-    held = target_manifest(Conversion(paper, on_paper(meshes[0], layers), "", layers))
-    size = len(to_json(held).encode())
+    held = on_mesh(paper, source)
+    size_bytes = len(to_json(held).encode())
     started = time.perf_counter()
-    wanted = target_manifest(Conversion(paper, on_paper(meshes[1], layers), "", layers))
-    of_manifests(held, wanted, lambda slot: state_file(held, slot))
+    of_manifests(held, on_mesh(paper, target), lambda slot: state_file(held, slot))
     seconds = time.perf_counter() - started
-    return {
-        "manifest bytes": size,
-        "plan": claim(f"seconds of a plan from {meshes[0]} to {meshes[1]}", seconds, PLAN_LIMIT_S),
-    }
+    what = f"seconds of a plan from {source} to {target}"
+    return {"manifest bytes": size_bytes, "plan": frame.claim(what, seconds, PLAN_LIMIT_S)}
 
 
 def with_expert(name: str, declared: Declared, experts: int) -> Declared:
@@ -151,28 +136,7 @@ def with_expert(name: str, declared: Declared, experts: int) -> Declared:
     return declared if found is None else replace(declared, expert=(found.number, experts))
 
 
-def in_a_row(names: Iterable[str]) -> Layers:
-    """The embedding, each layer, and what comes after the last one, as a pipeline has them."""
-    of: dict[int, list[str]] = {}
-    for name in names:
-        found = re.match(r"decoder\.layers\.(\d+)\.", name)
-        first = 0 if name.startswith("embedding.") else sys.maxsize
-        of.setdefault(int(found[1]) + 1 if found else first, []).append(name)
-    held = [{name: f"{at}.{name}" for name in of[place]} for at, place in enumerate(sorted(of))]
-    known = {pipe: name for one in held for name, pipe in one.items()}
-    return Layers(tuple(held), known, frozenset())
-
-
-def on_paper(mesh: Mesh, layers: Layers) -> Target:
-    """A mesh whose stages have as many layers each, the first ones rounded up."""
-    count = len(layers.held) - 2
-    most = -(-count // mesh.pp)
-    own = [min(most, count - most * stage) for stage in range(mesh.pp)]
-    own[0], own[-1] = own[0] + 1, own[-1] + 1
-    return Target(mesh, dtype="bfloat16", stages=tuple(own)).completed({})
-
-
-# ------------------------------------------------ a rank that is not there
+# ---- a rank that is not there
 
 
 def said_by(rank: int, mesh: Mesh, settings: dict[str, Any]) -> tuple[DeclaredTable, float]:
@@ -223,18 +187,6 @@ def built(mesh: Mesh, settings: dict[str, Any]) -> Any:
 
     config = MLATransformerConfig(
         **settings,
-        multi_latent_attention=True,
-        rope_type="rope",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        qk_layernorm=True,
-        mtp_num_layers=1,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="allgather",
         use_cpu_initialization=True,
         perform_initialization=False,
         tensor_model_parallel_size=mesh.tp,
@@ -270,13 +222,5 @@ def built(mesh: Mesh, settings: dict[str, Any]) -> Any:
         )
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tiny", action="store_true", help="16 ranks; nothing is written")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(frame.main("derive"))

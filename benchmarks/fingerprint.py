@@ -8,15 +8,13 @@ A core sums what memory holds in one piece, and rows of a matrix that a tensor-p
 between others. Beside it the bound: isal's CRC-32 of one piece, of the same memory and in the
 core's cache. The share of a save is the seconds in the fingerprint's own code over all, that of a
 load what it takes longer than one of the same files without a fingerprint; of the rank that takes
-longest. Writes benchmarks/results/fingerprint.json.
+longest. Results: benchmarks/results/fingerprint.json, "Loads" in docs/reference/performance.md.
 """
 
 import argparse
 import json
 import os
 import shutil
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from math import prod
@@ -27,10 +25,9 @@ import torch
 import torch.distributed as dist
 from isal.isal_zlib import crc32
 
-from benchmarks.cases import Mesh
-from benchmarks.machine import description
-from benchmarks.model import TINY
-from benchmarks.tool import claim
+import megatron_ucp as ucp
+from benchmarks import frame
+from benchmarks.model import SIZES, Mesh, close, make_engine, train_step
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.layout import Replicate, Shard
 from megatron_ucp.core.manifest import FILE_NAME, FINGERPRINT, Manifest, ParamGroup, ParamSpec
@@ -38,55 +35,38 @@ from megatron_ucp.core.mesh import Mesh as WholeMesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.reshard.fingerprint import sums_of
-from tests.ranks import RankPool
 
-RANKS, RESULTS = 2, Path(__file__).parent / "results" / "fingerprint.json"
-ROWS_LIMIT_GBS, LOAD_LIMIT, SAVE_LIMIT = 10.0, 0.03, 0.01
+RANKS, ROWS_LIMIT_GBS, LOAD_LIMIT, SAVE_LIMIT = 2, 10.0, 0.03, 0.01
 CACHE_BYTES = 2**18
 # what a rank of tp=2 has: bytes of a run, and how many
 CUTS = {"rows of 3 KB": (3072, 16384), "rows of 12 KB": (12288, 4096), "runs of 64 B": (64, 65536)}
 
 
-def main() -> int:
-    args = parse()
-    speeds = {what: round(value, 2) for what, value in speeds_of(args.repetitions).items()}
-    folder = Path(tempfile.mkdtemp(prefix="fingerprint_", dir=args.folder))
-    pool = RankPool(RANKS, gloo=True)
-    try:
-        size = TINY if args.tiny else {}
-        call = (measured_shares, str(folder), size, args.repetitions)
-        found = pool.run(RANKS, *call, timeout_s=1000)
-    finally:
-        pool.close()
-        shutil.rmtree(folder)
-    shares = {what: max(one[what] for one in found) for what in found[0]}
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    speeds = {what: round(value, 2) for what, value in speeds_of(options.repetitions).items()}
+    size = SIZES["tiny" if options.tiny else "124M"]
+    call = (measured_shares, str(options.folder), size, options.repetitions)
+    found = frame.on_ranks(RANKS, *call)
+    load, save = (max(one[what] for one in found) for what in ("load", "save"))
     claims = [
-        claim("a load, on top of one by checksums alone", shares["load"], LOAD_LIMIT),
-        claim("a save's seconds in the fingerprint", shares["save"], SAVE_LIMIT),
+        frame.claim("a load, on top of one by checksums alone", load, LOAD_LIMIT),
+        frame.claim("a save's seconds in the fingerprint", save, SAVE_LIMIT),
     ]
-    for what, value in speeds.items():
-        print(f"{what:36} {value:6.2f} GB/s")
-    for one in claims:
-        print(one)
     met = speeds["rows of 3 KB"] >= ROWS_LIMIT_GBS
-    print(f"rows of 3 KB, at least {ROWS_LIMIT_GBS} GB/s: {'met' if met else 'MISSED'}")
-    if not args.tiny:
-        out = {"GB/s": speeds, "rows met": met, "claims": claims, "machine": description()}
-        RESULTS.write_text(json.dumps(out, indent=1) + "\n")
-    return 0
+    return {"GB/s": speeds, "rows met": met, "claims": claims}
 
 
-# ------------------------------------------------ one core
+# ---- one core
 
 
 def speeds_of(repetitions: int) -> dict[str, float]:
     """Gigabytes a second, the best of some repetitions."""
     whole = torch.rand(12 * 2**20)
     data: Any = whole.view(torch.uint8).numpy()
+    in_cache = frame.best(9 * repetitions, lambda: crc32(data[:CACHE_BYTES]))
     out = {
-        "bound: one piece in the cache": CACHE_BYTES
-        / best(lambda: crc32(data[:CACHE_BYTES]), 9 * repetitions),
-        "bound: one piece in memory": data.nbytes / best(lambda: crc32(data), repetitions),
+        "bound: one piece in the cache": CACHE_BYTES / in_cache,
+        "bound: one piece in memory": data.nbytes / frame.best(repetitions, lambda: crc32(data)),
         "one piece": summed((len(whole),), Replicate(), whole, repetitions),
     }
     for what, (size_bytes, count) in CUTS.items():
@@ -108,22 +88,13 @@ def summed(shape: tuple[int, ...], layout: Any, own: torch.Tensor, repetitions: 
     )
     (held, *_) = manifest.cuts_of(buffer)
     wants = [(Slot(0, held, 0, "fp32"), "fp32")]
-    return own.nbytes / best(
-        lambda: sums_of(manifest, wants, lambda _, first, last: own[first:last]), repetitions
+    seconds = frame.best(
+        repetitions, lambda: sums_of(manifest, wants, lambda _, first, last: own[first:last])
     )
+    return own.nbytes / seconds
 
 
-def best(call: Callable[[], Any], repetitions: int) -> float:
-    """Seconds of the fastest of several calls."""
-    seconds: list[float] = []
-    for _ in range(repetitions):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
-# ------------------------------------------------ on the ranks
+# ---- on the ranks
 
 
 class Watched:
@@ -149,10 +120,8 @@ def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict
     """Of a direct save the seconds in the fingerprint over all, the smallest share of some
     repetitions, as others may work on the machine. Of a load what it takes longer, as a share,
     than one of the same files without a fingerprint, by medians: that one compares checksums."""
-    import megatron_ucp as ucp
-    from benchmarks.model import close, make_engine, train_step
     from megatron_ucp.engines import pt_files
-    from megatron_ucp.engines import save as frame
+    from megatron_ucp.engines import save as common
     from megatron_ucp.engines.deepspeed import save as saves
 
     mesh = Mesh(1)
@@ -163,8 +132,8 @@ def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict
         (saves, "parts_of_memory"),
         (pt_files, "known_sums"),
         (pt_files, "sums_of_parts"),
-        (frame, "joined_sums"),
-        (frame, "table_of"),
+        (common, "joined_sums"),
+        (common, "table_of"),
     )
     saved: list[float] = []
     for _ in range(repetitions):
@@ -174,15 +143,13 @@ def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict
     if dist.get_rank() == 0:
         without_fingerprint(Path(folder, "with"), Path(folder, "without"))
     dist.barrier()
-    loaded: dict[str, list[float]] = {"with": [], "without": []}
-    for number in range(2 * repetitions):
-        tag = ("with", "without")[number % 2]
-        started = time.perf_counter()
-        ucp.load(engine, folder, tag=tag)
-        loaded[tag].append(time.perf_counter() - started)
+    ways = {
+        "with": lambda: ucp.load(engine, folder, tag="with"),
+        "without": lambda: ucp.load(engine, folder, tag="without"),
+    }
+    loaded = frame.medians(frame.in_turns(ways, repetitions))
     close(engine, mesh)
-    with_, without = (statistics.median(each) for each in loaded.values())
-    return {"save": min(saved), "load": with_ / without - 1}
+    return {"save": min(saved), "load": loaded["with"] / loaded["without"] - 1}
 
 
 def without_fingerprint(tag: Path, copy: Path) -> None:
@@ -194,15 +161,5 @@ def without_fingerprint(tag: Path, copy: Path) -> None:
     (copy / FILE_NAME).write_text(json.dumps(manifest))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="a small model; nothing is written")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint goes for a while")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(frame.main("fingerprint"))

@@ -6,75 +6,64 @@ needs: 124 million parameters, two ranks.
 
 The folder is an export in fp32 of a save of the same model. `floor` reads as many bytes as a rank
 has of the masters, once, into fresh memory. What ZeRO-1 has to do then, whoever loads, is shown
-beside it: each rank gets the weights that the other one steps. Ratios are of medians of one run,
-interleaved, the page cache warm. Writes benchmarks/results/import_hf.json.
+beside it: each rank gets the weights that the other one steps. The page cache is warm. Results:
+benchmarks/results/import_hf.json, "Hugging Face" in docs/reference/performance.md.
 """
 
 import argparse
-import json
-import shutil
-import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import load_ranks
-from benchmarks.cases import TP1Z1, TP2Z1, Mesh
-from benchmarks.machine import description
-from benchmarks.model import HEADS, TINY
-from benchmarks.tool import claim
-from tests.ranks import RankPool
+import torch.distributed as dist
 
-RANKS, RESULTS, LIMIT = 2, Path(__file__).parent / "results" / "import_hf.json", 1.3
-SMALL = TINY | {"width": 8 * HEADS}  # GPT-2 has as many elements as its heads have together
+import megatron_ucp as ucp
+from benchmarks import frame
+from benchmarks.load import TP1Z1, TP2Z1, Loads, saved
+from benchmarks.model import SIZES, Mesh, close, family
 
-
-def main() -> int:
-    args = parse()
-    size, rows, seconds = SMALL if args.tiny else {}, list[dict[str, Any]](), dict[str, Any]()
-    folder = Path(tempfile.mkdtemp(prefix="import_hf_", dir=args.folder))
-    pool = RankPool(RANKS, gloo=True)
-    try:
-        for mesh in (TP1Z1, TP2Z1):
-            pool.run(RANKS, load_ranks.save, str(folder), mesh, size, timeout_s=600)
-            found = pool.run(
-                RANKS,
-                load_ranks.measure_weights,
-                str(folder),
-                mesh,
-                size,
-                args.repetitions,
-                timeout_s=600,
-            )[0]
-            rows.append(evaluated(mesh, found))
-            seconds[str(mesh)] = found
-    finally:
-        pool.close()
-        shutil.rmtree(folder)
-    result = {"ratios": rows, "seconds": seconds, "ranks": RANKS, "machine": description()}
-    if not args.tiny:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if args.tiny or all(row["met"] for row in rows) else 1
+RANKS, LIMIT = 2, 1.3
 
 
-def evaluated(mesh: Mesh, found: dict[str, list[float]]) -> dict[str, Any]:
-    """The ratio of medians, printed too."""
-    load, floor, both = (
-        statistics.median(found[name]) for name in ("load", "floor", "floor and exchange")
-    )
-    row = claim(f"load into {mesh} / floor", load / floor, LIMIT)
-    more = f"{load / both:.2f} of the floor with the exchange of weights"
-    print(f"{row['what']}: {load / floor:.2f} (at most {LIMIT}); {load:.2f} s, {more}")
-    return {**row, "over_floor_and_exchange": load / both}
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Of two meshes."""
+    folder, size = str(options.folder), SIZES["tiny" if options.tiny else "124M"]
+    rows, seconds = list[dict[str, Any]](), dict[str, Any]()
+    frame.on_ranks(RANKS, saved, folder, (TP1Z1, TP2Z1), size)
+    for mesh in (TP1Z1, TP2Z1):
+        found = frame.on_ranks(RANKS, measure_mesh, folder, mesh, size, options.repetitions)[0]
+        (row,) = frame.claims_of(found, [(f"load into {mesh} / floor", "load", "floor", LIMIT)])
+        middle = frame.medians(found)
+        row["over_floor_and_exchange"] = middle["load"] / middle["floor and exchange"]
+        rows.append(row)
+        seconds[str(mesh)] = found
+    return {"ratios": rows, "seconds": seconds, "ranks": RANKS}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, nothing is written")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--folder", help="for the checkpoints; default: the temporary folder")
-    return parser.parse_args()
+def measure_mesh(folder: str, mesh: Mesh, size: dict[str, int], repetitions: int) -> frame.Seconds:
+    """Seconds of loads from a Hugging Face folder of the mesh's own save, in fp32, and of one
+    reading of as many bytes of it."""
+    weights = Path(folder, f"{mesh}_hf")
+    if dist.get_rank() == 0:
+        ucp.export_hf(Path(folder, str(mesh)), weights, dtype="float32")
+    loads = Loads(folder, mesh, size)
+    size_bytes = loads.needed_bytes() // 3  # masters alone
+
+    def floor() -> None:
+        frame.read_once([weights / "model.safetensors"], size_bytes)
+
+    def floor_and_exchange() -> None:
+        floor()
+        loads.exchange()
+
+    ways = {
+        "floor": floor,
+        "floor and exchange": floor_and_exchange,
+        "load": lambda: ucp.load(loads.engine, weights, family=family(mesh)),
+    }
+    seconds = frame.in_turns(ways, repetitions, before=loads.clear)
+    close(loads.engine, mesh)
+    return seconds
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(frame.main("import_hf"))

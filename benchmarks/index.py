@@ -1,6 +1,6 @@
 """Opening the index of a checkpoint of Megatron-core with as many chunks as a save of thousands of
 ranks has: seconds of processor time, and peak memory, of the rank that reads it and of those to
-which it is sent.
+which it is sent. A tool that compares two commits: no page shows its figures.
 
     python -m benchmarks.index         # two minutes
     python -m benchmarks.index --tiny  # to see that it runs
@@ -11,125 +11,108 @@ measurement is a process of its own. Writes benchmarks/results/index.json.
 """
 
 import argparse
-import json
 import pickle
 import random
 import resource
 import shutil
 import struct
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import description
-from benchmarks.tool import claim
+from benchmarks import frame
 from megatron_ucp.core.box import Ints, flat_boxes
 
-RESULTS = Path(__file__).parent / "results" / "index.json"
-SMALL_FILES = Path("tests/formats/golden/megatron/td_full_tp2dp2/iter_0000003")
+SMALL_FILES = frame.ROOT / "tests/formats/golden/megatron/td_full_tp2dp2/iter_0000003"
 LAYERS, EXPERTS, HIDDEN, EXPERT_HIDDEN, VOCABULARY = 64, 128, 8192, 5120, 128000
-FILES = 2048
-STATES = (
-    "",
-    "optimizer.state.fp32_param.",
-    "optimizer.state.exp_avg.",
-    "optimizer.state.exp_avg_sq.",
-)
-ONE_S, OTHERS_S, ONE_BYTES, OTHERS_BYTES = 10.0, 1.0, 10**9, 3 * 10**8
-# chunks of a parameter of a state: 1.2 million, and 5 million
-MANY, MORE = 18, 72
+FILES, EXPERT = 2048, "decoder.layers.mlp.experts.experts"
+PREFIX = "optimizer.state."
+STATES = ("", f"{PREFIX}fp32_param.", f"{PREFIX}exp_avg.", f"{PREFIX}exp_avg_sq.")
+# chunks of a parameter of a state: 1.2 million chunks, and 5 million
+CUTS = {"many": 18, "more": 72}
+# seconds and bytes of the rank that reads, and of another one
+LIMITS = {"reads": ("read", 10.0, 10**9), "is told": ("told", 1.0, 3 * 10**8)}
 
 
-def main() -> int:
-    args = parse()
-    if args.job:
-        print(json.dumps(JOBS[args.job](Path(args.folder))))
-        return 0
-    layers, experts = (2, 4) if args.tiny else (LAYERS, EXPERTS)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    layers, experts = (2, 4) if options.tiny else (LAYERS, EXPERTS)
     result: dict[str, Any] = {}
+    for what, cuts in CUTS.items():
+        folder = options.folder / what
+        count = write_folder(folder, layers, experts, 4 if options.tiny else cuts)
+        result[what] = {"chunks": count, "bytes": (folder / ".metadata").stat().st_size}
+        for job in (read, told):
+            result[what][job.__name__] = frame.alone(job, folder).value
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="index_") as name:
-        for what, cuts in (("many", MANY), ("more", MORE)):
-            folder = Path(name, what)
-            count = write_folder(folder, layers, experts, 4 if args.tiny else cuts)
-            size = (folder / ".metadata").stat().st_size
-            result[what] = {"chunks": count, "bytes": size}
-            for job in JOBS:
-                result[what][job] = measured(job, folder)
-        found = result["many"]
-        rows = [
-            claim("seconds of the rank that reads", found["read"]["seconds"], ONE_S),
-            claim("memory of the rank that reads", found["read"]["peak_bytes"], ONE_BYTES),
-            claim("seconds of a rank that is told", found["told"]["seconds"], OTHERS_S),
-            claim("memory of a rank that is told", found["told"]["peak_bytes"], OTHERS_BYTES),
-        ]
-    result |= {"claims": rows, "machine": description()}
-    print(json.dumps(result, indent=1))
-    if not args.tiny:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    for who, (job, seconds, size_bytes) in LIMITS.items():
+        found = result["many"][job]
+        rows.append(frame.claim(f"seconds of the rank that {who}", found["seconds"], seconds))
+        rows.append(frame.claim(f"memory of the rank that {who}", found["peak_bytes"], size_bytes))
+    return {**result, "claims": rows}
 
 
-def measured(job: str, folder: Path) -> dict[str, Any]:
-    """What a process of its own says of a job."""
-    command = [sys.executable, "-m", "benchmarks.index", "--job", job, "--folder", str(folder)]
-    found = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return json.loads(found.stdout)
-
-
-# ------------------------------------------------ jobs
+# ---- what the measured processes do
 
 clock = time.process_time  # of this process alone: other work on the machine is not counted
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Of the rank that reads the file: it opens the folder, and sends the arrays."""
+def read(name: str) -> Callable[[], dict[str, Any]]:
+    """The rank that reads the file opens the folder, and sends the arrays."""
     from megatron_ucp.formats.folder import LocalFolder
     from megatron_ucp.formats.megatron.index import check_files, parsed_index
 
-    started = clock()
-    opened = LocalFolder(folder)
-    index = parsed_index((folder / ".metadata").read_bytes(), str(folder / ".metadata"))
-    parsed_s = clock() - started
-    check_files(opened, index)
-    checked_s = clock() - started
-    data = pickle.dumps(index)
-    sent_s = clock() - started
-    (folder / "told").write_bytes(data)
-    found = opened_as(index, opened)
-    return {
-        "seconds parsed": parsed_s,
-        "seconds with the files": checked_s,
-        "seconds with what is sent": sent_s,
-        "bytes sent": len(data),
-        "seconds": sent_s + found["seconds"],
-        "opened": found,
-        "peak_bytes": peak_bytes(),
-    }
+    def call() -> dict[str, Any]:
+        folder, started = Path(name), clock()
+        opened = LocalFolder(folder)
+        index = parsed_index((folder / ".metadata").read_bytes(), str(folder / ".metadata"))
+        parsed_s = clock() - started
+        check_files(opened, index)
+        checked_s = clock() - started
+        data = pickle.dumps(index)
+        sent_s = clock() - started
+        (folder / "told").write_bytes(data)
+        found = opened_as(index, opened)
+        return {
+            "seconds parsed": parsed_s,
+            "seconds with the files": checked_s,
+            "seconds with what is sent": sent_s,
+            "bytes sent": len(data),
+            "seconds": sent_s + found["seconds"],
+            "opened": found,
+            "peak_bytes": peak_bytes(),
+        }
+
+    return call
 
 
-def told(folder: Path) -> dict[str, Any]:
-    """Of another rank, which gets the arrays."""
+def told(name: str) -> Callable[[], dict[str, Any]]:
+    """Another rank gets the arrays."""
     from megatron_ucp.formats.folder import LocalFolder
     from megatron_ucp.formats.megatron import index as of_arrays
 
-    data = (folder / "told").read_bytes()
-    started = clock()
-    index: of_arrays.Index = pickle.loads(data)  # which this benchmark wrote
-    got_s = clock() - started
-    found = opened_as(index, LocalFolder(folder))
-    return {
-        "seconds unpickled": got_s,
-        "seconds": got_s + found["seconds"],
-        "opened": found,
-        "peak_bytes": peak_bytes(),
-    }
+    def call() -> dict[str, Any]:
+        data = Path(name, "told").read_bytes()
+        started = clock()
+        index: of_arrays.Index = pickle.loads(data)  # which this benchmark wrote
+        got_s = clock() - started
+        found = opened_as(index, LocalFolder(Path(name)))
+        return {
+            "seconds unpickled": got_s,
+            "seconds": got_s + found["seconds"],
+            "opened": found,
+            "peak_bytes": peak_bytes(),
+        }
+
+    return call
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def opened_as(index: Any, folder: Any) -> dict[str, Any]:
@@ -182,15 +165,7 @@ def opened_as(index: Any, folder: Any) -> dict[str, Any]:
     }
 
 
-JOBS = {"read": read, "told": told}
-
-
-def peak_bytes() -> int:
-    """The most memory that this process had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-# ------------------------------------------------ the folder
+# ---- the folder
 
 
 def write_folder(folder: Path, layers: int, experts: int, cuts: int) -> int:
@@ -221,43 +196,32 @@ def drawn(
     draw: random.Random, layers: int, experts: int, cuts: int
 ) -> Iterator[tuple[str, Ints, Sequence[tuple[Ints, Ints]]]]:
     """The key of each weight, its shape, and the first element and shape of each chunk."""
-    prefix = "decoder.layers."
-    stacked = {
-        "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
-        "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
-        "input_layernorm.weight": (HIDDEN,),
-        "pre_mlp_layernorm.weight": (HIDDEN,),
-        "mlp.router.weight": (experts, HIDDEN),
+    a_layer, an_expert = (layers,), (layers, experts)
+    tensors: dict[str, tuple[Ints, Ints]] = {  # how many are stacked, and the shape of each
+        "decoder.layers.self_attention.linear_qkv.weight": (a_layer, (3 * HIDDEN, HIDDEN)),
+        "decoder.layers.self_attention.linear_proj.weight": (a_layer, (HIDDEN, HIDDEN)),
+        "decoder.layers.input_layernorm.weight": (a_layer, (HIDDEN,)),
+        "decoder.layers.pre_mlp_layernorm.weight": (a_layer, (HIDDEN,)),
+        "decoder.layers.mlp.router.weight": (a_layer, (experts, HIDDEN)),
+        f"{EXPERT}.linear_fc1.weight": (an_expert, (2 * EXPERT_HIDDEN, HIDDEN)),
+        f"{EXPERT}.linear_fc2.weight": (an_expert, (HIDDEN, EXPERT_HIDDEN)),
+        "embedding.word_embeddings.weight": ((), (VOCABULARY, HIDDEN)),
+        "output_layer.weight": ((), (VOCABULARY, HIDDEN)),
+        "decoder.final_layernorm.weight": ((), (HIDDEN,)),
     }
-    mixture = {
-        "linear_fc1.weight": (2 * EXPERT_HIDDEN, HIDDEN),
-        "linear_fc2.weight": (HIDDEN, EXPERT_HIDDEN),
-    }
-    for name, shape in stacked.items():
+    for name, (stack, shape) in tensors.items():
+        ones = (1,) * len(stack)
         boxes = [
-            ((layer, *start), (1, *size))
-            for layer in range(layers)
+            ((*place, *start), (*ones, *size))
+            for place in product(*map(range, stack))
             for start, size in cut(draw, shape, cuts)
         ]
-        yield prefix + name, (layers, *shape), boxes
-    for name, shape in mixture.items():
-        boxes = [
-            ((layer, expert, *start), (1, 1, *size))
-            for layer in range(layers)
-            for expert in range(experts)
-            for start, size in cut(draw, shape, cuts)
-        ]
-        yield f"{prefix}mlp.experts.experts.{name}", (layers, experts, *shape), boxes
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        yield name, (VOCABULARY, HIDDEN), [*cut(draw, (VOCABULARY, HIDDEN), cuts)]
-    yield "decoder.final_layernorm.weight", (HIDDEN,), [*cut(draw, (HIDDEN,), cuts)]
+        yield name, (*stack, *shape), boxes
 
 
 def cut(draw: random.Random, shape: Ints, cuts: int) -> Iterator[tuple[Ints, Ints]]:
     """A tensor in runs of its elements, as partitions own them, each in blocks."""
-    elems = 1
-    for size in shape:
-        elems *= size
+    elems = prod(shape)
     runs = max(1, cuts * 2 // 5) if len(shape) > 1 else cuts  # a run is up to three blocks
     borders = [0, *sorted(draw.sample(range(1, elems), runs - 1)), elems]
     for low, high in pairwise(borders):
@@ -327,22 +291,22 @@ class IndexWriter:
         self._count += 1
         return b"\x94"
 
-    def _get(self, key: Any, made: bytes) -> bytes | None:
-        """A reference to what was made before; None for what is made now."""
+    def _get(self, key: Any) -> bytes:
+        """A reference to what was made before; nothing for what is made now."""
         known = self._memo.get(key)
         if known is None:
-            return None
+            return b""
         return b"h" + bytes([known]) if known < 256 else b"j" + struct.pack("<I", known)
 
     def _text(self, text: str) -> bytes:
-        if (known := self._get(text, b"")) is not None:
+        if known := self._get(text):
             return known
         self._memo[text] = self._count
         data = text.encode()
         return b"\x8c" + bytes([len(data)]) + data + self._put()
 
     def _class(self, module: str, name: str) -> bytes:
-        if (known := self._get((module, name), b"")) is not None:
+        if known := self._get((module, name)):
             return known
         code = self._text(module) + self._text(name) + b"\x93"
         self._memo[module, name] = self._count
@@ -352,14 +316,11 @@ class IndexWriter:
         return self._class(module, name) + b")\x81"
 
     def _size(self, value: Ints) -> bytes:
-        if (known := self._get(value, b"")) is not None:
+        if known := self._get(value):
             return known
         code = self._class("torch", "Size") + (b"(" if len(value) > 3 else b"")
-        code += (
-            b"".join(map(number, value))
-            + (b")", b"\x85", b"\x86", b"\x87", b"t")[min(len(value), 4)]
-        )
-        code += self._put() + b"\x85" + self._put() + b"R"
+        end = (b")", b"\x85", b"\x86", b"\x87", b"t")[min(len(value), 4)]
+        code += b"".join(map(number, value)) + end + self._put() + b"\x85" + self._put() + b"R"
         self._memo[value] = self._count
         return code + self._put()
 
@@ -376,15 +337,5 @@ def number(value: int) -> bytes:
     return b"\x8a" + bytes([len(data)]) + data
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tiny", action="store_true", help="few chunks; nothing is written")
-    parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(frame.main("index"))

@@ -5,404 +5,364 @@ million parameters, two ranks; four for the mixture of experts.
     python -m benchmarks.load --suites tensor       # also `data` (ZeRO), `pipeline`, `experts`
     python -m benchmarks.load --tiny --repetitions 2  # to see that it runs
 
-Every ratio is of medians of one run in the same processes, the repetitions interleaved, the page
-cache warm. Bytes are counted by strace and memory is read from /proc, both from outside of the
-ranks. Writes benchmarks/results/load.json.
+The page cache is warm. Bytes are counted by strace and memory is read from /proc, both by other
+processes. `floor` is one reading of as many bytes as a rank needs. Results:
+benchmarks/results/load.json, "Loads" in docs/reference/performance.md.
 """
 
 import argparse
-import json
-import re
 import shutil
-import signal
 import statistics
-import subprocess
-import tempfile
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import load_ranks
-from benchmarks.cases import RANKS, SUITES, Mesh, Pair, meshes, targets
-from benchmarks.load_ranks import status
-from benchmarks.machine import description
-from benchmarks.model import TINY
-from tests.ranks import RankPool, RanksFailed
+import torch
+import torch.distributed as dist
 
-TIMEOUT_S = 3000
-RESULTS = Path(__file__).parent / "results" / "load.json"
-EXTRA_BYTES = 64 * 2**20
-# what, numerator, denominator, "at most" or "at least", limit
-Claim = tuple[str, str, str, str, float | None]
+import megatron_ucp as ucp
+from benchmarks import frame
+from benchmarks.model import SIZES, Mesh, close, family, make_engine, train_step
+from benchmarks.tool import stock_universal
+from megatron_ucp.engines.deepspeed.optimizer import broadcast_each
+from tests.ranks import RanksFailed
 
-
-def claims(pairs: tuple[Pair, ...]) -> list[Claim]:
-    out: list[Claim] = []
-    for pair in pairs:
-        for more, checked, load, convert in (
-            ("", "", pair.load, pair.convert),
-            (", checksums compared", " checked", None, None),
-        ):
-            ours, stock = f"ucp {pair}{checked}", f"stock {pair.target}"
-            what = f"load {pair} / stock load of {pair.target}{more}"
-            out.append((what, ours, stock, "at most", load))
-            if pair.floor is not None:
-                floor, limit = f"floor {pair.target}", None if checked else pair.floor
-                out.append((f"load {pair} / floor{more}", ours, floor, "at most", limit))
-                both = f"floor and exchange {pair.target}"
-                out.append((f"load {pair} / {both}{more}", ours, both, "at most", None))
-            if pair.converts:
-                what = f"stock convert + load / load, {pair}{more}"
-                out.append((what, f"stock both {pair}", ours, "at least", convert))
-    return out
-
-
-def ratios(
-    pairs: tuple[Pair, ...], seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]]
-) -> list[dict[str, Any]]:
-    """Each claim's ratio of medians, the smallest and largest one of one repetition, that of
-    processor seconds."""
-    for pair in pairs:
-        if pair.converts:
-            seconds[f"stock both {pair}"] = [
-                a + b
-                for a, b in zip(
-                    seconds[f"stock convert {pair}"],
-                    seconds[f"stock universal {pair}"],
-                    strict=True,
-                )
-            ]
-    out: list[dict[str, Any]] = []
-    for what, top, bottom, kind, limit in claims(pairs):
-        each = [a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)]
-        value = statistics.median(seconds[top]) / statistics.median(seconds[bottom])
-        met = None if limit is None else value <= limit if kind == "at most" else value >= limit
-        cpu = [
-            statistics.median(cpu_seconds[name]) if name in cpu_seconds else None
-            for name in (top, bottom)
-        ]
-        out.append(
-            {
-                "what": what,
-                "ratio": value,
-                "spread": [min(each), max(each)],
-                "limit": limit,
-                "kind": kind,
-                "met": met,
-                "cpu_ratio": cpu[0] / cpu[1] if cpu[0] and cpu[1] else None,
-            }
-        )
-    return out
-
-
-# ---- from outside: bytes ----
-
-TRACED = "trace=openat,read,readv,pread64,preadv,preadv2,mmap,sendfile,copy_file_range"
-CALL = re.compile(r"^\d+ +(?P<call>\w+)\((?P<rest>.*)\) += (?P<result>-?\d+|0x[0-9a-f]+)")
-
-
-def bytes_read(
-    pool: RankPool, run: Callable[[], None], folder: Path, marker: str
-) -> list[int | None]:
-    """Bytes of the files under `folder` that each rank reads between its markers; None without
-    strace."""
-    ranks = pool.size
-    pool.run(ranks, load_ranks.status, "VmRSS")  # the workers exist now
-    if shutil.which("strace") is None:
-        run()
-        return [None] * ranks
-    logs = [Path(f"{marker}.strace.{rank}") for rank in range(ranks)]
-    watchers = [
-        subprocess.Popen(
-            ["strace", "-f", "-y", "-e", TRACED, "-o", str(log), "-p", str(pid)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for log, pid in zip(logs, pool.pids(), strict=True)
-    ]
-    try:
-        for watcher in watchers:  # it says so when it has attached
-            if watcher.stderr is None or "attached" not in watcher.stderr.readline():
-                return [None] * ranks
-            threading.Thread(target=watcher.stderr.read, daemon=True).start()
-        run()
-    finally:
-        for watcher in watchers:
-            watcher.send_signal(signal.SIGINT)
-            watcher.wait()
-    return [
-        count_bytes(
-            log.read_text(errors="replace"),
-            str(folder),
-            f"{marker}.begin.{rank}",
-            f"{marker}.end.{rank}",
-        )
-        for rank, log in enumerate(logs)
-    ]
-
-
-def count_bytes(log: str, folder: str, begin: str, end: str) -> int:
-    """Sums what the calls of an strace log (-f -y) returned for files of `folder`; a mapping counts
-    with its length."""
-    # a call that another thread interrupted stands on two lines
-    halves: dict[str, str] = {}
-    total, inside = 0, False
-    for line in log.splitlines():
-        pid = line.split(" ", 1)[0]
-        if line.endswith("<unfinished ...>"):
-            halves[pid] = line.removesuffix("<unfinished ...>")
-            continue
-        if " resumed>" in line:
-            line = halves.pop(pid, "") + line.partition(" resumed>")[2]
-        found = CALL.match(line)
-        if found is None:
-            continue
-        rest = found["rest"]
-        if found["call"] == "openat":
-            inside = (inside or begin in rest) and end not in rest
-        elif inside and f"<{folder}/" in rest:
-            if found["call"] == "mmap":
-                total += int(rest.split(", ")[1])
-            else:
-                total += max(0, int(found["result"], 0))
-    if f'{end}"' not in log:
-        raise RuntimeError("the trace has no end marker")
-    return total
-
-
-# ---- from outside: memory ----
-
-
-def peak_anonymous(pids: list[int], marker: str, stop: threading.Event) -> list[int]:
-    """The largest RssAnon of each process seen between its markers, looked at every millisecond."""
-    peaks = [0] * len(pids)
-    while not stop.is_set():
-        for rank, pid in enumerate(pids):
-            if (
-                Path(f"{marker}.begin.{rank}").exists()
-                and not Path(f"{marker}.end.{rank}").exists()
-            ):
-                peaks[rank] = max(peaks[rank], status("RssAnon", pid))
-        time.sleep(0.001)
-    return peaks
+EXTRA_BYTES, READ_LIMIT = 64 * 2**20, 1.02
 
 
 @dataclass(frozen=True)
-class Suite:
-    """Everything measured of some pairs, on one pool of ranks, with the files in one folder."""
+class Pair:
+    """A checkpoint of `source` goes into an engine of `target`.
 
-    pool: RankPool
-    folder: Path
-    pairs: tuple[Pair, ...]
-    size: dict[str, int]
-    repetitions: int
+    `load` is the largest ratio allowed to stock's own load of `target` files into `target`, `floor`
+    that to one reading of as many bytes, `convert` the smallest one of stock's conversion and
+    universal load to our load. None: measured, but nothing is claimed. `converts`: stock does that
+    too. `observed`: bytes and memory are counted, too.
+    """
 
-    def call(self, function: str, *args: Any) -> list[Any]:
-        return self.pool.run(
-            self.pool.size, getattr(load_ranks, function), *args, timeout_s=TIMEOUT_S
-        )
+    source: Mesh
+    target: Mesh
+    load: float | None = None
+    convert: float | None = None
+    floor: float | None = None
+    converts: bool = True
+    observed: bool = True
 
-    def observed(self, mesh: Mesh, way: str, marker: str) -> list[dict[str, int]]:
-        return self.call(
-            "observed", str(self.folder), mesh, targets(self.pairs)[mesh], self.size, way, marker
-        )
-
-    def stock_can_not(self, pair: Pair) -> str | None:
-        """Why stock's conversion and universal load can't do a pair; None where they can, or are
-        known not to."""
-        if pair.converts:
-            try:
-                self.call("try_universal", str(self.folder), pair, self.size)
-            except RanksFailed as error:
-                return min(error.by_rank.items())[1].strip().splitlines()[-1]
-        return None
-
-    def memory(self, mesh: Mesh, way: str) -> list[dict[str, int]]:
-        marker, stop, peaks = (
-            str(self.folder / f"memory {way}"),
-            threading.Event(),
-            [0] * self.pool.size,
-        )
-        self.call("status", "VmRSS")  # the workers exist now
-
-        def look() -> None:
-            peaks[:] = peak_anonymous(self.pool.pids(), marker, stop)
-
-        watcher = threading.Thread(target=look)
-        watcher.start()
-        try:
-            found = self.observed(mesh, way, marker)
-        finally:
-            stop.set()
-            watcher.join()
-        return [
-            {
-                "anonymous_over_after": peak - one["anonymous_after"],
-                "peak_resident_over_after": one["peak_resident_over_after"],
-                "limit": EXTRA_BYTES + one["largest_shard_bytes"],
-            }
-            for one, peak in zip(found, peaks, strict=True)
-        ]
-
-    def volumes(self, mesh: Mesh, way: str) -> list[dict[str, Any]]:
-        marker, found = str(self.folder / f"bytes {way}"), []
-
-        def run() -> None:
-            found[:] = self.observed(mesh, way, marker)
-
-        counted = bytes_read(self.pool, run, self.folder, marker)
-        return [
-            {
-                "read_bytes": read,
-                "needed_bytes": one["needed_bytes"],
-                "limit": 1.02,
-                "ratio": None if read is None else read / one["needed_bytes"],
-            }
-            for read, one in zip(counted, found, strict=True)
-        ]
-
-    def watched(self) -> list[tuple[Mesh, str]]:
-        """(mesh, way) of the loads that are watched from outside."""
-        pairs = [pair for pair in self.pairs if pair.observed]
-        ours = [
-            (pair.target, f"ucp {pair}{checked}") for checked in ("", " checked") for pair in pairs
-        ]
-        return ours + [(mesh, f"stock {mesh}") for mesh in targets(tuple(pairs))]
-
-    def run(self) -> dict[str, Any]:
-        out: dict[str, Any] = {
-            "machine_before": description(),
-            "repetitions": self.repetitions,
-            "ranks": self.pool.size,
-        }
-        seconds: dict[str, dict[str, Any]] = {
-            "seconds": {},
-            "cpu_seconds": {},
-            "bytes_checked_unchecked": {},
-        }
-        for mesh in meshes(self.pairs):
-            count = self.call("save", str(self.folder), mesh, self.size)[0]
-            if mesh.tp < 2 and mesh.pp < 2 and mesh.ep < 2:
-                out["parameters"] = count
-        out["stock_can_not"] = refusals = {
-            str(pair): why for pair in self.pairs if (why := self.stock_can_not(pair))
-        }
-        able = tuple(
-            replace(pair, converts=pair.converts and str(pair) not in refusals)
-            for pair in self.pairs
-        )
-        for mesh, pairs in targets(able).items():
-            found = self.call(
-                "measure", str(self.folder), mesh, pairs, self.size, self.repetitions
-            )[0]
-            for key, held in seconds.items():
-                held |= found[key]
-        out |= seconds | {"ratios": ratios(able, seconds["seconds"], seconds["cpu_seconds"])}
-        out["bytes"] = {way: self.volumes(mesh, way) for mesh, way in self.watched()}
-        out["memory"] = {way: self.memory(mesh, way) for mesh, way in self.watched()}
-        return out | {"machine_after": description()}
+    def __str__(self) -> str:
+        return f"{self.source} to {self.target}"
 
 
-def table(out: dict[str, Any]) -> str:
-    load = [out[when]["load_average"][0] for when in ("machine_before", "machine_after")]
-    head = (
-        f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, "
-        f"{out['repetitions']} repetitions, "
-        f"load average {load[0]:.1f} before, {load[1]:.1f} after"
-    )
-    parts = ([head], _seconds(out), _ratios(out), _bytes(out["bytes"]), _memory(out["memory"]))
-    return "\n\n".join("\n".join(lines) for lines in parts)
+Pairs = tuple[Pair, ...]
+Z1, Z3 = Mesh(1), Mesh(3)
+PP1Z1, PP2Z1 = Mesh(1, 1, 1), Mesh(1, 1, 2)
+TP1Z1, TP2Z1, TP1Z3, TP2Z3 = Mesh(1, 1), Mesh(1, 2), Mesh(3, 1), Mesh(3, 2)
+EP1Z1, EP2Z1, EP4Z1 = (Mesh(1, 1, ep=ranks) for ranks in (1, 2, 4))
+SUITES = {
+    "data": (  # stock can't cross the stages
+        Pair(Z3, Z1, load=0.8, converts=False),
+        Pair(Z1, Z3, load=1.0, converts=False),
+        Pair(Z1, Z1, convert=15.0, observed=False),
+        Pair(Z3, Z3, convert=15.0, observed=False),
+    ),
+    "tensor": (
+        Pair(TP2Z1, TP1Z1, load=0.8, convert=15.0),
+        Pair(TP1Z1, TP2Z1, load=0.8, convert=15.0),
+        Pair(TP2Z3, TP1Z3, load=1.0, convert=15.0),
+        Pair(TP1Z3, TP2Z3, load=1.0, convert=15.0),
+    ),
+    "pipeline": (  # stock can't go between an engine with a pipeline and one without
+        Pair(PP2Z1, PP1Z1, load=0.8, convert=15.0),
+        Pair(PP1Z1, PP2Z1, load=0.8, convert=15.0),
+        Pair(PP2Z1, TP1Z1, load=0.8, converts=False),
+        Pair(TP1Z1, PP2Z1, load=0.8, converts=False),
+    ),
+    "experts": (Pair(EP2Z1, EP4Z1, floor=1.2), Pair(EP2Z1, EP1Z1, floor=1.2)),
+}
 
 
-def _seconds(out: dict[str, Any]) -> list[str]:
-    lines = [f"{'seconds':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}"]
-    for name, each in out["seconds"].items():
-        sums, cpu = out["bytes_checked_unchecked"].get(name), out["cpu_seconds"].get(name)
-        note = f"  checked {sums[0] / 1e6:.0f} MB, unchecked {sums[1] / 1e6:.0f} MB" if sums else ""
-        shown = " " * 8 if cpu is None else f"{statistics.median(cpu):8.3f}"
-        spread = f"{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}"
-        lines.append(f"{name:62}{spread}{shown}{note}")
-    return lines
-
-
-def _ratios(out: dict[str, Any]) -> list[str]:
-    lines = [f"{'ratio':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}  target"]
-    for row in out["ratios"]:
-        target, met = "", "met" if row["met"] else "MISSED"
-        if row["limit"] is not None:
-            target = f"  {row['kind']} {row['limit']}: {met}"
-        cpu = " " * 8 if row["cpu_ratio"] is None else f"{row['cpu_ratio']:8.2f}"
-        spread = f"{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}"
-        lines.append(f"{row['what']:62}{spread}{cpu}{target}")
-    for pair, why in out["stock_can_not"].items():
-        lines.append(f"stock can not convert and load {pair}: {why}")
-    return lines
-
-
-def _bytes(volumes: dict[str, Any]) -> list[str]:
-    lines = ["bytes read / bytes needed, per rank, counted by strace (at most 1.02)"]
-    for way, rows in volumes.items():
-        ratios = [row["ratio"] for row in rows]
-        shown = ["not counted: strace is missing" if r is None else f"{r:.4f}" for r in ratios]
-        lines.append(f"{way:62}{'  '.join(shown)}")
-    return lines
-
-
-def _memory(peaks: dict[str, Any]) -> list[str]:
-    lines = [
-        "MiB above what is there after the load: RssAnon sampled from outside, and by the kernel's "
-        "VmHWM"
-    ]
-    keys = ("anonymous_over_after", "peak_resident_over_after", "limit")
-    for way, rows in peaks.items():
-        mib = [[round(row[key] / 2**20) for key in keys] for row in rows]
-        shown = "  ".join(f"{sampled} and {kept}, at most {limit};" for sampled, kept, limit in mib)
-        lines.append(f"{way:62}{shown}")
-    return lines
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument(
-        "--suites",
-        nargs="+",
-        choices=list(SUITES),
-        default=list(SUITES),
-        help="the others' results are kept",
-    )
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help="a small model; nothing is written to benchmarks/results",
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="where the checkpoints go for a while; needs 14 GB"
-    )
-    options = parser.parse_args()
-    size, needed = (TINY, 2**29) if options.tiny else ({}, 14 * 2**30)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Each suite."""
+    size = SIZES["tiny" if options.tiny else "124M"]
+    found: dict[str, Any] = {}
     for name in options.suites:
-        with tempfile.TemporaryDirectory(prefix="ucp_load_", dir=options.folder) as folder:
-            if shutil.disk_usage(folder).free < needed:
-                parser.error(f"{folder} has less than {needed >> 30} GiB of free space")
-            pool = RankPool(RANKS.get(name, 2), gloo=True)
-            try:
-                results[name] = Suite(
-                    pool, Path(folder).resolve(), SUITES[name], size, options.repetitions
-                ).run()
-            finally:
-                pool.close()
-        print(f"---- {name} ----\n{table(results[name])}\n", flush=True)
-        if not options.tiny:
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        ranks, folder = 4 if name == "experts" else 2, str(options.folder)
+        found[name] = suite(ranks, folder, SUITES[name], size, options.repetitions)
+        frame.empty(options.folder)
+    return found
+
+
+def suite(
+    ranks: int, folder: str, pairs: Pairs, size: dict[str, int], repetitions: int
+) -> dict[str, Any]:
+    """Everything measured of some pairs."""
+    out: dict[str, Any] = {"machine_before": frame.description(), "repetitions": repetitions}
+    meshes = dict.fromkeys(mesh for pair in pairs for mesh in (pair.source, pair.target))
+    counts = frame.on_ranks(ranks, saved, folder, (*meshes,), size)[0]
+    whole = [mesh for mesh in meshes if max(mesh.tp, mesh.pp, mesh.ep) < 2]
+    refusals = {str(pair): why for pair in pairs if (why := refusal(ranks, folder, pair, size))}
+    out |= {"ranks": ranks, "parameters": counts[whole[-1]], "stock_can_not": refusals}
+    able = [replace(pair, converts=pair.converts and str(pair) not in refusals) for pair in pairs]
+    timings: dict[str, dict[str, Any]] = {
+        name: {} for name in ("seconds", "cpu_seconds", "bytes_checked_unchecked")
+    }
+    observed: dict[str, Any] = {"bytes": {}, "memory": {}}
+    for target in dict.fromkeys(pair.target for pair in pairs):
+        into = tuple(pair for pair in able if pair.target == target)
+        by_rank = frame.on_ranks(ranks, measure_target, folder, target, into, size, repetitions)
+        for name, held in timings.items():
+            held |= by_rank[0][name]
+        for name, held in observed.items():
+            held |= {way: [one[name][way] for one in by_rank] for way in by_rank[0][name]}
+    ratios = [ratio for pair in able for ratio in ratios_of(pair, timings)]
+    return {**out, **timings, "ratios": ratios, **observed, "machine_after": frame.description()}
+
+
+def refusal(ranks: int, folder: str, pair: Pair, size: dict[str, int]) -> str | None:
+    """Why stock's conversion and universal load can't do a pair; None where they can, or are known
+    not to."""
+    if pair.converts:
+        try:
+            frame.on_ranks(ranks, try_universal, folder, pair, size)
+        except RanksFailed as error:
+            return min(error.by_rank.items())[1].strip().splitlines()[-1]
+    return None
+
+
+def ratios_of(pair: Pair, timings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ratios of medians of a pair, the smallest and largest one of one repetition, that of
+    processor seconds."""
+    seconds, out = timings["seconds"], list[dict[str, Any]]()
+    busy = frame.medians(timings["cpu_seconds"])
+    for top, bottom, what, limit, kind in claims_of_pair(pair):
+        value = statistics.median(seconds[top]) / statistics.median(seconds[bottom])
+        each = [a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)]
+        is_known = top in busy and bool(busy.get(bottom))
+        cpu_ratio = busy[top] / busy[bottom] if is_known else None
+        more = {"spread": [min(each), max(each)], "cpu_ratio": cpu_ratio}
+        out.append({**frame.claim(what, value, limit, kind), **more})
+    return out
+
+
+def claims_of_pair(pair: Pair) -> list[tuple[str, str, str, float | None, str]]:
+    """Numerator, denominator, what it is, limit, and whether that is the most or the least."""
+    out: list[tuple[str, str, str, float | None, str]] = []
+    for more, checked in (("", ""), (", checksums compared", " checked")):
+        ours, stock = f"ucp {pair}{checked}", f"stock {pair.target}"
+        load, floor, convert = (None,) * 3 if checked else (pair.load, pair.floor, pair.convert)
+        what = f"load {pair} / stock load of {pair.target}{more}"
+        out.append((ours, stock, what, load, "at most"))
+        if pair.floor is not None:
+            both = f"floor and exchange {pair.target}"
+            what = f"load {pair} / floor{more}"
+            out.append((ours, f"floor {pair.target}", what, floor, "at most"))
+            out.append((ours, both, f"load {pair} / {both}{more}", None, "at most"))
+        if pair.converts:
+            what = f"stock convert + load / load, {pair}{more}"
+            out.append((f"stock both {pair}", ours, what, convert, "at least"))
+    return out
+
+
+# ---- on the ranks
+
+
+def saved(folder: str, meshes: tuple[Mesh, ...], size: dict[str, int]) -> dict[Mesh, int]:
+    """The checkpoints of some meshes; the number of parameters of each, each share of a cut one
+    counted."""
+    counts: dict[Mesh, int] = {}
+    for mesh in meshes:
+        engine = make_engine(mesh, size, attach=True)
+        train_step(engine, mesh)
+        engine.save_checkpoint(folder, tag=str(mesh))
+        params = engine.module.parameters()
+        counts[mesh] = sum(getattr(param, "ds_numel", param.numel()) for param in params)
+        close(engine, mesh)
+        del engine
+        frame.give_back()
+    return counts
+
+
+def convert(folder: str, mesh: Mesh) -> float:
+    """Seconds of stock's own conversion, in a process of its own; its output is new each time."""
+    output, seconds = f"{folder}/{mesh}_universal", 0.0
+    if dist.get_rank() == 0:
+        shutil.rmtree(output, ignore_errors=True)
+        seconds = frame.alone(stock_universal, f"{folder}/{mesh}", output, mesh.zero).seconds
+    dist.barrier()
+    return seconds
+
+
+def try_universal(folder: str, pair: Pair, size: dict[str, int]) -> None:
+    """Stock's conversion and universal load, once; raises where stock can't."""
+    convert(folder, pair.source)
+    loads = Loads(folder, pair.target, size)
+    loads.stock(f"{pair.source}_universal", universal=True)
+    loads.check()
+
+
+def measure_target(
+    folder: str, mesh: Mesh, pairs: Pairs, size: dict[str, int], repetitions: int
+) -> dict[str, Any]:
+    """Every way into one mesh: seconds in turns, then bytes and memory of this rank."""
+    loads, conversions, busy = Loads(folder, mesh, size), frame.Seconds(), frame.Seconds()
+    ways = loads.ways(pairs)
+    converting = [pair for pair in pairs if pair.converts]
+
+    def convert_all() -> None:
+        for pair in converting:
+            taken = convert(folder, pair.source)
+            conversions.setdefault(f"stock convert {pair}", []).append(taken)
+
+    seconds = frame.in_turns(ways, repetitions, before=loads.clear, after=convert_all, busy=busy)
+    for pair in converting:
+        name = f"stock convert {pair}"
+        seconds[name] = conversions[name][1:]
+        both = zip(seconds[name], seconds[f"stock universal {pair}"], strict=True)
+        seconds[f"stock both {pair}"] = [sum(one) for one in both]
+    for pair in pairs:
+        loads.clear()
+        loads.ours("", pair.source, checksums=True)
+        loads.check()
+    del loads.reports[""]
+    pairs = tuple(pair for pair in pairs if pair.observed)
+    watched = [f"ucp {pair}{checked}" for checked in ("", " checked") for pair in pairs]
+    watched += [f"stock {mesh}"] if pairs else []
+    out: dict[str, Any] = {
+        "seconds": seconds,
+        "cpu_seconds": busy,
+        "bytes_checked_unchecked": loads.reports,
+        "bytes": {way: loads.read(ways[way]) for way in watched},
+        "memory": {way: loads.grown(ways[way]) for way in watched},
+    }
+    close(loads.engine, mesh)
+    return out
+
+
+class Loads:
+    """An engine of one mesh, and every way to fill it."""
+
+    def __init__(self, folder: str, mesh: Mesh, size: dict[str, int]) -> None:
+        self.folder, self.mesh = folder, mesh
+        self.engine = make_engine(mesh, size)
+        self.reports: dict[str, tuple[int, int]] = {}
+
+    def clear(self) -> None:
+        """No optimizer states, as in a new engine; their memory goes back to the system."""
+        self.engine.optimizer.optimizer.state.clear()
+        frame.give_back()
+
+    def ways(self, pairs: Pairs) -> dict[str, Callable[[], None]]:
+        """Every call by its name."""
+        out: dict[str, Callable[[], None]] = {
+            f"stock {self.mesh}": partial(self.stock, str(self.mesh)),
+            f"floor {self.mesh}": self.floor,
+        }
+        if any(pair.floor is not None for pair in pairs):
+            out[f"floor and exchange {self.mesh}"] = self.floor_and_exchange
+        for pair in pairs:
+            for name, checksums in ((f"ucp {pair}", False), (f"ucp {pair} checked", True)):
+                out[name] = partial(self.ours, name, pair.source, checksums)
+            if pair.converts:
+                universal = partial(self.stock, f"{pair.source}_universal", universal=True)
+                out[f"stock universal {pair}"] = universal
+        return out
+
+    def ours(self, name: str, source: Mesh, checksums: bool) -> None:
+        options = {"checksums": checksums, "family": family(self.mesh)}
+        report = ucp.load(self.engine, self.folder, tag=str(source), **options)
+        self.reports[name] = (report.checked_bytes, report.unchecked_bytes)
+
+    def stock(self, tag: str, universal: bool = False) -> None:
+        self.engine._config.load_universal_checkpoint = universal
+        path, _ = self.engine.load_checkpoint(self.folder, tag=tag)
+        self.engine._config.load_universal_checkpoint = False
+        if path is None:
+            raise RuntimeError("stock DeepSpeed did not load")
+
+    def floor(self) -> None:
+        """As many bytes as this rank's masters and moments, read once into fresh memory: no load
+        can be faster by much."""
+        paths = sorted(Path(self.folder, str(self.mesh)).glob("*_optim_states.pt"))
+        rank = dist.get_rank()
+        frame.read_once(paths[rank:] + paths[:rank], self.needed_bytes())
+
+    def floor_and_exchange(self) -> None:
+        self.floor()
+        self.exchange()
+
+    def exchange(self) -> None:
+        """What ZeRO-1 leaves to do once masters are read: every rank gets the weights that others
+        step, broadcast to where they lie."""
+        opt = self.engine.optimizer
+        partitioned = opt.parallel_partitioned_bit16_groups
+        for parts, group in zip(partitioned, opt.real_dp_process_group, strict=True):
+            broadcast_each(parts, group)
+
+    def read(self, call: Callable[[], None]) -> dict[str, Any]:
+        """Bytes that one load reads of the folder."""
+        found: list[int | None] = []
+        self.clear()
+        with frame.traced(found, self.folder):
+            call()
+            dist.barrier()
+        needed = self.needed_bytes()
+        ratio = None if found[0] is None else found[0] / needed
+        sizes = {"read_bytes": found[0], "needed_bytes": needed}
+        return {**sizes, "limit": READ_LIMIT, "ratio": ratio}
+
+    def grown(self, call: Callable[[], None]) -> dict[str, int]:
+        """The most memory of one load over that after it: RssAnon as another process sees it, and
+        the kernel's VmHWM."""
+        found: list[int] = []
+        self.clear()
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+        before = frame.memory_bytes("RssAnon")
+        with frame.peak(found, "RssAnon"):
+            call()
+        resident = frame.memory_bytes("VmHWM")
+        frame.give_back()
+        return {
+            "anonymous_over_after": before + found[0] - frame.memory_bytes("RssAnon"),
+            "peak_resident_over_after": resident - frame.memory_bytes("VmRSS"),
+            "limit": EXTRA_BYTES + self.largest_shard_bytes(),
+        }
+
+    def needed_bytes(self) -> int:
+        """Masters and two moments of this rank."""
+        return sum(3 * master.numel() * master.element_size() for master in self.masters())
+
+    def masters(self) -> list[torch.Tensor]:
+        opt = self.engine.optimizer
+        is_last = self.mesh.zero == 3
+        return [
+            *(opt.fp32_partitioned_groups_flat if is_last else opt.single_partition_of_fp32_groups)
+        ]
+
+    def largest_shard_bytes(self) -> int:
+        """Of a parameter's masters in a partition. Experts that are divided among ranks have as
+        many fewer partitions."""
+        most = 0
+        for param in self.engine.module.parameters():
+            ranks = self.engine.seq_dp_world_size
+            ranks //= 1 if getattr(param, "allreduce", True) else self.mesh.ep
+            elems = getattr(param, "ds_numel", param.numel())
+            most = max(most, 4 * -(-elems // ranks))
+        return most
+
+    def check(self) -> None:
+        """Raises unless what was timed did its work."""
+        for master in self.masters():
+            state = self.engine.optimizer.optimizer.state[master]
+            has_moments = state["exp_avg"].any() and state["exp_avg_sq"].shape == master.shape
+            if float(state["step"]) != 1 or not has_moments:
+                raise RuntimeError("a load left an optimizer without states")
+
+
+def more(parser: argparse.ArgumentParser) -> None:
+    text = "the others' results are kept"
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=[*SUITES], help=text)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(frame.main("load", keeps=True, more=more))

@@ -6,27 +6,22 @@
 SOURCES is the folder that tests/megatron_deepspeed_env.sh makes of the program's sources. The
 unpatched program trains a tiny GPT for three steps in fp32 on up to four CPU ranks, and saves. Each
 target gathers every master and both moments, whole, by code that knows nothing of this package.
-Not a benchmark of time: the pairs, and what is wrong in each. Writes
-benchmarks/results/megatron_deepspeed.json.
+Not a benchmark of time: the pairs, and what is wrong in each. Results:
+benchmarks/results/megatron_deepspeed.json, a table in docs/evidence.md.
 """
 
 import argparse
-import json
 import re
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.machine import description
+from benchmarks import frame
 from tests.stock.megatron_deepspeed import Job
 from tests.stock.server import Server
 
-RESULTS = Path(__file__).parent / "results" / "megatron_deepspeed.json"
 TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
 PP2, ALONE = "--pipeline-model-parallel-size 2", "--no-pipeline-parallel"
 UNTIED = (
@@ -53,7 +48,8 @@ N34: Mesh = (ALONE, 4, 3, "dp=4, ZeRO-3, no pipeline")
 EP2: Mesh = (f"{ALONE} {EXPERTS.format(2)}", 2, 1, "ep=2, no pipeline")
 EP4: Mesh = (f"{ALONE} {EXPERTS.format(4)}", 4, 1, "ep=4, no pipeline")
 # the model: its flags, the program that saves it, its pairs
-PAIRS: list[tuple[str, str, str, list[tuple[Mesh, list[Mesh]]]]] = [
+Row = tuple[str, str, str, list[tuple[Mesh, list[Mesh]]]]
+PAIRS: list[Row] = [
     (
         "GPT",
         "",
@@ -65,23 +61,15 @@ PAIRS: list[tuple[str, str, str, list[tuple[Mesh, list[Mesh]]]]] = [
 ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("sources", help="the program's, with its data helper compiled")
-    sources = parser.parse_args().sources
-    folder = Path(tempfile.mkdtemp(prefix="megatron_deepspeed_"))
-    server = Server("tests.stock.megatron_deepspeed", str(Path(sources).resolve()))
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    server = Server("tests.stock.megatron_deepspeed", str(Path(options.sources).resolve()))
     try:
-        rows = list(Pairs(server, folder).rows())
+        rows = [*Pairs(server, options.folder).rows(PAIRS[1:2] if options.tiny else PAIRS)]
     finally:
         server.close()
-        shutil.rmtree(folder)
     for row in rows:
-        print(
-            f"{row['model']:20} {row['source']:32} {row['target']:32} {row['stock']}; {row['here']}"
-        )
-    RESULTS.write_text(json.dumps({"pairs": rows, "machine": description()}, indent=1) + "\n")
-    return 0 if all(row["here"] == "equal" for row in rows) else 1
+        print(*row.values(), sep="; ")
+    return {"pairs": rows}
 
 
 class Pairs:
@@ -98,8 +86,8 @@ class Pairs:
         job = Job(out, str(self.folder), world=world, zero=zero, **what)
         return job, self.server.ask(job)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        for model, flags, program, sources in PAIRS:
+    def rows(self, pairs: list[Row]) -> Iterator[dict[str, Any]]:
+        for model, flags, program, sources in pairs:
             for mesh, targets in sources:
                 saved = self.folder / f"{self.count}"
                 job, answer = self.job(
@@ -164,5 +152,9 @@ def last_line(answer: dict[str, Any]) -> str:
     return re.sub(r"(?<=No such file or directory).*|\[Errno 2\] ", "", line)[:100]
 
 
+def more(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", help="the program's, with its data helper compiled")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(frame.main("megatron_deepspeed", more=more))

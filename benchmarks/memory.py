@@ -2,89 +2,84 @@
 many bytes; and a load from memory, against one from disk with a cold cache.
 
     python -m benchmarks.memory                         # 124M parameters, two ranks: two minutes
-    python -m benchmarks.memory --size tiny --repetitions 2     # to see that it runs
+    python -m benchmarks.memory --tiny --repetitions 2  # to see that it runs
 
 Two ranks over gloo on one machine, ZeRO-1. In each repetition, one after the other: a step that is
 kept, as the end of a training step keeps it; a copy in memory of as many bytes as a rank keeps; a
-load from memory; and a load from a tag on disk, of whose files the page cache has nothing. The
-slowest rank counts, and medians are compared; all buffers were used before. Writes
-benchmarks/results/memory.json.
+load from memory; and a load from a tag on disk, of whose files the page cache has nothing. All
+buffers were used before. Results: benchmarks/results/memory.json, "Saves" in
+docs/reference/performance.md.
 """
 
 import argparse
-import json
-import shutil
-import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import memory_ranks
-from benchmarks.machine import description
-from benchmarks.model import TINY
-from benchmarks.tool import claim
-from tests.ranks import RankPool
+import megatron_ucp as ucp
+from benchmarks import frame
+from benchmarks.model import SIZES, Mesh, make_engine, train_step
+from megatron_ucp.engines.memory import steps_of
 
-RANKS, RESULTS = 2, Path(__file__).parent / "results" / "memory.json"
-SIZES: dict[str, dict[str, int]] = {"tiny": TINY, "124M": {}}
-# what, numerator, denominator, at most
-CLAIMS = [
+RANKS = 2
+DISK = "load from disk"
+CLAIMS: list[frame.Claim] = [
     ("training waits / copy in memory", "blocked", "copy", 1.1),
-    ("load from memory / load from disk, cold", "load from memory", "load from disk", 1.0),
+    ("load from memory / load from disk, cold", "load from memory", DISK, 1.0),
 ]
 
 
-def main() -> int:
-    args = parse()
-    folder = tempfile.mkdtemp(prefix="memory_", dir=args.folder)
-    pool = RankPool(RANKS, gloo=True)
-    try:
-        job = memory_ranks.measure
-        ranks: list[dict[str, Any]] = pool.run(
-            RANKS, job, folder, SIZES[args.size], args.repetitions, timeout_s=1000
-        )
-    finally:
-        pool.close()
-        shutil.rmtree(folder)
-    result = evaluated(ranks)
-    print(told(result))
-    if args.size != "tiny":
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if args.size == "tiny" or all(one["met"] for one in result["claims"]) else 1
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="124M")
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--folder", help="of the tag on disk; default that for temporary files")
-    return parser.parse_args()
-
-
-def evaluated(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The slowest rank's seconds, medians of them, and what is claimed."""
-    seconds = {
-        way: [max(each) for each in zip(*(rank["seconds"][way] for rank in ranks), strict=True)]
-        for way in ranks[0]["seconds"]
-    }
-    medians = {way: statistics.median(found) for way, found in seconds.items()}
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    size = SIZES["tiny" if options.tiny else "124M"]
+    ranks = frame.on_ranks(RANKS, measure_steps, str(options.folder), size, options.repetitions)
+    seconds = frame.slowest([rank["seconds"] for rank in ranks])
     return {
-        "machine": description(),
         "bytes": [rank["bytes"] for rank in ranks],
         "seconds": seconds,
-        "medians": medians,
-        "claims": [claim(what, medians[a] / medians[b], limit) for what, a, b, limit in CLAIMS],
+        "medians": frame.medians(seconds),
+        "claims": frame.claims_of(seconds, CLAIMS),
     }
 
 
-def told(result: dict[str, Any]) -> str:
-    """For people."""
-    lines = [f"{way}: {seconds:.3f} s" for way, seconds in result["medians"].items()]
-    for one in result["claims"]:
-        met = "" if one["met"] else "  MISSED"
-        lines.append(f"{one['what']}: {one['ratio']:.3f}, at most {one['limit']}{met}")
-    return "\n".join(lines)
+def measure_steps(folder: str, size: dict[str, int], repetitions: int) -> dict[str, Any]:
+    """Seconds of every way on this rank, by repetition."""
+    mesh = Mesh(zero=1)
+    engine = make_engine(mesh, size)
+    ucp.attach(engine, save="direct", keep="memory", every=10**9, folder=folder)
+    train_step(engine, mesh)
+    engine.save_checkpoint(folder)
+    train_step(engine, mesh)
+    steps = steps_of(engine)
+    assert steps is not None
+
+    def keep() -> dict[str, float]:
+        steps.keep(engine.global_steps)
+        ucp.wait(engine)
+        assert steps.report is not None
+        taken = steps.report
+        return {"blocked": taken.blocked_seconds, "until it counts": taken.seconds}
+
+    def load_from_disk() -> dict[str, float]:
+        assert engine.global_steps == 2, "the load before gave another step"
+        frame.forget(Path(folder))
+        return {DISK: frame.timed(lambda: ucp.load(engine, folder, tag="global_step1"))}
+
+    keep()
+    assert steps.report is not None
+    size_bytes = steps.report.size_bytes
+    ways = {
+        "keep": keep,
+        "copy": frame.copying(size_bytes),
+        "load from memory": lambda: ucp.load(engine, folder),
+        DISK: load_from_disk,
+    }
+    seconds = frame.in_turns(
+        ways, repetitions, after=lambda: train_step(engine, mesh), rotates=False
+    )
+    path = steps.folder.path.parent
+    engine.destroy()
+    frame.remove(path)
+    return {"bytes": size_bytes, "seconds": seconds}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(frame.main("memory", repetitions=7))

@@ -1,18 +1,49 @@
 """The model of the benchmarks, a GPT-2 small of 124 million parameters in plain torch or
 megatron-core, and engines around it."""
 
+import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import megatron_ucp as ucp
-from benchmarks.cases import Mesh
 from pretrain.mcore import models, pipeline
 from pretrain.mcore.experts import Experts
 
 WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 768, 12, 12, 50304, 1024
 MIXTURE = {"width": 512, "layers": 8, "vocabulary": 8192}  # with 8 experts 124 million parameters
-TINY = {"width": 64, "layers": 2, "vocabulary": 500}  # to try a benchmark out
+TINY = {"width": 96, "layers": 2, "vocabulary": 512}  # to try a benchmark out
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": TINY,
+    "124M": {"width": WIDTH, "layers": LAYERS, "vocabulary": VOCABULARY},
+    "354M": {"width": 1056, "layers": 24, "vocabulary": VOCABULARY},
+    "1B": {"width": 1824, "layers": 24, "vocabulary": VOCABULARY},
+}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A ZeRO stage on all ranks; with `tp`, the GPT of megatron-core cut `tp` times, else a model
+    in plain torch; with `pp`, in as many stages on DeepSpeed's PipelineEngine, which may be one;
+    with `ep`, megatron-core's mixture of experts, divided among so many ranks."""
+
+    zero: int
+    tp: int = 0
+    pp: int = 0
+    ep: int = 0
+
+    def __str__(self) -> str:
+        cuts = {"ep": self.ep, "pp": self.pp, "tp": self.tp}
+        first = next((f"{axis}{size}" for axis, size in cuts.items() if size), "")
+        return f"{first}z{self.zero}"
+
+
+def text_of(size: str) -> str:
+    """A size as `benchmarks.paper.written` takes it."""
+    found = SIZES[size]
+    sizes = f"layers={found['layers']},hidden={found['width']},heads={HEADS}"
+    return f"{sizes},vocab={found['vocabulary']},positions={POSITIONS},tied=1"
 
 
 class Block(torch.nn.Module):
@@ -34,14 +65,10 @@ class Block(torch.nn.Module):
 class Gpt2(torch.nn.Module):
     """Tied embedding and head, learned positions. Returns the loss on `tokens`."""
 
-    def __init__(
-        self, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY
-    ) -> None:
+    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
         super().__init__()
-        self.wte, self.wpe = (
-            torch.nn.Embedding(vocabulary, width),
-            torch.nn.Embedding(POSITIONS, width),
-        )
+        self.wte = torch.nn.Embedding(vocabulary, width)
+        self.wpe = torch.nn.Embedding(POSITIONS, width)
         self.blocks = torch.nn.ModuleList([Block(width) for _ in range(layers)])
         self.norm = torch.nn.LayerNorm(width)
         self.head = torch.nn.Linear(width, vocabulary, bias=False)
@@ -65,7 +92,7 @@ def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
     torch.manual_seed(0)
     net: Any
     if mesh.ep:
-        net = _mixture(mesh, **(size or MIXTURE))
+        net = _mixture(mesh, **(MIXTURE if size["layers"] == LAYERS else size))
     else:
         net = megatron(mesh, **size) if mesh.tp else Gpt2(**size)
     optimizer = torch.optim.AdamW(models.param_groups(net, 1e-4, 0.1), lr=1e-4)
@@ -91,9 +118,7 @@ def family(mesh: Mesh) -> str | None:
     return "mixtral" if mesh.ep else "gpt" if mesh.tp else None
 
 
-def megatron(
-    mesh: Mesh, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY
-) -> Any:
+def megatron(mesh: Mesh, width: int, layers: int, vocabulary: int) -> Any:
     """The same sizes as `Gpt2` in megatron-core."""
     config = models.ModelConfig(
         "gpt",
@@ -102,7 +127,7 @@ def megatron(
         ffn=4 * width,
         heads=HEADS,
         groups=HEADS,
-        head_dim=max(1, width // HEADS),
+        head_dim=width // HEADS,
         tied=True,
         vocab=vocabulary,
         true_vocab=vocabulary,
@@ -144,6 +169,21 @@ def train_step(engine: Any, mesh: Mesh) -> None:
         return
     engine.backward(models.loss(engine, tokens, tokens) if mesh.tp else engine(tokens))
     engine.step()
+
+
+def start() -> None:
+    """A rank's communication, by its environment, or that of one rank alone."""
+    import deepspeed
+    import torch.distributed as dist
+
+    from tests.ranks import free_port
+
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MEGATRON_UCP_LOG"] = "quiet"
+    if "RANK" not in os.environ:
+        os.environ.update({**alone, "MASTER_PORT": str(free_port())})
+    dist.init_process_group("gloo")
+    deepspeed.init_distributed("gloo", dist_init_required=False)
 
 
 def close(engine: Any, mesh: Mesh) -> None:

@@ -4,147 +4,168 @@ through files in /dev/shm; memory of a rank, seen from outside.
     python -m benchmarks.resize                         # 124M parameters, four ranks: ten minutes
     python -m benchmarks.resize --sizes tiny --repetitions 2    # to see that it runs
 
-Four ranks over gloo on one machine. In each repetition, one after the other: the hold and the load
-of what it held, into an engine of another ZeRO stage on as many ranks; `ucp.resize` of the one
-engine into the other; a save (`save="direct"`, not synced) and a load through /dev/shm; and a copy
-in memory of as many bytes as each rank takes, on all ranks at once. The slowest rank counts, and
-medians are compared. What a rank adds to its memory is the peak of RssAnon and RssShmem in
-/proc, read by another process, over that before; so is what a hold adds, which lets go of the
-engine's memory and which does not. Writes benchmarks/results/resize.json.
+Four ranks over gloo on one machine. The ways are the hold and the load of what it held, into an
+engine of another ZeRO stage on as many ranks; `ucp.resize` of the one engine into the other; a save
+(`save="direct"`, not synced) and a load through /dev/shm; and a copy in memory of as many bytes as
+each rank takes, on all ranks at once. What a rank adds to its memory is the peak of RssAnon and
+RssShmem over that before; so is what a hold adds, which lets go of the engine's memory and which
+does not. Results: benchmarks/results/resize.json, "Resizes" in docs/reference/performance.md. Two
+commits are compared with it, too.
 """
 
 import argparse
-import json
-import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import resize_ranks
-from benchmarks.machine import description
-from benchmarks.model import TINY
-from benchmarks.resize_ranks import PAIRS
-from megatron_ucp.reshard.kept_moves import EXTRA_BYTES
-from tests.ranks import RankPool
+import torch.distributed as dist
 
-RANKS, RESULTS = 4, Path(__file__).parent / "results" / "resize.json"
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": TINY,
-    "124M": {},
-    "1B": {"width": 1792, "layers": 24},
+import megatron_ucp as ucp
+from benchmarks import frame
+from benchmarks.model import SIZES, Mesh, make_engine, train_step
+from megatron_ucp.reshard.kept_moves import EXTRA_BYTES
+
+RANKS = 4
+# the engine that is resized, and the one that is filled
+PAIRS = {
+    "ZeRO-1 to ZeRO-3": (Mesh(1), Mesh(3)),
+    "ZeRO-3 to ZeRO-1": (Mesh(3), Mesh(1)),
+    "ZeRO-2 to ZeRO-3": (Mesh(2), Mesh(3)),
 }
+OWN = "RssAnon", "RssShmem"  # kinds of memory that a rank adds: its own, and what ranks share
+FOLDER = Path("/dev/shm/ucp_benchmark_of_resizes")
 # what, numerator, denominator, at most
 CLAIMS = [
     ("resize / copying as many bytes", "resize", "copy", 4.0),
     ("resize / save and load through /dev/shm", "resize", "files", 0.5),
     ("hold and load / save and load through /dev/shm", "hold and load", "files", None),
 ]
+OF_HOLD = "memory beside one copy of the state in a hold with release=True / the bound"
 
 
-def main() -> int:
-    args = parse()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for size in args.sizes:
+    for size in options.sizes:
         for name in PAIRS:
-            found[f"{name}, {size}"] = measured(name, size, args.repetitions)
-            print(told(f"{name}, {size}", found[f"{name}, {size}"]), flush=True)
-    result = {"machine": description(), "repetitions": args.repetitions, "found": found}
-    if "tiny" not in args.sizes:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    is_met = all(one["met"] for row in found.values() for one in row["claims"])
-    return 0 if is_met or "tiny" in args.sizes else 1
+            ranks = frame.on_ranks(RANKS, measure_pair, name, SIZES[size], options.repetitions)
+            found[f"{name}, {size}"] = result(ranks)
+    return {"repetitions": options.repetitions, "found": found}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["124M"])
-    parser.add_argument("--repetitions", type=int, default=5)
-    return parser.parse_args()
-
-
-def measured(name: str, size: str, repetitions: int) -> dict[str, Any]:
-    """One pair of meshes, in processes of its own."""
-    pool = RankPool(RANKS, gloo=True)
-    job = resize_ranks.measure
-    try:
-        ranks: list[dict[str, Any]] = pool.run(
-            RANKS, job, name, SIZES[size], repetitions, timeout_s=1500
-        )
-    finally:
-        pool.close()
-    seconds = {
-        way: [max(rank["seconds"][way][n] for rank in ranks) for n in range(repetitions)]
-        for way in ranks[0]["seconds"]
-    }
-    medians = {way: statistics.median(found) for way, found in seconds.items()}
-    return {
-        "seconds": seconds,
-        "medians": medians,
-        "moved bytes": sum(rank["moved bytes"] for rank in ranks),
-        "needed bytes": sum(rank["needed bytes"] for rank in ranks),
-        "taken bytes": [rank["taken bytes"] for rank in ranks],
-        "extra bytes": max(rank["extra bytes"] for rank in ranks),
-        "held bytes": [rank["held bytes"] for rank in ranks],
-        "claims": [*map(claim_of(medians), CLAIMS), *of_bytes(ranks)],
-    }
-
-
-def claim_of(medians: dict[str, float]) -> Any:
-    """A row of CLAIMS with what was measured."""
-
-    def claim(row: tuple[str, str, str, float | None]) -> dict[str, Any]:
-        what, over, under, limit = row
-        ratio = medians[over] / medians[under]
-        met = limit is None or ratio <= limit
-        return {"claim": what, "ratio": round(ratio, 3), "at most": limit, "met": met}
-
-    return claim
-
-
-def of_bytes(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bytes that moved over those that had to, and memory beside the engine."""
+def result(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks say together."""
+    seconds = frame.slowest([rank["seconds"] for rank in ranks])
+    middle = frame.medians(seconds)
+    held = [rank["held bytes"] for rank in ranks]
     moved, needed = (sum(rank[f"{what} bytes"] for rank in ranks) for what in ("moved", "needed"))
     extra = max(rank["extra bytes"] for rank in ranks)
-    kept, released = (
-        max(rank["held bytes"][way] for rank in ranks) for way in ("kept", "released")
-    )
-    return [
-        {
-            "claim": "bytes moved / bytes that had to",
-            "ratio": round(moved / needed, 4) if needed else 1.0,
-            "at most": 1.0,
-            "met": moved <= needed,
-        },
-        {
-            "claim": "memory beside the engines / the bound",
-            "ratio": round(extra / EXTRA_BYTES, 3),
-            "at most": 1.0,
-            "met": extra <= EXTRA_BYTES,
-        },
-        {
-            "claim": "memory beside one copy of the state in a hold with release=True / the bound",
-            "ratio": round(released / EXTRA_BYTES, 3),
-            "at most": 1.0,
-            "met": released <= EXTRA_BYTES,
-        },
-        {
-            "claim": "the same / that of a hold without it",
-            "ratio": round(released / kept, 3),
-            "at most": None,
-            "met": True,
-        },
+    kept, released = (max(one[way] for one in held) for way in ("kept", "released"))
+    claims = [row(what, middle[top] / middle[under], most) for what, top, under, most in CLAIMS]
+    claims += [
+        row("bytes moved / bytes that had to", moved / needed if needed else 1.0, 1.0),
+        row("memory beside the engines / the bound", extra / EXTRA_BYTES, 1.0),
+        row(OF_HOLD, released / EXTRA_BYTES, 1.0),
+        row("the same / that of a hold without it", released / kept, None),
     ]
+    return {
+        "seconds": seconds,
+        "medians": middle,
+        "moved bytes": moved,
+        "needed bytes": needed,
+        "taken bytes": [rank["taken bytes"] for rank in ranks],
+        "extra bytes": extra,
+        "held bytes": held,
+        "claims": claims,
+    }
 
 
-def told(name: str, row: dict[str, Any]) -> str:
-    """For people."""
-    lines = [name]
-    lines += [f"  {way}: {seconds:.3f} s" for way, seconds in row["medians"].items()]
-    for one in row["claims"]:
-        limit = "" if one["at most"] is None else f", at most {one['at most']}"
-        met = "" if one["met"] else "  MISSED"
-        lines.append(f"  {one['claim']}: {one['ratio']}{limit}{met}")
-    return "\n".join(lines)
+def row(what: str, ratio: float, limit: float | None) -> dict[str, Any]:
+    """A claim; three digits of its ratio are kept."""
+    met = limit is None or ratio <= limit
+    return {"claim": what, "ratio": round(ratio, 3), "at most": limit, "met": met}
+
+
+# ---- on the ranks
+
+
+def measure_pair(name: str, size: dict[str, int], repetitions: int) -> dict[str, Any]:
+    """Seconds of every way on this rank, by repetition, and bytes."""
+    source, target = PAIRS[name]
+    old: Any = ucp.attach(make_engine(source, size), save="direct", durable=False)
+    train_step(old, source)
+    new: Any = ucp.attach(make_engine(target, size))
+    train_step(new, target)
+    had, wanted = ranges_of(old), ranges_of(new)
+    taken, moved, grown = bytes_of(wanted), 0, list[int]()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "resize": lambda: ucp.resize(old, new),
+        "hold and load": lambda: ucp.load(new, ucp.hold(old)),
+        "files": lambda: through_files(old, new),
+        "copy": frame.copying(taken),
+    }
+    seconds = frame.in_turns(ways, repetitions)
+    for _ in range(repetitions):
+        dist.barrier()
+        with frame.peak(grown, *OWN):
+            moved = ucp.resize(old, new).read_bytes
+    held = {way: held_bytes(old, release=way == "released") for way in ("kept", "released")}
+    return {
+        "seconds": seconds,
+        "moved bytes": moved,
+        "needed bytes": taken - common_bytes(had, wanted),
+        "taken bytes": taken,
+        "extra bytes": max(grown),
+        "held bytes": held,
+    }
+
+
+def held_bytes(engine: Any, release: bool) -> int:
+    """By how much a hold makes this process grow, with what is held."""
+    found: list[int] = []
+    dist.barrier()
+    with frame.peak(found, *OWN):
+        held = ucp.hold(engine, release=release)
+    held.release()
+    return found[0]
+
+
+def through_files(old: Any, new: Any) -> None:
+    old.save_checkpoint(str(FOLDER), tag="tag")
+    ucp.load(new, FOLDER)
+    frame.remove(FOLDER)
+
+
+Ranges = dict[tuple[str, str], list[tuple[int, int]]]
+
+
+def ranges_of(engine: Any) -> Ranges:
+    """What a rank has of each parameter and state, as ranges of its elements: these engines cut no
+    dim."""
+    live, out = engine.ucp.present(), Ranges()
+    for number, _, part in live.parts():
+        buffer = live.manifest.buffers[number]
+        for one in buffer.fragments(part):
+            name = buffer.members[one.member].param
+            for state, _ in buffer.states:
+                out.setdefault((name, state), []).append((one.low, one.high))
+    return out
+
+
+def bytes_of(ranges: Ranges) -> int:
+    """Bytes of fp32."""
+    return 4 * sum(high - low for found in ranges.values() for low, high in found)
+
+
+def common_bytes(one: Ranges, other: Ranges) -> int:
+    """Bytes that both have."""
+    return 4 * sum(
+        max(0, min(high, last) - max(low, first))
+        for key, found in one.items()
+        for low, high in found
+        for first, last in other.get(key, ())
+    )
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(frame.main("resize", sizes=("124M",)))

@@ -1,376 +1,335 @@
 """Saving: the time in this package's own code, fsync apart, on 124 million parameters and two
 ranks; the size of a manifest.
 
-    python -m benchmarks.save                         # about ten minutes
+    python -m benchmarks.save                         # about ten minutes, 6 GB of disk
     python -m benchmarks.save --tiny --repetitions 2  # to see that it runs
 
-Then every way to save in turns, against copies of the same bytes on disk (`cp` and `sync`) and in
-memory (by torch; a save's own copies take two thirds of that), and how even the ranks write at
-ZeRO-1 on four ranks. Beside them torch's own async_save of as many bytes, megatron-core's save of
-its stack of as many parameters, steps per second while a save is under way, and the host memory
-that one takes and leaves, as another process sees it.
+Then every way to save, against copies of the same bytes on disk (`cp` and `sync`) and in memory (by
+torch; a save's own copies take two thirds of that), and how even the ranks write at ZeRO-1 on four
+ranks. Beside them torch's own async_save of as many bytes, megatron-core's save of its stack of as
+many parameters, steps per second while a save is under way, and the host memory that one takes and
+leaves, as another process sees it.
 
-Own time is what a save takes beyond DeepSpeed's own call inside it, measured with `durable=False`;
-the slowest rank counts. fsync is measured by saves with `durable=True`, interleaved, which are also
-what own time is compared with: it is the default. The manifest is of a run that exists on paper
-only: 16,384 ranks, a mixture of experts with 10^12 parameters. Writes benchmarks/results/save.json.
+Own time is what a save takes beyond DeepSpeed's own call inside it, measured with `durable=False`.
+fsync is measured by saves with `durable=True`, which are also what own time is compared with: it is
+the default. The manifest is of a run that exists on paper only: 16,384 ranks, a mixture of experts
+with 10^12 parameters. Results: benchmarks/results/save.json, "Saves" and "Many ranks" in
+docs/reference/performance.md.
 """
 
 import argparse
-import json
+import functools
 import math
-import shutil
+import os
 import statistics
-import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import save_ranks
-from benchmarks.cases import Mesh
-from benchmarks.machine import description
-from benchmarks.model import TINY
-from benchmarks.tool import claim
-from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.layout import Replicate, Shard
-from megatron_ucp.core.manifest import FileEntry, Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.manifest_json import to_json
-from megatron_ucp.core.mesh import Mesh as WholeMesh
-from megatron_ucp.core.names import Keeper
-from megatron_ucp.formats.deepspeed.buffers import whole_length
-from tests.ranks import RankPool
+import torch
+import torch.distributed as dist
 
-# of the ways to save: what, numerator, denominator, "at most" or "at least", limit
-WAYS = [
+import megatron_ucp as ucp
+from benchmarks import frame, paper
+from benchmarks.megatron import Large
+from benchmarks.model import SIZES, Mesh, make_engine, train_step
+from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.engines.background import background_of
+from megatron_ucp.engines.deepspeed.save import EngineSave
+from megatron_ucp.engines.pt_files import RankFiles
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import copy_run
+from tests.engines import stack_jobs
+from tests.engines.stack_background_jobs import attached
+
+RANKS, EVEN_RANKS, Z1 = 2, 4, Mesh(1)
+COPY, FASTEST, TORCH = "copy in memory", "copy in memory fastest", "torch's async_save"
+CLAIMS: list[frame.Claim] = [
     ("training waits / stock's whole save", "background blocked", "stock seconds", 0.1),
     ("direct / cp and sync", "direct seconds", "cp and sync seconds", 1.05),
     ("background / cp and sync", "background seconds", "cp and sync seconds", 1.2),
     ("direct / stock, both on disk", "direct seconds", "stock seconds", 1 / 1.8),
 ]
-COPY, FASTEST = "copy in memory blocked", "copy in memory fastest"
-BLOCKED_LIMIT, LARGER_BLOCKED_LIMIT, OWN_LIMIT_MS = 1.1, 1.15, 15.0
-EVEN_RANKS, EVEN_LIMIT = 4, 1.02
-LARGER = {"width": 1024, "layers": 24}
-STACK = {"hidden": 768, "layers": 12, "vocab": 50304}
+BLOCKED_LIMITS = {"124M": 1.1, "354M": 1.15}
+OWN_LIMIT, OWN_LIMIT_MS, EVEN_LIMIT, MANIFEST_LIMIT_BYTES = 0.01, 15.0, 1.02, 64 * 10**6
 # over the bytes that a rank writes; a process doesn't give the last pages back
 MEMORY_LIMIT, LEFT_LIMIT = 1.05, 0.01
-RANKS, RESULTS = 2, Path(__file__).parent / "results" / "save.json"
-OWN_LIMIT, MANIFEST_LIMIT_BYTES = 0.01, 64 * 10**6
-PAPER = WholeMesh(tp=8, pp=16, ep=16, dp=128, zero=1)
-LAYERS, WIDTH, EXPERT_WIDTH, EXPERTS, VOCABULARY = 64, 8192, 5120, 128, 128000
+STACK = {"hidden": 768, "layers": 12, "vocab": 50304}
+HOST = "RssAnon", "RssShmem"
 
 
-def main() -> int:
-    args = parse()
-    folder = Path(tempfile.mkdtemp(prefix="saves_", dir=args.folder))
-    pool = RankPool(RANKS, gloo=True)
-    try:
-        found: list[list[dict[str, Any]]] = pool.run(
-            RANKS,
-            save_ranks.measure,
-            str(folder),
-            TINY if args.tiny else {},
-            args.repetitions,
-            timeout_s=1000,
-        )
-        ways = measured_ways(pool, folder, TINY if args.tiny else {}, args.ways_repetitions)
-    finally:
-        pool.close()
-        shutil.rmtree(folder)
-    result = evaluated([slowest(found, number) for number in range(args.repetitions)])
-    result["ways"] = [*claims_of(ways, BLOCKED_LIMIT), own_constant(ways), even(folder, args)]
-    result["seconds of ways"] = ways
-    if not args.tiny:
-        result["ways of 354M"] = claims_of(measured_larger(folder, args), LARGER_BLOCKED_LIMIT)
-    result["memory"], result["steps per second"] = measured_beside(folder, args)
-    stack = measured_stack(folder, args)
-    result["others"] = {name: statistics.median(each) for name, each in (ways | stack).items()}
-    print(told(result))
-    if not args.tiny:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if args.tiny or (result["met"] and result["manifest"]["met"]) else 1
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    folder, size, repetitions = str(options.folder), "124M", options.repetitions
+    if options.tiny:
+        size = "tiny"
 
+    def on_ranks(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+        return frame.on_ranks(ranks, job, f"{folder}/{job.__name__}", *args)
 
-def measured_larger(folder: Path, args: argparse.Namespace) -> dict[str, list[float]]:
-    """The same of a larger model, without torch's own: what costs the same for any model weighs
-    less."""
-    pool = RankPool(RANKS, gloo=True)
-    try:
-        return measured_ways(pool, folder, LARGER, args.others_repetitions, others=False)
-    finally:
-        pool.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def measured_ways(
-    pool: RankPool, folder: Path, size: dict[str, int], repetitions: int, others: bool = True
-) -> dict[str, list[float]]:
-    """Seconds of every way to save, of the rank that took longest."""
-    call = (save_ranks.measure_ways, str(folder / "ways"), Mesh(1))
-    found = pool.run(RANKS, *call, size, repetitions, others, timeout_s=1000)
-    out: dict[str, list[float]] = {}
-    for each in zip(*found, strict=True):
-        for way in each[0]:
-            for key in each[0][way].keys() - {"bytes"}:
-                out.setdefault(f"{way} {key}", []).append(max(rank[way][key] for rank in each))
-    return out
-
-
-def measured_beside(
-    folder: Path, args: argparse.Namespace
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What was claimed of host memory, of the rank that takes most; steps per second."""
-    size = TINY if args.tiny else {}
-    found = anew(RANKS, folder, "beside_training", Mesh(1), size, args.others_repetitions)
-    most, left = (max(max(rank[key]) for rank in found) for key in ("most", "left"))
-    rows = [
-        claim("host memory of a background save / this rank's bytes", most, MEMORY_LIMIT),
-        claim("host memory that a wait leaves / this rank's bytes", left, LEFT_LIMIT),
-    ]
-    steps = {key: statistics.median(found[0][key]) for key in ("beside", "without")}
-    return rows, {**steps, "ratio": steps["beside"] / steps["without"]}
-
-
-def measured_stack(folder: Path, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of megatron-core's stack, of the rank that took longest."""
-    size = {"layers": 2} if args.tiny else STACK
-    found = anew(RANKS, folder, "measure_stack", size, args.others_repetitions)
-    return {
-        way: [max(each) for each in zip(*(rank[way] for rank in found), strict=True)]
-        for way in found[0]
+    own = frame.slowest(on_ranks(RANKS, own_seconds, SIZES[size], repetitions))
+    ways = frame.slowest(on_ranks(RANKS, ways_to_save, SIZES[size], repetitions, True))
+    grown = on_ranks(RANKS, memory_and_steps, SIZES[size], repetitions)
+    stack = {"layers": 2} if options.tiny else STACK
+    others = ways | frame.slowest(on_ranks(RANKS, stack_saves, stack, repetitions))
+    written = on_ranks(EVEN_RANKS, bytes_by_rank, SIZES[size])[0]
+    most, left = (max(max(rank[key]) for rank in grown) for key in ("most", "left"))
+    steps = {key: statistics.median(grown[0][key]) for key in ("beside", "without")}
+    even, middle = max(written) / statistics.mean(written), frame.medians(ways)
+    own_ms = 1000 * (middle["background own"] - middle[FASTEST])
+    result = {
+        **of_own_code(own),
+        "manifest": of_manifest(),
+        "ways": [
+            *claims_of(ways, BLOCKED_LIMITS["124M"]),
+            frame.claim(
+                "milliseconds of its own code that training waits for", own_ms, OWN_LIMIT_MS
+            ),
+            frame.claim("most bytes by one rank / mean", even, EVEN_LIMIT),
+        ],
+        "seconds of ways": ways,
+        "memory": [
+            frame.claim("host memory of a background save / this rank's bytes", most, MEMORY_LIMIT),
+            frame.claim("host memory that a wait leaves / this rank's bytes", left, LEFT_LIMIT),
+        ],
+        "steps per second": {**steps, "ratio": steps["beside"] / steps["without"]},
+        "others": frame.medians(others),
     }
+    if not options.tiny:
+        # what costs the same for any model weighs less
+        larger = frame.slowest(on_ranks(RANKS, ways_to_save, SIZES["354M"], repetitions, False))
+        result["ways of 354M"] = claims_of(larger, BLOCKED_LIMITS["354M"])
+    return result
 
 
-def anew(ranks: int, folder: Path, job: str, *args: Any) -> list[Any]:
-    """What new processes give, which hold no memory of what ran before."""
-    pool = RankPool(ranks, gloo=True)
-    try:
-        return pool.run(ranks, getattr(save_ranks, job), str(folder), *args, timeout_s=1000)
-    finally:
-        pool.close()
-        shutil.rmtree(folder, ignore_errors=True)
+def claims_of(ways: frame.Seconds, blocked: float) -> list[dict[str, Any]]:
+    """`blocked` is the limit of the seconds in which training waits for a background save, by those
+    of a copy."""
+    waits = ("training waits / copy in memory", "background blocked", f"{COPY} blocked", blocked)
+    return frame.claims_of(ways, [waits, *CLAIMS])
 
 
-def claims_of(ways: dict[str, list[float]], blocked: float) -> list[dict[str, Any]]:
-    """Of medians; `blocked` is the limit of the seconds in which training waits for a background
-    save, by those of a copy."""
-    medians = {name: statistics.median(each) for name, each in ways.items()}
-    waits = ("training waits / copy in memory", "background blocked", COPY, blocked)
-    return [
-        claim(what, medians[top] / medians[bottom], limit)
-        for what, top, bottom, limit in (waits, *WAYS)
-    ]
-
-
-def own_constant(ways: dict[str, list[float]]) -> dict[str, Any]:
-    """What training waits for beyond a copy as a save makes it and DeepSpeed's own code, in
-    milliseconds."""
-    own = statistics.median(ways["background own"]) - statistics.median(ways[FASTEST])
-    return claim("milliseconds of its own code that training waits for", 1000 * own, OWN_LIMIT_MS)
-
-
-def even(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """How much more than the mean one rank writes, at ZeRO-1 on four ranks."""
-    sizes = anew(EVEN_RANKS, folder, "bytes_by_rank", Mesh(1), TINY if args.tiny else {})[0]
-    return claim("most bytes by one rank / mean", max(sizes) / statistics.mean(sizes), EVEN_LIMIT)
-
-
-def slowest(found: list[list[dict[str, Any]]], number: int) -> dict[str, dict[str, float]]:
-    """Of a repetition: the seconds of the rank that took longest."""
+def of_own_code(seconds: frame.Seconds) -> dict[str, Any]:
+    """Medians over the repetitions, and each repetition."""
+    middle, kinds = frame.medians(seconds), ("durable", "not durable")
+    own, whole = middle["not durable own"], middle["durable seconds"]
     keys = ("own", "stock", "sync", "seconds")
+    each = [
+        {kind: {key: seconds[f"{kind} {key}"][number] for key in keys} for kind in kinds}
+        for number in range(len(seconds["durable own"]))
+    ]
     return {
-        kind: {key: max(rank[number][kind][key] for rank in found) for key in keys}
-        for kind in ("durable", "not durable")
-    }
-
-
-def evaluated(each: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Medians over the repetitions, and what was claimed."""
-
-    def median(kind: str, key: str) -> float:
-        return statistics.median(one[kind][key] for one in each)
-
-    own, plain, synced = (
-        median("not durable", "own"),
-        median("not durable", "seconds"),
-        median("durable", "seconds"),
-    )
-    return {
-        "own_over_save": own / synced,
-        "own_over_save_without_fsync": own / plain,
+        "own_over_save": own / whole,
+        "own_over_save_without_fsync": own / middle["not durable seconds"],
         "limit": OWN_LIMIT,
-        "met": own / synced <= OWN_LIMIT,
+        "met": own / whole <= OWN_LIMIT,
         "repetitions": each,
         "own_seconds": own,
-        "save_seconds": plain,
-        "fsync_seconds": median("durable", "sync"),
-        "durable_save_seconds": synced,
-        "manifest": measured_manifest(),
-        "machine": description(),
+        "save_seconds": middle["not durable seconds"],
+        "fsync_seconds": middle["durable sync"],
+        "durable_save_seconds": whole,
     }
 
 
-def measured_manifest() -> dict[str, Any]:
-    paper = manifest()
-    size_bytes = len(to_json(paper).encode())
+def of_manifest() -> dict[str, Any]:
+    manifest = paper.mixture()
+    size_bytes = len(to_json(manifest).encode())
     return {
-        "mesh": str(PAPER),
-        "ranks": PAPER.world,
-        "parameters": sum(math.prod(spec.shape) for spec in paper.params),
+        "mesh": str(paper.MIXTURE_MESH),
+        "ranks": paper.MIXTURE_MESH.world,
+        "parameters": sum(math.prod(spec.shape) for spec in manifest.params),
         "bytes": size_bytes,
         "limit": MANIFEST_LIMIT_BYTES,
         "met": size_bytes <= MANIFEST_LIMIT_BYTES,
     }
 
 
-def told(result: dict[str, Any]) -> str:
-    paper = result["manifest"]
-    return (
-        f"own code / save: {result['own_over_save']:.4f} (at most {OWN_LIMIT}); "
-        f"{1000 * result['own_seconds']:.1f} ms; {result['own_over_save_without_fsync']:.4f} of "
-        f"a save without fsync, {result['save_seconds']:.2f} s\n"
-        f"fsync: {result['fsync_seconds']:.2f} s of a durable save's "
-        f"{result['durable_save_seconds']:.2f} s\n"
-        f"manifest of {PAPER.world:,} ranks and {paper['parameters']:.2e} parameters: "
-        f"{paper['bytes'] / 1e6:.1f} MB (at most 64)\n"
-        + "\n".join(
-            f"{row['what']}: {row['ratio']:.3f} (at most {row['limit']:.3g})"
-            for row in result["ways"] + result["memory"] + result.get("ways of 354M", [])
-        )
-        + f"\nsteps beside a save / without: {result['steps per second']['ratio']:.2f}\n"
-        + "\n".join(f"{name}: {seconds:.2f} s" for name, seconds in result["others"].items())
-    )
+# ---- on the ranks
 
 
-def manifest() -> Manifest:
-    """A mixture of experts on PAPER: DeepSpeed's files of such a run, its layouts, every expert a
-    parameter of its own."""
-    specs: list[ParamSpec] = []
-    buffers: list[FlatBuffer] = []
-    for stage in range(PAPER.pp):
-        layers = range(stage * LAYERS // PAPER.pp, (stage + 1) * LAYERS // PAPER.pp)
-        dense = _dense_of(stage, layers)
-        specs += dense
-        for group in (True, False):
-            chosen = [spec for spec in dense if (len(spec.shape) > 1) is group]
-            buffers.append(_buffer(chosen, PAPER.dp, (("pp", stage),)))
-        for place in range(PAPER.ep):
-            experts = _experts_of(place, layers)
-            specs += experts
-            buffers.append(_buffer(experts, PAPER.dp // PAPER.ep, (("pp", stage), ("ep", place))))
-    return Manifest(
-        Keeper.ZERO_1_OR_2,
-        PAPER,
-        tuple(specs),
-        tuple(buffers),
-        groups=(ParamGroup({"lr": 1e-4, "weight_decay": 0.1}, "torch.AdamW"),) * 2,
-        files=tuple(_files()),
-        save_id="0" * 32,
-    )
+def trained(size: dict[str, int], **options: Any) -> Any:
+    """An attached engine that has taken a step."""
+    engine = make_engine(Z1, size)
+    train_step(engine, Z1)
+    return ucp.attach(engine, **options)
 
 
-def _dense_of(stage: int, layers: range) -> list[ParamSpec]:
-    """Of a stage: its layers, and the embedding or the head."""
-    dense = [spec for layer in layers for spec in _dense(f"decoder.layers.{layer}.")]
-    if stage in (0, PAPER.pp - 1):
-        name = "embedding.word_embeddings.weight" if stage == 0 else "output_layer.weight"
-        dense.append(ParamSpec(name, (VOCABULARY, WIDTH), "bfloat16", layout=Shard("tp", 0)))
-    return dense
+def own_seconds(folder: str, size: dict[str, int], repetitions: int) -> frame.Seconds:
+    """Of saves of one engine, durable and not."""
+    engine = trained(size)
+
+    def save(kind: str, durable: bool) -> dict[str, float]:
+        engine.ucp.save_options = replace(engine.ucp.save_options, durable=durable)
+        engine.save_checkpoint(folder, tag="tag")
+        report = ucp.report(engine).save
+        assert report is not None
+        stock, sync, whole = report.stock_seconds, report.sync_seconds, report.seconds
+        own = whole - stock - sync
+        each = {"own": own, "stock": stock, "sync": sync, "seconds": whole}
+        frame.remove(folder)  # a new tag each time, as in a run
+        return {f"{kind} {key}": value for key, value in each.items()}
+
+    ways = {"not durable": partial(save, "not durable", False), "": partial(save, "durable", True)}
+    return frame.in_turns(ways, repetitions)
 
 
-def _experts_of(place: int, layers: range) -> list[ParamSpec]:
-    """Of a stage's layers: the experts of an expert-parallel rank."""
-    numbers = range(place * EXPERTS // PAPER.ep, (place + 1) * EXPERTS // PAPER.ep)
-    return [
-        spec
-        for layer in layers
-        for number in numbers
-        for spec in _expert(f"decoder.layers.{layer}.mlp.experts.local_experts.{number}.")
-    ]
-
-
-def _dense(prefix: str) -> list[ParamSpec]:
-    shapes = {
-        "self_attention.linear_qkv.weight": ((10240, WIDTH), Shard("tp", 0)),
-        "self_attention.linear_proj.weight": ((WIDTH, WIDTH), Shard("tp", 1)),
-        "mlp.router.weight": ((EXPERTS, WIDTH), Replicate()),
-        "input_layernorm.weight": ((WIDTH,), Replicate()),
-        "pre_mlp_layernorm.weight": ((WIDTH,), Replicate()),
+def ways_to_save(
+    folder: str, size: dict[str, int], repetitions: int, has_torch: bool
+) -> frame.Seconds:
+    """Saves of one engine by every way, and copies of the same bytes on disk and in memory, and
+    with `has_torch` torch's own save of as many. Of this rank: seconds until the pointer names the
+    tag, seconds in which training stands still, those of them that are not in DeepSpeed's own
+    code."""
+    in_stock = [0.0]  # seconds in DeepSpeed's own save, without the files that it is to write
+    count_seconds(in_stock, EngineSave, "_stock", 1)
+    count_seconds(in_stock, RankFiles, "save", -1)
+    engine = trained(size, save="background")
+    source, tags = Path(folder, "source"), Path(folder, "tags")
+    save_by(engine, source, "direct", in_stock)
+    files = [path for path in frame.files_of(source) if path.suffix == ".pt"]
+    own_bytes = sum(path.stat().st_size for path in files) // dist.get_world_size()
+    seconds_of_copy = partial(frame.timed, frame.copying(own_bytes))
+    fastest = partial(frame.timed, frame.copying(own_bytes, copy_run))
+    ways: dict[str, Callable[[], Any]] = {
+        way: partial(save_by, engine, tags, way, in_stock)
+        for way in ("stock", "direct", "background")
     }
-    return [
-        ParamSpec(prefix + name, shape, "bfloat16", layout=layout)
-        for name, (shape, layout) in shapes.items()
-    ]
+    ways["cp and sync seconds"] = lambda: frame.copy_and_sync(source, tags / "copy")
+    ways[COPY] = lambda: {f"{COPY} blocked": seconds_of_copy(), FASTEST: fastest()}
+    if has_torch:
+        ways[TORCH] = lambda: save_by_torch(tags / "torch", own_bytes)
+    return frame.in_turns(ways, repetitions, before=os.sync, after=lambda: frame.remove(tags))
 
 
-def _expert(prefix: str) -> list[ParamSpec]:
-    return [
-        ParamSpec(f"{prefix}linear_{name}.weight", shape, "bfloat16", layout=Shard("tp", dim))
-        for name, shape, dim in (
-            ("gate", (EXPERT_WIDTH, WIDTH), 0),
-            ("up", (EXPERT_WIDTH, WIDTH), 0),
-            ("fc2", (WIDTH, EXPERT_WIDTH), 1),
-        )
-    ]
+def count_seconds(found: list[float], owner: Any, name: str, sign: int) -> None:
+    """From now on the seconds in a method are added, or taken away."""
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            found[0] += sign * (time.perf_counter() - started)
+
+    setattr(owner, name, timed)
 
 
-def _buffer(specs: list[ParamSpec], partitions: int, at: tuple[tuple[str, int], ...]) -> FlatBuffer:
-    members, end = [], 0
-    for spec in specs:
-        size = math.prod(spec.shape) // (1 if spec.layout == Replicate() else PAPER.tp)
-        members.append(Member(spec.name, end, size, 0, {"step": 1000.0}))
-        end += size
-    states = (("fp32", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
-    axes = tuple(axis for axis, _ in at)
-    return FlatBuffer(
-        tuple(members), whole_length(end, partitions), partitions, "whole", states, at, axes
-    )
+def save_by(engine: Any, folder: Path, way: str, in_stock: list[float]) -> dict[str, float]:
+    handle, before, started = engine.ucp, in_stock[0], time.perf_counter()
+    handle.save_options = replace(handle.save_options, way=way)
+    engine.save_checkpoint(str(folder), tag=way)
+    blocked = time.perf_counter() - started
+    own = blocked - (in_stock[0] - before)
+    ucp.wait(engine)
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    return {f"{way} blocked": blocked, f"{way} own": own, f"{way} seconds": seconds}
 
 
-def _files() -> list[FileEntry]:
-    """As DeepSpeed names them: optimizer and expert optimizer, model and layer and expert files;
-    and our random states."""
-    models = PAPER.tp * PAPER.pp
-    names = [
-        f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
-        for mp in range(models)
-        for dp in range(PAPER.dp)
-    ]
-    names += [
-        f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt"
-        for mp in range(models)
-        for ep in range(PAPER.ep)
-    ]
-    names += [f"mp_rank_{mp:02d}_model_states.pt" for mp in range(models)]
-    names += [
-        f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"
-        for layer in range(LAYERS + 2)
-        for tp in range(PAPER.tp)
-    ]
-    names += [
-        f"layer_{layer}_expert_{expert}_mp_rank_{tp:02d}_model_states.pt"
-        for layer in range(LAYERS)
-        for expert in range(EXPERTS)
-        for tp in range(PAPER.tp)
-    ]
-    names += [f"ucp_rng_{rank:05d}.safetensors" for rank in range(PAPER.world)]
-    return [FileEntry(name, 10**9 + number, f"{number:064x}") for number, name in enumerate(names)]
+def save_by_torch(folder: Path, own_bytes: int) -> dict[str, float]:
+    """As many bytes of tensors that no other rank has, by torch's defaults, which sync."""
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    size, rank = min(own_bytes, 2**23), dist.get_rank()
+    state = {f"{rank}.{number}": torch.ones(size // 4) for number in range(own_bytes // size)}
+    group: Any = dist.new_group(backend="gloo")
+    dist.barrier()
+    started = time.perf_counter()
+    saved: Any = async_save(state, checkpoint_id=folder, process_group=group)
+    blocked = time.perf_counter() - started
+    saved.result()
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    dist.destroy_process_group(group)
+    return {f"{TORCH} blocked": blocked, f"{TORCH} seconds": seconds}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--ways-repetitions", type=int, default=5)
-    parser.add_argument("--others-repetitions", type=int, default=3)
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help="a small model; nothing is written to benchmarks/results",
-    )
-    parser.add_argument("--folder", help="where the checkpoints go for a while; needs 4 GB")
-    return parser.parse_args()
+def bytes_by_rank(folder: str, size: dict[str, int]) -> tuple[int, ...]:
+    """What each rank writes of a save."""
+    engine = trained(size, save="direct")
+    engine.save_checkpoint(folder)
+    report = ucp.report(engine).save
+    assert report is not None
+    return report.bytes_by_rank
+
+
+def stack_saves(folder: str, size: dict[str, Any], repetitions: int) -> frame.Seconds:
+    """Seconds of saves of megatron-core's stack in the background, then of its own ones, which
+    wait, with a sync behind them. Not in turns: megatron-core's forks, and whoever then writes a
+    page for the first time pays for it."""
+    model = Large("gpt", dtype="bf16", tied=True, **size)
+    engine = attached(stack_jobs.make(model), save="background")
+    stack_jobs.train(engine, 1)
+
+    def ours() -> None:
+        ucp.save(engine.handle, Path(folder), arguments=stack_jobs.arguments(engine))
+
+    def stock() -> None:
+        stack_jobs.stock_save(engine, Path(folder))
+
+    def save(way: str, call: Callable[[], None], finish: Callable[[], Any]) -> dict[str, float]:
+        started = time.perf_counter()
+        call()
+        blocked = time.perf_counter() - started
+        finish()
+        dist.barrier()
+        return {f"{way} blocked": blocked, f"{way} seconds": time.perf_counter() - started}
+
+    def after() -> None:
+        frame.remove(folder)
+        stack_jobs.train(engine, 1)
+
+    seconds: frame.Seconds = {}
+    for way, call, finish in (
+        ("stack in the background", ours, lambda: ucp.wait(engine.handle)),
+        ("megatron-core's save", stock, os.sync),
+    ):
+        ways = {way: partial(save, way, call, finish)}
+        seconds |= frame.in_turns(ways, repetitions, before=os.sync, after=after)
+    return seconds
+
+
+def memory_and_steps(folder: str, size: dict[str, int], repetitions: int) -> frame.Seconds:
+    """Of background saves whose snapshot is given back: host memory that they take, and leave
+    after a wait, over what there was before the first one and by the bytes that this rank writes;
+    then steps per second beside one, and without."""
+    engine = trained(size, save="background", keep_snapshot=False)
+    out: frame.Seconds = {"most": [], "left": [], "beside": [], "without": []}
+    base = frame.memory_bytes(*HOST)
+    for _ in range(repetitions):
+        before, extra = frame.memory_bytes(*HOST), list[int]()
+        with frame.peak(extra, *HOST):
+            engine.save_checkpoint(folder, tag="still")
+            ucp.wait(engine)
+        report = ucp.report(engine).save
+        assert report is not None
+        written = report.bytes_by_rank[dist.get_rank()]
+        out["most"].append((before + extra[0] - base) / written)
+        out["left"].append((frame.memory_bytes(*HOST) - base) / written)
+    for _ in range(repetitions):
+        engine.save_checkpoint(folder, tag="training")
+        out["beside"].append(steps_per_second(engine))
+        ucp.wait(engine)
+        out["without"].append(steps_per_second(engine, 5))
+    frame.remove(folder)
+    return out
+
+
+def steps_per_second(engine: Any, steps: int | None = None) -> float:
+    """Of so many steps, or of those until no rank saves any more."""
+    background = background_of(engine)
+    assert background is not None
+    dist.barrier()
+    started, done = time.perf_counter(), 0
+    while done < steps if steps else any(agree.gather(background.is_busy)) or not done:
+        train_step(engine, Z1)
+        done += 1
+    return done / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(frame.main("save"))

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.resize_ranks import peak
+from benchmarks.frame import peak
 from megatron_ucp.reshard.execute import NEVER, UsedUp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages go on Linux alone")
