@@ -11,8 +11,10 @@ from torch.nn import functional
 
 import megatron_ucp as ucp
 from pretrain.mcore.experts import apply_patches
-from tests.engines import moe_jobs, tensor_jobs
+from tests.engines import kinds
+from tests.engines.kinds import KINDS, Kind
 from tests.engines.moe_jobs import hash_of, train
+from tests.engines.tensor_jobs import swap
 
 WIDTH, FFN, VOCAB, SEQUENCE, BATCH = 6, 5, 24, 6, 4
 
@@ -138,18 +140,6 @@ def _slower(step: int) -> float:
     return 1.0 / (1 + step)
 
 
-def save(setup: Auto, folder: str, **options: Any) -> None:
-    """As tensor_jobs.save."""
-    tensor_jobs.save(setup, folder, making=make, training=train, **options)
-
-
-def resume(setup: Auto, folder: str, **options: Any) -> dict[str, Any]:
-    """As tensor_jobs.resume."""
-    return tensor_jobs.resume(
-        setup, folder, making=make, training=train, planting=plant_fault, **options
-    )
-
-
 def plant_fault(engine: Any, fault: str) -> None:
     """One small wrong thing that a comparison has to see, at ZeRO-0."""
     experts, base = engine.module.mixtures[1].experts, engine.optimizer
@@ -157,18 +147,14 @@ def plant_fault(engine: Any, fault: str) -> None:
     if fault == "two experts swapped":
         gate.copy_(gate[[1, 0, *range(2, len(gate))]])
     elif fault == "gate and up of one expert":
-        kept = gate[2].clone()
-        gate[2] = up[2]
-        up[2] = kept
+        swap(gate[2], up[2])
     elif fault == "a row of the router":
         router = engine.module.mixtures[0].router.gate.weight.data
         router.copy_(router.roll(1, 0))
     elif fault == "an expert's moment":
         base.state[experts.w2]["exp_avg"][3, 0, 0] = 0.5
     else:
-        raise ValueError(fault)
+        kinds.plant_fault(engine, fault)
 
 
-def stock_load(setup: Auto, folder: str) -> list[str]:
-    """As moe_jobs.stock_load."""
-    return moe_jobs.stock_load(setup, folder, make)
+KINDS[Auto] = Kind(make, train, plant_fault)

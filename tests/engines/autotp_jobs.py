@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import megatron_ucp as ucp
+from tests.engines import kinds
 from tests.engines.autotp_states import canonical, fill, tensor_place
-from tests.engines.canonical import base_of, differences
-from tests.engines.fingerprints import unlike
+from tests.engines.canonical import base_of
+from tests.engines.kinds import KINDS, Kind
 from tests.engines.model import MUON, uncompiled
 from tests.ranks import allow_fp16_on_cpu
-from tests.share import LOSS_STEPS, tags_of
 
 VOCAB, SEQUENCE, BATCH = 61, 8, 4  # 61 rows are 31 and 30
 CHANGED = {
@@ -211,28 +211,6 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-def save(
-    setup: Auto, folder: str, steps: int = 3, more: int = LOSS_STEPS, attach: bool = True
-) -> dict[str, Any]:
-    """Saves the tag `trained`, and `filled` with provenance values; the states beside them. Then
-    trains on from the first."""
-    engine = make(setup, attach)
-    train(engine, steps)
-    engine.save_checkpoint(folder, tag="trained")
-    states = {"trained": canonical(engine)}
-    losses = train(engine, more, first=steps)
-    if attach:
-        ucp.load(engine, folder, tag="trained")
-        fill(engine)
-        engine.save_checkpoint(folder, tag="filled")
-        states["filled"] = canonical(engine)
-    engine.destroy()
-    oracle = {"states": states, "losses": losses, "steps": steps}
-    if dist.get_rank() == 0:
-        torch.save(oracle, Path(folder) / "oracle.pt")
-    return oracle
-
-
 def go_on(setup: Auto, folder: str, fault: str = "") -> dict[str, Any]:
     """States before and after a load into an engine that trains other parameters, and after a
     step."""
@@ -246,50 +224,6 @@ def go_on(setup: Auto, folder: str, fault: str = "") -> dict[str, Any]:
     found["stepped"] = canonical(engine)
     engine.destroy()
     return found
-
-
-def resume(
-    setup: Auto,
-    folder: str,
-    more: int = 0,
-    plant: str = "",
-    tags: tuple[str, ...] = (),
-    **options: Any,
-) -> dict[str, Any]:
-    """Loads each tag into an engine of another seed and compares; trains on after the last one."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
-    engine = make(setup)
-    before = canonical(engine)
-    found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}, "loss": 0.0}
-    for tag in tags or tags_of(more):
-        report = ucp.load(engine, folder, tag=tag, **options)
-        found["notes"][tag] = report.notes
-        PLANTS[plant](engine)
-        want = oracle["states"][tag]
-        found["before"][tag] = differences(want, before)
-        found["differences"][tag] = differences(want, canonical(engine))
-        exact = report.fingerprint is not None and not options
-        found["differences"][tag] += unlike(engine, folder, tag, exact)
-    if more:
-        losses = train(engine, more, first=oracle["steps"])
-        found["loss"] = max(
-            abs(a - b) for a, b in zip(losses, oracle["losses"][:more], strict=True)
-        )
-    engine.destroy()
-    return found
-
-
-def attempt(setup: Auto, folder: str, **options: Any) -> tuple[str, bool]:
-    """What a load of the tag `filled` is refused with, and whether the engine is as before."""
-    engine, message = make(setup), ""
-    before = canonical(engine)
-    try:
-        ucp.load(engine, folder, tag="filled", **options)
-    except ucp.UcpError as error:
-        message = f"{type(error).__name__}: {error}"
-    unchanged = differences(before, canonical(engine)) == []
-    engine.destroy()
-    return message, unchanged
 
 
 def from_hugging_face(setup: Auto, folder: str) -> list[str]:
@@ -419,7 +353,6 @@ def _decay(engine: Any) -> None:
 
 OF_MUON = ("a momentum of Muon",)
 PLANTS: dict[str, Callable[[Any], None]] = {
-    "": lambda engine: None,
     "rows at the boundary of two ranks": _boundary,
     "columns of a row-parallel weight": _rolled("o_proj.weight", 1),
     "a frozen share": _rolled(FROZEN[0], 0),
@@ -428,3 +361,14 @@ PLANTS: dict[str, Callable[[Any], None]] = {
     "a step": _step,
     "a group's decay": _decay,
 }
+
+
+def plant_fault(engine: Any, fault: str) -> None:
+    """One of PLANTS, or of those that every engine can have."""
+    if fault in PLANTS:
+        PLANTS[fault](engine)
+    else:
+        kinds.plant_fault(engine, fault)
+
+
+KINDS[Auto] = Kind(make, train, plant_fault, fill=fill, canonical=canonical, trains_on=True)

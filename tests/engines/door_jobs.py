@@ -18,8 +18,8 @@ import megatron_ucp as ucp
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.messages import DefaultRanks
 from tests.engines import model, tensor_jobs
+from tests.engines.kinds import kind_of
 from tests.engines.model import SEQUENCE, VOCAB, Setup
-from tests.engines.resize_jobs import kind_of
 from tests.engines.stack_jobs import Mcore
 from tests.engines.tensor_jobs import Mega
 

@@ -15,12 +15,11 @@ import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
 from megatron_ucp.reshard.memories import Holdings
 from pretrain.mcore import models
-from tests.engines import pipeline_jobs
+from tests.engines import tensor_jobs
 from tests.engines.canonical import canonical, differences
 from tests.engines.hf_twin import wide
 from tests.engines.masters import runs_of
-from tests.engines.pipeline_jobs import Staged
-from tests.engines.tensor_jobs import close
+from tests.engines.tensor_jobs import Staged, close
 
 
 def load(
@@ -29,8 +28,8 @@ def load(
     """Loads a folder into an engine that may have `trained` before, and compares the masters with
     those of the run that was exported; then trains a step."""
     want = torch.load(Path(oracle) / "oracle.pt", weights_only=False)["states"][tag]["full"]
-    engine = pipeline_jobs.make(setup)
-    pipeline_jobs.train(engine, trained)
+    engine = tensor_jobs.make(setup)
+    tensor_jobs.train(engine, trained)
     found: dict[str, Any] = {"error": "", "notes": ()}
     before = canonical(engine)
     try:
@@ -47,7 +46,7 @@ def load(
     found["compared"] = len(masters)
     found["states"] = sorted({state for _, state in have})
     found["notes"], found["read_bytes"] = report.notes, report.read_bytes
-    found["loss"] = pipeline_jobs.train(engine, 1)[0]
+    found["loss"] = tensor_jobs.train(engine, 1)[0]
     close(engine)
     return found
 
@@ -200,7 +199,7 @@ def plain_load(zero: int, folder: str, **settings: Any) -> dict[str, Any]:
 def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any]:
     """Loads a checkpoint, exports from memory, then where one rank's disk is full, then into a
     dtype that can't hold it; what each rank wrote, and what the refusals say."""
-    engine = pipeline_jobs.make(setup)
+    engine = tensor_jobs.make(setup)
     report = engine.ucp.load(folder, tag=tag)
     assert engine.ucp.report() == ucp.report(engine) and engine.ucp.report().load is report
     found: dict[str, Any] = {
@@ -273,7 +272,7 @@ def live_failures(setup: Staged, out: str) -> dict[str, Any]:
     """Exports where one rank can't read its memory, and where the plan has a hole; what is said,
     and what each rank had written by then. Then a good one: for each rank the files that it wrote,
     those that it brought to disk, and when; and when rank 0 gave the folder its name."""
-    engine, disk, found = pipeline_jobs.make(setup), Disk(), dict[str, Any]()
+    engine, disk, found = tensor_jobs.make(setup), Disk(), dict[str, Any]()
     is_last = dist.get_rank() == dist.get_world_size() - 1
     unread = mock.patch.object(Holdings, "values", side_effect=RuntimeError("unreadable"))
     with unread if is_last else nullcontext():
@@ -306,7 +305,7 @@ def stock_load(setup: Staged, folder: str, oracle: str) -> dict[str, Any]:
     package; then a step. Masters are compared with those of the run that was exported in bf16."""
     want = torch.load(Path(oracle) / "oracle.pt", weights_only=False)["states"]["filled"]["full"]
     wanted = {key: value.bfloat16().float() for key, value in want.items() if key[1] == "fp32"}
-    engine = pipeline_jobs.make(setup, attach=False)
+    engine = tensor_jobs.make(setup, attach=False)
 
     def others() -> int:
         have = canonical(engine)["full"]
@@ -324,7 +323,7 @@ def stock_load(setup: Staged, folder: str, oracle: str) -> dict[str, Any]:
         load_lr_scheduler_states=False,
     )
     found |= {"after": others(), "same_groups": groups() == own, "steps": engine.global_steps}
-    found["loss"] = pipeline_jobs.train(engine, 1)[0]
+    found["loss"] = tensor_jobs.train(engine, 1)[0]
     found["stepped"] = others()
     close(engine)
     return found

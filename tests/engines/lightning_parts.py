@@ -9,7 +9,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from tests.engines.jobs import plant_fault
+from tests.engines.kinds import plant_fault
 from tests.engines.model import GLOBAL_BATCH, SEQUENCE, VOCAB, Net, param_groups
 from tests.engines.trainer_jobs import states
 

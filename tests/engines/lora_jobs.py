@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
-from tests.engines.jobs import plant_fault
+from tests.engines.kinds import plant_fault
 from tests.engines.mixture_jobs import mixture
 from tests.engines.model_classes import tiny_model
 from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data, tiny_llama

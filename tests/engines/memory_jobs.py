@@ -28,8 +28,9 @@ from megatron_ucp.reshard import agree
 from tests.connected import connect
 from tests.engines import stack_jobs
 from tests.engines.canonical import everywhere
+from tests.engines.kinds import kind_of
 from tests.engines.model import SEQUENCE, Setup, make_engine, train
-from tests.engines.resize_jobs import compared, dist_rank, kind_of, look
+from tests.engines.resize_jobs import compared, dist_rank, look
 from tests.rank_reset import take_down
 
 
@@ -93,7 +94,7 @@ def recalled(
         for step in range(1, steps + 1):
             kind.train(engine, 1, first=step)
             ucp.wait(handle)
-            want[step] = kind.canonical(engine)
+            want[step] = kind.settled_state(engine)
             if step in disk:
                 handle.ucp.save(folder)
         found["kept"] = ucp.report(handle).memory
@@ -120,7 +121,7 @@ def loaded(first: World, second: World, folder: str, every: int, want: Any) -> d
     if second.ranks != 3:  # a batch is one of four
         with mock.patch.object(memory.MemorySteps, "ended_step"):  # no start of another run
             kind.train(engine, 1, first=99)
-        found["before"] = compare(next(iter(want.values())), kind.canonical(engine))
+        found["before"] = compare(next(iter(want.values())), kind.settled_state(engine))
     report = ucp.load(handle, folder)
     step = report.global_steps
     found |= {"step": step, "path": report.path, "notes": report.notes, "line": str(report)}
@@ -192,7 +193,7 @@ def dies(world: World, folder: str, rank: int, moment: str, want: str) -> None:
         kind.train(engine, 1, first=step)
         ucp.wait(handle)
         if step == 4:
-            states = kind.canonical(engine)
+            states = kind.settled_state(engine)
             if dist.get_rank() == 0:
                 torch.save(states, want)
     if dist.get_rank() == rank:
@@ -237,7 +238,7 @@ def states_at(world: World, steps: int, want: str) -> None:
     engine = kind.make(world.setup)
     for step in range(1, steps + 1):
         kind.train(engine, 1, first=step)
-    states = kind.canonical(engine)
+    states = kind.settled_state(engine)
     if dist.get_rank() == 0:
         torch.save(states, want)
     kind.close(engine)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tests.engines import optimizers
+from tests.engines.kinds import KINDS, Kind
 from tests.ranks import allow_fp16_on_cpu
 
 VOCAB, WIDTH = 11, 7
@@ -449,3 +450,6 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
         torch.distributed.all_reduce(total)
         losses.append(float(total) / world)
     return losses
+
+
+KINDS[Setup] = Kind(make_engine, train)

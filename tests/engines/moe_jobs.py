@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines import tensor_jobs
-from tests.engines.canonical import canonical, differences
+from tests.engines import kinds, tensor_jobs
+from tests.engines.kinds import KINDS, Kind, kind_of
+from tests.engines.tensor_jobs import swap
 
 WIDTH, VOCAB, SEQUENCE, BATCH = 6, 24, 6, 4
 
@@ -176,30 +177,13 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-def save(setup: Moe, folder: str, **options: Any) -> None:
-    """As tensor_jobs.save."""
-    tensor_jobs.save(setup, folder, making=make, training=train, **options)
-
-
-def resume(setup: Moe, folder: str, **options: Any) -> dict[str, Any]:
-    """As tensor_jobs.resume."""
-    return tensor_jobs.resume(
-        setup, folder, making=make, training=train, planting=plant_fault, **options
-    )
-
-
 def plant_fault(engine: Any, fault: str) -> None:
     """One small wrong thing that a comparison has to see, at ZeRO-0."""
-    params = dict(engine.module.named_parameters())
-    base = engine.optimizer
-    first, second = (
-        params[f"mixtures.1.deepspeed_moe.experts.deepspeed_experts.{number}.up.weight"]
-        for number in (0, 1)
-    )
+    params, base = dict(engine.module.named_parameters()), engine.optimizer
+    head = "mixtures.1.deepspeed_moe.experts.deepspeed_experts"
+    first, second = (params.get(f"{head}.{number}.up.weight") for number in (0, 1))
     if fault == "two experts swapped":
-        kept = first.data.clone()
-        first.data.copy_(second.data)
-        second.data.copy_(kept)
+        swap(first.data, second.data)
     elif fault == "a row of the router":
         router = params["mixtures.0.deepspeed_moe.gate.wg.weight"].data
         router.copy_(router.roll(1, 0))
@@ -209,16 +193,23 @@ def plant_fault(engine: Any, fault: str) -> None:
         group = next(g for g in base.param_groups if any(p is first for p in g["params"]))
         group["weight_decay"] += 0.01
     else:
-        raise ValueError(fault)
+        kinds.plant_fault(engine, fault)
 
 
-def save_without_frozen(setup: Any, folder: str, making: Any = make) -> None:
+KINDS[Moe] = Kind(make, train, plant_fault)
+
+
+# ------------------------------------------------ jobs
+
+
+def save_without_frozen(setup: Any, folder: str) -> None:
     """A step, saved as the tag `trained` without frozen weights; the oracle beside it."""
-    engine = making(setup)
-    train(engine, 1)
+    kind = kind_of(setup)
+    engine = kind.make(setup)
+    kind.train(engine, 1)
     engine.save_checkpoint(folder, tag="trained", exclude_frozen_parameters=True)
-    states = {"trained": canonical(engine)}
-    tensor_jobs.close(engine)
+    states = {"trained": kind.canonical(engine)}
+    kind.close(engine)
     if dist.get_rank() == 0:
         torch.save({"states": states, "losses": [], "steps": 1}, Path(folder) / "oracle.pt")
 
@@ -256,14 +247,3 @@ def adapted(setup: Moe, folder: str) -> str:
     name = next(n for n, p in engine.module.named_parameters() if p is expert.late)
     engine.param_names[expert.late] = name
     return tensor_jobs.refusal(engine, lambda: ucp.load(engine, folder))
-
-
-def stock_load(setup: Any, folder: str, making: Any = make) -> list[str]:
-    """What differs after DeepSpeed's own load of the tag `trained`. `making` is for engines of
-    another kind."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
-    engine = making(setup, attach=False)
-    engine.load_checkpoint(folder, tag="trained")
-    found = differences(oracle, canonical(engine))
-    tensor_jobs.close(engine)
-    return found

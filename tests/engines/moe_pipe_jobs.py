@@ -13,9 +13,10 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.family import Declared, Family, Sizes, whole
-from tests.engines import tensor_jobs
 from tests.engines.canonical import named
+from tests.engines.kinds import KINDS, Kind
 from tests.engines.moe_jobs import BATCH, SEQUENCE, VOCAB, WIDTH, Moe, draw, mixture
+from tests.engines.tensor_jobs import swap
 from tests.families.registration import registered
 
 LAYERS = 2
@@ -200,26 +201,13 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-def save(setup: Piped, folder: str, **options: Any) -> None:
-    """As tensor_jobs.save."""
-    with known():
-        tensor_jobs.save(setup, folder, making=make, training=train, **options)
-
-
-def resume(setup: Piped, folder: str, **options: Any) -> dict[str, Any]:
-    """As tensor_jobs.resume."""
-    with known():
-        return tensor_jobs.resume(
-            setup, folder, making=make, training=train, planting=swap_experts, **options
-        )
-
-
 def swap_experts(engine: Any, _fault: str) -> None:
     """Two experts of a rank that has the first layer."""
     head = "decoder.layers.0.moe.deepspeed_moe.experts.deepspeed_experts."
     held = [param for name, param in named(engine).items() if name.startswith(head)]
     ups = [param.data for param in held if tuple(param.shape) == (5, WIDTH)]
     if len(ups) > 1:
-        first = ups[0].clone()
-        ups[0].copy_(ups[1])
-        ups[1].copy_(first)
+        swap(ups[0], ups[1])
+
+
+KINDS[Piped] = Kind(make, train, swap_experts, known=known)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,30 +11,15 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.engines.deepspeed import optimizer
 from megatron_ucp.reshard import fingerprint, load
-from tests.engines import convert_jobs, jobs
 from tests.engines.canonical import canonical, differences, everywhere
 from tests.engines.masters import matrices_of
 from tests.engines.model import Setup, make_engine
 
 
-def plain(setup: Setup, seed: int) -> Setup:
-    """A setup whose sections are dicts, which a parameter of a test can't be."""
-    sections = tuple((k, dict(v) if isinstance(v, tuple) else v) for k, v in setup.zero_config)
-    return replace(setup, zero_config=sections, seed=seed)
-
-
-def save(setup: Setup, folder: str, **options: Any) -> None:
-    jobs.save(plain(setup, 1), folder, **options)
-
-
-def resume(setup: Setup, folder: str, **options: Any) -> dict[str, Any]:
-    return jobs.resume(plain(setup, 9), folder, **options)
-
-
 def cast(setup: Setup, folder: str, **options: Any) -> tuple[list[str], list[str]]:
     """Differences after a load into an engine that keeps the momentum in another dtype, whose
     elements must be those of the checkpoint in it; and the notes of the load."""
-    engine = make_engine(plain(setup, 9))
+    engine = make_engine(setup)
     want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
     notes = ucp.load(engine, folder, tag="filled", **options).notes
     have = canonical(engine)
@@ -48,14 +32,10 @@ def cast(setup: Setup, folder: str, **options: Any) -> tuple[list[str], list[str
     return found, [*notes]
 
 
-def stock_load(setup: Setup, converted: str, oracle: str) -> dict[str, Any]:
-    return convert_jobs.stock_load(plain(setup, 9), converted, oracle)
-
-
 def damaged_copy(setup: Setup, folder: str, compares: bool) -> tuple[str, int]:
     """What a load says, and of how many copies, where a bit of a matrix is another one in every
     partition but the first that keeps it. `compares`: with copies compared."""
-    engine = make_engine(plain(setup, 9))
+    engine = make_engine(setup)
     stock, flipped, said = fingerprint.sums_of, list[str](), "nothing"
 
     def sums(manifest: Any, wants: Any, read: Any, *args: Any, **more: Any) -> Any:
@@ -84,7 +64,7 @@ def _flip_copies(manifest: Any, wants: Any, read: Any) -> Iterator[str]:
 
 def faulty(setup: Setup, folder: str, fault: str) -> dict[str, Any]:
     """What a comparison says of a load in which something went wrong, as `resume` says it."""
-    engine = make_engine(plain(setup, 9))
+    engine = make_engine(setup)
     want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
     found = {"before": {"filled": differences(want, canonical(engine))}}
     asked = mock.patch.object(optimizer, "uncut_states", return_value=())

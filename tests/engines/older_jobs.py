@@ -8,7 +8,7 @@ import torch
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
-from tests.engines.jobs import plant_fault
+from tests.engines.kinds import plant_fault
 from tests.engines.model import Setup, make_engine
 from tests.formats.golden.make_older import FOLDER, STEPS, values_of
 

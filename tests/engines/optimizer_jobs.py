@@ -10,7 +10,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.formats import optimizers as table
-from tests.engines import jobs
+from tests.engines import kinds
 from tests.engines.canonical import canonical, differences
 from tests.engines.model import Setup, make_engine, train
 
@@ -32,12 +32,12 @@ def registered() -> Iterator[None]:
 
 def save_lion(setup: Setup, folder: str) -> None:
     with registered():
-        jobs.save(setup, folder, more=0, filled=False)
+        kinds.save(setup, folder, more=0, filled=False)
 
 
-def resume_lion(setup: Setup, folder: str, plant: str | None = None) -> dict[str, Any]:
+def resume_lion(setup: Setup, folder: str, plant: str = "") -> dict[str, Any]:
     with registered():
-        return jobs.resume(setup, folder, ("trained",), plant=plant)
+        return kinds.resume(setup, folder, ("trained",), plant=plant)
 
 
 def attaching(setup: Setup, steps: int = 0, cut: int = 1) -> dict[str, Any]:

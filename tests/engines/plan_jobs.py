@@ -11,8 +11,8 @@ from megatron_ucp.engines.background import Background, BackgroundOptions, keep_
 from megatron_ucp.engines.deepspeed import live
 from megatron_ucp.engines.deepspeed.shard import LocalShard
 from megatron_ucp.engines.record import record_of
+from tests.engines.kinds import kind_of
 from tests.engines.model import Setup, make_engine, train
-from tests.engines.resize_jobs import kind_of
 from tests.engines.step_jobs import Steps
 
 Rows = dict[str, dict[str, Any]]  # by tag

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
-from tests.engines.jobs import plant_fault
+from tests.engines.kinds import plant_fault
 from tests.engines.trainer_jobs import ds_config, make_data, tiny_llama
 
 KINDS = ("nf4", "fp4, scales quantized too", "8 bits")

@@ -24,6 +24,7 @@ from pretrain.mcore import models
 from tests.engines import autotp_states, model, resize_jobs
 from tests.engines import canonical as zero_states
 from tests.engines.autotp_jobs import Auto
+from tests.engines.kinds import Kind, kind_of
 from tests.engines.tensor_jobs import Mega
 
 Differ = list[str]
@@ -73,7 +74,7 @@ class Both:
     like: "Both | None" = None  # another one, whose source is the source of this one
 
     def __post_init__(self) -> None:
-        one, other = map(resize_jobs.kind_of, (self.source, self.target))
+        one, other = map(kind_of, (self.source, self.target))
         self._kinds = one, other
         if self.like is None:
             self._groups = Groups()
@@ -84,7 +85,7 @@ class Both:
         self.handles = one.handle(self.old), self.new if self.idle else other.handle(self.new)
         self._groups.use(self._own)
 
-    def _filled(self, kind: resize_jobs.Kind) -> Any:
+    def _filled(self, kind: Kind) -> Any:
         return without_optimizer(kind, self.target) if self.idle else kind.make(self.target)
 
     def train(self, step: int) -> None:
@@ -110,7 +111,7 @@ class Both:
             self.new.global_steps += 1
 
     def source_state(self) -> dict[str, Any]:
-        return self._kinds[0].canonical(self.old)
+        return self._kinds[0].settled_state(self.old)
 
     def unlike(self, other: "Both | None" = None) -> Differ:
         """What of all states of the new engine is not as in the old one, or in the new one of
@@ -120,28 +121,28 @@ class Both:
         if other is None:
             want = self.source_state()
         else:
-            want = other.of_target(kind.canonical)
+            want = other.of_target(kind.settled_state)
         try:
-            return compare(want, self.of_target(kind.canonical))
+            return compare(want, self.of_target(kind.settled_state))
         except AssertionError as error:  # ranks of the new one have copies that differ
             return [str(error)]
 
     def another(self, setup: Any) -> Any:
         """One more engine."""
-        kind = resize_jobs.kind_of(setup)
+        kind = kind_of(setup)
         found, _ = self._groups.made(lambda: kind.make(setup))
         self._groups.use(self._own)
         return kind.handle(found)
 
     def wrong(self) -> Differ:
         """What of the new engine is not as in the old one."""
-        want = self._kinds[0].canonical(self.old)
+        want = self._kinds[0].settled_state(self.old)
         if self.idle:
             return self.of_target(lambda new: wrong_weights(want, new, self.target, self.padded))
-        return wrong_masters(want, self.of_target(self._kinds[1].canonical))
+        return wrong_masters(want, self.of_target(self._kinds[1].settled_state))
 
 
-def without_optimizer(kind: resize_jobs.Kind, setup: Any) -> Any:
+def without_optimizer(kind: Kind, setup: Any) -> Any:
     """An engine of DeepSpeed around the model of a setup, for its forward pass alone."""
     import deepspeed
 
@@ -460,7 +461,7 @@ def late(source: Any, target: Any, waits: bool) -> bool:
 def tensors(source: Any, folder: str, dtype: str, takers: list[int]) -> dict[str, Any]:
     """The tensors of the Hugging Face model on some ranks, against the folder that an export
     writes."""
-    one = resize_jobs.kind_of(source)
+    one = kind_of(source)
     old = one.make(source)
     one.train(old, 1)
     ucp.export_hf(one.handle(old), folder, dtype=dtype)

@@ -12,11 +12,10 @@ import torch
 
 import megatron_ucp as ucp
 from pretrain.mcore import models
-from tests.engines import pipeline_jobs
+from tests.engines import kinds, tensor_jobs
 from tests.engines.canonical import base_of, canonical, differences
 from tests.engines.masters import without_pipeline
-from tests.engines.pipeline_jobs import Staged
-from tests.engines.tensor_jobs import close
+from tests.engines.tensor_jobs import Staged, close
 
 Groups = list[dict[str, Any]]
 
@@ -71,7 +70,7 @@ def trained(setup: Staged, way: Way) -> Iterator[None]:
 
 def save(job: tuple[Staged, Way], folder: str) -> None:
     with trained(*job):
-        pipeline_jobs.save(job[0], folder)
+        kinds.save(job[0], folder, more=0)
 
 
 def plant(engine: Any, fault: str) -> None:
@@ -89,7 +88,7 @@ def go_on(
     """Canonical states of the run, and of this engine before a load, after it and after a step; or
     the error."""
     with trained(setup, way):
-        engine = pipeline_jobs.make(setup)
+        engine = tensor_jobs.make(setup)
     kept = torch.load(f"{folder}/oracle.pt", weights_only=False)
     before = canonical(engine)
     try:
@@ -101,7 +100,7 @@ def go_on(
     plant(engine, fault)
     found = {"want": kept["states"]["filled"], "before": before, "notes": notes}
     found["after"] = canonical(engine)
-    pipeline_jobs.train(engine, 1, first=kept["steps"])
+    tensor_jobs.train(engine, 1, first=kept["steps"])
     found["stepped"] = canonical(engine)
     close(engine)
     return found

@@ -11,7 +11,8 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.reshard import execute, kept_moves
-from tests.engines.resize_jobs import compared, kind_of, look
+from tests.engines.kinds import kind_of
+from tests.engines.resize_jobs import compared, look
 
 _OVERWRITTEN = 0xA5
 
@@ -37,7 +38,7 @@ def released(source: Any, target: Any, hold: dict[str, Any], window: int) -> dic
     one, other = kind_of(source), kind_of(target)
     engine = one.make(source)
     one.train(engine, 3)
-    want, old = one.canonical(engine), one.handle(engine)
+    want, old = one.settled_state(engine), one.handle(engine)
     lender = old.ucp.present()
     with small_pages(), mock.patch.object(kept_moves, "round_bytes", lambda world: window):
         held = ucp.hold(old, **hold, release=True)
@@ -47,7 +48,7 @@ def released(source: Any, target: Any, hold: dict[str, Any], window: int) -> dic
     engine = other.make(target)
     other.train(engine, 1, first=99)
     compare = compared(source, target)
-    found["before"] = compare(want, other.canonical(engine))
+    found["before"] = compare(want, other.settled_state(engine))
     ucp.load(other.handle(engine), held)
     look(found, other, engine, want, compare)
     other.close(engine)

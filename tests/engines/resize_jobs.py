@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextlib import nullcontext as nothing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,80 +22,13 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.deepspeed import optimizer
 from megatron_ucp.reshard import kept_moves, process_memory
 from tests.connected import connect
-from tests.engines import (
-    autotp_jobs,
-    autotp_states,
-    cross_jobs,
-    jobs,
-    model,
-    moe_jobs,
-    pipeline_jobs,
-    stack_jobs,
-    stack_states,
-    tensor_jobs,
-)
 from tests.engines import canonical as zero_states
+from tests.engines import model, stack_states
 from tests.engines.canonical import everywhere
 from tests.engines.fingerprints import unchecked
+from tests.engines.kinds import Kind, kind_of
 from tests.engines.masters import runs_of
 from tests.rank_reset import take_down
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How an engine of a setup is made, trained, filled, looked at and closed. `handle` is what
-    this package takes."""
-
-    make: Callable[[Any], Any]
-    train: Callable[..., list[float]]
-    plant: Callable[[Any, str], None]
-    close: Callable[[Any], None]
-    handle: Callable[[Any], Any] = lambda engine: engine
-    fill: Callable[[Any], None] = zero_states.fill
-    canonical: Callable[[Any], dict[str, Any]] = zero_states.canonical
-
-
-def _plant_in_stack(engine: Any, fault: str) -> None:
-    """One bit of what rank 0 steps."""
-    if dist.get_rank() == 0:
-        masters = [master for _, _, _, master, _, _ in stack_states.held(engine)]
-        max(masters, key=lambda one: one.numel()).data.view(torch.int32).view(-1)[0] ^= 1
-
-
-def _settled(engine: Any) -> dict[str, Any]:
-    stack_jobs.settle(engine)
-    return stack_states.canonical(engine)
-
-
-KINDS: dict[str, Kind] = {
-    "Setup": Kind(model.make_engine, model.train, jobs.plant_fault, lambda one: one.destroy()),
-    "Mega": Kind(tensor_jobs.make, tensor_jobs.train, jobs.plant_fault, tensor_jobs.close),
-    "Staged": Kind(pipeline_jobs.make, pipeline_jobs.train, jobs.plant_fault, tensor_jobs.close),
-    "Moe": Kind(moe_jobs.make, moe_jobs.train, jobs.plant_fault, tensor_jobs.close),
-    "Auto": Kind(
-        autotp_jobs.make,
-        autotp_jobs.train,
-        jobs.plant_fault,
-        lambda one: one.destroy(),
-        fill=autotp_states.fill,
-        canonical=autotp_states.canonical,
-    ),
-    "Zero": Kind(cross_jobs.make, pipeline_jobs.train, jobs.plant_fault, tensor_jobs.close),
-    "Mcore": Kind(
-        stack_jobs.make,
-        stack_jobs.train,
-        _plant_in_stack,
-        stack_jobs.close,
-        lambda engine: engine.handle,
-        stack_states.fill,
-        _settled,
-    ),
-}
-
-
-def kind_of(setup: Any) -> Kind:
-    """By the class of a setup."""
-    return KINDS[type(setup).__name__]
 
 
 def compared(one: Any, other: Any) -> Callable[[dict[str, Any], dict[str, Any]], list[str]]:
@@ -133,16 +65,16 @@ def _pair(
     one.train(engine, 3)
     if filled:
         one.fill(engine)
-    want = one.canonical(engine)
+    want = one.settled_state(engine)
     held = ucp.hold(one.handle(engine), **(hold or {}))
     found: dict[str, Any] = {"held": held.size_bytes}
-    found["after the hold"] = zero_states.differences(want, one.canonical(engine))
+    found["after the hold"] = zero_states.differences(want, one.settled_state(engine))
     losses = one.train(engine, more, first=3) if more else []
     one.close(engine)
     engine = other.make(target)
     other.train(engine, 1, first=99)
     compare = compared(source, target)
-    found["before"] = compare(want, other.canonical(engine))
+    found["before"] = compare(want, other.settled_state(engine))
     report = ucp.load(other.handle(engine), held, **(load or {}))
     found |= {"notes": report.notes, "line": str(report), "left": held.size_bytes}
     found["fingerprint"] = unchecked(report)
@@ -248,10 +180,10 @@ def hasty(source: Any, target: Any, waits: bool) -> dict[str, Any]:
 def look(found: dict[str, Any], kind: Kind, engine: Any, want: Any, compare: Any) -> None:
     """Compares an engine with what it should be; and sees one bit that is planted, and taken out
     again."""
-    found["differences"] = compare(want, kind.canonical(engine))
+    found["differences"] = compare(want, kind.settled_state(engine))
     kind.plant(engine, "one bit")
     try:
-        found["planted"] = compare(want, kind.canonical(engine))
+        found["planted"] = compare(want, kind.settled_state(engine))
     except AssertionError as error:  # ranks have copies that differ
         found["planted"] = [str(error)]
     kind.plant(engine, "one bit")
@@ -307,7 +239,7 @@ class _Run:
     def begins(self, engine: Any) -> None:
         kind = kind_of(self.first)
         kind.train(engine, 3)
-        self.want = kind.canonical(engine)
+        self.want = kind.settled_state(engine)
 
     def goes_on(self, setup: Any, engine: Any, held: Any) -> None:
         kind, compare = kind_of(setup), compared(setup, self.first)
@@ -315,7 +247,7 @@ class _Run:
         handle = kind.handle(engine)
         report = ucp.load(handle, held, load_lr_scheduler_states=not own_schedule)
         self.want = everywhere(self.want)[0]
-        self.found["differences"].append(compare(self.want, kind.canonical(engine)))
+        self.found["differences"].append(compare(self.want, kind.settled_state(engine)))
         self.found["lines"].append(str(report))
 
     def trains_on(self, engine: Any, setup: Any, is_last: bool) -> None:
@@ -338,16 +270,16 @@ def both(source: Any, target: Any, more: int = 0, **options: Any) -> dict[str, A
     new = other.make(target)
     if not options.get("load_module_only"):
         other.train(new, 1, first=99)
-    want = one.canonical(old)
+    want = one.settled_state(old)
     compare = compared(source, target)
-    found: dict[str, Any] = {"before": compare(want, other.canonical(new))}
+    found: dict[str, Any] = {"before": compare(want, other.settled_state(new))}
     if isinstance(source, model.Setup):
         found["needed"] = needed_bytes(old, new)
     report = ucp.resize(one.handle(old), other.handle(new), **options)
     found["moved"] = report.read_bytes
     found |= {"notes": report.notes, "line": str(report), "client": report.client_state}
     look(found, other, new, want, compare)
-    found["after the hold"] = zero_states.differences(want, one.canonical(old))
+    found["after the hold"] = zero_states.differences(want, one.settled_state(old))
     if more:
         losses, again = (
             kind.train(engine, more, first=3) for kind, engine in ((one, old), (other, new))
@@ -378,7 +310,7 @@ def refusals(setup: Any) -> dict[str, list[str]]:
     engine = kind.make(setup)
     kind.train(engine, 2)
     handle = kind.handle(engine)
-    before = kind.canonical(engine)
+    before = kind.settled_state(engine)
     found: dict[str, list[str]] = {}
     for name, call in _impossible(handle).items():
         try:
@@ -386,7 +318,7 @@ def refusals(setup: Any) -> dict[str, list[str]]:
             found[name] = ["nothing was refused"]
         except ucp.UcpError as error:
             found[name] = [f"{type(error).__name__}: {error}"]
-        found[name] += zero_states.differences(before, kind.canonical(engine))
+        found[name] += zero_states.differences(before, kind.settled_state(engine))
     kind.train(engine, 1)
     kind.close(engine)
     return found
@@ -420,7 +352,7 @@ def fails_while_moving(source: Any, target: Any, rank: int) -> dict[str, Any]:
     one, other = kind_of(source), kind_of(target)
     engine = one.make(source)
     one.train(engine, 2)
-    want = one.canonical(engine)
+    want = one.settled_state(engine)
     held = ucp.hold(one.handle(engine))
     one.close(engine)
     engine, found = other.make(target), dict[str, Any]()
@@ -438,7 +370,7 @@ def fails_while_moving(source: Any, target: Any, rank: int) -> dict[str, Any]:
         except ucp.EngineUnusableError:
             found[f"{name}, then"] = "it refuses"
     ucp.load(other.handle(engine), held)
-    found["differences"] = compared(source, target)(want, other.canonical(engine))
+    found["differences"] = compared(source, target)(want, other.settled_state(engine))
     other.close(engine)
     return found
 
@@ -464,7 +396,7 @@ def weights_alone(source: Any, target: Any) -> dict[str, Any]:
     new = other.make(target)
     before = zero_states.weights(new)
     report = ucp.resize(one.handle(old), other.handle(new))
-    masters = one.canonical(old)["full"]
+    masters = one.settled_state(old)["full"]
     have = zero_states.weights(new)
     found = {
         "line": str(report),

@@ -5,7 +5,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from tests.engines import jobs
+import pytest
+
+from tests.engines import kinds
 from tests.engines.model import Setup
 from tests.ranks import Job, RankPool
 
@@ -18,17 +20,49 @@ class Sources:
     def __init__(self, ranks: RankPool, folder: Path) -> None:
         self.ranks, self.folder = ranks, folder
 
-    def get(self, dp: int, setup: Any, job: Job = jobs.save, **kwargs: Any) -> str:
-        key = f"{dp}_{zlib.crc32(repr((setup, sorted(kwargs.items()))).encode()):08x}"
+    def get(self, world: int, setup: Any, job: Job = kinds.save, **kwargs: Any) -> str:
+        """The folder of a run on so many ranks, with its oracle."""
+        key = f"{world}_{zlib.crc32(repr((setup, sorted(kwargs.items()))).encode()):08x}"
         path = self.folder / key
         if not path.exists():
             path.mkdir()
             try:
-                self.ranks.run(dp, job, setup, str(path), timeout_s=200, **kwargs)
+                self.ranks.run(world, job, setup, str(path), timeout_s=200, **kwargs)
             except BaseException:
                 path.rename(self.folder / f"failed_{key}")  # or the next test takes it for whole
                 raise
         return str(path)
+
+    def resume(self, world: int, setup: Any, folder: str | Path, **options: Any) -> list[Any]:
+        """What each of so many ranks finds with `kinds.resume`."""
+        timeout_s = options.pop("timeout_s", 240)
+        job = kinds.resume
+        return self.ranks.run(world, job, setup, str(folder), timeout_s=timeout_s, **options)
+
+
+def check(found: list[dict[str, Any]], loss: float | None = None) -> None:
+    """Every rank saw equal bits, and saw that they were different before; and no loss is further
+    than that from the one of the run."""
+    for rank in found:
+        wrong = {tag: said[:6] for tag, said in rank["differences"].items() if said}
+        assert rank["differences"] and not wrong, wrong
+        assert all(len(said) > 10 for said in rank["before"].values()), (
+            "the engine was equal before the load"
+        )
+        assert loss is None or rank["loss"] <= loss
+
+
+def check_fails(found: list[dict[str, Any]]) -> None:
+    """Negative control: `check` fails for every rank, and for what it saw after the load."""
+    for rank in found:
+        with pytest.raises(AssertionError) as caught:
+            check([rank])
+        assert "equal before the load" not in str(caught.value)
+
+
+def of_states(differences: list[str]) -> list[str]:
+    """But for counters and the schedule, which stock does not load from universal folders."""
+    return [one for one in differences if not one.startswith(("counters", "scheduler"))]
 
 
 def without_manifest(folder: Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines import cross_jobs, pipeline_jobs, tensor_jobs
+from tests.engines import cross_jobs, tensor_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.stack_background_jobs import in_background
 from tests.engines.stack_jobs import Engine, Mcore, arguments, close, make, train
@@ -21,7 +21,7 @@ def trained(setup: Mcore, steps: int) -> Any:
     """An engine of either kind: what this package handles, and what `stack_states` takes."""
     if isinstance(setup, Zero):
         engine = cross_jobs.make(setup)
-        pipeline_jobs.train(engine, steps, first=90)
+        tensor_jobs.train(engine, steps, first=90)
         yield engine, None
         tensor_jobs.close(engine)
     else:

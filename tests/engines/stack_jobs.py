@@ -13,11 +13,11 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from pretrain.mcore import models
 from pretrain.mcore.chunks import Buffers, Stages, build, run_batch
-from tests.engines import fused_adam
+from tests.engines import fused_adam, stack_states
 from tests.engines.grouped_experts import grouped_experts
-from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault, rank_folder
+from tests.engines.kinds import KINDS, Kind, oracle_of
+from tests.engines.stack_states import canonical, compare, fill, rank_folder
 from tests.ranks import allow_fp16_on_cpu
-from tests.share import LOSS_STEPS, tags_of
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
 SAMPLES = 10_000  # of the schedule's decay
@@ -121,15 +121,15 @@ class Engine:
     handle: Any
 
 
-def make(setup: Mcore) -> Engine:
-    """With megatron-core's own schedule, attached."""
+def make(setup: Mcore, attach: bool = True) -> Engine:
+    """With megatron-core's own schedule."""
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
-    return built(setup)
+    return built(setup, attach)
 
 
-def built(setup: Mcore) -> Engine:
+def built(setup: Mcore, attach: bool = True) -> Engine:
     """In the process groups that are there."""
     stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
     buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
@@ -138,8 +138,15 @@ def built(setup: Mcore) -> Engine:
     for bare in stack.bare if setup.listed else ():
         bare.config.moe_layer_freq = [int(not n % setup.every) for n in range(setup.layers)]
     optimizer, scheduler = make_optimizer(setup, stack)
-    handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler, family=setup.family)
-    return Engine(setup, stack, optimizer, scheduler, handle)
+    engine = Engine(setup, stack, optimizer, scheduler, None)
+    return attached(engine) if attach else engine
+
+
+def attached(engine: Engine, **options: Any) -> Engine:
+    """With a handle of this package."""
+    parts = engine.stack.chunks, engine.optimizer, engine.scheduler
+    engine.handle = ucp.attach_megatron(*parts, family=engine.setup.family, **options)
+    return engine
 
 
 def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tuple[Any, Any]:
@@ -402,71 +409,33 @@ def write(engine: Engine, folder: Path, kind: str) -> None:
         stock_save(engine, folder, kind)
 
 
-def place(folder: str, tag: str) -> tuple[str, str | None]:
-    """What to load: stock's writer makes the tag's folder, ours one in it."""
-    inside = Path(folder) / tag
-    ours = (inside / "latest_checkpointed_iteration.txt").is_file()
-    return (str(inside), None) if ours else (folder, tag)
+def plant(engine: Engine, fault: str) -> None:
+    """One bit of the largest master of rank 0, whatever that has; else as `plant_fault`."""
+    if fault != "one bit":
+        stack_states.plant_fault(engine, fault)
+    elif dist.get_rank() == 0:
+        masters = [master for _, _, _, master, _, _ in stack_states.held(engine)]
+        max(masters, key=lambda one: one.numel()).data.view(torch.int32).view(-1)[0] ^= 1
 
 
-def save(
-    setup: Mcore,
-    folder: str,
-    steps: int = 3,
-    more: int = LOSS_STEPS,
-    kind: str = "fully_reshardable",
-) -> None:
-    """Trains, saves the tag `trained`, goes on; then fills with provenance values and saves
-    `filled`. Canonical states, those of three steps later, and losses beside them."""
-    engine = make(setup)
-    train(engine, steps)
-    write(engine, Path(folder) / "trained", kind)
-    states = {"trained": canonical(engine)}
-    losses = train(engine, 3, first=steps)
-    settle(engine)
-    after = canonical(engine)
-    losses += train(engine, more - 3, first=steps + 3)
-    fill(engine)
-    write(engine, Path(folder) / "filled", kind)
-    states["filled"] = canonical(engine)
-    close(engine)
-    if dist.get_rank() == 0:
-        oracle = {"states": states, "losses": losses, "steps": steps, "after": after}
-        torch.save(oracle, Path(folder) / "oracle.pt")
+def write_tag(engine: Engine, folder: Path, tag: str, kind: str = "fully_reshardable") -> None:
+    write(engine, folder / tag, kind)
 
 
-def resume(
-    setup: Mcore,
-    folder: str,
-    more: int = 0,
-    tags: tuple[str, ...] = (),
-    plant: str = "",
-    three: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
-    """Loads each tag into a fresh engine that has trained, and compares; trains on after the last
-    one. `three` steps on the source's mesh must end in the source's bits."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
-    engine = make(setup)
-    train(engine, 1, first=99)
-    before = canonical(engine, settled=not setup.gather)
-    found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
-    for tag in tags or tags_of(more):
-        want = oracle["states"][tag]
-        path, name = place(folder, tag)
-        report = ucp.load(engine.handle, path, tag=name, **options)
-        found["notes"][tag], found["source"] = report.notes, report.source
-        if plant:
-            plant_fault(engine, plant)
-        found["before"][tag] = compare(want, before)
-        found["differences"][tag] = compare(want, canonical(engine))
-    go_on(found, oracle, lambda n, s: train(engine, n, first=s), more)
-    if three:  # of the same mesh
-        train(engine, 3, first=oracle["steps"])
-        settle(engine)
-        found["after"] = compare(oracle["after"], canonical(engine))
-    close(engine)
-    return found
+KINDS[Mcore] = Kind(
+    make,
+    train,
+    plant,
+    close,
+    handle=lambda engine: engine.handle,
+    fill=fill,
+    canonical=canonical,
+    differences=compare,
+    settle=settle,
+    write=write_tag,
+    trains_on=True,
+    stale_steps=1,
+)
 
 
 def name_as_transformer_engine(engine: Engine) -> None:
@@ -487,12 +456,13 @@ def stock_load(
     steps after the last tag."""
     from megatron.core import dist_checkpointing
 
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    oracle = oracle_of(folder)
     engine = make(setup)
     if other_keys:
         name_as_transformer_engine(engine)
     train(engine, 1, first=99)
-    before = canonical(engine, settled=not setup.gather)
+    settle(engine)
+    before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}}
     for tag in tags:
         want = oracle["states"][tag]
@@ -508,6 +478,9 @@ def stock_load(
         found["before"][tag] = compare({**want, "scheduler": {}}, before)
         have = {**canonical(engine), "scheduler": {}, "counters": None}
         found["differences"][tag] = compare({**want, "scheduler": {}}, have)
-    go_on(found, oracle, lambda n, s: train(engine, n, first=s), more)
+    if more:
+        losses = train(engine, more, first=oracle["steps"])
+        pairs = zip(losses, oracle["losses"][:more], strict=True)
+        found["loss"] = max(abs(a - b) for a, b in pairs)
     close(engine)
     return found

@@ -253,14 +253,6 @@ def compare(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
     return differences(want, have, same_dtype=dtypes, known_keys=True)
 
 
-def go_on(found: dict[str, Any], oracle: dict[str, Any], train: Any, steps: int) -> None:
-    """The largest difference between the losses of the steps after a load and the run's own.
-    `train(steps, first)` gives them."""
-    if steps:
-        pairs = zip(train(steps, oracle["steps"]), oracle["losses"][:steps], strict=True)
-        found["loss"] = max(abs(a - b) for a, b in pairs)
-
-
 @torch.no_grad()
 def plant_fault(engine: Any, fault: str) -> None:
     """One thing that is wrong on rank 0, after a load; a bias on all that have it."""

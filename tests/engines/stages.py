@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from tests.engines import pipeline_jobs
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
+from tests.engines.tensor_jobs import Staged
 
 # stages (0: an engine without a pipeline), tensor-parallel size, data-parallel size, ZeRO
 Mesh = tuple[int, int, int, int]
@@ -21,39 +20,14 @@ def setup(mesh: Mesh, family: str, **kwargs: Any) -> Staged:
 def source(
     sources: Sources, mesh: Mesh, family: str, attach: bool = True, more: int = 0, **kwargs: Any
 ) -> str:
-    return sources.get(
-        ranks_of(mesh), setup(mesh, family, **kwargs), pipeline_jobs.save, attach=attach, more=more
-    )
+    return sources.get(ranks_of(mesh), setup(mesh, family, **kwargs), attach=attach, more=more)
 
 
 def resume(
-    sources: Sources,
-    mesh: Mesh,
-    family: str,
-    folder: str,
-    more: int = 0,
-    plant: str = "",
-    **kwargs: Any,
-) -> list[dict]:
-    return sources.ranks.run(
-        ranks_of(mesh),
-        pipeline_jobs.resume,
-        setup(mesh, family, seed=9, **kwargs),
-        folder,
-        more,
-        plant,
-        timeout_s=180,
-    )
-
-
-def check(found: list[dict]) -> None:
-    for rank in found:
-        assert rank["differences"] and all(d == [] for d in rank["differences"].values()), rank[
-            "differences"
-        ]
-        assert all(len(d) > 20 for d in rank["before"].values()), (
-            "the engine was equal before the load"
-        )
+    sources: Sources, mesh: Mesh, family: str, folder: str, **kwargs: Any
+) -> list[dict[str, Any]]:
+    asked = {key: kwargs.pop(key) for key in ("more", "plant") if key in kwargs}
+    return sources.resume(ranks_of(mesh), setup(mesh, family, seed=9, **kwargs), folder, **asked)
 
 
 def show(value: object) -> str:

@@ -14,8 +14,8 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from megatron_ucp.reshard import agree
 from tests.engines import model
+from tests.engines.kinds import kind_of
 from tests.engines.model import make_engine, train
-from tests.engines.resize_jobs import kind_of
 
 
 class Planted(UcpError):

@@ -1,9 +1,8 @@
-"""What the ranks do in the tensor-parallel tests: megatron-core models under DeepSpeed."""
+"""megatron-core models under DeepSpeed, cut by tensor parallelism and by pipeline stages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,20 +10,24 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import megatron_ucp as ucp
-from pretrain.mcore import models
-from tests.engines.canonical import canonical, differences, fill
-from tests.engines.fingerprints import unlike
+from pretrain.mcore import models, pipeline
+from pretrain.mcore.experts import Experts
+from tests.engines import kinds
+from tests.engines.canonical import base_of, canonical, named
+from tests.engines.kinds import KINDS, Kind, oracle_of
 from tests.engines.model import MUON, uncompiled
 from tests.ranks import allow_fp16_on_cpu
-from tests.share import LOSS_STEPS, tags_of
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
+LAYER = "decoder.layers.1.mlp."
 
 
 @dataclass(frozen=True)
 class Mega:
     """A tiny megatron-core model on a mesh. Weights are drawn large: small ones hide a wrong
-    cut."""
+    cut. `pp` stages; 0 for an engine without a pipeline. `extras` adds a frozen parameter and a
+    module buffer. `ep` and `etp` (0: as `tp`) are for the family mixtral, whose experts are
+    `experts`."""
 
     family: str
     tp: int
@@ -40,13 +43,52 @@ class Mega:
     vocab: int = VOCAB
     layers: int = 2
     muon: bool = False
+    pp: int = 0
+    partition: str | tuple[int, ...] = "uniform"
+    fp32_sums: bool = False
+    extras: bool = False
+    ep: int = 1
+    etp: int = 0
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True)
+class Staged(Mega):
+    """A Mega of three layers, for stages of unequal sizes."""
+
+    layers: int = 3
+
+
+def settings_of(setup: Mega) -> dict[str, Any]:
+    """The config for DeepSpeed."""
+    dp = dist.get_world_size() // setup.tp // (setup.pp or 1)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // dp,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
+    }
+    if setup.muon:
+        uncompiled()
+        settings["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
+        settings["zero_optimization"]["reduce_scatter"] = (
+            False  # which DeepSpeed asks for at ZeRO-3
+        )
+    if setup.fp32_sums:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if setup.dtype != "fp32":
+        scale = {"initial_scale_power": 8} if setup.dtype == "fp16" else {}
+        settings[setup.dtype] = {"enabled": True, **scale}
+    return settings
 
 
 def make(setup: Mega, attach: bool = True) -> Any:
-    """An attached engine with two groups and LambdaLR."""
+    """An engine with the groups of Megatron (a stage may have one alone) and LambdaLR."""
     import deepspeed
 
-    models.start(setup.tp, seed=7)
+    models.start(setup.tp, seed=7, pp=setup.pp or 1, ep=setup.ep, etp=setup.etp or None)
     config = models.ModelConfig(
         setup.family,
         layers=setup.layers,
@@ -63,41 +105,43 @@ def make(setup: Mega, attach: bool = True) -> Any:
         dtype=setup.dtype,
         seed=setup.seed,
         sequence_parallel=setup.sequence_parallel,
+        experts=setup.experts,
     )
-    model = models.build(config)
+    model: Any = (
+        pipeline.build_pipeline(config, setup.pp, setup.partition)
+        if setup.pp
+        else models.build(config)
+    )
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.arange(buffer.numel()) * 0.01 * setup.seed)
+    if setup.extras:
+        add_extras(model, setup.seed)
     groups = models.param_groups(model, 3e-3, 0.1)
     optimizer = None if setup.muon else torch.optim.AdamW(groups)
-    dp = dist.get_world_size() // setup.tp
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dp,
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
-    }
-    if setup.dtype != "fp32":
-        settings[setup.dtype] = {"enabled": True} | (
-            {"initial_scale_power": 8} if setup.dtype == "fp16" else {}
-        )
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
-    if setup.muon:
-        uncompiled()
-        settings["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
-        settings["zero_optimization"]["reduce_scatter"] = (
-            False  # which DeepSpeed asks for at ZeRO-3
-        )
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         model_parameters=groups,
         lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + step)),
-        config=settings,
-        mpu=models.mpu(),
+        config=settings_of(setup),
+        mpu=None if setup.pp else models.mpu(),
         dist_init_required=False,
     )[0]
     return ucp.attach(made, family=setup.family) if attach else made
+
+
+def add_extras(model: Any, seed: int) -> None:
+    """In every layer a norm that is not trained, and a buffer beside it."""
+    for name, module in model.named_modules():
+        if name.endswith("pre_mlp_layernorm"):
+            module.weight.requires_grad = False
+            module.weight.data.mul_(seed)
+    for name, module in list(model.named_modules()):
+        if name.endswith("mlp"):
+            module.register_buffer("counted", torch.arange(5.0) * seed)
 
 
 def close(engine: Any) -> None:
@@ -126,7 +170,11 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
             40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
         )
         mine = drawn.chunk(world)[rank]
-        loss = models.loss(engine, mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
+        batch = mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+        if hasattr(engine, "num_stages"):
+            losses.append(float(engine.train_batch(iter([batch]))))
+            continue
+        loss = models.loss(engine, *batch)
         engine.backward(loss)
         engine.step()
         total = loss.detach().double().reshape(1)
@@ -135,167 +183,119 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-def save(
-    setup: Any,
-    folder: str,
-    steps: int = 3,
-    attach: bool = True,
-    more: int = LOSS_STEPS,
-    making: Any = make,
-    training: Any = train,
-) -> None:
-    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical
-    states beside them.
-
-    `making` and `training` are for engines of another kind, as in pipeline_jobs."""
-    engine = making(setup, attach)
-    training(engine, steps)
-    engine.save_checkpoint(folder, tag="trained")
-    states = {"trained": canonical(engine)}
-    fill(engine)
-    engine.save_checkpoint(folder, tag="filled")
-    states["filled"] = canonical(engine)
-    close(engine)
-    losses = []
-    if more:
-        engine = making(setup, attach=False)
-        training(engine, steps)
-        losses = training(engine, more, first=steps)
-        close(engine)
-    if dist.get_rank() == 0:
-        torch.save({"states": states, "losses": losses, "steps": steps}, Path(folder) / "oracle.pt")
+# ------------------------------------------------ planted faults
 
 
-def resume(
-    setup: Any,
-    folder: str,
-    more: int = 0,
-    plant: str | None = None,
-    tags: tuple[str, ...] = (),
-    making: Any = make,
-    training: Any = train,
-    planting: Any = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Loads each tag into a fresh engine and compares; trains on after the last one."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
-    engine = making(setup)
-    before = canonical(engine)
-    found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
-    for tag in tags or tags_of(more):
-        report = ucp.load(engine, folder, tag=tag, **options)
-        found["notes"][tag] = report.notes
-        if plant:
-            (planting or plant_fault)(engine, plant)
-        found["before"][tag] = differences(oracle["states"][tag], before)
-        found["differences"][tag] = differences(oracle["states"][tag], canonical(engine))
-        exact = report.fingerprint is not None and not options
-        found["differences"][tag] += unlike(engine, folder, tag, exact)
-    if more:
-        found["loss"] = max(
-            abs(a - b)
-            for a, b in zip(
-                training(engine, more, first=oracle["steps"]), oracle["losses"][:more], strict=True
-            )
-        )
-    close(engine)
-    return found
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges the values of two tensors."""
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def _swap_halves(params: dict[str, Any]) -> None:
+    weight = params[f"{LAYER}linear_fc1.weight"].data
+    weight.copy_(weight.roll(weight.shape[0] // 2, 0))
+
+
+def _swap_groups(params: dict[str, Any]) -> None:
+    qkv = params["decoder.layers.0.self_attention.linear_qkv.weight"].data
+    qkv.copy_(qkv.roll(qkv.shape[0] // 2, 0))
+
+
+def _copy_layer(params: dict[str, Any]) -> None:
+    names = [f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in (0, 1)]
+    if all(name in params for name in names):  # on their stage
+        params[names[0]].data.copy_(params[names[1]].data)
+
+
+def _flip_norm(params: dict[str, Any]) -> None:
+    norm = params.get("decoder.final_layernorm.weight")
+    if norm is not None:  # on the last stage
+        norm.data.view(torch.int32)[0] ^= 1
+
+
+def _swap_experts(params: dict[str, Any]) -> None:
+    swap(*(params[f"{LAYER}experts.local_experts.{n}.linear_fc2.weight"].data for n in (0, 1)))
+
+
+def _swap_halves_of_expert(params: dict[str, Any]) -> None:
+    swap(*params[f"{LAYER}experts.local_experts.2.linear_fc1.weight"].data.chunk(2))
+
+
+def _swap_rows(params: dict[str, Any]) -> None:
+    rows = params[f"{LAYER}router.weight"].data
+    swap(rows[0], rows[3])
+
+
+# faults that a wrong layout makes, at ZeRO-0, in weights that are large
+FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "gate and up swapped": _swap_halves,
+    "two key-value groups swapped": _swap_groups,
+    "two layers swapped": _copy_layer,
+    "one bit of a later stage": _flip_norm,
+    "two experts swapped": _swap_experts,
+    "gate and up of an expert swapped": _swap_halves_of_expert,
+    "two rows of the router swapped": _swap_rows,
+}
 
 
 def plant_fault(engine: Any, fault: str) -> None:
-    """A fault of the kind that a wrong layout makes, at ZeRO-0 on one rank, in weights that are
-    large."""
-    from tests.engines.canonical import base_of
-
-    base, params = base_of(engine), dict(engine.module.named_parameters())
-    weight = params["decoder.layers.1.mlp.linear_fc1.weight"].data
-    qkv = params["decoder.layers.0.self_attention.linear_qkv.weight"].data
-    if fault == "gate and up swapped":
-        weight.copy_(weight.roll(weight.shape[0] // 2, 0))
-    elif fault == "two key-value groups swapped":
-        qkv.copy_(qkv.roll(qkv.shape[0] // 2, 0))
-    elif fault == "one group's weight decay":
-        base.param_groups[1]["weight_decay"] = 0.1
-    elif fault == "one step":
-        next(iter(base.state.values()))["step"] += 1
+    """One of FAULTS, of an expert's own values, or of those that every engine can have."""
+    params = named(engine)
+    if fault in FAULTS:
+        FAULTS[fault](params)
+    elif fault == "a router's bias":
+        dict(engine.module.named_buffers())[f"{LAYER}router.expert_bias"][1] += 1e-3
+    elif fault == "an expert's moment":
+        weight = params[f"{LAYER}experts.local_experts.3.linear_fc1.weight"]
+        base_of(engine).state[weight]["exp_avg"].view(torch.int32).view(-1)[5] ^= 1
     else:
-        raise ValueError(fault)
+        kinds.plant_fault(engine, fault)
 
 
-def attempt(setup: Mega, folder: str, change: str = "", **options: Any) -> dict[str, Any]:
-    """A build or a load that should fail: the error, and whether the engine is as before."""
-    out: dict[str, Any] = {"error": None, "message": "", "unchanged": True}
-    engine = None
-    try:
-        engine = make(setup, attach=False)
-        params = dict(engine.module.named_parameters())
-        before = canonical(engine)
-        if change == "attribute":
-            params["decoder.layers.0.mlp.linear_fc2.weight"].partition_dim = 0
-        elif change == "unknown parameter":
-            engine.module.surprise = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-            engine.param_names[engine.module.surprise] = "surprise"
-        ucp.load(engine, folder, tag="trained", **{"family": setup.family, **options})
-    except ucp.UcpError as error:
-        out |= {"error": type(error).__name__, "message": str(error)}
-        if engine is not None:
-            if change == "attribute":
-                params["decoder.layers.0.mlp.linear_fc2.weight"].partition_dim = 1
-            engine.module.__dict__["_parameters"].pop("surprise", None)
-            out["unchanged"] = differences(before, canonical(engine)) == []
-    if engine is not None:
-        engine.destroy()
-    models.stop()
-    return out
+KINDS[Mega] = Kind(make, train, plant_fault, close)
+
+
+# ------------------------------------------------ jobs
 
 
 @contextmanager
-def loads_universal() -> Iterator[None]:
-    """Inside, engines of stock DeepSpeed load universal folders."""
-    import deepspeed
-
-    plain = deepspeed.initialize
-
-    def initialize(config: dict[str, Any], **kwargs: Any) -> Any:
-        return plain(config={**config, "checkpoint": {"load_universal": True}}, **kwargs)
-
-    deepspeed.initialize = initialize
+def other_cut(engine: Any) -> Iterator[None]:
+    """Inside, a parameter says that it is cut along another dim."""
+    param = dict(engine.module.named_parameters())["decoder.layers.0.mlp.linear_fc2.weight"]
+    param.partition_dim = 0
     try:
         yield
     finally:
-        deepspeed.initialize = plain
+        param.partition_dim = 1
 
 
-def stock_universal(setup: Mega, folder: str) -> list[str]:
-    """Loads a universal folder with stock DeepSpeed alone and compares with the canonical state of
-    the run."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
-    with loads_universal():
-        engine = make(setup, attach=False)
-    engine.load_checkpoint(folder + "/universal", tag="trained_universal")
-    found = [
-        d
-        for d in differences(oracle, canonical(engine))
-        if not d.startswith(("counters", "scheduler"))
-    ]
+@contextmanager
+def unknown_parameter(engine: Any) -> Iterator[None]:
+    """Inside, a model has a parameter that no family knows."""
+    engine.module.surprise = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    engine.param_names[engine.module.surprise] = "surprise"
+    try:
+        yield
+    finally:
+        del engine.module.surprise
+
+
+def groups_of(setup: Mega) -> list[list[str]]:
+    """Names of each parameter group, in the order of the optimizer."""
+    engine = make(setup, attach=False)
+    names = {param: name for name, param in named(engine).items()}
+    listed = getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.fp16_groups
+    found = [[names[param] for param in group] for group in listed]
     close(engine)
     return found
-
-
-def resume_plain(setup: Mega, folder: str) -> dict[str, Any]:
-    """A tp=1 engine that knows no family loads by what the checkpoint itself declares."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
-    engine = make(setup, attach=False)
-    report = ucp.load(engine, folder, tag="trained")
-    out = {"differences": differences(oracle, canonical(engine)), "notes": report.notes}
-    close(engine)
-    return out
 
 
 def resize_vocabulary(setup: Mega, folder: str) -> dict[str, Any]:
     """Refused without the argument; with it, the rows that both sides have are equal and new ones
     are zero."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]["full"]
+    oracle = oracle_of(folder)["states"]["filled"]["full"]
     engine = make(setup)
     out: dict[str, Any] = {"refusal": ""}
     try:

@@ -2,95 +2,45 @@
 `tests/reshard/absence.py` has the law and the table."""
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ucp.core.manifest import FILE_NAME
-from tests.engines import (
-    absence_jobs,
-    autoep_jobs,
-    autotp_jobs,
-    jobs,
-    model,
-    moe_jobs,
-    moe_pipe_jobs,
-    pipeline_jobs,
-)
+from tests.engines import absence_jobs, autoep_jobs, autotp_jobs
 from tests.engines.absence_jobs import EXACT
 from tests.engines.model import Setup
-from tests.engines.pipeline_jobs import Staged
+from tests.engines.moe_jobs import Moe
+from tests.engines.moe_pipe_jobs import Piped
 from tests.engines.sources import Sources
+from tests.engines.tensor_jobs import Staged
 from tests.engines.test_mixtral import mixtral
-from tests.ranks import Job
 from tests.reshard.absence import Save, Table, linked, plain_of
 
 pytestmark = pytest.mark.ranks
-MEGATRON = pipeline_jobs.make, pipeline_jobs.save
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Engines of one kind on `world` ranks: how one is made, the job that saves, the module that
-    gathers its values."""
-
-    world: int
-    setup: Any
-    making: Callable[..., Any]
-    job: Job
-    states: str = "tests.engines.canonical"
-
-
-KINDS: dict[str, Kind] = {
+Run = tuple[int, Any]  # on how many ranks, a setup
+RUNS: dict[str, Run] = {
     **{
-        f"ZeRO-{zero} {dtype}": Kind(2, Setup(zero, dtype), model.make_engine, jobs.save)
+        f"ZeRO-{zero} {dtype}": (2, Setup(zero, dtype))
         for zero in range(4)
         for dtype in ("bf16", "fp32")
     },
-    **{
-        f"DeepSpeed's experts, ZeRO-{zero}": Kind(
-            4, moe_jobs.Moe(2, zero), moe_jobs.make, moe_jobs.save
-        )
-        for zero in range(3)
-    },
-    **{
-        f"AutoEP, ZeRO-{zero}": Kind(
-            4, autoep_jobs.Auto(2, zero), autoep_jobs.make, autoep_jobs.save
-        )
-        for zero in (0, 1, 3)
-    },
-    "megatron-core's experts": Kind(4, mixtral(2), *MEGATRON),
-    "megatron-core's experts, stage 0": Kind(4, mixtral(2, zero=0), *MEGATRON),
-    "megatron-core's experts, tp=2": Kind(4, mixtral(2, tp=2), *MEGATRON),
-    "megatron-core's experts, tp=2, stage 0": Kind(4, mixtral(2, tp=2, zero=0), *MEGATRON),
-    "megatron-core's experts, tp=2, etp=1": Kind(4, mixtral(2, tp=2, etp=1), *MEGATRON),
-    "megatron-core's experts, pp=2": Kind(4, mixtral(2, pp=2), *MEGATRON),
-    "a pipeline, stage 0": Kind(4, Staged("gpt", 2, 0, pp=2), *MEGATRON),
-    "a pipeline, ZeRO-1": Kind(4, Staged("gpt", 2, 1, pp=2), *MEGATRON),
-    "a pipeline with tied embeddings": Kind(4, Staged("gpt", 1, 1, pp=2, tied=True), *MEGATRON),
-    "DeepSpeed's experts in a pipeline": Kind(
-        4, moe_pipe_jobs.Piped(2, 1, pp=2), moe_pipe_jobs.make, moe_pipe_jobs.save
-    ),
-    **{
-        f"AutoTP, ZeRO-{zero}": Kind(
-            4,
-            autotp_jobs.Auto("even", 2, zero),
-            autotp_jobs.make,
-            autotp_jobs.save,
-            "tests.engines.autotp_states",
-        )
-        for zero in (0, 1, 3)
-    },
-    "AutoTP, uneven": Kind(
-        4,
-        autotp_jobs.Auto("llama", 2, 1),
-        autotp_jobs.make,
-        autotp_jobs.save,
-        "tests.engines.autotp_states",
-    ),
+    **{f"DeepSpeed's experts, ZeRO-{zero}": (4, Moe(2, zero)) for zero in range(3)},
+    **{f"AutoEP, ZeRO-{zero}": (4, autoep_jobs.Auto(2, zero)) for zero in (0, 1, 3)},
+    "megatron-core's experts": (4, mixtral(2)),
+    "megatron-core's experts, stage 0": (4, mixtral(2, zero=0)),
+    "megatron-core's experts, tp=2": (4, mixtral(2, tp=2)),
+    "megatron-core's experts, tp=2, stage 0": (4, mixtral(2, tp=2, zero=0)),
+    "megatron-core's experts, tp=2, etp=1": (4, mixtral(2, tp=2, etp=1)),
+    "megatron-core's experts, pp=2": (4, mixtral(2, pp=2)),
+    "a pipeline, stage 0": (4, Staged("gpt", 2, 0, pp=2)),
+    "a pipeline, ZeRO-1": (4, Staged("gpt", 2, 1, pp=2)),
+    "a pipeline with tied embeddings": (4, Staged("gpt", 1, 1, pp=2, tied=True)),
+    "DeepSpeed's experts in a pipeline": (4, Piped(2, 1, pp=2)),
+    **{f"AutoTP, ZeRO-{zero}": (4, autotp_jobs.Auto("even", 2, zero)) for zero in (0, 1, 3)},
+    "AutoTP, uneven": (4, autotp_jobs.Auto("llama", 2, 1)),
 }
 
 
@@ -99,23 +49,21 @@ NEEDS_MANIFEST = "a pipeline, stage 0"  # without one it is refused, whatever is
 
 @pytest.mark.parametrize(
     ("kind", "attached"),
-    [(kind, attached) for kind in KINDS for attached in {True, kind == NEEDS_MANIFEST}],
+    [(kind, attached) for kind in RUNS for attached in {True, kind == NEEDS_MANIFEST}],
 )
 def test_what_is_missing_of_a_save(
     sources: Sources, tmp_path: Path, kind: str, attached: bool
 ) -> None:
-    row = KINDS[kind]
-    source = Path(sources.get(row.world, row.setup, row.job, more=0))
+    world, saved = RUNS[kind]
+    source = Path(sources.get(world, saved, more=0))
     shutil.copytree(source / "trained", tmp_path / "copied")
     if not attached:  # as stock DeepSpeed would have written it
         plain_of(tmp_path / "copied")
 
     def loads(_: Save, runs: list[Path]) -> list[str]:
-        setup = replace(row.setup, seed=9)
         tags = [str(run / "trained") for run in runs]
-        given = row.making, row.states, setup, str(source), tags
-        job = absence_jobs.loads
-        ranks = sources.ranks.run(row.world, job, *given, timeout_s=400)
+        job = absence_jobs.loads, replace(saved, seed=9), str(source), tags
+        ranks = sources.ranks.run(world, *job, timeout_s=400)
         # ranks agree what a load did, but for their own numbers in a message
         assert all(
             [one == EXACT for one in rank] == [one == EXACT for one in ranks[0]] for rank in ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import megatron_ucp as ucp
-from tests.engines import autoep_jobs, moe_jobs
-from tests.engines.autoep_jobs import Auto, make
+from tests.engines import moe_jobs
+from tests.engines.autoep_jobs import Auto
 from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
 
@@ -30,8 +30,8 @@ PAIRS = [
 def test_a_mixture_resumes_on_another_mesh(
     ranks: RankPool, sources: Sources, source: Auto, target: Auto
 ) -> None:
-    folder = sources.get(4, source, autoep_jobs.save, more=3)
-    (found, *_) = ranks.run(4, autoep_jobs.resume, target, folder, more=3, timeout_s=200)
+    folder = sources.get(4, source, more=3)
+    (found, *_) = sources.resume(4, target, folder, more=3)
     assert found["differences"] and not any(found["differences"].values())
     assert all(found["before"].values())
     assert found["loss"] < (1e-5 if source.dtype == "fp32" else 1e-2)
@@ -39,20 +39,20 @@ def test_a_mixture_resumes_on_another_mesh(
 
 @pytest.mark.parametrize("target", [Auto(4, 2), Auto(1, 0)], ids=str)
 def test_frozen_experts_stay(ranks: RankPool, sources: Sources, target: Auto) -> None:
-    folder = sources.get(4, Auto(2, 1, frozen=True), autoep_jobs.save, more=3)
+    folder = sources.get(4, Auto(2, 1, frozen=True), more=3)
     setup = replace(target, frozen=True)
-    (found, *_) = ranks.run(4, autoep_jobs.resume, setup, folder, more=3, timeout_s=200)
+    (found, *_) = sources.resume(4, setup, folder, more=3)
     assert found["differences"] and not any(found["differences"].values())
     assert found["loss"] < 1e-5
 
 
-def test_a_save_without_frozen_weights(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_save_without_frozen_weights(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
     """DeepSpeed's files of experts have the frozen ones all the same."""
     setup = Auto(2, 2, frozen=True)
-    ranks.run(4, moe_jobs.save_without_frozen, setup, str(tmp_path), make)
+    ranks.run(4, moe_jobs.save_without_frozen, setup, str(tmp_path))
     assert ucp.verify(tmp_path, deep=True).findings == ()
     target = replace(setup, ep=1, seed=5)
-    (found, *_) = ranks.run(2, autoep_jobs.resume, target, str(tmp_path), tags=("trained",))
+    (found, *_) = sources.resume(2, target, str(tmp_path), tags=("trained",))
     assert found["differences"] == {"trained": []}
 
 
@@ -66,10 +66,8 @@ FAULTS = [
 
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_is_seen(ranks: RankPool, sources: Sources, plant: str) -> None:
-    folder = sources.get(4, Auto(2, 1), autoep_jobs.save, more=3)
-    (found, *_) = ranks.run(
-        2, autoep_jobs.resume, Auto(1, 0), folder, plant=plant, tags=("filled",), timeout_s=200
-    )
+    folder = sources.get(4, Auto(2, 1), more=3)
+    (found, *_) = sources.resume(2, Auto(1, 0), folder, plant=plant, tags=("filled",))
     assert found["differences"]["filled"]
 
 
@@ -83,9 +81,9 @@ def test_files_of_stock_deepspeed(
 ) -> None:
     """Without a manifest, as stock wrote them."""
     folder = tmp_path / "stock"
-    shutil.copytree(sources.get(4, source, autoep_jobs.save, more=3), folder)
+    shutil.copytree(sources.get(4, source, more=3), folder)
     without_manifest(folder)
-    (found, *_) = ranks.run(4, autoep_jobs.resume, target, str(folder), timeout_s=200)
+    (found, *_) = sources.resume(4, target, str(folder))
     assert found["differences"] and not any(found["differences"].values())
 
 
@@ -93,9 +91,9 @@ def test_stock_files_of_zero_3(ranks: RankPool, sources: Sources, tmp_path: Path
     """The experts lie in the shards alone; of each sub-group as many ranks share it as the file
     says."""
     folder = tmp_path / "stock"
-    source = sources.get(4, Auto(2, 3, experts=6), autoep_jobs.save, more=0)
+    source = sources.get(4, Auto(2, 3, experts=6), more=0)
     shutil.copytree(source, folder)
     without_manifest(folder)
     for target in (Auto(1, 1, experts=6), Auto(2, 3, experts=6)):
-        (found, *_) = ranks.run(4, autoep_jobs.resume, target, str(folder), timeout_s=200)
+        (found, *_) = sources.resume(4, target, str(folder))
         assert found["differences"] and not any(found["differences"].values())

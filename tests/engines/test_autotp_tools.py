@@ -161,7 +161,7 @@ def test_files_without_a_manifest_resume(sources: Sources, stock: Any, tmp_path:
     origin = Path(saved(sources, "llama", (2, 2, 1)))
     shutil.copy(origin / "oracle.pt", folder.parent)
     setup = Auto("llama", 4, 2, seed=9)
-    found = sources.ranks.run(4, autotp_jobs.resume, setup, str(folder.parent), tags=("trained",))
+    found = sources.resume(4, setup, str(folder.parent), tags=("trained",))
     assert all(rank["differences"]["trained"] == [] for rank in found)
 
 
@@ -170,7 +170,5 @@ def test_stage_0_without_a_manifest(sources: Sources, stock: Any) -> None:
     folder, _ = stock("llama", (4, 4, 0))
     shutil.copy(Path(saved(sources, "llama", (4, 4, 0))) / "oracle.pt", folder.parent)
     setup = Auto("llama", 2, 1, seed=9)
-    found = sources.ranks.run(
-        2, autotp_jobs.resume, setup, str(folder.parent), tags=("trained",), allow=("positions",)
-    )
+    found = sources.resume(2, setup, str(folder.parent), tags=("trained",), allow=("positions",))
     assert all(rank["differences"]["trained"] == [] for rank in found)

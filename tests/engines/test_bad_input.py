@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import jobs
+from tests.engines import kinds
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 
@@ -24,7 +24,7 @@ OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 def attempt(
     sources: Sources, folder: Path, dp: int = 2, setup: Setup = TARGET, **kwargs: Any
 ) -> list[dict]:
-    found = sources.ranks.run(dp, jobs.attempt, setup, str(folder), **kwargs)
+    found = sources.ranks.run(dp, kinds.attempt, setup, str(folder), **kwargs)
     assert len({rank["message"].split(" (on rank")[0] for rank in found}) == 1 or all(
         rank["error"] for rank in found
     )

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines import jobs
+from tests.engines import jobs, kinds
 from tests.engines.model import Setup
-from tests.engines.sources import Sources
-from tests.engines.test_pairs import check
+from tests.engines.sources import Sources, check
 from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
@@ -19,7 +18,7 @@ Z1 = Setup(1, "bf16")
 
 
 def resume(sources: Sources, ranks: int, target: Setup, folder: str, **kwargs: Any) -> list[dict]:
-    return sources.ranks.run(ranks, jobs.resume, target, folder, **kwargs)
+    return sources.resume(ranks, target, folder, **kwargs)
 
 
 def test_s1_every_flat_counts_its_own_steps(sources: Sources) -> None:
@@ -74,7 +73,7 @@ def test_s9_a_state_that_was_lost(sources: Sources, broken: Any, what: str) -> N
     for path in folder.rglob("ucp_manifest.json"):
         path.unlink()
     for rank in sources.ranks.run(
-        2, jobs.attempt, Setup(3, "bf16", seed=9), str(folder), tag="filled"
+        2, kinds.attempt, Setup(3, "bf16", seed=9), str(folder), tag="filled"
     ):
         assert (
             rank["error"] == "DamagedFileError"
@@ -153,7 +152,7 @@ def test_l5_an_error_on_one_rank_is_raised_on_all(sources: Sources) -> None:
     for rank, found in enumerate(
         sources.ranks.run(
             4,
-            jobs.fails_on_rank,
+            kinds.fails_on_rank,
             Setup(1, "bf16", seed=9),
             sources.get(2, Z1),
             2,
@@ -183,10 +182,9 @@ def test_l6_other_optimizers_than_adam(sources: Sources, optimizer: str) -> None
 
 def test_l14_stock_refuses_another_number_of_ranks_and_we_do_not(sources: Sources) -> None:
     folder = sources.get(2, Z1)
-    assert all(
-        "ZeRORuntimeException" in found
-        for found in sources.ranks.run(4, jobs.stock_load, Setup(1, "bf16", seed=9), folder)
-    )
+    setup, stock = Setup(1, "bf16", seed=9), {"through": "stock", "attach": False}
+    for rank in sources.ranks.run(4, kinds.attempt, setup, folder, "trained", **stock):
+        assert rank["error"] == "ZeRORuntimeException"
     check(resume(sources, 4, Setup(1, "bf16", seed=9), folder))
 
 

@@ -19,7 +19,6 @@ from tests.engines import (
     direct_jobs,
     model,
     moe_jobs,
-    pipeline_jobs,
     tensor_jobs,
 )
 from tests.engines.autoep_jobs import Auto as AutoEP
@@ -27,8 +26,7 @@ from tests.engines.autotp_jobs import Auto as AutoTP
 from tests.engines.direct_jobs import records
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
-from tests.engines.pipeline_jobs import Staged
-from tests.engines.tensor_jobs import Mega
+from tests.engines.tensor_jobs import Mega, Staged
 from tests.engines.test_muon import muon
 from tests.ranks import Job, RankPool, RanksFailed
 
@@ -39,7 +37,7 @@ PLAIN = (model.make_engine, model.train)
 MIXED = (moe_jobs.make, moe_jobs.train)
 TENSOR = (tensor_jobs.make, tensor_jobs.train)
 AUTO = (autotp_jobs.make, autotp_jobs.train)
-STAGES = (pipeline_jobs.make, pipeline_jobs.train)
+STAGES = (tensor_jobs.make, tensor_jobs.train)
 # name: ranks, what makes and trains the engine, its setup
 ENGINES: dict[str, tuple[int, tuple[Job, Job], Any]] = {
     "fp32 at stage 0": (2, PLAIN, Setup(0, "fp32")),

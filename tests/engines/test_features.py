@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import jobs, optimizer_jobs
+from tests.engines import jobs, kinds, optimizer_jobs
 from tests.engines.model import Setup
-from tests.engines.sources import Sources, without_manifest
-from tests.engines.test_pairs import check
+from tests.engines.sources import Sources, check, without_manifest
 
 pytestmark = pytest.mark.ranks
 
@@ -137,13 +136,11 @@ OTHER_OPTIMIZER = {"CPUAdam from AdamW", "AdamW from FusedAdam"}
 def test_carried_over_bit_for_bit(sources: Sources, case: str) -> None:
     source_ranks, source, ranks, target = CASES[case]
     target = Setup(**{**{k: getattr(target, k) for k in target.__dataclass_fields__}, "seed": 9})
-    found = sources.ranks.run(
+    found = sources.resume(
         ranks,
-        jobs.resume,
         target,
         sources.get(source_ranks, source, more=0),
         more=0,
-        timeout_s=240,
         known_keys=case in OTHER_OPTIMIZER,
     )
     check(found)
@@ -155,7 +152,7 @@ def test_bf16_masters_become_fp32_without_loss_and_not_the_other_way(sources: So
     found = sources.ranks.run(2, jobs.masters_are_equal, zero(3), folder)
     assert all(found)
     high = sources.get(2, Setup(1, "bf16"))
-    for rank in sources.ranks.run(2, jobs.attempt, low, high):
+    for rank in sources.ranks.run(2, kinds.attempt, low, high):
         assert (
             rank["error"] == "InexactError" and "rounded" in rank["message"] and rank["unchanged"]
         )
@@ -204,8 +201,8 @@ def test_writers_refused_by_name(sources: Sources, writer: dict, words: str) -> 
 
 def test_a_legacy_file_is_refused_by_name(sources: Sources, tmp_path: Any) -> None:
     setup = Setup(1, "bf16", config=(("checkpoint", {"checkpoint_serialization": False}),))
-    sources.ranks.run(2, jobs.save, setup, str(tmp_path), attach=False, more=0)
-    for rank in sources.ranks.run(2, jobs.attempt, Setup(1, "bf16"), str(tmp_path)):
+    sources.ranks.run(2, kinds.save, setup, str(tmp_path), attach=False, more=0)
+    for rank in sources.ranks.run(2, kinds.attempt, Setup(1, "bf16"), str(tmp_path)):
         assert (
             rank["error"] == "DamagedFileError" and "zip" in rank["message"] and rank["unchanged"]
         )
@@ -219,9 +216,7 @@ def test_a_checkpoint_from_before_the_first_step(
     """No optimizer state is a state too. (In low precision stage 0 steps once while it is
     built.)"""
     folder = sources.get(2, Setup(source, dtype), steps=0, more=0, filled=False)
-    found = sources.ranks.run(
-        2, jobs.resume, Setup(target, dtype, seed=9), folder, tags=("trained",)
-    )
+    found = sources.resume(2, Setup(target, dtype, seed=9), folder, tags=("trained",))
     for rank in found:
         assert rank["differences"] == {"trained": []} and len(rank["before"]["trained"]) >= 8
 
@@ -235,7 +230,7 @@ def test_a_run_with_hpz(sources: Sources) -> None:
         assert rank["unchanged"] and not rank["attached"]
     folder = sources.get(4, hpz, attach=False, more=0)
     target = Setup(1, "bf16", seed=9)
-    check(sources.ranks.run(2, jobs.resume, target, folder))
+    check(sources.resume(2, target, folder))
 
 
 def test_files_of_mics_are_refused_by_name(sources: Sources, tmp_path: Any) -> None:
@@ -246,7 +241,7 @@ def test_files_of_mics_are_refused_by_name(sources: Sources, tmp_path: Any) -> N
         tree = torch.load(path, weights_only=False)
         tree["ds_config"]["zero_optimization"]["mics_shard_size"] = 1
         torch.save(tree, path)
-    for rank in sources.ranks.run(2, jobs.attempt, setup, str(folder), "trained"):
+    for rank in sources.ranks.run(2, kinds.attempt, setup, str(folder), "trained"):
         assert rank["error"] == "UnsupportedError" and "mics_shard_size 1" in rank["message"]
         assert rank["unchanged"]
 
@@ -262,7 +257,7 @@ def test_a_load_names_what_was_never_saved(sources: Sources, tmp_path: Any) -> N
         if "optim" in path.name:
             tree["optimizer_state_dict"]["base_optimizer_state"]["state"].clear()
         torch.save(tree, path)
-    run, job = sources.ranks.run, jobs.attempt
+    run, job = sources.ranks.run, kinds.attempt
     for rank in run(2, job, setup, str(folder), tag="trained"):
         assert rank["error"] == "StateMismatchError" and "SuperOffload" in rank["message"]
         assert rank["unchanged"]

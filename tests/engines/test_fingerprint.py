@@ -21,11 +21,10 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.reshard.checksums import KnownSums, linear, of_runs, shifted, standard
-from tests.engines import direct_jobs, pipeline_jobs, tensor_jobs
+from tests.engines import direct_jobs, tensor_jobs
 from tests.engines.model import Setup
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
-from tests.engines.tensor_jobs import Mega
+from tests.engines.tensor_jobs import Mega, Staged
 from tests.ranks import RankPool
 
 SOURCE = Setup(1, "bf16")
@@ -195,7 +194,7 @@ MESHES: dict[str, tuple[int, Any, Any]] = {
     "zero=3": (2, tensor_jobs.make, Mega("llama", 1, 3, "bf16", seed=9)),
     "tp=2,zero=0": (2, tensor_jobs.make, Mega("llama", 2, 0, "bf16", seed=9)),
     "tp=4": (4, tensor_jobs.make, Mega("llama", 4, 2, "bf16", seed=9)),
-    "pp=2": (4, pipeline_jobs.make, Staged("llama", 1, 1, "bf16", layers=2, seed=9, pp=2)),
+    "pp=2": (4, tensor_jobs.make, Staged("llama", 1, 1, "bf16", layers=2, seed=9, pp=2)),
 }
 
 
@@ -205,7 +204,7 @@ def test_a_fault_in_any_file_is_named_by_a_load_onto_any_mesh(
 ) -> None:
     """Every fault in the masters and each moment of every file. Nothing else sees them: without
     checksums each is loaded."""
-    source = sources.get(4, Mega("llama", 2, 1, "bf16"), tensor_jobs.save, more=3)
+    source = sources.get(4, Mega("llama", 2, 1, "bf16"), more=3)
     dice, wanted = random.Random(5), dict[str, tuple[str, str]]()
     for number, (state, fault) in enumerate(itertools.product(STATES, FAULTS)):
         folder = f"{state}, {fault}"
@@ -230,7 +229,7 @@ def test_a_flipped_bit_under_an_old_checksum_names_the_file(
 ) -> None:
     """What the fingerprint covers is read without a checksum of the file: where it differs, the
     records are read again, and the damaged one is named."""
-    source = sources.get(4, Mega("llama", 2, 1, "bf16"), tensor_jobs.save, more=3)
+    source = sources.get(4, Mega("llama", 2, 1, "bf16"), more=3)
     files: dict[str, str] = {}
     for rank, state in enumerate(STATES):
         copy = shutil.copytree(Path(source) / "filled", tmp_path / state)

@@ -14,15 +14,14 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.deepspeed.target import Target
 from pretrain.mcore.experts import Experts
-from tests.engines import hf_jobs, pipeline_jobs
+from tests.engines import hf_jobs
 from tests.engines.hf_twin import transformers
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
+from tests.engines.tensor_jobs import Staged
 from tests.ranks import RanksFailed
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
-SAVE = pipeline_jobs.save
 EXPERTS = Experts(4, ffn=8)
 EMBEDDING = {"gpt": "transformer.wte.weight"}
 
@@ -36,7 +35,7 @@ def setup(family: str, tp: int = 1, zero: int = 1, **more: Any) -> Staged:
 
 
 def exported(sources: Sources, tmp_path: Path, world: int, origin: Staged, **options: Any) -> Path:
-    folder = sources.get(world, origin, SAVE, more=0)
+    folder = sources.get(world, origin, more=0)
     ucp.export_hf(folder, tmp_path / "hf", tag="filled", verify=True, **options)
     return Path(folder)
 
@@ -372,7 +371,7 @@ def test_from_memory_as_from_files(
     target: dict[str, int],
 ) -> None:
     """The same bytes, of which each rank writes a share; refusals leave nothing."""
-    folder = sources.get(world, setup(family, **origin), SAVE, more=0)
+    folder = sources.get(world, setup(family, **origin), more=0)
     ucp.export_hf(folder, tmp_path / "files", tag="filled", max_shard_size=3000)
     out = tmp_path / "ranks" / "memory"
     found = sources.ranks.run(

@@ -13,7 +13,7 @@ from megatron_ucp.engines.save import OTHER_TENSORS
 from tests.engines import plan_jobs
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
-from tests.engines.pipeline_jobs import Staged
+from tests.engines.tensor_jobs import Staged
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks

@@ -20,8 +20,7 @@ from megatron_ucp.errors import DamagedFileError, ModelMismatchError, Unsupporte
 from megatron_ucp.reshard.hugging_face.adapter import adapter_of
 from tests.engines import lora_jobs
 from tests.engines.lora_jobs import BESIDE, FORMS
-from tests.engines.sources import without_manifest
-from tests.engines.test_pairs import check, check_fails
+from tests.engines.sources import check, check_fails, without_manifest
 from tests.ranks import RankPool, RanksFailed
 from tests.reshard import twins
 

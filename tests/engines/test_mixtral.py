@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from pretrain.mcore.experts import Experts
-from tests.engines import pipeline_jobs
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest
+from tests.engines.tensor_jobs import Staged
 from tests.ranks import RankPool
 from tests.share import LOSS_STEPS
 
@@ -84,8 +83,8 @@ def named(pair: object) -> str:
 @pytest.mark.cases(8)
 def test_pair(ranks: RankPool, sources: Sources, pair: object) -> None:
     source, target = pair
-    folder = sources.get(4, source, pipeline_jobs.save, more=0)
-    (found, *_) = ranks.run(4, pipeline_jobs.resume, target, folder, timeout_s=200)
+    folder = sources.get(4, source, more=0)
+    (found, *_) = sources.resume(4, target, folder)
     assert found["differences"] and not any(found["differences"].values())
     assert all(found["before"].values())
 
@@ -125,10 +124,10 @@ def test_how_experts_are_cut_is_seen_from_files(
 ) -> None:
     """Without a manifest: an expert has a file for each rank that cuts it."""
     folder = tmp_path / "stock"
-    shutil.copytree(sources.get(4, source, pipeline_jobs.save, more=0), folder)
+    shutil.copytree(sources.get(4, source, more=0), folder)
     without_manifest(folder)
     target = mixtral(4, zero=2, dtype=source.dtype, seed=5)
-    (found, *_) = ranks.run(4, pipeline_jobs.resume, target, str(folder), timeout_s=200)
+    (found, *_) = sources.resume(4, target, str(folder))
     assert found["differences"] and not any(found["differences"].values())
 
 
@@ -139,10 +138,8 @@ def test_at_least_sixty_pairs_are_marked() -> None:
 @pytest.mark.parametrize("target", [mixtral(2, tp=2, zero=2), mixtral(2, pp=2, zero=1)])
 def test_the_losses_of_the_run_go_on(ranks: RankPool, sources: Sources, target: Staged) -> None:
     """In fp32, the router too, for twenty steps; no token is dropped."""
-    folder = sources.get(4, mixtral(4, zero=1), pipeline_jobs.save, more=LOSS_STEPS)
-    (found, *_) = ranks.run(
-        4, pipeline_jobs.resume, target, folder, tags=("trained",), more=LOSS_STEPS, timeout_s=200
-    )
+    folder = sources.get(4, mixtral(4, zero=1), more=LOSS_STEPS)
+    (found, *_) = sources.resume(4, target, folder, tags=("trained",), more=LOSS_STEPS)
     assert found["differences"] == {"trained": []}
     assert found["loss"] <= 1e-5
 
@@ -158,8 +155,6 @@ FAULTS = [
 
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_is_seen(ranks: RankPool, sources: Sources, plant: str) -> None:
-    folder = sources.get(4, mixtral(2, zero=1), pipeline_jobs.save, more=0)
-    (found, *_) = ranks.run(
-        1, pipeline_jobs.resume, mixtral(1, zero=0), folder, plant=plant, tags=("filled",)
-    )
+    folder = sources.get(4, mixtral(2, zero=1), more=0)
+    (found, *_) = sources.resume(1, mixtral(1, zero=0), folder, plant=plant, tags=("filled",))
     assert found["differences"]["filled"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from tests.engines import moe_jobs, moe_pipe_jobs
+from tests.engines import moe_jobs
 from tests.engines.fingerprints import MARK
 from tests.engines.moe_jobs import Moe
 from tests.engines.moe_pipe_jobs import Piped
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.ranks
 def test_a_mixture_resumes_at_another_expert_parallel_size(
     ranks: RankPool, sources: Sources, ep: int, zero: int
 ) -> None:
-    folder = sources.get(4, Moe(2, zero), moe_jobs.save, more=3)
+    folder = sources.get(4, Moe(2, zero), more=3)
     world = 4 if ep > 1 else 2
-    (found, *_) = ranks.run(world, moe_jobs.resume, Moe(ep, zero), folder, more=3, timeout_s=200)
+    (found, *_) = sources.resume(world, Moe(ep, zero), folder, more=3)
     assert found["differences"] and not any(found["differences"].values())
     assert all(found["before"].values())
     assert found["loss"] < 1e-5
@@ -36,8 +36,8 @@ def test_a_mixture_resumes_at_another_expert_parallel_size(
 def test_layers_with_other_numbers_of_experts(ranks: RankPool, sources: Sources, ep: int) -> None:
     """PR-MoE: two and four experts, each beside a dense MLP (residual MoE)."""
     setup = {"experts": (2, 4), "residual": True}
-    folder = sources.get(4, Moe(2, 1, **setup), moe_jobs.save, more=3)
-    (found, *_) = ranks.run(4, moe_jobs.resume, Moe(ep, 2, **setup), folder, more=3, timeout_s=200)
+    folder = sources.get(4, Moe(2, 1, **setup), more=3)
+    (found, *_) = sources.resume(4, Moe(ep, 2, **setup), folder, more=3)
     assert found["differences"] and not any(found["differences"].values())
     assert found["loss"] < 1e-5
 
@@ -49,7 +49,7 @@ SCALED: dict[str, Any] = {"scaled": True}
 def test_buffers_of_experts(ranks: RankPool, sources: Sources, tmp_path: Path, stock: bool) -> None:
     """A rank's model file lists those of its own experts alone."""
     folder = tmp_path / "copy"
-    shutil.copytree(sources.get(4, Moe(2, 1, **SCALED), moe_jobs.save, more=0), folder)
+    shutil.copytree(sources.get(4, Moe(2, 1, **SCALED), more=0), folder)
     if stock:
         without_manifest(folder)
     kinds = {p.name: p.kind for p in ucp.describe(folder / "trained").params if p.expert}
@@ -59,7 +59,7 @@ def test_buffers_of_experts(ranks: RankPool, sources: Sources, tmp_path: Path, s
     }
     assert ucp.verify(folder / "trained", deep=True).findings == ()
     for world, setup in ((4, Moe(4, 2, seed=5, **SCALED)), (1, Moe(1, 0, seed=5, **SCALED))):
-        (found, *_) = ranks.run(world, moe_jobs.resume, setup, str(folder), timeout_s=200)
+        (found, *_) = sources.resume(world, setup, str(folder))
         assert found["differences"] and not any(found["differences"].values())
         assert any(".seen" in one for one in found["before"]["filled"])
 
@@ -70,13 +70,13 @@ def test_each_rank_trains_other_ones_of_its_experts(
 ) -> None:
     """Of 0 and 1 the first, of 2 and 3 the second: files name those of the first rank alone."""
     setup = Moe(2, zero, frozen=(1, 2))
-    folder = sources.get(4, setup, moe_jobs.save, more=3)
+    folder = sources.get(4, setup, more=3)
     assert ucp.verify(Path(folder) / "trained", deep=True).findings == ()
     params = ucp.describe(Path(folder) / "trained").params
     assert {p.expert[0] for p in params if p.expert and p.kind == "frozen"} == {1, 2}
     for world, ep in ((4, 2), (2, 1)):
         target = replace(setup, ep=ep, zero=2 * zero, seed=5)
-        (found, *_) = ranks.run(world, moe_jobs.resume, target, folder, more=3, timeout_s=200)
+        (found, *_) = sources.resume(world, target, folder, more=3)
         assert found["differences"] and not any(found["differences"].values())
         assert found["loss"] < 1e-5
 
@@ -87,11 +87,11 @@ def test_a_tied_head_of_which_stock_writes_two_copies(
 ) -> None:
     """At stage 0 the model file of a mixture does not say that two names are one."""
     setup, folder = Moe(2, 0, tied=True), tmp_path / "copy"
-    shutil.copytree(sources.get(4, setup, moe_jobs.save, more=0), folder)
+    shutil.copytree(sources.get(4, setup, more=0), folder)
     if stock:
         without_manifest(folder)
     target = replace(setup, seed=5)
-    (found, *_) = ranks.run(4, moe_jobs.resume, target, str(folder), timeout_s=200)
+    (found, *_) = sources.resume(4, target, str(folder))
     assert found["differences"] and not any(found["differences"].values())
     if not stock:
         return
@@ -106,13 +106,15 @@ def test_a_tied_head_of_which_stock_writes_two_copies(
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_save_without_frozen_weights(ranks: RankPool, tmp_path: Path, zero: int) -> None:
+def test_a_save_without_frozen_weights(
+    ranks: RankPool, sources: Sources, tmp_path: Path, zero: int
+) -> None:
     """DeepSpeed leaves them out of its model files, not of those of experts."""
     setup = Moe(2, zero, frozen=(1, 2))
     ranks.run(4, moe_jobs.save_without_frozen, setup, str(tmp_path))
     assert ucp.verify(tmp_path, deep=True).findings == ()
     target = replace(setup, ep=1, seed=5)
-    (found, *_) = ranks.run(2, moe_jobs.resume, target, str(tmp_path), tags=("trained",))
+    (found, *_) = sources.resume(2, target, str(tmp_path), tags=("trained",))
     assert found["differences"] == {"trained": []}
 
 
@@ -136,10 +138,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_is_seen(ranks: RankPool, sources: Sources, plant: str) -> None:
-    folder = sources.get(4, Moe(2, 1), moe_jobs.save, more=3)
-    (found, *_) = ranks.run(
-        2, moe_jobs.resume, Moe(1, 0), folder, plant=plant, tags=("filled",), timeout_s=200
-    )
+    folder = sources.get(4, Moe(2, 1), more=3)
+    (found, *_) = sources.resume(2, Moe(1, 0), folder, plant=plant, tags=("filled",))
     assert found["differences"]["filled"]
     said = [one for one in found["differences"]["filled"] if one.startswith(MARK)]
     assert {MARK + one for one in FAULTS[plant]} <= {*said}, said
@@ -157,14 +157,14 @@ def test_a_client_state_with_a_reserved_key(
 
 def test_experts_without_numbers(ranks: RankPool, sources: Sources) -> None:
     """Such as several in one tensor: two ranks hold other ones under one name."""
-    folder = sources.get(4, Moe(2, 1), moe_jobs.save, more=3)
+    folder = sources.get(4, Moe(2, 1), more=3)
     for said in ranks.run(4, moe_jobs.unnamed, Moe(2, 1), folder, timeout_s=100):
         assert "does not say of which ones" in said and "parameter: stacked" in said
 
 
 def test_what_was_added_to_experts_later(ranks: RankPool, sources: Sources) -> None:
     """DeepSpeed would average it over other experts of other ranks."""
-    folder = sources.get(4, Moe(2, 1), moe_jobs.save, more=3)
+    folder = sources.get(4, Moe(2, 1), more=3)
     for said in ranks.run(4, moe_jobs.adapted, Moe(2, 1), folder, timeout_s=100):
         assert "reduced with those of other experts" in said
         assert "deepspeed_experts.0.late" in said
@@ -191,11 +191,11 @@ def test_files_of_stock_deepspeed(
 ) -> None:
     """L7, S8: without a manifest, as stock wrote them."""
     folder = tmp_path / "stock"
-    shutil.copytree(sources.get(4, setup, moe_jobs.save, more=3), folder)
+    shutil.copytree(sources.get(4, setup, more=3), folder)
     without_manifest(folder)
     for ep in (1, min(4, *setup.experts)):
         target = replace(setup, ep=ep)
-        (found, *_) = ranks.run(4, moe_jobs.resume, target, str(folder), timeout_s=200)
+        (found, *_) = sources.resume(4, target, str(folder))
         assert found["differences"] and not any(found["differences"].values())
 
 
@@ -213,8 +213,8 @@ def piped(ep: int, zero: int, pp: int = 0) -> Piped:
     ],
 )
 def test_in_a_pipeline(ranks: RankPool, sources: Sources, source: Piped, target: Piped) -> None:
-    folder = sources.get(4, source, moe_pipe_jobs.save, more=3)
-    (found, *_) = ranks.run(4, moe_pipe_jobs.resume, target, folder, more=3, timeout_s=200)
+    folder = sources.get(4, source, more=3)
+    (found, *_) = sources.resume(4, target, folder, more=3)
     assert found["differences"] and not any(found["differences"].values())
     assert all(found["before"].values())
     assert found["loss"] < 1e-5
@@ -222,16 +222,14 @@ def test_in_a_pipeline(ranks: RankPool, sources: Sources, source: Piped, target:
 
 def test_files_of_a_stock_pipeline(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
     folder = tmp_path / "stock"
-    shutil.copytree(sources.get(4, piped(2, 1, pp=2), moe_pipe_jobs.save, more=3), folder)
+    shutil.copytree(sources.get(4, piped(2, 1, pp=2), more=3), folder)
     without_manifest(folder)
     for target in (piped(1, 1), piped(4, 1)):
-        (found, *_) = ranks.run(4, moe_pipe_jobs.resume, target, str(folder), timeout_s=200)
+        (found, *_) = sources.resume(4, target, str(folder))
         assert found["differences"] and not any(found["differences"].values())
 
 
 def test_two_experts_swapped_in_a_pipeline(ranks: RankPool, sources: Sources) -> None:
-    folder = sources.get(4, piped(2, 1, pp=2), moe_pipe_jobs.save, more=3)
-    (found, *_) = ranks.run(
-        4, moe_pipe_jobs.resume, piped(1, 0, pp=2), folder, plant="swap", timeout_s=200
-    )
+    folder = sources.get(4, piped(2, 1, pp=2), more=3)
+    (found, *_) = sources.resume(4, piped(1, 0, pp=2), folder, plant="swap")
     assert found["differences"]["filled"]

@@ -18,18 +18,16 @@ from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.deepspeed.optimizers import in_its_order
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard.plan import plan
-from tests.engines import convert_jobs, jobs, muon_jobs, pipeline_jobs, tensor_jobs
+from tests.engines import kinds, muon_jobs
 from tests.engines.model import Setup
-from tests.engines.pipeline_jobs import Staged
-from tests.engines.sources import Sources, without_manifest
-from tests.engines.tensor_jobs import Mega
-from tests.engines.test_pairs import check, check_fails
+from tests.engines.sources import Sources, check, check_fails, without_manifest
+from tests.engines.tensor_jobs import Mega, Staged
 from tests.reshard.test_preview import READS, compare
 from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
-STOCK = convert_jobs.stock_load
-OFFLOAD = (("offload_optimizer", (("device", "cpu"),)),)
+STOCK, ATTEMPT = kinds.stock_load, kinds.attempt
+OFFLOAD = (("offload_optimizer", {"device": "cpu"}),)
 GAPS = (("parameter_alignment", True), ("round_robin_gradients", True))
 WIDE = (("data_types", {"grad_accum_dtype": "fp32"}),)  # BF16_Optimizer at ZeRO-1
 FUSED = (("torch_adam", False),)
@@ -82,12 +80,12 @@ PAIRS = [
 def source(sources: Sources, name: str) -> str:
     ranks, setup = SOURCES[name]
     more = LOSS_STEPS if setup.dtype == "fp32" else 0
-    return sources.get(ranks, setup, muon_jobs.save, more=more)
+    return sources.get(ranks, setup, more=more)
 
 
 def resume(sources: Sources, name: str, ranks: int, setup: Setup, **options: Any) -> list[dict]:
     folder = options.pop("folder", None) or source(sources, name)
-    return sources.ranks.run(ranks, muon_jobs.resume, setup, folder, **options)
+    return sources.resume(ranks, replace(setup, seed=9), folder, **options)
 
 
 @pytest.mark.parametrize(("name", "world", "setup"), PAIRS)
@@ -102,7 +100,7 @@ def test_pair(sources: Sources, name: str, world: int, setup: Setup) -> None:
 
 def test_copies_in_other_partitions_are_compared(sources: Sources) -> None:
     folder = source(sources, "dp4z3")
-    job, setup = muon_jobs.damaged_copy, muon(2)
+    job, setup = muon_jobs.damaged_copy, muon(2, seed=9)
     for said, copies in sources.ranks.run(2, job, setup, folder, True):
         assert said.startswith("ForeignFileError: ") and "parameter: " in said and copies
     for said, copies in sources.ranks.run(2, job, setup, folder, False):
@@ -120,14 +118,14 @@ def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, name: str) -
 def test_states_of_another_optimizer_are_refused(sources: Sources) -> None:
     adam = sources.get(2, Setup(1, net="Twins"))
     for engine, folder in ((muon(1), adam), (Setup(1, net="Twins"), source(sources, "dp2z1"))):
-        for rank in sources.ranks.run(2, jobs.attempt, engine, folder, "filled"):
+        for rank in sources.ranks.run(2, ATTEMPT, engine, folder, "filled"):
             assert rank["error"] == "StateMismatchError" and rank["unchanged"], rank["message"]
 
 
 def test_values_that_would_be_rounded(sources: Sources) -> None:
     """BF16_Optimizer keeps the momentum in fp32, ZeRO-3 in the dtype of communication."""
     run, setup = sources.ranks.run, muon(3, "bf16")
-    for rank in run(2, jobs.attempt, setup, source(sources, "dp4bf16"), "filled"):
+    for rank in run(2, ATTEMPT, setup, source(sources, "dp4bf16"), "filled"):
         assert rank["error"] == "InexactError" and "momentum_buffer" in rank["message"]
         assert rank["unchanged"]
 
@@ -149,7 +147,7 @@ def test_the_momentum_in_another_dtype(
     narrower = name in ("dp1z0fp16", "dp4bf16")
     options = {"allow": {"narrow"}} if narrower else {}
     for wrong, notes in sources.ranks.run(
-        world, muon_jobs.cast, setup, source(sources, name), **options
+        world, muon_jobs.cast, replace(setup, seed=9), source(sources, name), **options
     ):
         assert wrong == []
         assert any("rounded to a narrower dtype: back.weight" in n for n in notes) == narrower
@@ -158,8 +156,8 @@ def test_the_momentum_in_another_dtype(
 @pytest.mark.parametrize("fault", ["one element", "one copy", "as a partition"])
 def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
     folder = source(sources, "dp4z3")
-    check_fails(sources.ranks.run(2, muon_jobs.faulty, muon(1), folder, fault))
-    check(sources.ranks.run(2, muon_jobs.faulty, muon(1), folder, ""))
+    check_fails(sources.ranks.run(2, muon_jobs.faulty, muon(1, seed=9), folder, fault))
+    check(sources.ranks.run(2, muon_jobs.faulty, muon(1, seed=9), folder, ""))
 
 
 CONVERTED = [
@@ -183,7 +181,7 @@ def test_stock_deepspeed_loads_what_is_converted(
     out = tmp_path / "out" / "step7"
     ucp.convert(folder / "filled", out, target=to)
     for rank in sources.ranks.run(
-        to.mesh.world, muon_jobs.stock_load, setup, str(out), source(sources, name)
+        to.mesh.world, STOCK, replace(setup, seed=9), str(out), source(sources, name)
     ):
         assert rank["loaded"] and rank["before"] and rank["differences"] == []
     assert ucp.verify(out, deep=True).findings == ()
@@ -242,15 +240,15 @@ def test_another_tensor_parallel_size(
 ) -> None:
     """States are bit-equal, and the report says that the next steps are others: Newton-Schulz runs
     on what a rank has of a matrix."""
-    folder = sources.get(world, origin, tensor_jobs.save, more=0)
-    found = sources.ranks.run(target_world, tensor_jobs.resume, replace(target, seed=9), folder)
+    folder = sources.get(world, origin, more=0)
+    found = sources.resume(target_world, replace(target, seed=9), folder)
     check(found)
     said = any("orthogonalizes" in note for note in found[0]["notes"]["filled"])
     assert said == (origin.tp != target.tp)
 
 
 def test_a_conversion_to_another_tensor_parallel_size(sources: Sources, tmp_path: Path) -> None:
-    folder = sources.get(4, MEGA, tensor_jobs.save, more=0)
+    folder = sources.get(4, MEGA, more=0)
     out = tmp_path / "out" / "step7"
     done = ucp.convert(f"{folder}/filled", out, target=ucp.Mesh(dp=2, zero=2))
     assert any("orthogonalizes" in note for note in done.notes)
@@ -279,16 +277,16 @@ def test_stages_of_a_pipeline(
     sources: Sources, world: int, origin: Staged, target_world: int, target: Staged
 ) -> None:
     """Which matrices a rank steps is the stage's affair; each of them is whole."""
-    folder = sources.get(world, origin, pipeline_jobs.save)
-    found = sources.ranks.run(target_world, pipeline_jobs.resume, replace(target, seed=9), folder)
+    folder = sources.get(world, origin, more=0)
+    found = sources.resume(target_world, replace(target, seed=9), folder)
     check(found)
     assert any("momentum_buffer" in line for line in found[0]["before"]["filled"])
 
 
 def test_stages_of_stock_deepspeed(sources: Sources, tmp_path: Path) -> None:
-    folder = Path(sources.get(4, staged(2, 1), pipeline_jobs.save))
+    folder = Path(sources.get(4, staged(2, 1), more=0))
     stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
-    check(sources.ranks.run(2, pipeline_jobs.resume, replace(staged(0, 2), seed=9), str(stock)))
+    check(sources.resume(2, replace(staged(0, 2), seed=9), str(stock)))
 
 
 def test_the_order_of_a_group_that_nobody_knows(sources: Sources, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from tests.engines import older_jobs
 from tests.engines.model import Setup
-from tests.engines.test_pairs import check, check_fails
+from tests.engines.sources import check, check_fails
 from tests.formats.golden.make_older import VERSIONS, cases_of
 from tests.formats.test_older import LOST
 from tests.ranks import RankPool

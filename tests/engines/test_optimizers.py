@@ -8,10 +8,9 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
-from tests.engines import jobs, optimizer_jobs
+from tests.engines import optimizer_jobs
 from tests.engines.model import Setup
-from tests.engines.sources import Sources
-from tests.engines.test_pairs import check
+from tests.engines.sources import Sources, check
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -99,7 +98,7 @@ def matrices(zero: int, **kwargs: Any) -> Setup:
 
 def test_muon_of_torch_at_stage_0(sources: Sources) -> None:
     folder = sources.get(2, matrices(0), more=0, filled=False)
-    found = sources.ranks.run(4, jobs.resume, matrices(0, seed=9), folder, tags=("trained",))
+    found = sources.resume(4, matrices(0, seed=9), folder, tags=("trained",))
     check(found)
     assert any(("norm" in line or "momentum" in line) for line in found[0]["before"]["trained"])
 
@@ -122,14 +121,7 @@ def test_optimizers_of_other_packages(
     one = Setup(source, "fp32", optimizer, options=OTHERS[optimizer])
     folder = sources.get(2, one, filled=False, more=3)
     other = Setup(target, "fp32", optimizer, options=OTHERS[optimizer], seed=9)
-    found = sources.ranks.run(
-        4 if target == 3 else 1,
-        jobs.resume,
-        other,
-        folder,
-        tags=("trained",),
-        more=3,
-    )
+    found = sources.resume(4 if target == 3 else 1, other, folder, tags=("trained",), more=3)
     check(found)
     # ZeRO-3 steps the optimizer once for each sub-group, and schedule-free's counts stand in the
     # groups: there it trains differently from the first step on

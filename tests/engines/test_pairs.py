@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.covering import covering, met
-from tests.engines import jobs
 from tests.engines.fingerprints import MARK
 from tests.engines.model import Setup
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, check, check_fails
 from tests.share import LOSS_STEPS, every
 
 MESHES = [
@@ -76,37 +75,14 @@ def show(value: object) -> str:
     )
 
 
-def check(found: list[dict]) -> None:
-    """Every rank saw equal bits, and saw that they were different before."""
-    for rank in found:
-        assert rank["differences"] and all(d == [] for d in rank["differences"].values()), rank[
-            "differences"
-        ]
-        assert all(len(d) > 10 for d in rank["before"].values()), (
-            "the engine was equal before the load"
-        )
-
-
-def check_fails(found: list[dict]) -> None:
-    """Negative control: `check` fails for every rank, and for what it saw after the load."""
-    for rank in found:
-        with pytest.raises(AssertionError) as caught:
-            check([rank])
-        assert "equal before the load" not in str(caught.value)
-
-
 @pytest.mark.ranks
 @pytest.mark.cases()
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=show)
 def test_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
     folder = sources.get(source[0], Setup(source[1], source[2]))
     losses = (source, target) in LOSSES
-    found = sources.ranks.run(
-        target[0],
-        jobs.resume,
-        Setup(target[1], target[2], seed=9),
-        folder,
-        more=LOSS_STEPS if losses else 0,
+    found = sources.resume(
+        target[0], Setup(target[1], target[2], seed=9), folder, more=LOSS_STEPS if losses else 0
     )
     check(found)
     if losses:
@@ -118,9 +94,8 @@ def test_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
 @pytest.mark.parametrize(("source", "target"), every(ALL_PAIRS), ids=show)
 def test_every_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
     folder, same = sources.get(source[0], Setup(source[1], source[2])), source[2] == target[2]
-    found = sources.ranks.run(
+    found = sources.resume(
         target[0],
-        jobs.resume,
         Setup(target[1], target[2], seed=9),
         folder,
         same_dtype=same,
@@ -138,13 +113,7 @@ def test_every_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
 @pytest.mark.parametrize(("dp", "zero"), [(4, 0), (2, 1), (2, 2), (4, 3)])
 def test_the_same_mesh_goes_on_with_identical_losses(sources: Sources, dp: int, zero: int) -> None:
     setup = Setup(zero, "fp32")
-    found = sources.ranks.run(
-        dp,
-        jobs.resume,
-        Setup(zero, "fp32", seed=9),
-        sources.get(dp, setup),
-        more=LOSS_STEPS,
-    )
+    found = sources.resume(dp, Setup(zero, "fp32", seed=9), sources.get(dp, setup), more=LOSS_STEPS)
     check(found)
     assert found[0]["loss"] == 0.0
 
@@ -162,13 +131,8 @@ def test_the_same_mesh_goes_on_with_identical_losses(sources: Sources, dp: int, 
 )
 def test_masters_and_states_cross_dtypes(sources: Sources, source: Mesh, target: Mesh) -> None:
     folder = sources.get(source[0], Setup(source[1], source[2]))
-    found = sources.ranks.run(
-        target[0],
-        jobs.resume,
-        Setup(target[1], target[2], seed=9),
-        folder,
-        same_dtype=False,
-        allow=("narrow",),
+    found = sources.resume(
+        target[0], Setup(target[1], target[2], seed=9), folder, same_dtype=False, allow=("narrow",)
     )
     for rank in found:
         wrong = [
@@ -182,14 +146,7 @@ def test_masters_and_states_cross_dtypes(sources: Sources, source: Mesh, target:
 @pytest.mark.parametrize("zero", [1, 3])
 def test_the_comparison_sees_a_planted_fault(sources: Sources, zero: int, fault: str) -> None:
     folder = sources.get(2, Setup(1, "bf16"))
-    found = sources.ranks.run(
-        1,
-        jobs.resume,
-        Setup(zero, "bf16", seed=9),
-        folder,
-        tags=("filled",),
-        plant=fault,
-    )
+    found = sources.resume(1, Setup(zero, "bf16", seed=9), folder, tags=("filled",), plant=fault)
     check_fails(found)
     (rank,) = found
     named = [one for one in rank["differences"]["filled"] if one.startswith(MARK)]
@@ -215,4 +172,4 @@ def test_a_checkpoint_that_stock_deepspeed_wrote(
 ) -> None:
     folder = sources.get(source[0], Setup(source[1], source[2]), attach=False, more=0)
     assert not list(Path(folder).rglob("ucp_manifest.json"))
-    check(sources.ranks.run(target[0], jobs.resume, Setup(target[1], source[2], seed=9), folder))
+    check(sources.resume(target[0], Setup(target[1], source[2], seed=9), folder))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines import pipeline_jobs
-from tests.engines.sources import Sources
-from tests.engines.stages import Mesh, check, resume, setup, show, source
+from tests.engines import kinds
+from tests.engines.sources import Sources, check
+from tests.engines.stages import Mesh, resume, setup, show, source
 from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
@@ -211,11 +211,13 @@ def test_a_stock_pipeline_without_zero_is_refused_by_name(sources: Sources) -> N
     """Its optimizer files name no parameters. The weights alone can be had."""
     folder = source(sources, (2, 2, 1, 0), "llama", attach=False)
     target = setup((2, 1, 1, 0), "llama", seed=9)
-    for rank in sources.ranks.run(2, pipeline_jobs.attempt, target, folder, "llama"):
+    job = kinds.attempt, target, folder, "trained"
+    given: dict[str, Any] = {"attach": False, "family": "llama"}
+    for rank in sources.ranks.run(2, *job, **given):
         assert rank["error"] == "UnsupportedError" and rank["unchanged"]
         assert "nothing says which stage keeps which" in rank["message"]
-    alone: dict[str, Any] = {"allow": {"weights"}, "load_optimizer_states": False}
-    for rank in sources.ranks.run(2, pipeline_jobs.attempt, target, folder, "llama", **alone):
+    given |= {"allow": {"weights"}, "load_optimizer_states": False}
+    for rank in sources.ranks.run(2, *job, **given):
         assert rank["error"] is None and not rank["unchanged"], rank["message"]
 
 

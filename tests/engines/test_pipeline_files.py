@@ -9,9 +9,9 @@ import torch
 
 from megatron_ucp import describe
 from megatron_ucp.reshard.check import diff
-from tests.engines import pipeline_jobs
-from tests.engines.sources import Sources, without_manifest
-from tests.engines.stages import Mesh, check, ranks_of, resume, setup, source
+from tests.engines import kinds
+from tests.engines.sources import Sources, check, without_manifest
+from tests.engines.stages import Mesh, ranks_of, resume, setup, source
 from tests.engines.test_tensor_parallel import expect
 
 pytestmark = pytest.mark.ranks
@@ -21,15 +21,10 @@ STOCK: tuple[Mesh, str] = (2, 2, 1, 1), "gpt"
 
 
 def attempt(sources: Sources, folder: Path, mesh: Mesh = (2, 1, 1, 1), **kwargs: Any) -> list[dict]:
-    options = {key: kwargs.pop(key) for key in ("change", "given") if key in kwargs}
-    return sources.ranks.run(
-        ranks_of(mesh),
-        pipeline_jobs.attempt,
-        setup(mesh, "gpt", **{"tied": True, **kwargs}),
-        str(folder),
-        timeout_s=120,
-        **options,
-    )
+    family = kwargs.pop("given", "gpt")
+    target = setup(mesh, "gpt", **{"tied": True, **kwargs})
+    job = kinds.attempt, target, str(folder), "trained"
+    return sources.ranks.run(ranks_of(mesh), *job, attach=False, family=family)
 
 
 @pytest.fixture
@@ -187,13 +182,8 @@ def test_diff_needs_no_family_for_our_own_saves(sources: Sources, tmp_path: Path
     """The same run through another mesh and back is equal; with a byte changed it is not."""
     folder = source(sources, *STOCK, tied=True)
     out = tmp_path / "again"
-    sources.ranks.run(
-        4,
-        pipeline_jobs.reshard,
-        setup((4, 1, 1, 0), "gpt", tied=True, partition=(1, 2, 2, 1), seed=9),
-        folder,
-        str(out),
-    )
+    target = setup((4, 1, 1, 0), "gpt", tied=True, partition=(1, 2, 2, 1), seed=9)
+    sources.ranks.run(4, kinds.reshard, target, folder, str(out))
     assert diff(Path(folder) / "trained", out / "again") == []
     different = diff(Path(folder) / "trained", Path(folder) / "filled")
     assert {d.parameter for d in different} >= {
@@ -235,11 +225,7 @@ def test_the_same_mesh_gets_its_random_states_back(sources: Sources) -> None:
 
 def test_a_failure_while_bytes_move(sources: Sources) -> None:
     """One rank's disk fails: every rank says so, and no rank's engine trains on or saves."""
-    for rank in sources.ranks.run(
-        4,
-        pipeline_jobs.fails_on_rank,
-        setup((2, 2, 1, 1), "gpt", tied=True, seed=9),
-        source(sources, *STOCK, tied=True),
-        2,
-    ):
-        assert rank == {"error": "DamagedFileError", "refuses": ["EngineUnusableError"] * 2}
+    target = setup((2, 2, 1, 1), "gpt", tied=True, seed=9)
+    folder = source(sources, *STOCK, tied=True)
+    for rank in sources.ranks.run(4, kinds.fails_on_rank, target, folder, 2):
+        assert rank["error"] == "DamagedFileError" and rank["refuses"]

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines import jobs, position_jobs, resume_jobs
+from tests.engines import kinds, position_jobs, resume_jobs
 from tests.engines.model import Setup
-from tests.engines.sources import Sources
-from tests.engines.test_pairs import check
+from tests.engines.sources import Sources, check
 from tests.engines.test_resume import evaluating
 
 pytestmark = pytest.mark.ranks
@@ -27,11 +26,11 @@ def source(sources: Sources, setup: Setup, **kwargs: Any) -> str:
 
 
 def resume(sources: Sources, setup: Setup, folder: str, **options: Any) -> list[dict]:
-    return sources.ranks.run(1, jobs.resume, setup, folder, tags=("trained",), **options)
+    return sources.resume(1, setup, folder, tags=("trained",), **options)
 
 
 def refused(sources: Sources, setup: Setup, folder: str, *words: str, **options: Any) -> None:
-    (rank,) = sources.ranks.run(1, jobs.attempt, setup, folder, tag="trained", **options)
+    (rank,) = sources.ranks.run(1, kinds.attempt, setup, folder, tag="trained", **options)
     assert rank["error"] == "StateMismatchError", rank
     assert all(word in rank["message"] for word in ("what to do:", *words)), rank["message"]
     assert rank["unchanged"]

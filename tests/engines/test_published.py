@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.mcore.experts import Experts
-from tests.engines import pipeline_jobs
-from tests.engines.pipeline_jobs import Staged
-from tests.engines.sources import Sources
-from tests.engines.stages import check
+from tests.engines.sources import Sources, check
+from tests.engines.tensor_jobs import Staged
 from tests.ranks import ROOT
 
 sys.path.append(str(ROOT / "examples"))
@@ -47,12 +45,8 @@ def setup(mesh: Mesh, seed: int = 1) -> Staged:
 
 
 def reshard(sources: Sources, origin: Mesh, target: Mesh) -> None:
-    folder = sources.get(origin.ranks, setup(origin), pipeline_jobs.save, more=0)
-    check(
-        sources.ranks.run(
-            target.ranks, pipeline_jobs.resume, setup(target, 9), folder, 0, "", timeout_s=180
-        )
-    )
+    folder = sources.get(origin.ranks, setup(origin), more=0)
+    check(sources.resume(target.ranks, setup(target, 9), folder))
 
 
 def test_the_tables_are_the_published_ones() -> None:

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.engines import jobs, read_once_jobs, stack_jobs
+from tests.engines import read_once_jobs
 from tests.engines.model import Setup
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, check, check_fails
 from tests.engines.stack_jobs import Mcore
-from tests.engines.test_pairs import check, check_fails
-from tests.engines.test_stack_loads import check as check_stack
 from tests.engines.test_stack_pairs import SOURCES
 
 pytestmark = pytest.mark.ranks
@@ -30,7 +28,7 @@ def test_the_same_bits_are_read_once(sources: Sources, dtype: str, window_bytes:
     job = read_once_jobs.resume, target, folder, window_bytes
     once = sources.ranks.run(4, *job, read="once")
     each = sources.ranks.run(4, *job, read="each")
-    alone = sources.ranks.run(1, jobs.resume, target, folder)
+    alone = sources.resume(1, target, folder)
     for found in (once, each):
         check(found)
     assert read(once) <= 1.02 * read(alone)
@@ -66,9 +64,9 @@ STACKS = {
 def test_groups_of_some_ranks(sources: Sources, case: str) -> None:
     """Where tensor or expert parallelism leaves two ranks each that hold the same."""
     source, target = STACKS[case]
-    folder = sources.get(*SOURCES[source], stack_jobs.save)
-    found = sources.ranks.run(4, read_once_jobs.stack_resume, target, folder, read="once")
-    check_stack(found, loss=None)
+    folder = sources.get(*SOURCES[source])
+    found = sources.ranks.run(4, read_once_jobs.resume, target, folder, 256, read="once")
+    check(found)
     windows = [rank["windows"] for rank in found]
     assert all(windows) == (not target.distributed)
 

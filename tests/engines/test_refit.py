@@ -12,9 +12,8 @@ from tests.engines.autotp_jobs import Auto
 from tests.engines.cross_jobs import Zero
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.stack_jobs import Mcore
-from tests.engines.tensor_jobs import Mega
+from tests.engines.tensor_jobs import Mega, Staged
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.engines import regrouped_jobs
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.regrouped_jobs import Way
 from tests.engines.sources import Sources
+from tests.engines.tensor_jobs import Staged
 
 pytestmark = pytest.mark.ranks
 FC1, EMBEDDING = "decoder.layers.1.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"

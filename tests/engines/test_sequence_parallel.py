@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.manifest import FILE_NAME
-from tests.engines import jobs, optimizer_jobs, save_jobs, ulysses_jobs
+from tests.engines import optimizer_jobs, save_jobs, ulysses_jobs
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, check, check_fails
 from tests.engines.tensor_jobs import Mega
-from tests.engines.test_pairs import check, check_fails
 
 pytestmark = pytest.mark.ranks
 DERIVED = "derived from the seed, the step"
@@ -47,8 +46,7 @@ def test_pair(
     sources: Sources, world: int, source: Setup, target_world: int, target: Setup, named: bool
 ) -> None:
     folder = sources.get(world, source, more=0, filled=False, attach=named)
-    job = jobs.resume
-    check(sources.ranks.run(target_world, job, replace(target, seed=9), folder, tags=("trained",)))
+    check(sources.resume(target_world, replace(target, seed=9), folder, tags=("trained",)))
 
 
 FAULTS = ["the partition of another rank", "one bit", "one moment", "one step", "a buffer"]
@@ -57,8 +55,8 @@ FAULTS = ["the partition of another rank", "one bit", "one moment", "one step", 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
     folder = sources.get(4, ulysses(1, 2), more=0, filled=False, attach=True)
-    setup, job = ulysses(2, 2, seed=9), jobs.resume
-    check_fails(sources.ranks.run(2, job, setup, folder, tags=("trained",), plant=fault))
+    setup = ulysses(2, 2, seed=9)
+    check_fails(sources.resume(2, setup, folder, tags=("trained",), plant=fault))
 
 
 def test_the_form_without_an_mpu_is_refused(sources: Sources) -> None:

@@ -11,14 +11,13 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.settings import FREQUENCY, as_one, every_of
-from tests.engines import stack_jobs
-from tests.engines.sources import Sources
+from tests.engines import kinds, stack_jobs
+from tests.engines.sources import Sources, check
 from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_loads import check
-from tests.engines.test_stack_pairs import MOE, SAVE
+from tests.engines.test_stack_pairs import MOE
 from tests.ranks import Job
 
-RESUME, STOCK = stack_jobs.resume, stack_jobs.stock_load
+RESUME, STOCK = kinds.resume, stack_jobs.stock_load
 ALONE: dict[str, Any] = {"tp": 2, "etp": 1, **MOE}
 
 
@@ -33,14 +32,14 @@ ALONE: dict[str, Any] = {"tp": 2, "etp": 1, **MOE}
 def test_their_optimizer_is_found(
     sources: Sources, kind: str, job: Job, world: int, target: Mcore
 ) -> None:
-    folder = sources.get(2, Mcore(**ALONE), SAVE, more=3, kind=kind)
+    folder = sources.get(2, Mcore(**ALONE), more=3, kind=kind)
     options: dict[str, Any] = {"tags": ("filled", "trained")}
-    check(sources.ranks.run(world, job, target, folder, **options), None)
+    check(sources.ranks.run(world, job, target, folder, **options))
 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "legacy"])
 def test_from_buckets_they_are_refused_by_name(sources: Sources, kind: str) -> None:
-    folder = Path(sources.get(2, Mcore(**ALONE), SAVE, more=3, kind=kind))
+    folder = Path(sources.get(2, Mcore(**ALONE), more=3, kind=kind))
     with pytest.raises(UnsupportedError, match="cut otherwise than the rest") as found:
         ucp.describe(folder / "trained")
     assert "etp=1" in str(found.value)
@@ -68,9 +67,9 @@ def test_a_list_of_layers_is_a_number(
     sources: Sources, setup: Mcore, kind: str, job: Job, world: int, target: Mcore
 ) -> None:
     """Stock asks for keys of each layer then, though all of them are alike."""
-    folder = sources.get(2, setup, SAVE, more=3, kind=kind)
+    folder = sources.get(2, setup, more=3, kind=kind)
     options: dict[str, Any] = {"tags": ("filled", "trained")}
-    check(sources.ranks.run(world, job, target, folder, **options), None)
+    check(sources.ranks.run(world, job, target, folder, **options))
 
 
 def test_lists_that_numbers_say() -> None:
@@ -87,8 +86,8 @@ def test_a_converted_folder_has_the_keys_that_its_run_asks_for(
     sources: Sources, tmp_path: Path
 ) -> None:
     setup = Mcore(ep=2, **LISTED)
-    folder = Path(sources.get(2, setup, SAVE, more=3, kind="ours"))
+    folder = Path(sources.get(2, setup, more=3, kind="ours"))
     back = tmp_path / "trained" / "iter_0000003"
     ucp.convert(folder / "trained", back, to="torch_dist", target=ucp.Mesh(ep=2, dp=2))
     shutil.copy(folder / "oracle.pt", tmp_path)
-    check(sources.ranks.run(2, STOCK, setup, str(tmp_path), ("trained",)), None)
+    check(sources.ranks.run(2, STOCK, setup, str(tmp_path), ("trained",)))

@@ -11,37 +11,35 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.deepspeed.target import Target
-from tests.engines import cross_jobs, fused_adam, stack_jobs, tensor_jobs
+from tests.engines import cross_jobs, fused_adam, kinds, stack_jobs, tensor_jobs
 from tests.engines.cross_jobs import Zero
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, check
 from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_loads import check
-from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
+from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, show
 from tests.ranks import Job, RankPool
 
-RESUME, STOCK = stack_jobs.resume, stack_jobs.stock_load
-FROM_DEEPSPEED = cross_jobs.save
+RESUME, STOCK = kinds.resume, stack_jobs.stock_load
 TE: dict[str, Any] = {"adam": "te"}
 SMALL: dict[str, Any] = {"layers": 2}
-SOURCES: dict[str, tuple[int, Any, Job, str]] = {
-    "ours": (2, Mcore(**TE, **BUCKETS, **CONSTANT), SAVE, "ours"),
-    "ours-plain": (2, Mcore(distributed=False, **SMALL, **TE, **CONSTANT), SAVE, "ours"),
-    "ours-ep2": (2, Mcore(ep=2, **MOE, **TE), SAVE, "ours"),
-    "ours-bf16": (2, Mcore(dtype="bf16", distributed=False, **SMALL, **TE), SAVE, "ours"),
-    "full": (2, Mcore(tp=2, **TE, **CONSTANT), SAVE, "fully_reshardable"),
-    "buckets": (2, Mcore(pp=2, **TE, **BUCKETS), SAVE, "dp_reshardable"),
-    "legacy": (2, Mcore(tp=2, **TE), SAVE, "legacy"),
+SOURCES: dict[str, tuple[int, Any, str]] = {
+    "ours": (2, Mcore(**TE, **BUCKETS, **CONSTANT), "ours"),
+    "ours-plain": (2, Mcore(distributed=False, **SMALL, **TE, **CONSTANT), "ours"),
+    "ours-ep2": (2, Mcore(ep=2, **MOE, **TE), "ours"),
+    "ours-bf16": (2, Mcore(dtype="bf16", distributed=False, **SMALL, **TE), "ours"),
+    "full": (2, Mcore(tp=2, **TE, **CONSTANT), "fully_reshardable"),
+    "buckets": (2, Mcore(pp=2, **TE, **BUCKETS), "dp_reshardable"),
+    "legacy": (2, Mcore(tp=2, **TE), "legacy"),
     # the first stage has an embedding alone, and no vector
-    "plain": (2, Mcore(distributed=False, pp=2, layout="E|ttttL", **TE), SAVE, "plain"),
-    "torch": (2, Mcore(**BUCKETS, **CONSTANT), SAVE, "ours"),
-    "torch-plain": (2, Mcore(distributed=False, **SMALL), SAVE, "ours"),
-    "deepspeed": (2, Zero(zero=1), FROM_DEEPSPEED, ""),
+    "plain": (2, Mcore(distributed=False, pp=2, layout="E|ttttL", **TE), "plain"),
+    "torch": (2, Mcore(**BUCKETS, **CONSTANT), "ours"),
+    "torch-plain": (2, Mcore(distributed=False, **SMALL), "ours"),
+    "deepspeed": (2, Zero(zero=1), ""),
 }
 
 
 def saved(sources: Sources, name: str) -> str:
-    ranks, setup, job, kind = SOURCES[name]
-    return sources.get(ranks, setup, job, **({"more": 3, "kind": kind} if kind else {}))
+    ranks, setup, kind = SOURCES[name]
+    return sources.get(ranks, setup, **({"more": 3, "kind": kind} if kind else {}))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +63,7 @@ def saved(sources: Sources, name: str) -> str:
 @pytest.mark.cases(6)
 def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     more = 3 if target.dtype == "fp32" else 0
-    found = sources.ranks.run(world, RESUME, target, saved(sources, source), more=more)
+    found = sources.resume(world, target, saved(sources, source), more=more)
     check(found, 1e-5 if more else None)
 
 
@@ -92,15 +90,15 @@ def test_a_group_without_parameters_on_the_first_rank_has_the_step_of_the_others
 ) -> None:
     folder = saved(sources, "plain")
     target = Mcore(**TE)
-    check(sources.ranks.run(1, RESUME, target, folder, more=3))
+    check(sources.resume(1, target, folder, more=3), 1e-5)
 
 
 @pytest.mark.parametrize("source", ["ours", "ours-plain"])
 def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str) -> None:
     ranks, setup, *_ = SOURCES[source]
     folder = saved(sources, source)
-    found = sources.ranks.run(ranks, RESUME, setup, folder, tags=("trained",), three=True)
-    check(found, None)
+    found = sources.resume(ranks, setup, folder, tags=("trained",), three=True)
+    check(found)
     assert all(rank["after"] == [] for rank in found)
 
 
@@ -196,7 +194,7 @@ def under_deepspeed(folder: str) -> list[str]:
 
 def test_under_deepspeed_they_are_refused(sources: Sources) -> None:
     """Its files have the step in the states, from where they don't take it."""
-    folder = sources.get(1, Zero(layers=2), FROM_DEEPSPEED, more=3)
+    folder = sources.get(1, Zero(layers=2), more=3)
     job = under_deepspeed
     (said,) = sources.ranks.run(1, job, folder)
     assert all("counts its steps in its parameter groups" in one for one in said)
@@ -205,16 +203,16 @@ def test_under_deepspeed_they_are_refused(sources: Sources) -> None:
 @pytest.mark.parametrize("adam", ["te", "torch"])
 def test_states_from_before_the_first_step(sources: Sources, adam: str) -> None:
     """An engine that has trained counts from 0 again."""
-    folder = sources.get(1, Zero(layers=2), FROM_DEEPSPEED, steps=0, more=3)
+    folder = sources.get(1, Zero(layers=2), steps=0, more=3)
     target = Mcore(adam=adam, layers=2, **CONSTANT)
-    check(sources.ranks.run(1, RESUME, target, folder, tags=("trained",), more=3))
+    check(sources.resume(1, target, folder, tags=("trained",), more=3), 1e-5)
 
 
 def test_pair_under_deepspeed(sources: Sources) -> None:
     folder = saved(sources, "ours")
     options = {"more": 3, "load_lr_scheduler_states": False}
-    found = sources.ranks.run(2, UNDER_DEEPSPEED, Zero(zero=2), folder, **options)
-    check(found)
+    found = sources.resume(2, Zero(zero=2), folder, **options)
+    check(found, 1e-5)
 
 
 # what torch's groups say and the fused ones' don't, and what these folders' arguments leave out
@@ -236,7 +234,7 @@ def test_conversions(sources: Sources, tmp_path: Path, source: str) -> None:
         ucp.convert(folder, tmp_path / "other", target=wrong, tag="trained")
     shutil.copy(folder / "oracle.pt", tmp_path)
     target = Mcore(**TE, **(CONSTANT if source == "deepspeed" else {}))
-    check(sources.ranks.run(1, STOCK, target, str(tmp_path), ("trained",), more=2))
+    check(sources.ranks.run(1, STOCK, target, str(tmp_path), ("trained",), more=2), 1e-5)
 
 
 # as on GPUs: Transformer Engine's layers and its Adam
@@ -268,6 +266,6 @@ def test_layers_of_transformer_engine(
     sources: Sources, source: str, job: Job, world: int, target: Mcore
 ) -> None:
     ranks, setup, kind = LAYERS[source]
-    folder = sources.get(ranks, setup, SAVE, more=3, kind=kind)
+    folder = sources.get(ranks, setup, more=3, kind=kind)
     options: dict[str, Any] = {"tags": ("filled", "trained"), "more": 3}
-    check(sources.ranks.run(world, job, target, folder, **options))
+    check(sources.ranks.run(world, job, target, folder, **options), 1e-5)

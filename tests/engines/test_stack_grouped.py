@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.engines import grouped_experts, stack_jobs
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, check
 from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_pairs import check
 
 pytestmark = pytest.mark.ranks
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
@@ -54,15 +53,13 @@ def test_one_export_of_both(sources: Sources, tmp_path: Path, kind: str) -> None
 def test_pair(sources: Sources, kind: str, onto: dict[str, tuple[int, Mcore]]) -> None:
     """Between the two, through ucp.save."""
     (ranks, source), (world, target) = (GROUPED if onto is PLAIN else PLAIN)[kind], onto[kind]
-    folder = sources.get(ranks, source, stack_jobs.save, more=3, kind="ours")
-    check(sources.ranks.run(world, stack_jobs.resume, target, folder, more=3), 1e-5)
+    folder = sources.get(ranks, source, more=3, kind="ours")
+    check(sources.resume(world, target, folder, more=3), 1e-5)
 
 
 def test_on_the_same_mesh_not_a_bit_differs(sources: Sources) -> None:
     ranks, setup = GROUPED["not cut"]
-    folder = sources.get(ranks, setup, stack_jobs.save, more=3, kind="ours")
-    found = sources.ranks.run(
-        ranks, stack_jobs.resume, setup, folder, tags=("trained",), three=True
-    )
+    folder = sources.get(ranks, setup, more=3, kind="ours")
+    found = sources.resume(ranks, setup, folder, tags=("trained",), three=True)
     check(found, None)
     assert all(rank["after"] == [] for rank in found)

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import legacy_jobs, stack_jobs
-from tests.engines.sources import Sources
+from tests.engines import legacy_jobs
+from tests.engines.sources import Sources, check
 from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_saves import MIXTURE
 from tests.ranks import RankPool
 
-SAVE, RESUME = stack_jobs.save, stack_jobs.resume
 TIED: dict[str, Any] = {"family": "gpt", "tied": True}
 MOE: dict[str, Any] = {"family": "mixtral"}
 SOURCES = {
@@ -47,10 +45,10 @@ MORE = {
 )
 def test_into_another_mesh(sources: Sources, source: str) -> None:
     setup = {**SOURCES, **MORE}[source]
-    folder = sources.get(4, setup, SAVE, more=3, kind="legacy")
+    folder = sources.get(4, setup, more=3, kind="legacy")
     other: dict[str, Any] = {"pp": 1, "vpp": 1, "layout": None, "first": None, "bucket": None}
     target = replace(setup, tp=1, ep=1, overlap=False, distributed=True, **other)
-    check(sources.ranks.run(2, RESUME, target, folder), None)
+    check(sources.resume(2, target, folder))
 
 
 def one_less(tree: dict[str, Any]) -> None:

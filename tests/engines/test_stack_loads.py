@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines import cross_jobs, stack_jobs
 from tests.engines.cross_jobs import Zero
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, check
 from tests.engines.stack_jobs import Mcore
 from tests.share import LOSS_STEPS
 
-SAVE, RESUME = cross_jobs.save, stack_jobs.resume
 CONSTANT: dict[str, Any] = {"style": "constant"}
 BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}
 # (ranks, source), (ranks, target)
@@ -40,25 +38,13 @@ PAIRS = {
 }
 
 
-def check(found: list[dict], loss: float | None = 1e-5) -> None:
-    """Every rank saw equal bits, and saw that they were different before."""
-    for rank in found:
-        wrong = {tag: said[:6] for tag, said in rank["differences"].items() if said}
-        assert rank["differences"] and not wrong, wrong
-        assert all(len(said) > 10 for said in rank["before"].values()), (
-            "the engine was equal before the load"
-        )
-        if loss is not None:
-            assert rank["loss"] <= loss
-
-
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.cases(6)
 def test_pair(sources: Sources, pair: str) -> None:
     (dp, source), (world, target) = PAIRS[pair]
-    folder = sources.get(dp, source, SAVE)
+    folder = sources.get(dp, source)
     more = LOSS_STEPS if source.dtype == "fp32" else 0
-    found = sources.ranks.run(world, RESUME, target, folder, more=more)
+    found = sources.resume(world, target, folder, more=more)
     check(found, 1e-5 if more else None)
 
 
@@ -67,8 +53,6 @@ def test_pair(sources: Sources, pair: str) -> None:
     ["one bit", "two elements swapped", "one step", "one group's weight decay", "one weight"],
 )
 def test_the_comparison_sees_a_planted_fault(sources: Sources, fault: str) -> None:
-    folder = sources.get(2, Zero(zero=0), SAVE)
-    (found,) = sources.ranks.run(
-        1, RESUME, Mcore(**CONSTANT), folder, tags=("filled",), plant=fault
-    )
+    folder = sources.get(2, Zero(zero=0))
+    (found,) = sources.resume(1, Mcore(**CONSTANT), folder, tags=("filled",), plant=fault)
     assert found["differences"]["filled"] != []

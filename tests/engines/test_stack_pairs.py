@@ -6,15 +6,11 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.mesh import Mesh
-from tests.engines import cross_jobs, stack_jobs
 from tests.engines.cross_jobs import Zero
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, check
 from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_loads import check
 from tests.share import LOSS_STEPS
 
-SAVE, RESUME = stack_jobs.save, stack_jobs.resume
-UNDER_DEEPSPEED = cross_jobs.resume
 BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
 CONSTANT: dict[str, Any] = {"style": "constant"}
@@ -76,7 +72,7 @@ def saved(sources: Sources, source: str) -> str:
     """Each source once; several buckets in Megatron's default kind, which is the live buffers."""
     ranks, setup = SOURCES[source]
     kind = {"kind": "dp_reshardable"} if setup.bucket else {}
-    return sources.get(ranks, setup, SAVE, more=3, **kind)
+    return sources.get(ranks, setup, more=3, **kind)
 
 
 CASES = [*TARGETS, *(pytest.param(*one, marks=pytest.mark.slow) for one in LATER)]
@@ -88,10 +84,10 @@ def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     folder = saved(sources, source)
     _, setup = SOURCES[source]
     more = 3 if setup.dtype == "fp32" else 0
-    found = sources.ranks.run(world, RESUME, target, folder, more=more)
+    found = sources.resume(world, target, folder, more=more)
     check(found, 1e-5 if more else None)
     for one in found:  # whatever the files depend on
-        said = Mesh.parse(one["source"])
+        said = Mesh.parse([*one["reports"].values()][-1].source)
         assert (said.tp, said.pp, said.vpp) == (setup.tp, setup.pp, setup.vpp)
 
 
@@ -99,8 +95,8 @@ def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
 def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str) -> None:
     folder = saved(sources, source)
     ranks, setup = SOURCES[source]
-    found = sources.ranks.run(ranks, RESUME, setup, folder, tags=("trained",), three=True)
-    check(found, None)
+    found = sources.resume(ranks, setup, folder, tags=("trained",), three=True)
+    check(found)
     assert all(rank["after"] == [] for rank in found)
     notes = [note for rank in found for note in rank["notes"]["trained"]]
     assert not [note for note in notes if " lr " in note], "a schedule moves it at every step"
@@ -120,11 +116,9 @@ UNDER = [
 @pytest.mark.parametrize(("source", "world", "target"), UNDER, ids=show)
 def test_pair_under_deepspeed(sources: Sources, source: str, world: int, target: Zero) -> None:
     ranks, setup = SOURCES[source]
-    folder = sources.get(ranks, setup, SAVE)
-    found = sources.ranks.run(
-        world, UNDER_DEEPSPEED, target, folder, more=LOSS_STEPS, load_lr_scheduler_states=False
-    )
-    check(found)
+    folder = sources.get(ranks, setup)
+    found = sources.resume(world, target, folder, more=LOSS_STEPS, load_lr_scheduler_states=False)
+    check(found, 1e-5)
 
 
 # torch's AdamW on one rank without clipping: the same arithmetic in both engines
@@ -133,24 +127,23 @@ PLAIN = Mcore(distributed=False, micro=4, **EXACT)
 
 
 def test_one_rank_goes_on_under_deepspeed_with_identical_bits(sources: Sources) -> None:
-    folder = sources.get(1, PLAIN, SAVE, more=3, kind="ours")
-    (found,) = sources.ranks.run(
+    folder = sources.get(1, PLAIN, more=3, kind="ours")
+    (found,) = sources.resume(
         1,
-        UNDER_DEEPSPEED,
         Zero(zero=1, **EXACT),
         folder,
         tags=("trained",),
         three=True,
         load_lr_scheduler_states=False,
     )
-    check([found], None)
+    check([found])
     assert found["after"] == []
 
 
 def test_one_rank_goes_on_from_deepspeed_with_identical_bits(sources: Sources) -> None:
-    folder = sources.get(1, Zero(zero=1, **EXACT), cross_jobs.save, more=3)
-    (found,) = sources.ranks.run(1, RESUME, PLAIN, folder, tags=("trained",), three=True)
-    check([found], None)
+    folder = sources.get(1, Zero(zero=1, **EXACT), more=3)
+    (found,) = sources.resume(1, PLAIN, folder, tags=("trained",), three=True)
+    check([found])
     assert found["after"] == []
 
 
@@ -192,8 +185,6 @@ def shown(value: Any) -> str:
 def test_every_pair(sources: Sources, name: str, source: Any, target: Any) -> None:
     """Through ucp.save, which takes every mesh."""
     (ranks, sizes), (world, others) = source, target
-    folder = sources.get(ranks, Mcore(**FAMILIES[name], **sizes), SAVE, more=3, kind="ours")
-    found = sources.ranks.run(
-        world, RESUME, Mcore(**FAMILIES[name], **others), folder, tags=("filled",)
-    )
-    check(found, None)
+    folder = sources.get(ranks, Mcore(**FAMILIES[name], **sizes), more=3, kind="ours")
+    found = sources.resume(world, Mcore(**FAMILIES[name], **others), folder, tags=("filled",))
+    check(found)

@@ -13,17 +13,14 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from pretrain.mcore import models
-from tests.engines import stack_jobs
 from tests.engines.megatron_file_jobs import make
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, check
 from tests.engines.stack_jobs import Mcore, random_states
 from tests.engines.test_stack_golden import expected, go_on, start
-from tests.engines.test_stack_loads import check
 from tests.formats.megatron_files import GOLDEN, copied
 from tests.formats.megatron_random import RUNS, alike, key_of, replaced, saved_states
 from tests.ranks import RankPool
 
-SAVE, RESUME = stack_jobs.save, stack_jobs.resume
 DROPOUT: dict[str, Any] = {"layers": 2, "dropout": 0.1}
 CASE = "rng_tp2dp2"
 SETUPS = {
@@ -130,12 +127,10 @@ LIVE = {
 @pytest.mark.parametrize("source", ["pp2", pytest.param("ep2", marks=pytest.mark.slow)])
 def test_the_next_steps_have_identical_bits(sources: Sources, source: str) -> None:
     world, setup = LIVE[source]
-    folder = sources.get(world, setup, SAVE, more=3)
-    found = sources.ranks.run(world, RESUME, setup, folder, tags=("trained",), three=True)
-    check(found, None)
+    folder = sources.get(world, setup, more=3)
+    found = sources.resume(world, setup, folder, tags=("trained",), three=True)
+    check(found)
     assert all(rank["after"] == [] for rank in found)
     if source == "pp2":
-        others = sources.ranks.run(
-            world, RESUME, setup, folder, tags=("trained",), three=True, rng=False
-        )
+        others = sources.resume(world, setup, folder, tags=("trained",), three=True, rng=False)
         assert all(len(rank["after"]) > 10 for rank in others), "dropout does not show"

@@ -8,19 +8,15 @@ import torch
 
 from tests.engines import jobs, position_jobs
 from tests.engines.model import Setup
-from tests.engines.sources import Sources
-from tests.engines.test_pairs import check
+from tests.engines.sources import Sources, check
 
 pytestmark = pytest.mark.ranks
-RESUME = jobs.resume
 LOW = Setup(0, "fp32", extra={"model_dtype": torch.bfloat16})
 EMPTY = Setup(0, "fp32", net="Empty")
 
 
 def load(sources: Sources, folder: str, ranks: int, target: Setup, **options: object) -> list:
-    return sources.ranks.run(
-        ranks, RESUME, replace(target, seed=9), folder, tags=("trained",), **options
-    )
+    return sources.resume(ranks, replace(target, seed=9), folder, tags=("trained",), **options)
 
 
 @pytest.mark.parametrize("named", [True, False])

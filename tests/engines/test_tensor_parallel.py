@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.covering import covering, met
-from tests.engines import tensor_jobs
-from tests.engines.sources import Sources, patterns_alone
+from tests.engines import kinds, tensor_jobs
+from tests.engines.sources import Sources, check, of_states, patterns_alone
 from tests.engines.tensor_jobs import Mega
 from tests.share import LOSS_STEPS, every
 
@@ -25,34 +25,20 @@ SOURCES: list[Mesh] = [(2, 2, 1), (1, 2, 3), (4, 1, 2), (2, 1, 0), (2, 2, 3), (1
 
 def source(sources: Sources, mesh: Mesh, family: str, **kwargs: Any) -> str:
     more = {key: kwargs.pop(key) for key in ("attach", "more") if key in kwargs}
-    return sources.get(
-        mesh[0] * mesh[1], Mega(family, mesh[0], mesh[2], **kwargs), tensor_jobs.save, **more
-    )
+    return sources.get(mesh[0] * mesh[1], Mega(family, mesh[0], mesh[2], **kwargs), **more)
 
 
 def resume(
     sources: Sources, mesh: Mesh, family: str, folder: str, more: int = 0, **kwargs: Any
 ) -> list[dict]:
     options = {key: kwargs.pop(key) for key in ("plant", "tags") if key in kwargs}
-    return sources.ranks.run(
+    return sources.resume(
         mesh[0] * mesh[1],
-        tensor_jobs.resume,
         Mega(family, mesh[0], mesh[2], seed=9, **kwargs),
         folder,
-        more,
-        timeout_s=180,
+        more=more,
         **options,
     )
-
-
-def check(found: list[dict]) -> None:
-    for rank in found:
-        assert rank["differences"] and all(d == [] for d in rank["differences"].values()), rank[
-            "differences"
-        ]
-        assert all(len(d) > 20 for d in rank["before"].values()), (
-            "the engine was equal before the load"
-        )
 
 
 def columns(family: str, origin: Mesh, target: Mesh) -> tuple[object, ...]:
@@ -193,9 +179,8 @@ def test_s6_s7_stock_checkpoints_with_a_family(
 
 
 def attempt(sources: Sources, mesh: Mesh, setup: Mega, folder: str, **kwargs: Any) -> list[dict]:
-    return sources.ranks.run(
-        mesh[0] * mesh[1], tensor_jobs.attempt, setup, folder, timeout_s=120, **kwargs
-    )
+    options = {"attach": False, "family": setup.family, **kwargs}
+    return sources.ranks.run(mesh[0] * mesh[1], kinds.attempt, setup, folder, "trained", **options)
 
 
 def expect(found: list[dict], kind: str, *words: str) -> None:
@@ -233,7 +218,7 @@ def test_a_parameter_that_no_rule_matches(sources: Sources) -> None:
         (2, 1, 1),
         Mega("llama", 2, 1),
         source(sources, (2, 2, 1), "llama"),
-        change="unknown parameter",
+        change=tensor_jobs.unknown_parameter,
     )
     expect(found, "RuleError", "surprise", "nearest", "families/llama.py")
 
@@ -244,7 +229,7 @@ def test_attributes_that_disagree(sources: Sources) -> None:
         (2, 1, 1),
         Mega("llama", 2, 1),
         source(sources, (2, 2, 1), "llama"),
-        change="attribute",
+        change=tensor_jobs.other_cut,
     )
     expect(
         found,
@@ -350,12 +335,10 @@ def test_stock_tools_keep_working_on_our_saves(
     if keep == "patterns":
         patterns_alone(folder)
     convert_with_stock(str(folder))
-    assert (
-        sources.ranks.run(
-            after, tensor_jobs.stock_universal, Mega(family, after, 1, seed=9), str(folder)
-        )
-        == [[]] * after
-    )
+    path, setup = folder / "universal" / "trained_universal", Mega(family, after, 1, seed=9)
+    job = kinds.stock_load, setup, str(path), str(folder), "trained", True
+    for rank in sources.ranks.run(after, *job):
+        assert of_states(rank["differences"]) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
@@ -374,10 +357,10 @@ def test_a_stock_checkpoint_with_patterns_and_no_family(
         path.unlink()
     if keep == "patterns":
         patterns_alone(folder)
-    found = sources.ranks.run(2, tensor_jobs.resume_plain, Mega(family, 1, 1, seed=9), str(folder))
-    for rank in found:
-        assert rank["differences"] == []
-        assert not any("stock DeepSpeed's default" in note for note in rank["notes"])
+    setup = Mega(family, 1, 1, seed=9)
+    for rank in sources.resume(2, setup, folder, tags=("trained",), attach=False):
+        assert rank["differences"] == {"trained": []}
+        assert not any("stock DeepSpeed's default" in note for note in rank["notes"]["trained"])
 
 
 @pytest.mark.parametrize(("rows", "note"), [(52, "4 rows added as zeros"), (44, "4 rows dropped")])

@@ -16,14 +16,14 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.megatron.live import LiveMegatron
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.reshard.match import Fit, require_alone
-from tests.engines import muon_jobs, trainable_jobs
+from tests.engines import trainable_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_muon import muon
 from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
-JOB, OF_MUON = trainable_jobs.go_on, muon_jobs.save
+JOB = trainable_jobs.go_on
 STEPS = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 THAWED, NEW, FROZEN = "frozen.weight", "more.weight", "up.weight"
@@ -189,7 +189,7 @@ def test_without_flat_buffers_a_group_may_be_shared(sources: Sources) -> None:
 @pytest.mark.parametrize("change", ["freeze", "unfreeze"])
 def test_matrices_that_muon_steps(sources: Sources, change: str, world: int, zero: int) -> None:
     """Its momentum lies as whole matrices, of which there is one fewer or one more."""
-    folder = str(sources.get(2, muon(1), OF_MUON, more=LOSS_STEPS))
+    folder = str(sources.get(2, muon(1), more=LOSS_STEPS))
     want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     name = "left.weight" if change == "freeze" else THAWED
     apart = {"thawed": name, "apart": (name,)}
@@ -294,7 +294,7 @@ def test_groups_whose_steps_differ_are_not_joined(sources: Sources, tmp_path: Pa
 def test_other_groups_of_muon(sources: Sources, groups: int, world: int, setup: Setup) -> None:
     """Matrices are sorted by size in each group, and beside them stands Adam's part of it."""
     alike = {"alike": True} if groups > 1 else {}
-    folder = str(sources.get(2, muon(1, groups=groups, extra=alike), OF_MUON, more=0))
+    folder = str(sources.get(2, muon(1, groups=groups, extra=alike), more=0))
     want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     found = go_on(sources, world, replace(setup, seed=5), folder)
     check_regrouped(found, want)

@@ -6,7 +6,7 @@ import torch
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
-from tests.engines.jobs import plant_fault
+from tests.engines.kinds import plant_fault
 from tests.engines.masters import base_of, named, runs_of
 from tests.engines.model import Setup, make_engine, train
 

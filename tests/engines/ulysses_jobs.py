@@ -7,7 +7,7 @@ from unittest import mock
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines import moe_jobs, tensor_jobs
+from tests.engines import kinds
 from tests.engines.moe_jobs import Moe
 from tests.engines.tensor_jobs import Mega
 
@@ -61,7 +61,7 @@ class Mpu:
 
 
 def sharing(sp: int, job: str, setup: Mega | Moe, *arguments: Any, **options: Any) -> Any:
-    """A job of tensor_jobs or moe_jobs, where `sp` ranks share each sequence; what it refuses."""
+    """A job of `kinds`, where `sp` ranks share each sequence; what it refuses."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
@@ -76,7 +76,7 @@ def sharing(sp: int, job: str, setup: Mega | Moe, *arguments: Any, **options: An
 
     with mock.patch.object(deepspeed, "initialize", initialize):
         try:
-            return getattr(moe_jobs if experts else tensor_jobs, job)(setup, *arguments, **options)
+            return getattr(kinds, job)(setup, *arguments, **options)
         except ucp.UcpError as error:
             return f"{type(error).__name__}: {error}"
 

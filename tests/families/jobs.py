@@ -9,7 +9,8 @@ import torch
 
 import megatron_ucp as ucp
 from pretrain.mcore import models
-from tests.engines import tensor_jobs
+from tests.engines.kinds import KINDS, Kind
+from tests.engines.tensor_jobs import close
 from tests.families.own import MIXER, NEO, MixerSizes
 from tests.families.registration import registered
 from tests.pretrain import jobs as pretrain_jobs
@@ -134,25 +135,14 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return []
 
 
-def save(setup: Own, folder: str) -> None:
-    """As `tensor_jobs.save`."""
-    with known():
-        tensor_jobs.save(setup, folder, more=0, making=make, training=train)
-
-
-def resume(setup: Own, folder: str, **options: Any) -> dict[str, Any]:
-    """As `tensor_jobs.resume`."""
-    with known():
-        return tensor_jobs.resume(
-            setup, folder, making=make, training=train, planting=swap_parts, **options
-        )
-
-
 def swap_parts(engine: Any, _fault: str) -> None:
     """On one rank at ZeRO-0: what a layout with the parts in another order would have made."""
     weight = dict(engine.module.named_parameters())["layers.1.in_proj"].data
     first, second, third = weight.split((12, 8, 4))
     weight.copy_(torch.cat([first, third, second]))
+
+
+KINDS[Own] = Kind(make, train, swap_parts, close, known=known, compares_all=False)
 
 
 def pretrained(argv: list[str], train: bool = False) -> dict[str, Any]:

@@ -43,11 +43,11 @@ def known() -> Iterator[None]:
 
 
 def source(sources: Sources, world: int, setup: Own) -> str:
-    return sources.get(world, setup, jobs.save)
+    return sources.get(world, setup, more=0)
 
 
 def resume(sources: Sources, world: int, setup: Own, folder: str, **options: Any) -> list[Any]:
-    return sources.ranks.run(world, jobs.resume, setup, folder, **options)
+    return sources.resume(world, setup, folder, **options)
 
 
 def check(found: list[Any]) -> None:

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import megatron_ucp as ucp
-from tests.engines import convert_jobs, pipeline_jobs, tensor_jobs
+from tests.engines import kinds
 from tests.engines.sources import Sources
 from tests.ranks import Job
 
-TENSOR, PIPE = tensor_jobs.save, pipeline_jobs.save
 Mesh = tuple[int, ...]
 
 
@@ -27,7 +26,7 @@ def loaded(
     setup: Any,
     folder: str,
     oracle: str,
-    job: Job = convert_jobs.stock_load,
+    job: Job = kinds.stock_load,
     **options: Any,
 ) -> list[str]:
     """What differs on any rank after a load."""

@@ -10,13 +10,13 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.deepspeed import optimizer
 from megatron_ucp.formats.folder import LocalFile
 from megatron_ucp.reshard.messages import Ranks
-from tests.engines.convert_jobs import close, make
+from tests.engines.kinds import kind_of
 
 
 def counted(setup: Any, folder: str) -> dict[str, Any]:
     """Of one load: how often ranks agreed in which way, the bytes that this one received for that,
     the files of the checkpoint that it opened, and the bytes that it read of states."""
-    engine, calls, files = make(setup, attach=True), Counter[str](), set[str]()
+    engine, calls, files = kind_of(setup).make(setup), Counter[str](), set[str]()
     received = [0]
     ways = {name: getattr(Ranks, name) for name in ("lowest", "agreed", "delivered")}
     subclasses = [one for one in _below(Ranks) if "move" in vars(one)]
@@ -55,7 +55,7 @@ def counted(setup: Any, folder: str) -> dict[str, Any]:
     finally:
         for kind in subclasses:
             kind.move = moves[kind]
-    close(engine, setup)
+    kind_of(setup).close(engine)
     return {
         "calls": dict(calls),
         "received": received[0],

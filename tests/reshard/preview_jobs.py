@@ -8,13 +8,13 @@ from unittest import mock
 import megatron_ucp as ucp
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import files as loading
-from tests.engines.convert_jobs import close, make
+from tests.engines.kinds import kind_of
 
 
 def reads(setup: Any, folder: str, checksums: bool = False) -> dict[str, Any]:
     """Bytes by file, number of copies and bytes of filled memory of one load; what its report
     says."""
-    engine, files, out = make(setup, attach=True), Counter[str](), {}
+    engine, files, out = kind_of(setup).make(setup), Counter[str](), {}
     execute, one, many = loading.execute, PtFile.read_into, PtFile.read_rows_into
 
     def read_into(self: PtFile, record: Any, offset_bytes: int, into: memoryview) -> Any:
@@ -36,5 +36,5 @@ def reads(setup: Any, folder: str, checksums: bool = False) -> dict[str, Any]:
 
     with mock.patch.object(loading, "execute", counted):
         report = ucp.load(engine, folder, checksums=checksums)
-    close(engine, setup)
+    kind_of(setup).close(engine)
     return {**out, "files": dict(files), "read_bytes": report.read_bytes}

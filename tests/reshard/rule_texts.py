@@ -6,12 +6,9 @@ from pathlib import Path
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.reshard.rules import Checked
-from tests.engines import pipeline_jobs, tensor_jobs
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
-from tests.ranks import Job
 
-SAVE, SAVE_STAGES = tensor_jobs.save, pipeline_jobs.save
 LLAMA = r"""
 format = 1
 [[rule]]
@@ -79,14 +76,14 @@ name = 'output_layer.weight'
 """
 
 
-def stock(sources: Sources, setup: Mega, world: int = 2, save: Job = SAVE) -> Path:
+def stock(sources: Sources, setup: Mega, world: int = 2) -> Path:
     """As stock DeepSpeed writes it: no manifest, no patterns."""
-    return Path(sources.get(world, setup, save, attach=False, more=0)) / "filled"
+    return Path(sources.get(world, setup, attach=False, more=0)) / "filled"
 
 
 def whole(sources: Sources, family: str) -> Path:
     """The same states, saved with a manifest at tp=1."""
-    return Path(sources.get(1, Mega(family, 1, 1), SAVE, more=0)) / "filled"
+    return Path(sources.get(1, Mega(family, 1, 1), more=0)) / "filled"
 
 
 def bare(folder: Path, tmp_path: Path) -> Path:

@@ -10,7 +10,7 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
-from tests.engines import autoep_jobs
+from tests.engines import kinds
 from tests.engines.autoep_jobs import Auto
 from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
@@ -18,19 +18,20 @@ from tests.reshard.test_convert_universal import stock_converted
 from tests.reshard.test_expert_tools import converted, copy_of
 
 pytestmark = pytest.mark.ranks
+STOCK = kinds.stock_load
 SIX = {"experts": 6}
 
 
 @pytest.fixture
 def shards(sources: Sources) -> Path:
     """ZeRO-3 on two expert-parallel ranks."""
-    return Path(sources.get(4, Auto(2, 3, **SIX), autoep_jobs.save, more=0))
+    return Path(sources.get(4, Auto(2, 3, **SIX), more=0))
 
 
 @pytest.fixture
 def files(sources: Sources) -> Path:
     """ZeRO-1 on two expert-parallel ranks."""
-    return Path(sources.get(4, Auto(2, 1), autoep_jobs.save, more=3))
+    return Path(sources.get(4, Auto(2, 1), more=3))
 
 
 @pytest.mark.parametrize(("ep", "zero"), [(1, 1), (2, 2), (1, 3)])
@@ -40,17 +41,19 @@ def test_stock_deepspeed_loads_a_conversion(
     out = converted(shards, tmp_path / "out", ucp.Mesh(dp=4, ep=ep, zero=zero))
     assert main(["verify", "--deep", str(out / "trained")]) == 0
     assert main(["diff", str(shards / "trained"), str(out / "trained")]) == 0
-    found = ranks.run(4, autoep_jobs.stock_load, Auto(ep, zero, **SIX), str(out), timeout_s=200)
-    assert found[0] == []
+    found = ranks.run(4, STOCK, Auto(ep, zero, **SIX), str(out / "trained"), tag="trained")
+    assert found[0]["differences"] == []
 
 
-def test_a_conversion_to_zero_3_resumes(ranks: RankPool, files: Path, tmp_path: Path) -> None:
+def test_a_conversion_to_zero_3_resumes(
+    ranks: RankPool, sources: Sources, files: Path, tmp_path: Path
+) -> None:
     out = converted(files, tmp_path / "out", ucp.Mesh(dp=4, ep=2, zero=3))
     assert ucp.diff(files / "filled", out / "filled") == []
-    found = ranks.run(4, autoep_jobs.stock_load, Auto(2, 3), str(out), timeout_s=200)
-    assert found[0] == []
+    found = ranks.run(4, STOCK, Auto(2, 3), str(out / "trained"), tag="trained")
+    assert found[0]["differences"] == []
     without_manifest(out)
-    (back, *_) = ranks.run(4, autoep_jobs.resume, Auto(4, 1), str(out), timeout_s=200)
+    (back, *_) = sources.resume(4, Auto(4, 1), out)
     assert back["differences"] and not any(back["differences"].values())
 
 
@@ -96,7 +99,7 @@ def test_every_verb_reads_it(
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_universal_folder_of_stock(
-    ranks: RankPool, shards: Path, files: Path, tmp_path: Path, zero: int
+    sources: Sources, shards: Path, files: Path, tmp_path: Path, zero: int
 ) -> None:
     """Its tensors have all experts of a layer; at ZeRO-3 they are flat, and buffers are missing."""
     source = shards if zero == 3 else files
@@ -107,7 +110,7 @@ def test_a_universal_folder_of_stock(
         assert {one.parameter for one in differences} == ({"scale"} if zero == 3 else set())
     if zero == 1:
         shutil.copy(source / "oracle.pt", out)
-        (found, *_) = ranks.run(4, autoep_jobs.resume, Auto(4, 2), str(out), timeout_s=200)
+        (found, *_) = sources.resume(4, Auto(4, 2), out)
         assert found["differences"] and not any(found["differences"].values())
 
 

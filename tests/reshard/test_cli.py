@@ -9,7 +9,7 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
-from tests.engines import jobs
+from tests.engines import kinds
 from tests.engines.model import Setup
 from tests.engines.sources import PLAIN, Sources
 
@@ -74,7 +74,7 @@ def test_diff_across_meshes(
     sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = sources.get(2, PLAIN)
-    sources.ranks.run(4, jobs.reshard, Setup(3, "bf16", seed=9), folder, str(tmp_path))
+    sources.ranks.run(4, kinds.reshard, Setup(3, "bf16", seed=9), folder, str(tmp_path))
     one, other = str(Path(folder) / "trained"), str(tmp_path / "again")
     assert main(["diff", one, other]) == 0
     assert capsys.readouterr().out == "equal\n"

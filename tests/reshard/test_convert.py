@@ -9,12 +9,11 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import (
     InexactError,
 )
-from tests.engines import convert_jobs
+from tests.engines import kinds
 from tests.engines.model import Setup
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
-from tests.engines.tensor_jobs import Mega
-from tests.reshard.converted import PIPE, TENSOR, Mesh, digest, loaded, same
+from tests.engines.tensor_jobs import Mega, Staged
+from tests.reshard.converted import Mesh, digest, loaded, same
 
 pytestmark = pytest.mark.ranks
 
@@ -45,10 +44,7 @@ def test_native(sources: Sources, tmp_path: Path, source: Mesh, target: Mesh, dt
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([tag, "latest"])
     setup = Setup(target[1], dtype, seed=9)
     assert loaded(sources, target[0], setup, found.path, str(folder), tag=tag) == []
-    assert (
-        loaded(sources, target[0], setup, found.path, str(folder), convert_jobs.our_load, tag=tag)
-        == []
-    )
+    assert loaded(sources, target[0], setup, found.path, str(folder), kinds.our_load, tag=tag) == []
 
 
 def test_the_client_state_travels(sources: Sources, tmp_path: Path) -> None:
@@ -57,7 +53,7 @@ def test_the_client_state_travels(sources: Sources, tmp_path: Path) -> None:
         found = ucp.convert(folder, tmp_path / to, to=to, target=target, tag="trained")
         state = sources.ranks.run(
             2,
-            convert_jobs.stock_load,
+            kinds.stock_load,
             Setup(1, "bf16", seed=9),
             found.path,
             folder,
@@ -157,7 +153,7 @@ TENSORS = [
 def test_tensor_parallel(
     sources: Sources, tmp_path: Path, family: str, source: Mesh, target: Mesh
 ) -> None:
-    folder = sources.get(source[0] * source[1], Mega(family, source[0], source[2]), TENSOR, more=0)
+    folder = sources.get(source[0] * source[1], Mega(family, source[0], source[2]), more=0)
     tp, dp, zero = target
     found = ucp.convert(
         folder, tmp_path / "native", target=ucp.Mesh(tp=tp, dp=dp, zero=zero), tag="filled"
@@ -167,8 +163,8 @@ def test_tensor_parallel(
     same(found.path, universal.path)
     setup = Mega(family, tp, zero, seed=9)
     assert loaded(sources, tp * dp, setup, found.path, folder) == []
-    assert loaded(sources, tp * dp, setup, found.path, folder, convert_jobs.our_load) == []
-    assert loaded(sources, tp * dp, setup, universal.path, folder, convert_jobs.our_load) == []
+    assert loaded(sources, tp * dp, setup, found.path, folder, kinds.our_load) == []
+    assert loaded(sources, tp * dp, setup, universal.path, folder, kinds.our_load) == []
     if zero in (1, 2):
         assert loaded(sources, tp * dp, setup, universal.path, folder, universal=True) == []
 
@@ -192,7 +188,6 @@ def test_pipelines(
     folder = sources.get(
         tp * dp * (pp or 1),
         Staged(family, tp, zero, pp=pp, tied=bool(tied), dtype=str(dtype)),
-        PIPE,
     )
     tp, pp, dp, zero = target
     stages = "uniform" if pp else None
@@ -201,9 +196,7 @@ def test_pipelines(
     same(Path(folder) / "filled", found.path)
     setup = Staged(family, tp, zero, pp=pp, tied=bool(tied), dtype=str(dtype), seed=9)
     assert loaded(sources, tp * dp * (pp or 1), setup, found.path, folder) == []
-    assert (
-        loaded(sources, tp * dp * (pp or 1), setup, found.path, folder, convert_jobs.our_load) == []
-    )
+    assert loaded(sources, tp * dp * (pp or 1), setup, found.path, folder, kinds.our_load) == []
     universal = ucp.convert(folder, tmp_path / "universal", to="universal", tag="filled")
     same(found.path, universal.path)
 
@@ -222,7 +215,7 @@ def test_frozen_parameters_and_buffers_of_a_pipeline(
 ) -> None:
     """A buffer is in no family's table: its place is beside the layer's parameters."""
     tp, pp, dp, zero = source
-    folder = sources.get(tp * dp * (pp or 1), Staged("llama", tp, zero, pp=pp, extras=True), PIPE)
+    folder = sources.get(tp * dp * (pp or 1), Staged("llama", tp, zero, pp=pp, extras=True), more=0)
     tp, pp, dp, zero = target
     stages = "uniform" if pp else None
     mesh = ucp.Target(ucp.Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages=stages)
@@ -233,7 +226,7 @@ def test_frozen_parameters_and_buffers_of_a_pipeline(
 
 
 def test_the_same_stages_need_no_word(sources: Sources, tmp_path: Path) -> None:
-    folder = sources.get(2, Staged("gpt", 1, 1, pp=2, tied=True, partition=(1, 5)), PIPE)
+    folder = sources.get(2, Staged("gpt", 1, 1, pp=2, tied=True, partition=(1, 5)), more=0)
     found = ucp.convert(folder, tmp_path / "out", target=ucp.Mesh(pp=2, dp=2, zero=1), tag="filled")
     same(Path(folder) / "filled", found.path)
     setup = Staged("gpt", 1, 1, pp=2, tied=True, partition=(1, 5), seed=9)

@@ -10,12 +10,11 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import (
     NotFoundError,
 )
-from tests.engines import convert_jobs
+from tests.engines import kinds
 from tests.engines.model import Setup
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
-from tests.engines.tensor_jobs import Mega
-from tests.reshard.converted import TENSOR, Mesh, loaded, same
+from tests.engines.tensor_jobs import Mega, Staged
+from tests.reshard.converted import Mesh, loaded, same
 
 pytestmark = pytest.mark.ranks
 
@@ -44,14 +43,14 @@ def test_one_universal_folder_for_all_stages(
         assert {d.partition(":")[0] for d in different} <= forgets, (dp, zero)
     for dp, zero in ((2, 1), (4, 3), (1, 0)):
         setup = Setup(zero, dtype, seed=9)
-        assert loaded(sources, dp, setup, str(tmp_path), str(folder), convert_jobs.our_load) == []
+        assert loaded(sources, dp, setup, str(tmp_path), str(folder), kinds.our_load) == []
     back = ucp.convert(found.path, tmp_path / "back", target=ucp.Mesh(dp=source[0], zero=source[1]))
     same(folder / "filled", back.path)
 
 
 def test_a_universal_folder_with_the_names_of_a_pipeline(sources: Sources, tmp_path: Path) -> None:
     """Stock's pipeline engine looks for its own names."""
-    folder = sources.get(4, Mega("llama", 2, 1), TENSOR, more=0)
+    folder = sources.get(4, Mega("llama", 2, 1), more=0)
     found = ucp.convert(
         folder, tmp_path / "out", to="universal", target=ucp.Target(ucp.Mesh(pp=2)), tag="filled"
     )
@@ -91,22 +90,18 @@ def test_stocks_own_universal_folders_are_read(
     if zero < 3:
         setup, stock = Setup(3, "bf16", seed=9), str(tmp_path / "stock")
         allow = {"narrow"}
-        assert (
-            loaded(sources, 4, setup, stock, str(folder), convert_jobs.our_load, allow=allow) == []
-        )
+        assert loaded(sources, 4, setup, stock, str(folder), kinds.our_load, allow=allow) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_stocks_universal_folder_of_a_tensor_parallel_run(
     sources: Sources, tmp_path: Path, family: str
 ) -> None:
-    folder = Path(sources.get(2, Mega(family, 2, 1), TENSOR, more=0))
+    folder = Path(sources.get(2, Mega(family, 2, 1), more=0))
     stock_converted(folder / "filled", tmp_path / "stock")
     assert ucp.diff(folder / "filled", tmp_path / "stock") == []
     setup = Mega(family, 4, 3, seed=9)
-    assert (
-        loaded(sources, 4, setup, str(tmp_path / "stock"), str(folder), convert_jobs.our_load) == []
-    )
+    assert loaded(sources, 4, setup, str(tmp_path / "stock"), str(folder), kinds.our_load) == []
 
 
 def test_a_lost_file_of_a_universal_folder(sources: Sources, tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.pt.file import PtFile
-from tests.engines import convert_jobs, jobs
+from tests.engines import kinds
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
-from tests.reshard.converted import TENSOR, same
+from tests.reshard.converted import same
 
 pytestmark = pytest.mark.ranks
 
@@ -67,7 +67,7 @@ LLAMA_REFUSALS: list[tuple[type[ucp.UcpError], str, dict[str, Any]]] = [
 
 def test_what_a_mesh_does_not_say(sources: Sources, tmp_path: Path) -> None:
     plain = sources.get(2, Setup(1, "bf16"))
-    llama = sources.get(4, Mega("llama", 2, 1), TENSOR, more=0)
+    llama = sources.get(4, Mega("llama", 2, 1), more=0)
     out = tmp_path / "out"
     for source, refusals in ((plain, PLAIN_REFUSALS), (llama, LLAMA_REFUSALS)):
         for error, words, arguments in refusals:
@@ -139,7 +139,7 @@ def test_a_damaged_number_beside_the_parameters(
     with pytest.raises(DamagedFileError, match="wrong checksum"):
         ucp.convert(folder, tmp_path / "out" / "x", target=ucp.Mesh(dp=4, zero=3))
     assert list((tmp_path / "out").iterdir()) == []
-    for rank in sources.ranks.run(2, jobs.attempt, Setup(3, "bf16", seed=9), str(folder)):
+    for rank in sources.ranks.run(2, kinds.attempt, Setup(3, "bf16", seed=9), str(folder)):
         assert (
             rank["error"] == "DamagedFileError"
             and "wrong checksum" in rank["message"]
@@ -286,10 +286,10 @@ def test_what_was_made_without_a_manifest_is_loaded(sources: Sources, tmp_path: 
     folder = sources.get(2, Setup(1, "bf16"), attach=False, more=0)
     made = ucp.convert(folder, tmp_path / "out", target=ucp.Mesh(dp=2, zero=3), tag="filled")
     target = Setup(3, "bf16", seed=9)
-    for rank in sources.ranks.run(2, convert_jobs.our_load, target, made.path, folder):
+    for rank in sources.ranks.run(2, kinds.our_load, target, made.path, folder):
         assert rank["differences"] == [] and len(rank["before"]) > 10
         assert any("random states: the checkpoint has none" in note for note in rank["notes"])
     named = sources.get(2, Setup(1, "bf16"), more=0)
     made = ucp.convert(named, tmp_path / "named", target=ucp.Mesh(dp=2, zero=3), tag="filled")
-    for rank in sources.ranks.run(2, convert_jobs.our_load, target, made.path, named):
+    for rank in sources.ranks.run(2, kinds.our_load, target, made.path, named):
         assert any("random states: derived" in note for note in rank["notes"])

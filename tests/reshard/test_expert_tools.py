@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,26 +12,27 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.errors import RuleError
-from tests.engines import moe_jobs, pipeline_jobs
+from tests.engines import kinds, tensor_jobs
 from tests.engines.moe_jobs import Moe
-from tests.engines.pipeline_jobs import Staged
-from tests.engines.sources import Sources, without_manifest
+from tests.engines.sources import Sources, of_states, without_manifest
+from tests.engines.tensor_jobs import Staged
 from tests.engines.test_mixtral import mixtral
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
+STOCK = kinds.stock_load
 
 
 @pytest.fixture
 def mixed(sources: Sources) -> Path:
     """A Mixtral on two expert-parallel ranks."""
-    return Path(sources.get(4, mixtral(2, zero=1), pipeline_jobs.save, more=0))
+    return Path(sources.get(4, mixtral(2, zero=1), more=0))
 
 
 @pytest.fixture
 def own(sources: Sources) -> Path:
     """DeepSpeed's own mixtures on two expert-parallel ranks."""
-    return Path(sources.get(4, Moe(2, 1), moe_jobs.save, more=3))
+    return Path(sources.get(4, Moe(2, 1), more=3))
 
 
 def converted(source: Path, out: Path, target: object, tag: str = "trained") -> Path:
@@ -51,19 +53,19 @@ TARGETS = [
 
 @pytest.mark.parametrize(("mesh", "setup"), TARGETS, ids=[str(mesh) for mesh, _ in TARGETS])
 def test_a_conversion_resumes(
-    ranks: RankPool, mixed: Path, tmp_path: Path, mesh: ucp.Mesh, setup: object
+    sources: Sources, mixed: Path, tmp_path: Path, mesh: ucp.Mesh, setup: object
 ) -> None:
     out = converted(mixed, tmp_path / "out", mesh)
     assert main(["verify", "--deep", str(out / "trained")]) == 0
     assert main(["diff", str(mixed / "trained"), str(out / "trained")]) == 0
-    (found, *_) = ranks.run(4, pipeline_jobs.resume, setup, str(out), timeout_s=200)
+    (found, *_) = sources.resume(4, setup, out)
     assert found["differences"] and not any(found["differences"].values())
 
 
-def test_a_pipeline_is_written(ranks: RankPool, mixed: Path, tmp_path: Path) -> None:
+def test_a_pipeline_is_written(sources: Sources, mixed: Path, tmp_path: Path) -> None:
     target = ucp.Target(ucp.Mesh(pp=2, dp=2, ep=2, zero=1), stages="uniform")
     out = converted(mixed, tmp_path / "out", target)
-    (found, *_) = ranks.run(4, pipeline_jobs.resume, mixtral(2, pp=2), str(out), timeout_s=200)
+    (found, *_) = sources.resume(4, mixtral(2, pp=2), out)
     assert found["differences"] and not any(found["differences"].values())
 
 
@@ -86,8 +88,8 @@ def test_stock_deepspeed_loads_a_conversion(
     """Stock goes by position: a rank's experts must come in the order of its module."""
     out = converted(own, tmp_path / "out", ucp.Mesh(dp=4, ep=ep, zero=zero))
     assert names_of_groups(out / "trained") == {"matrices", "vectors", f"ep_size_{ep}"}
-    found = ranks.run(4, moe_jobs.stock_load, Moe(ep, zero), str(out), timeout_s=200)
-    assert found[0] == []
+    found = ranks.run(4, STOCK, Moe(ep, zero), str(out / "trained"), tag="trained")
+    assert found[0]["differences"] == []
 
 
 @pytest.mark.parametrize("mesh", [ucp.Mesh(dp=4, ep=2, zero=2), ucp.Mesh(dp=4, ep=1, zero=2)])
@@ -97,9 +99,9 @@ def test_stock_deepspeed_loads_frozen_experts(
     """Of what ZeRO-2's model file says of frozen parameters it would give each rank that of the
     first one; so the file says nothing of them."""
     setup = Moe(2, 1, frozen=(1, 2), scaled=True)
-    out = converted(Path(sources.get(4, setup, moe_jobs.save, more=0)), tmp_path / "out", mesh)
+    out = converted(Path(sources.get(4, setup, more=0)), tmp_path / "out", mesh)
     target = replace(setup, ep=mesh.ep, zero=2, seed=5)
-    assert ranks.run(4, moe_jobs.stock_load, target, str(out), timeout_s=200)[0] == []
+    assert ranks.run(4, STOCK, target, str(out / "trained"), tag="trained")[0]["differences"] == []
     kinds = {spec.kind for spec in ucp.describe(out / "trained").params if spec.expert}
     assert kinds == {"trainable", "frozen", "buffer"}
     assert ucp.verify(out / "trained", deep=True).findings == ()
@@ -117,17 +119,14 @@ def test_deepspeeds_own_experts_at_zero_3(
 
 
 def test_a_universal_folder_holds_every_expert(
-    ranks: RankPool, own: Path, mixed: Path, tmp_path: Path
+    sources: Sources, own: Path, mixed: Path, tmp_path: Path
 ) -> None:
-    for source, jobs, setup in (
-        (own, moe_jobs, Moe(4, 1)),
-        (mixed, pipeline_jobs, mixtral(4, zero=2)),
-    ):
+    for source, setup in ((own, Moe(4, 1)), (mixed, mixtral(4, zero=2))):
         out = tmp_path / source.name
         for tag in ("trained", "filled"):
             ucp.convert(source / tag, out / tag, to="universal")
         shutil.copy(source / "oracle.pt", out)
-        (found, *_) = ranks.run(4, jobs.resume, setup, str(out), timeout_s=200)
+        (found, *_) = sources.resume(4, setup, out)
         assert found["differences"] and not any(found["differences"].values())
 
 
@@ -139,10 +138,13 @@ def test_what_stock_reads_of_a_universal_folder(
     assert main(["convert", str(mixed / "trained"), str(tmp_path / "trained")]) == 0
     assert "experts of this folder rightly at ep=1 alone" in capsys.readouterr().out
     shutil.copy(mixed / "oracle.pt", tmp_path)
-    job = pipeline_jobs.stock_universal
-    alone = ranks.run(2, job, replace(mixtral(1), seed=5), str(tmp_path))[0]
-    assert all(one.startswith("values") for one in alone)  # buffers, which it never restores
-    found = ranks.run(4, job, replace(mixtral(2), seed=5), str(tmp_path))[0]
+    job, path = STOCK, str(tmp_path / "trained")
+    asked: dict[str, Any] = {"tag": "trained", "universal": True}
+    alone = ranks.run(2, job, replace(mixtral(1), seed=5), path, **asked)[0]["differences"]
+    assert all(
+        one.startswith("values") for one in of_states(alone)
+    )  # buffers, which it never restores
+    found = ranks.run(4, job, replace(mixtral(2), seed=5), path, **asked)[0]["differences"]
     moments = [one for one in found if one.startswith("full")]
     assert moments and all("local_experts.2" in one or "local_experts.3" in one for one in moments)
 
@@ -159,17 +161,17 @@ def test_stock_loads_experts_that_all_ranks_had(
     ranks: RankPool, sources: Sources, tmp_path: Path, mesh: ucp.Mesh, setup: Staged
 ) -> None:
     """Among all others in the source, in groups and files of their own in the target."""
-    source = Path(sources.get(4, mixtral(1), pipeline_jobs.save, more=0))
+    source = Path(sources.get(4, mixtral(1), more=0))
     target = ucp.Target(mesh, stages="uniform" if mesh.pp > 1 else None)
     out = converted(source, tmp_path / "out", target)
     assert ucp.diff(source / "trained", out / "trained") == []
     target = replace(setup, seed=5)
-    assert ranks.run(4, moe_jobs.stock_load, target, str(out), pipeline_jobs.make)[0] == []
+    assert ranks.run(4, STOCK, target, str(out / "trained"), tag="trained")[0]["differences"] == []
 
 
 def test_a_rate_of_experts_is_a_difference(sources: Sources, tmp_path: Path) -> None:
     """Also where they are among all others on one side: schedulers keep a number for each group."""
-    alone = Path(sources.get(4, mixtral(1), pipeline_jobs.save, more=0)) / "trained"
+    alone = Path(sources.get(4, mixtral(1), more=0)) / "trained"
     ucp.convert(alone, tmp_path / "other", target=ucp.Mesh(dp=4, ep=2, zero=1))
     source = without_manifest(shutil.copytree(alone, tmp_path / "changed"))
     for path in source.glob("*_optim_states.pt"):
@@ -188,13 +190,13 @@ def test_stock_loads_where_no_rank_has_experts_of_its_own(
 ) -> None:
     """megatron-core's experts are then among all others: the job's groups must be listed."""
     target = replace(mixtral(1, zero=zero), seed=5)
-    groups = tuple(map(tuple, ranks.run(4, pipeline_jobs.groups_of, target)[0]))
+    groups = tuple(map(tuple, ranks.run(4, tensor_jobs.groups_of, target)[0]))
     mesh = ucp.Mesh(dp=4, zero=zero)
     told = ucp.convert(mixed / "trained", tmp_path / "told" / "trained", target=mesh)
     assert any("--groups" in note for note in told.notes)
     out = converted(mixed, tmp_path / "out", ucp.Target(mesh, groups=groups))
-    found = ranks.run(4, moe_jobs.stock_load, target, str(out), pipeline_jobs.make)
-    assert found[0] == []
+    found = ranks.run(4, STOCK, target, str(out / "trained"), tag="trained")
+    assert found[0]["differences"] == []
 
 
 def test_inspect_counts_experts(mixed: Path, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +228,7 @@ def test_a_lost_expert_is_named(own: Path, tmp_path: Path, manifest: bool) -> No
 def test_the_lost_experts_of_a_whole_layer_are_named(
     sources: Sources, tmp_path: Path, zero: int
 ) -> None:
-    source = sources.get(4, Moe(2, zero), moe_jobs.save, more=3)
+    source = sources.get(4, Moe(2, zero), more=3)
     folder = copy_of(Path(source), tmp_path / "lost", manifest=False)
     assert ucp.verify(folder).findings == ()
     for path in folder.glob("layer_1_expert_*"):
@@ -361,7 +363,7 @@ layout = "Replicate"
 @pytest.fixture
 def unexplained(sources: Sources, tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint whose experts are cut, and a copy without anything that says how."""
-    whole = Path(sources.get(4, mixtral(2, tp=2, zero=1), pipeline_jobs.save, more=0)) / "trained"
+    whole = Path(sources.get(4, mixtral(2, tp=2, zero=1), more=0)) / "trained"
     shutil.copytree(whole, tmp_path / "bare")
     return whole, without_manifest(tmp_path / "bare")
 

@@ -14,7 +14,6 @@ from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard import forecast
 from megatron_ucp.reshard import plan as preview
 from megatron_ucp.reshard.forecast import Rates
-from tests.engines import tensor_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega
@@ -37,7 +36,7 @@ LOADS: dict[str, tuple[int, Any, str]] = {
 def test_a_forecast_is_what_ranks_count(sources: Sources, name: str) -> None:
     world, setup, mesh = LOADS[name]
     if isinstance(setup, Mega):
-        folder = Path(sources.get(4, Mega("llama", 1, 1), tensor_jobs.save, more=0)) / "filled"
+        folder = Path(sources.get(4, Mega("llama", 1, 1), more=0)) / "filled"
     else:
         folder = Path(sources.get(2, Setup(1, "bf16"))) / "filled"
     found = preview.plan(folder, mesh, rates=Rates())

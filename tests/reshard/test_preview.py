@@ -18,19 +18,13 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import execute
 from megatron_ucp.reshard import plan as preview
-from tests.engines import pipeline_jobs, tensor_jobs
 from tests.engines.model import Setup
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
-from tests.engines.tensor_jobs import Mega
+from tests.engines.tensor_jobs import Mega, Staged
 from tests.reshard import preview_jobs
 from tests.reshard.test_execute import COLUMNS, ROWS, plan_of, where_of
 
-READS, TENSOR, PIPE = (
-    preview_jobs.reads,
-    tensor_jobs.save,
-    pipeline_jobs.save,
-)
+READS = preview_jobs.reads
 SPLIT = {"zero_optimization": {"sub_group_size": 30}, "bf16": {"enabled": True}}
 
 
@@ -95,7 +89,7 @@ def test_a_plan_is_what_a_load_reads(
 @pytest.mark.parametrize("name", STAGES)
 def test_a_plan_of_other_axes_is_what_a_load_reads(sources: Sources, name: str) -> None:
     source, ranks, (tp, pp, dp, zero) = STAGES[name]
-    folder = Path(sources.get(ranks, source, PIPE, more=0)) / "filled"
+    folder = Path(sources.get(ranks, source, more=0)) / "filled"
     found = preview.plan(
         folder, Target(Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages="uniform" if pp else None)
     )
@@ -395,7 +389,7 @@ def test_refused_with_a_message(
 def test_refused_for_a_checkpoint(sources: Sources, capsys: pytest.CaptureFixture[str]) -> None:
     plain, llama = (
         sources.get(2, Setup(1, "bf16")),
-        sources.get(4, Mega("llama", 2, 1), TENSOR, more=0),
+        sources.get(4, Mega("llama", 2, 1), more=0),
     )
     for folder, mesh, words in (
         (plain, "tp=2", "nobody declared"),
@@ -423,7 +417,7 @@ def test_a_mixture_on_paper(capsys: pytest.CaptureFixture[str], target: str) -> 
 def test_heads_that_a_mesh_does_not_divide(sources: Sources, tmp_path: Path, tp: int) -> None:
     """The dry run and a conversion refuse what no engine could be built for, though every shape of
     the files can be cut so."""
-    folder = str(Path(sources.get(2, Mega("llama", 2, 1), job=TENSOR)) / "trained")
+    folder = str(Path(sources.get(2, Mega("llama", 2, 1))) / "trained")
     for refused in (
         lambda mesh: ucp.plan(folder, mesh),
         lambda mesh: ucp.convert(folder, tmp_path / f"out{mesh}", mesh=mesh),

@@ -13,16 +13,13 @@ from megatron_ucp.core.layout import Shard
 from megatron_ucp.errors import ModelMismatchError, RuleError, UnsupportedError, UsageError
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.rules import check_rules
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import PLAIN, Sources
-from tests.engines.tensor_jobs import Mega
+from tests.engines.tensor_jobs import Mega, Staged
 from tests.reshard.rule_texts import (
     GPT,
     LLAMA,
     PIPELINE,
     RULES,
-    SAVE,
-    SAVE_STAGES,
     bare,
     said,
     specs,
@@ -170,7 +167,7 @@ def test_unmatched_doubly_matched_and_unused(
 
 
 def test_rules_that_contradict_a_manifest_are_refused(sources: Sources, tmp_path: Path) -> None:
-    folder = Path(sources.get(2, Mega("llama", 2, 1), SAVE)) / "filled"
+    folder = Path(sources.get(2, Mega("llama", 2, 1))) / "filled"
     good = write(tmp_path, LLAMA)
     assert specs(folder, good) == specs(folder) and said(check_rules(folder, good)) == []
     wrong = write(tmp_path, LLAMA.replace("parts = 2", "parts = [16, 32]"), "wrong.toml")
@@ -206,7 +203,7 @@ def test_at_tp1_rules_add_layouts(sources: Sources, tmp_path: Path) -> None:
 def test_rules_win_over_stock_patterns_and_notes_say_so(
     sources: Sources, tmp_path: Path, family: str
 ) -> None:
-    folder = bare(Path(sources.get(2, Mega(family, 2, 1), SAVE)) / "filled", tmp_path)
+    folder = bare(Path(sources.get(2, Mega(family, 2, 1))) / "filled", tmp_path)
     rules = write(tmp_path, RULES[family])
     with open_checkpoint(folder, rules=rules) as checkpoint:
         assert checkpoint.notes == []
@@ -242,7 +239,7 @@ def test_rules_win_over_stock_patterns_and_notes_say_so(
 def test_a_stock_pipeline(
     sources: Sources, tmp_path: Path, family: str, tp: int, tied: bool, world: int
 ) -> None:
-    folder = stock(sources, Staged(family, tp, 1, pp=2, tied=tied), world, SAVE_STAGES)
+    folder = stock(sources, Staged(family, tp, 1, pp=2, tied=tied), world)
     text = RULES[family] + PIPELINE.replace("EMBEDDING", r"tied_modules\.embed" if tied else "0")
     if tied:  # there is no head of its own
         text = text.replace(
@@ -252,7 +249,7 @@ def test_a_stock_pipeline(
     with pytest.raises(UnsupportedError, match="pipeline"):
         ucp.describe(folder)
     assert said(check_rules(folder, rules)) == []
-    other = Path(sources.get(1, Staged(family, 1, 1, tied=tied), SAVE_STAGES)) / "filled"
+    other = Path(sources.get(1, Staged(family, 1, 1, tied=tied), more=0)) / "filled"
     assert ucp.diff(folder, other, rules=rules) == []
     check_wrong_pipelines(folder, other, tmp_path, text)
 
@@ -284,8 +281,8 @@ def test_a_pipeline_that_lists_its_parameters_elsewhere(
     the layer files alone."""
     setup = Staged("gpt", 2, zero, dtype=dtype, pp=2, tied=True, extras=extras)
     folder, other = (
-        stock(sources, setup, 4, SAVE_STAGES),
-        Path(sources.get(4, setup, SAVE_STAGES)) / "filled",
+        stock(sources, setup, 4),
+        Path(sources.get(4, setup, more=0)) / "filled",
     )
     text = (
         GPT.replace("|output_layer", "")
@@ -304,7 +301,7 @@ def test_a_pipeline_that_lists_its_parameters_elsewhere(
 
 def test_a_stage_0_pipeline_ties_by_rule(sources: Sources, tmp_path: Path) -> None:
     """Nothing but the layer files lists its parameters; it is read without its optimizer."""
-    folder = stock(sources, Staged("llama", 1, 0, pp=2), 2, SAVE_STAGES)
+    folder = stock(sources, Staged("llama", 1, 0, pp=2), 2)
     rules = write(tmp_path, LLAMA + PIPELINE.replace("EMBEDDING", "0"))
     with open_checkpoint(folder, rules=rules) as checkpoint:
         assert checkpoint.manifest.keeper == "none" and len(checkpoint.manifest.params) > 10

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
-from tests.engines import jobs, tensor_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega
-from tests.ranks import Job
 from tests.reshard import upstream_jobs
 
 pytestmark = pytest.mark.ranks
@@ -65,10 +63,10 @@ def setup_of(case: Case, ranks: int, seed: int = 1) -> Setup:
     )
 
 
-def converted(sources: Sources, ranks: int, setup: Any, job: Job = jobs.save) -> str:
+def converted(sources: Sources, ranks: int, setup: Any) -> str:
     """A folder with native saves and, beside them, the universal folder of the newest one: as
     stock's converter leaves it."""
-    folder = Path(sources.get(ranks, setup, job, more=0))
+    folder = Path(sources.get(ranks, setup, more=0))
     if not (folder / "filled_universal").exists():
         ucp.convert(folder / "filled", folder / "filled_universal", to="universal")
     assert (folder / "latest").read_text() == "filled" and (
@@ -200,7 +198,7 @@ STAGE_0 = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_stock_cuts_for_tensor_parallelism_at_stages_1_and_2(sources: Sources, stage: int) -> None:
     """At ZeRO-3 it takes each parameter as whole, which a rank of tp=2 has no room for."""
-    folder = converted(sources, 4, Mega("llama", 2, 1), tensor_jobs.save)
+    folder = converted(sources, 4, Mega("llama", 2, 1))
     for rank in sources.ranks.run(2, LOADS, Mega("llama", 2, stage, seed=9), folder, True):
         assert kinds(rank["universal"]) == kinds(rank["native"]) == set()
         if stage == 3:

@@ -17,11 +17,9 @@ from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.pt.file import PtFile
 from tests.core.strategies import SHARE
-from tests.engines import pipeline_jobs, tensor_jobs
 from tests.engines.model import Setup
-from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, drop_record, without_manifest
-from tests.engines.tensor_jobs import Mega
+from tests.engines.tensor_jobs import Mega, Staged
 
 pytestmark = pytest.mark.ranks
 FLIPS = round(1000 * SHARE)  # a thousand in `tests/run.sh all`
@@ -29,7 +27,7 @@ NO_OPTIMIZER = {"attach": False, "more": 0}
 
 
 def tensor_parallel(sources: Sources) -> str:
-    return sources.get(2, Mega("llama", 2, 1), tensor_jobs.save)
+    return sources.get(2, Mega("llama", 2, 1))
 
 
 @pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 1), (2, 2), (4, 3)])
@@ -181,7 +179,7 @@ def test_copies_that_differ_are_found(sources: Sources, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_copy_on_another_stage(sources: Sources, tmp_path: Path, tied: bool) -> None:
-    origin = sources.get(2, Staged("llama", 1, 1, pp=2, tied=tied), pipeline_jobs.save, more=0)
+    origin = sources.get(2, Staged("llama", 1, 1, pp=2, tied=tied), more=0)
     folder = Path(shutil.copytree(Path(origin) / "trained", tmp_path / "copy"))
     assert ucp.verify(folder, deep=True).findings == ()
     path = next(folder.glob("*mp_rank_01_optim*"))

@@ -1,15 +1,13 @@
 """What the ranks do in the cases of upstream's tests of universal checkpoints: stock's load and
 ours of one folder."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import megatron_ucp as ucp
 from tests.engines.canonical import base_of, canonical, differences
-from tests.engines.convert_jobs import close, make
-from tests.engines.jobs import group_settings, plant_fault
+from tests.engines.kinds import group_settings, kind_of, oracle_of, plant_fault, universal_folders
 
 
 def loads(
@@ -21,8 +19,8 @@ def loads(
 ) -> dict[str, Any]:
     """A fresh engine for each way: stock's own load of the universal folder, ours of it, ours of
     the native files."""
-    kept = torch.load(Path(folder) / "oracle.pt", weights_only=False)
-    want, groups = kept["states"]["filled"], kept.get("groups", {}).get("filled")
+    kept = oracle_of(folder)
+    want, groups = kept["states"]["filled"], kept["groups"].get("filled")
     return {way: _load(setup, folder, states, way, want, plant, groups) for way in ways}
 
 
@@ -37,7 +35,8 @@ def _load(
 ) -> dict[str, Any]:
     """What differs from the source before and after; the optimizer's states, its flats, and the
     step tensors of them all."""
-    engine = make(setup, attach=way != "stock", universal=way == "stock")
+    with universal_folders(way == "stock"):
+        engine = kind_of(setup).make(setup, attach=way != "stock")
     before, error = differences(want, canonical(engine)), ""
     if way != "stock":
         ucp.load(
@@ -66,7 +65,7 @@ def _load(
         "groups": other_keys(groups, _after_a_step(engine)) if groups else None,
         "decay": {n: h["weight_decay"] for n, h in have["hyper"].items()},
     }
-    close(engine, setup)
+    kind_of(setup).close(engine)
     return out
 
 
