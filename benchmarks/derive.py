@@ -29,13 +29,7 @@ from benchmarks.paper import on_mesh
 from megatron_ucp.core.experts import expert_name
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
-from megatron_ucp.engines.megatron.model import (
-    DeclaredTable,
-    canonical_names,
-    derived_table,
-    joined_tables,
-    model_by_itself,
-)
+from megatron_ucp.engines.megatron import model as derived
 from megatron_ucp.families.family import Declared
 from megatron_ucp.formats.deepspeed.writer import state_file
 from megatron_ucp.reshard.plan import of_manifests, paper_manifest
@@ -44,48 +38,27 @@ from tests.engines.hybrid_models import on_cpu
 PLAN_LIMIT_S = 10.0
 LAST_LAYERS = 1  # of 61, on the last stage; fifteen stages have four each
 # of the model's published configuration
-DEEPSEEK_V3 = {
-    "num_layers": 61,
-    "hidden_size": 7168,
-    "ffn_hidden_size": 18432,
-    "num_attention_heads": 128,
-    "num_query_groups": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "num_moe_experts": 256,
-    "moe_router_topk": 8,
-    "moe_ffn_hidden_size": 2048,
-    "moe_shared_expert_intermediate_size": 2048,
-    "moe_layer_freq": [0] * 3 + [1] * 58,
-    "multi_latent_attention": True,
-    "rope_type": "rope",
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "qk_layernorm": True,
-    "mtp_num_layers": 1,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "allgather",
-}
+ATTENTION = {"num_attention_heads": 128, "num_query_groups": 128, "multi_latent_attention": True}
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64}
+EXPERTS = {"num_moe_experts": 256, "moe_router_topk": 8, "moe_layer_freq": [0] * 3 + [1] * 58}
+WIDTHS = {"hidden_size": 7168, "ffn_hidden_size": 18432, "v_head_dim": 128}
+EXPERT_WIDTHS = {"moe_ffn_hidden_size": 2048, "moe_shared_expert_intermediate_size": 2048}
+ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+LAYERS = {"num_layers": 61, "mtp_num_layers": 1, "normalization": "RMSNorm", "qk_layernorm": True}
+MLP = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
+DEEPSEEK_V3 = WIDTHS | EXPERT_WIDTHS | LAYERS | ATTENTION | LATENT | EXPERTS | ROUTER | MLP
+# what says nothing of the parameters, and what runs on a CPU
+DTYPES = {"pipeline_dtype": torch.bfloat16, "params_dtype": torch.bfloat16}
+DISPATCH = {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather"}
+EMPTY = {"rope_type": "rope", "use_cpu_initialization": True, "perform_initialization": False}
+UNFUSED = {"bias_activation_fusion": False, "bias_dropout_fusion": False}
+PLAIN = {"gradient_accumulation_fusion": False, "persist_layer_norm": False}
+ON_CPU = DTYPES | DISPATCH | EMPTY | UNFUSED | PLAIN
 VOCABULARY = 129280
-SOURCE, TARGET = (
-    Mesh(tp=8, pp=16, ep=64, etp=1, dp=8, zero=1),
-    Mesh(tp=4, pp=8, ep=32, etp=1, dp=32, zero=1),
-)
-TINY = {
-    "num_layers": 5,
-    "num_moe_experts": 8,
-    "moe_layer_freq": [0] + [1] * 4,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_query_groups": 8,
-}
+SOURCE = Mesh(tp=8, pp=16, ep=64, etp=1, dp=8, zero=1)
+TARGET = Mesh(tp=4, pp=8, ep=32, etp=1, dp=32, zero=1)
+TINY = {"num_layers": 5, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 8}
+TINY_EXPERTS = {"num_moe_experts": 8, "moe_layer_freq": [0] + [1] * 4}
 TINY_MESHES = (
     Mesh(tp=2, pp=2, ep=4, etp=1, dp=2, zero=1),
     Mesh(tp=1, pp=1, ep=2, etp=1, dp=8, zero=1),
@@ -93,13 +66,13 @@ TINY_MESHES = (
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    settings = {**DEEPSEEK_V3, **(TINY if options.tiny else {})}
+    settings = {**DEEPSEEK_V3, **(TINY | TINY_EXPERTS if options.tiny else {})}
     source, target = TINY_MESHES if options.tiny else (SOURCE, TARGET)
     # the first rank of each place that holds parameters of its own
     ranks = sorted({source.rank_of(at, 0) for at in source.holding()})
     tables, seconds = zip(*(said_by(rank, source, settings) for rank in ranks), strict=True)
     started = time.perf_counter()
-    whole = joined_tables([*tables])
+    whole = derived.joined_tables([*tables])
     joining_s = time.perf_counter() - started
     return {
         "ranks": source.world,
@@ -114,12 +87,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def planned(whole: DeclaredTable, source: Mesh, target: Mesh) -> dict[str, Any]:
+def planned(whole: derived.DeclaredTable, source: Mesh, target: Mesh) -> dict[str, Any]:
     """The manifest of a run with these parameters on one mesh, and what every rank of another one
     would read."""
     experts = 1 + max(one.number for one in map(expert_name, whole) if one is not None)
     known = {name: with_expert(name, declared, experts) for name, declared in whole.items()}
-    model = model_by_itself(known)
+    model = derived.model_by_itself(known)
     paper = paper_manifest(model.family, model.sizes)
     held = on_mesh(paper, source)
     size_bytes = len(to_json(held).encode())
@@ -139,13 +112,13 @@ def with_expert(name: str, declared: Declared, experts: int) -> Declared:
 # ---- a rank that is not there
 
 
-def said_by(rank: int, mesh: Mesh, settings: dict[str, Any]) -> tuple[DeclaredTable, float]:
+def said_by(rank: int, mesh: Mesh, settings: dict[str, Any]) -> tuple[derived.DeclaredTable, float]:
     """What the model of a rank says, and how long asking takes, in seconds."""
     with fake_ranks(rank, mesh):
         model = built(mesh, settings)
         place = mesh.place(mesh.at(rank, (*DENSE_CUT, *EXPERT_CUT)))
         started = time.perf_counter()
-        table = derived_table(model, canonical_names(model), place)
+        table = derived.derived_table(model, derived.canonical_names(model), place)
         return table, time.perf_counter() - started
 
 
@@ -177,37 +150,28 @@ def fake_ranks(rank: int, mesh: Mesh) -> Any:
 def built(mesh: Mesh, settings: dict[str, Any]) -> Any:
     """This rank's part of a model of DeepSeek-V3's kind, without memory."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import MLATransformerConfig
     from megatron.core.transformer.identity_op import IdentityOp
 
     config = MLATransformerConfig(
         **settings,
-        use_cpu_initialization=True,
-        perform_initialization=False,
+        **ON_CPU,
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
         expert_model_parallel_size=mesh.ep,
         expert_tensor_parallel_size=1,
         num_layers_in_last_pipeline_stage=LAST_LAYERS,
-        pipeline_dtype=torch.bfloat16,
-        params_dtype=torch.bfloat16,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
     )
     last = parallel_state.is_pipeline_last_stage()
-    spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    spec: Any = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = IdentityOp
     predicts: Any = None
     if last:
-        predicts = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        predicts = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False
+        )
     with torch.device("meta"), on_cpu():
         return GPTModel(
             config,

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -97,25 +96,6 @@ def summed(shape: tuple[int, ...], layout: Any, own: torch.Tensor, repetitions: 
 # ---- on the ranks
 
 
-class Watched:
-    """Functions of modules, with the seconds in them."""
-
-    def __init__(self, *functions: tuple[Any, str]) -> None:
-        self.seconds = 0.0
-        for module, name in functions:
-            setattr(module, name, self._timed(getattr(module, name)))
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - started
-
-        return timed
-
-
 def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict[str, float]:
     """Of a direct save the seconds in the fingerprint over all, the smallest share of some
     repetitions, as others may work on the machine. Of a load what it takes longer, as a share,
@@ -128,18 +108,20 @@ def measured_shares(folder: str, size: dict[str, int], repetitions: int) -> dict
     engine = make_engine(mesh, size)
     ucp.attach(engine, save="direct")
     train_step(engine, mesh)
-    saving = Watched(
+    inside = [0.0]  # seconds in the fingerprint's own code
+    for module, name in (
         (saves, "parts_of_memory"),
         (pt_files, "known_sums"),
         (pt_files, "sums_of_parts"),
         (common, "joined_sums"),
         (common, "table_of"),
-    )
+    ):
+        frame.count_seconds(inside, module, name)
     saved: list[float] = []
     for _ in range(repetitions):
-        saving.seconds, started = 0.0, time.perf_counter()
+        inside[0], started = 0.0, time.perf_counter()
         engine.save_checkpoint(folder, tag="with")
-        saved.append(saving.seconds / (time.perf_counter() - started))
+        saved.append(inside[0] / (time.perf_counter() - started))
     if dist.get_rank() == 0:
         without_fingerprint(Path(folder, "with"), Path(folder, "without"))
     dist.barrier()

@@ -10,6 +10,7 @@ ratio with its limit; the pages are made from claims.
 
 import argparse
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import json
@@ -226,6 +227,21 @@ def in_turns(
                 busy.setdefault(name, []).append(worked)
         after()
     return seconds
+
+
+def count_seconds(found: list[float], owner: Any, name: str, sign: int = 1) -> None:
+    """From now on the seconds in a function are added, or taken away."""
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            found[0] += sign * (time.perf_counter() - started)
+
+    setattr(owner, name, timed)
 
 
 def best(repetitions: int, work: Callable[[], Any]) -> float:

@@ -13,7 +13,6 @@ measurement is a process of its own. Writes benchmarks/results/index.json.
 import argparse
 import pickle
 import random
-import resource
 import shutil
 import struct
 import time
@@ -83,7 +82,7 @@ def read(name: str) -> Callable[[], dict[str, Any]]:
             "bytes sent": len(data),
             "seconds": sent_s + found["seconds"],
             "opened": found,
-            "peak_bytes": peak_bytes(),
+            "peak_bytes": frame.memory_bytes("VmHWM"),
         }
 
     return call
@@ -104,15 +103,10 @@ def told(name: str) -> Callable[[], dict[str, Any]]:
             "seconds unpickled": got_s,
             "seconds": got_s + found["seconds"],
             "opened": found,
-            "peak_bytes": peak_bytes(),
+            "peak_bytes": frame.memory_bytes("VmHWM"),
         }
 
     return call
-
-
-def peak_bytes() -> int:
-    """The most memory that this process had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def opened_as(index: Any, folder: Any) -> dict[str, Any]:

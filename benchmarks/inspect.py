@@ -12,25 +12,24 @@ import argparse
 import os
 import subprocess
 import sys
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import frame
-from benchmarks.paper import dense
+from benchmarks.paper import dense, written
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.manifest_json import to_json
-from megatron_ucp.formats.deepspeed.buffers import whole_length
+from megatron_ucp.core.mesh import Mesh
 
 LIMIT_S = 1.0
+SMALL = "layers=83,hidden=16,heads=1,vocab=64,positions=16"  # a thousand parameters
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     folders = {"manifest": options.folder / "manifest", "files": options.folder / "files"}
     write_manifest(folders["manifest"])
-    write_files(folders["files"])
+    written(options.folder, SMALL, mesh=Mesh(dp=63, zero=1)).rename(folders["files"])
+    (folders["files"] / FILE_NAME).unlink()
     alone = seconds_of(options.repetitions, "-c", "pass")
     each: dict[str, Any] = {}
     for what, folder in folders.items():
@@ -63,49 +62,6 @@ def write_manifest(folder: Path) -> None:
         (folder / entry.name).touch()
         os.truncate(folder / entry.name, entry.size_bytes)
     (folder / FILE_NAME).write_text(to_json(manifest))
-
-
-def write_files(folder: Path) -> None:
-    """64 files of stock DeepSpeed, without a manifest: 63 partitions at ZeRO-1 of 1,000
-    parameters."""
-    folder.mkdir()
-    parts, shapes = (
-        63,
-        OrderedDict((f"layers.{n}.weight", torch.Size((63, 2))) for n in range(1000)),
-    )
-    torch.save(
-        {
-            "module": OrderedDict(
-                (name, torch.zeros(63, 2, dtype=torch.bfloat16)) for name in shapes
-            ),
-            "buffer_names": [],
-            "param_shapes": [shapes],
-            "dp_world_size": parts,
-            "mp_world_size": 1,
-            "global_steps": 7,
-            "skipped_steps": 0,
-            "ds_config": {"bf16": {"enabled": True}},
-            "ds_version": "0.19.8",
-        },
-        folder / "mp_rank_00_model_states.pt",
-    )
-    share = torch.zeros(whole_length(126 * 1000, parts) // parts)
-    for part in range(parts):
-        entry = {"step": torch.tensor(7.0), "exp_avg": share, "exp_avg_sq": share}
-        torch.save(
-            {
-                "optimizer_state_dict": {
-                    "zero_stage": 1,
-                    "partition_count": parts,
-                    "single_partition_of_fp32_groups": [share],
-                    "base_optimizer_state": {
-                        "state": {0: entry},
-                        "param_groups": [{"lr": 0.1, "params": [0]}],
-                    },
-                }
-            },
-            folder / f"bf16_zero_pp_rank_{part}_mp_rank_00_optim_states.pt",
-        )
 
 
 if __name__ == "__main__":

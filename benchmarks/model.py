@@ -2,6 +2,7 @@
 megatron-core, and engines around it."""
 
 import os
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,22 +47,6 @@ def text_of(size: str) -> str:
     return f"{sizes},vocab={found['vocabulary']},positions={POSITIONS},tied=1"
 
 
-class Block(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: batch, positions, width
-        batch, length, width = x.shape
-        heads = HEADS if width % HEADS == 0 else 1
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
-
-
 class Gpt2(torch.nn.Module):
     """Tied embedding and head, learned positions. Returns the loss on `tokens`."""
 
@@ -69,19 +54,21 @@ class Gpt2(torch.nn.Module):
         super().__init__()
         self.wte = torch.nn.Embedding(vocabulary, width)
         self.wpe = torch.nn.Embedding(POSITIONS, width)
-        self.blocks = torch.nn.ModuleList([Block(width) for _ in range(layers)])
+        kind = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        layer = torch.nn.TransformerEncoderLayer(width, HEADS, 4 * width, 0.0, **kind)
+        self.layers = torch.nn.ModuleList([deepcopy(layer) for _ in range(layers)])
         self.norm = torch.nn.LayerNorm(width)
         self.head = torch.nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.wte.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).float()
-        return torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        )
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens) + self.wpe(places)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(len(places)).to(x)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        logits = self.head(self.norm(x)).float()[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
@@ -90,11 +77,9 @@ def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
     import deepspeed
 
     torch.manual_seed(0)
-    net: Any
-    if mesh.ep:
-        net = _mixture(mesh, **(MIXTURE if size["layers"] == LAYERS else size))
-    else:
-        net = megatron(mesh, **size) if mesh.tp else Gpt2(**size)
+    if mesh.ep and size["layers"] == LAYERS:
+        size = MIXTURE
+    net: Any = megatron(mesh, **size) if mesh.tp else Gpt2(**size)
     optimizer = torch.optim.AdamW(models.param_groups(net, 1e-4, 0.1), lr=1e-4)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -119,46 +104,26 @@ def family(mesh: Mesh) -> str | None:
 
 
 def megatron(mesh: Mesh, width: int, layers: int, vocabulary: int) -> Any:
-    """The same sizes as `Gpt2` in megatron-core."""
+    """The same sizes as `Gpt2` in megatron-core; with `ep` a Mixtral with eight experts in each
+    layer."""
+    heads = 8 if mesh.ep else HEADS
     config = models.ModelConfig(
-        "gpt",
+        "mixtral" if mesh.ep else "gpt",
         layers=layers,
         hidden=width,
-        ffn=4 * width,
-        heads=HEADS,
-        groups=HEADS,
-        head_dim=width // HEADS,
-        tied=True,
+        ffn=width if mesh.ep else 4 * width,
+        heads=heads,
+        groups=4 if mesh.ep else heads,
+        head_dim=width // heads,
+        tied=not mesh.ep,
         vocab=vocabulary,
         true_vocab=vocabulary,
         positions=POSITIONS,
         dtype="bf16",
+        experts=Experts(8, ffn=width * 17 // 8) if mesh.ep else None,
     )
-    if mesh.pp:
-        models.start(mesh.tp, seed=0, pp=mesh.pp)
-        return pipeline.build_pipeline(config, mesh.pp)
-    models.start(mesh.tp, seed=0)
-    return models.build(config)
-
-
-def _mixture(mesh: Mesh, width: int, layers: int, vocabulary: int) -> Any:
-    """A Mixtral with eight experts in each layer."""
-    config = models.ModelConfig(
-        "mixtral",
-        layers=layers,
-        hidden=width,
-        ffn=width,
-        heads=8,
-        groups=4,
-        head_dim=width // 8,
-        vocab=vocabulary,
-        true_vocab=vocabulary,
-        positions=POSITIONS,
-        dtype="bf16",
-        experts=Experts(8, ffn=width * 17 // 8),
-    )
-    models.start(mesh.tp, seed=0, ep=mesh.ep)
-    return models.build(config)
+    models.start(mesh.tp, seed=0, pp=mesh.pp or 1, ep=mesh.ep or 1)
+    return pipeline.build_pipeline(config, mesh.pp) if mesh.pp else models.build(config)
 
 
 def train_step(engine: Any, mesh: Mesh) -> None:

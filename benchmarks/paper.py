@@ -41,12 +41,12 @@ MIXTURE = "layers=64,hidden=8192,heads=64,groups=8,ffn=5120,vocab=128000,experts
 DENSE = "layers=128,hidden=16384,heads=128,vocab=128000,positions=1024"
 MIXTURE_MESH = Mesh(tp=8, pp=16, ep=16, dp=128, zero=1)  # 16,384 ranks
 DENSE_MESH = Mesh(tp=8, pp=16, dp=128, zero=1)
-BLOCK_BYTES = 2**20
+TWO_RANKS, BLOCK_BYTES = Mesh(dp=2, zero=1), 2**20
 
 
-def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
-    """A checkpoint of such a model at ZeRO-1 on two ranks, in bf16: every number is 1.5."""
-    target = Target(Mesh(dp=2, zero=1), "bfloat16").completed({})
+def written(folder: Path, sizes: str, family: str = "gpt", mesh: Mesh = TWO_RANKS) -> Path:
+    """A checkpoint of such a model at ZeRO-1, in bf16: every number is 1.5."""
+    target = Target(mesh, "bfloat16").completed({})
     known = paper_sizes(family, sizes)
     model = paper_manifest(find_family(family), known)
     manifest = target_manifest(Conversion(model, target, "paper"))

@@ -18,7 +18,6 @@ docs/reference/performance.md.
 """
 
 import argparse
-import functools
 import math
 import os
 import statistics
@@ -183,8 +182,8 @@ def ways_to_save(
     tag, seconds in which training stands still, those of them that are not in DeepSpeed's own
     code."""
     in_stock = [0.0]  # seconds in DeepSpeed's own save, without the files that it is to write
-    count_seconds(in_stock, EngineSave, "_stock", 1)
-    count_seconds(in_stock, RankFiles, "save", -1)
+    frame.count_seconds(in_stock, EngineSave, "_stock", 1)
+    frame.count_seconds(in_stock, RankFiles, "save", -1)
     engine = trained(size, save="background")
     source, tags = Path(folder, "source"), Path(folder, "tags")
     save_by(engine, source, "direct", in_stock)
@@ -201,21 +200,6 @@ def ways_to_save(
     if has_torch:
         ways[TORCH] = lambda: save_by_torch(tags / "torch", own_bytes)
     return frame.in_turns(ways, repetitions, before=os.sync, after=lambda: frame.remove(tags))
-
-
-def count_seconds(found: list[float], owner: Any, name: str, sign: int) -> None:
-    """From now on the seconds in a method are added, or taken away."""
-    stock = getattr(owner, name)
-
-    @functools.wraps(stock)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return stock(*args, **kwargs)
-        finally:
-            found[0] += sign * (time.perf_counter() - started)
-
-    setattr(owner, name, timed)
 
 
 def save_by(engine: Any, folder: Path, way: str, in_stock: list[float]) -> dict[str, float]:
