@@ -59,7 +59,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.device.type != "cpu":
             return NotImplemented
-        raw = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        # not contiguous(): what has one element may keep a stride of its own
+        plain = obj.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+        raw = plain.view(torch.uint8).numpy().tobytes()
         return _unpickled, (obj.dtype, tuple(obj.shape), raw)
 
 
