@@ -106,7 +106,9 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
         environment, folder, job[0] = dict(os.environ), os.getcwd(), call["function"]
         succeeded, answer = True, b""
         try:
+            share_patches(stacks.with_name("patches"))
             answer = pickle.dumps((True, run_job(**call)))
+            share_patches(stacks.with_name("patches"))
             take_down()
         except (
             BaseException
@@ -120,6 +122,18 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
         os.environ.clear()
         os.environ |= environment
         os.chdir(folder)
+
+
+def share_patches(file: Path) -> None:
+    """Patches stay where a job applied them. Those that some workers have, all get: else the ranks
+    of a larger job would call other collectives than their peers."""
+    import megatron_ucp_patches as patches
+
+    there = file.read_text().split() if file.exists() else []
+    for name in there:
+        patches.apply(name)
+    with file.open("a") as out:
+        out.writelines(f"{name}\n" for name in sorted(patches._applied - {*there}))
 
 
 def results_without_a_manager() -> None:

@@ -259,3 +259,21 @@ pool.run(2, test_ranks.hang_on, 0)
         time.sleep(0.05)
     assert not buffers()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def patched(name: str) -> bool:
+    import megatron_ucp_patches as patches
+
+    before = name in patches._applied
+    patches.apply(name)
+    return before
+
+
+def test_what_a_job_patches_on_one_rank_is_patched_on_all_of_the_next() -> None:
+    """Or some ranks would call collectives that the others do not."""
+    pool, name = RankPool(2), "pipeline_group_norms"
+    try:
+        assert pool.run(1, patched, name) == [False]
+        assert pool.run(2, patched, name) == [True, True]
+    finally:
+        pool.close()
