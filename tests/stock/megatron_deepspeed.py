@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from tests.stock import stand_ins
+from tests.stock.server import flags_of
 
 ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches" / "megatron_deepspeed_pretrain_gpt.patch"
@@ -188,7 +189,7 @@ def run(job: Job, rank: int, store: str) -> None:
     _watch(job, result)
     config = Path(f"{store}.{rank}.json")
     config.write_text(json.dumps(_config(job)))
-    words = [*_flags(job), "--deepspeed_config", str(config), "--zero-stage", str(job.zero)]
+    words = [*flags_of(job, BASE), "--deepspeed_config", str(config), "--zero-stage", str(job.zero)]
     words += ["--data-path", str(folder / job.text)]
     words += [] if job.dtype == "fp32" else [f"--{job.dtype}"]
     dist.barrier()
@@ -249,18 +250,6 @@ def _config(job: Job) -> dict[str, Any]:
     if job.dtype == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 8}
     return config | job.config
-
-
-def _flags(job: Job) -> list[str]:
-    """Those of BASE but for the ones that are left out, with their values; then the job's."""
-    out: list[str] = []
-    left_out = False
-    for word in BASE.split():
-        if word.startswith("--"):
-            left_out = word in job.without
-        if not left_out:
-            out.append(word)
-    return [*out, *job.flags.split()]
 
 
 def _watch(job: Job, result: dict[str, Any]) -> None:

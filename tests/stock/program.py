@@ -18,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.stock.server import flags_of
+
 SAMPLES, SEQUENCE, VOCAB = 4, 16, 63
 BASE = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
@@ -195,7 +197,7 @@ def run(job: Job, rank: int, store: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", **job.environment)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.world)
-    sys.argv = ["pretrain_gpt.py", *_flags(job)]
+    sys.argv = ["pretrain_gpt.py", *flags_of(job, BASE)]
     args, container = _arguments()
     if args.context_parallel_size > 1:
         from tests.stock import context_parallel
@@ -235,18 +237,6 @@ def run(job: Job, rank: int, store: str) -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def _flags(job: Job) -> list[str]:
-    """Those of BASE but for the ones that are left out, with their values; then the job's."""
-    out: list[str] = []
-    left_out = False
-    for word in BASE.split():
-        if word.startswith("--"):
-            left_out = word in job.without
-        if not left_out:
-            out.append(word)
-    return [*out, *job.flags.split()]
 
 
 def _arguments() -> tuple[Any, Any]:

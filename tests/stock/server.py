@@ -60,6 +60,18 @@ class Server:
         self._process.wait(60)
 
 
+def flags_of(job: Any, base: str) -> list[str]:
+    """Those of `base` but for the ones that a job leaves out, with their values; then the job's."""
+    out: list[str] = []
+    left_out = False
+    for word in base.split():
+        if word.startswith("--"):
+            left_out = word in job.without
+        if not left_out:
+            out.append(word)
+    return [*out, *job.flags.split()]
+
+
 def main(module: str, folder: str) -> None:
     program = importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
