@@ -9,17 +9,10 @@ import torch
 import megatron_ucp as ucp
 from tests.engines import stack_jobs
 from tests.engines.canonical import canonical, differences
+from tests.engines.kinds import refusal_of
 from tests.engines.model import Setup, make_engine, train
 
 SETUP = Setup(1, groups=1)
-
-
-def said_of(call: Any) -> str:
-    try:
-        call()
-    except ucp.UcpError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def saved(folder: str, other: str) -> None:
@@ -41,14 +34,14 @@ def differing(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, values in loads(folder, other).items():
         asked = {"path": folder, "tag": "one", name.split()[-1]: values[rank]}
-        found[name] = said_of(partial(ucp.load, engine, **asked))
+        found[name] = refusal_of(partial(ucp.load, engine, **asked))
     for name, values in methods(folder).items():
         asked = {"load_dir": folder, "tag": "one", **values[rank]}
-        found[f"load_checkpoint {name}"] = said_of(partial(engine.load_checkpoint, **asked))
+        found[f"load_checkpoint {name}"] = refusal_of(partial(engine.load_checkpoint, **asked))
     found["unchanged"] = differences(before, canonical(engine)) == []
     for name in ("save_latest", "exclude_frozen_parameters"):
         asked = {"save_dir": folder, "tag": "three", name: bool(rank)}
-        found[f"save {name}"] = said_of(partial(engine.save_checkpoint, **asked))
+        found[f"save {name}"] = refusal_of(partial(engine.save_checkpoint, **asked))
     torch.distributed.barrier()  # rank 0 has removed what it had made for the save
     found["left"] = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
     report = ucp.load(engine, (folder, f"{folder}/./")[rank], "one")  # one folder, spelled twice
@@ -87,7 +80,7 @@ def attached() -> dict[str, str]:
     rank = torch.distributed.get_rank()
     engine = make_engine(SETUP, attach=False)
     found = {
-        name: said_of(partial(ucp.attach, engine, **{name: values[rank]}))
+        name: refusal_of(partial(ucp.attach, engine, **{name: values[rank]}))
         for name, values in {
             "keep_latest": (1, 2),
             "durable": (True, False),
@@ -112,11 +105,11 @@ def stack(folder: str) -> dict[str, Any]:
     want = stack_jobs.train(engine, 2, first=1)
     found: dict[str, Any] = {}
     for name in ("load_optimizer_states", "load_module_only"):
-        found[name] = said_of(partial(ucp.load, handle, folder, **{name: bool(rank)}))
-    found["path"] = said_of(partial(ucp.load, handle, (folder, f"{folder}/none")[rank]))
+        found[name] = refusal_of(partial(ucp.load, handle, folder, **{name: bool(rank)}))
+    found["path"] = refusal_of(partial(ucp.load, handle, (folder, f"{folder}/none")[rank]))
     for name in ("durable", "rng"):
-        found[f"save {name}"] = said_of(partial(ucp.save, handle, folder, **{name: not rank}))
-    found["save keep_latest"] = said_of(partial(ucp.save, handle, folder, keep_latest=1 + rank))
+        found[f"save {name}"] = refusal_of(partial(ucp.save, handle, folder, **{name: not rank}))
+    found["save keep_latest"] = refusal_of(partial(ucp.save, handle, folder, keep_latest=1 + rank))
     with torch.inference_mode():
         ucp.load(handle, folder)
     found["equal"] = stack_jobs.train(engine, 2, first=1) == want

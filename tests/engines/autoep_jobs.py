@@ -13,6 +13,7 @@ import megatron_ucp as ucp
 from pretrain.mcore.experts import apply_patches
 from tests.engines import kinds
 from tests.engines.kinds import KINDS, Kind
+from tests.engines.model import config_of
 from tests.engines.moe_jobs import hash_of, train
 from tests.engines.tensor_jobs import swap
 
@@ -97,35 +98,29 @@ def make(setup: Auto, attach: bool = True) -> Any:
         ]
         return torch.optim.AdamW(split(groups), lr=3e-3)
 
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
-        "gradient_clipping": 0.0,  # at stage 0 a rank clips by the norm of its own experts
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "stage": setup.zero,
-            "reduce_scatter": True,
-            "sub_group_size": setup.sub_group,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "expert_parallel": {
-            "enabled": True,
-            "autoep_size": setup.ep,
-            "use_grouped_mm": False,
-            # what it looks for in the model here
-            "moe_layer_pattern": r"mixtures\.\d+",
-            "router_pattern": "gate",
-            "expert_pattern": "experts",
-            "expert_w1": "gate_up_proj",
-            "expert_w2": "down_proj",
-            "expert_w3": None,
-            "num_experts_attr": "num_experts",
-            "top_k_attr": "top_k",
-        },
+    experts = {
+        "enabled": True,
+        "autoep_size": setup.ep,
+        "use_grouped_mm": False,
+        # what it looks for in the model here
+        "moe_layer_pattern": r"mixtures\.\d+",
+        "router_pattern": "gate",
+        "expert_pattern": "experts",
+        "expert_w1": "gate_up_proj",
+        "expert_w2": "down_proj",
+        "expert_w3": None,
+        "num_experts_attr": "num_experts",
+        "top_k_attr": "top_k",
     }
-    if setup.dtype != "fp32":
-        config[setup.dtype] = {"enabled": True}
+    zero = {"reduce_scatter": True, "sub_group_size": setup.sub_group}
+    config = config_of(
+        setup.zero,
+        BATCH // dist.get_world_size(),
+        setup.dtype,
+        zero,
+        gradient_clipping=0.0,  # at stage 0 a rank clips by the norm of its own experts
+        expert_parallel=experts,
+    )
     made = deepspeed.initialize(
         model=net,
         optimizer=optimizer,

@@ -13,9 +13,8 @@ import megatron_ucp as ucp
 from tests.engines import kinds
 from tests.engines.autotp_states import canonical, fill, tensor_place
 from tests.engines.canonical import base_of
-from tests.engines.kinds import KINDS, Kind
-from tests.engines.model import MUON, uncompiled
-from tests.ranks import allow_fp16_on_cpu
+from tests.engines.kinds import KINDS, Kind, refusal_of
+from tests.engines.model import config_of, muon_section, step_with, tokens_of
 
 VOCAB, SEQUENCE, BATCH = 61, 8, 4  # 61 rows are 31 and 30
 CHANGED = {
@@ -168,46 +167,29 @@ def regrouped(groups: list[dict[str, Any]], how: str) -> list[dict[str, Any]]:
 
 
 def ds_config(setup: Auto) -> dict[str, Any]:
-    copies = dist.get_world_size() // setup.tp
-    zero: dict[str, Any] = {"stage": setup.zero, "stage3_param_persistence_threshold": 0}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // copies,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-        **tensor_parallel(setup),
-    }
+    more, zero = tensor_parallel(setup), dict[str, Any]()
     if setup.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    if setup.dtype != "fp32":
-        config[setup.dtype] = {"enabled": True}
-    if setup.dtype == "fp16":
-        config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 3}
-        allow_fp16_on_cpu()
     if setup.fp32_sums:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        more["data_types"] = {"grad_accum_dtype": "fp32"}
     if setup.muon:
-        uncompiled()
-        config["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
+        more["optimizer"] = muon_section()
         zero["reduce_scatter"] = False  # which DeepSpeed asks for at ZeRO-3
+    rows = BATCH // (dist.get_world_size() // setup.tp)
+    config = config_of(setup.zero, rows, setup.dtype, zero, gradient_clipping=0.0, **more)
+    if setup.dtype == "fp16":
+        config["fp16"]["loss_scale_window"] = 3
     return config
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Steps on batches that depend on the step number alone; the mean loss over all ranks."""
+    """Losses of so many steps."""
     size, _ = tensor_place(engine)
     copies, copy = dist.get_world_size() // size, dist.get_rank() // size
     losses: list[float] = []
     for step in range(first, first + steps):
-        dice = torch.Generator().manual_seed(1000 + step)
-        rows = torch.randint(60, (BATCH, SEQUENCE), generator=dice).chunk(copies)[copy]
-        loss = engine(input_ids=rows, labels=rows).loss
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().double().reshape(1)
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
+        rows = tokens_of(step, (BATCH, SEQUENCE), 60).chunk(copies)[copy]
+        losses.append(step_with(engine, engine(input_ids=rows, labels=rows).loss))
     return losses
 
 
@@ -282,11 +264,7 @@ def both_say(engine: Any, **options: Any) -> list[str]:
         lambda: ucp.attach(engine, **options),
         lambda: ucp.load(engine, "nowhere", **options),
     ):
-        try:
-            call()
-            out.append("nothing was refused")
-        except ucp.UcpError as error:
-            out.append(f"{type(error).__name__}: {error}")
+        out.append(refusal_of(call, "nothing was refused"))
     return out
 
 

@@ -11,8 +11,8 @@ import megatron_ucp as ucp
 from pretrain.mcore import models, pipeline
 from tests.engines import stack_states, tensor_jobs
 from tests.engines.kinds import KINDS, Kind
+from tests.engines.model import config_of
 from tests.engines.stack_jobs import BATCH, Mcore
-from tests.ranks import allow_fp16_on_cpu
 
 
 @dataclass(frozen=True)
@@ -27,30 +27,18 @@ class Zero(Mcore):
 def make(setup: Zero, attach: bool = True) -> Any:
     import deepspeed
 
-    if setup.dtype == "fp16":
-        allow_fp16_on_cpu()
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp)
-    config = setup.model
-    model: Any = pipeline.build_pipeline(config, setup.pp) if setup.pp > 1 else models.build(config)
+    sizes = setup.model
+    model: Any = pipeline.build_pipeline(sizes, setup.pp) if setup.pp > 1 else models.build(sizes)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1), eps=setup.eps)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     dp = dist.get_world_size() // setup.tp // setup.pp
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dp,
-        "gradient_clipping": setup.clip,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
-    }
-    if setup.dtype != "fp32":
-        scale = {"initial_scale_power": 8} if setup.dtype == "fp16" else {}
-        settings[setup.dtype] = {"enabled": True, **scale}
+    config = config_of(setup.zero, BATCH // dp, setup.dtype, gradient_clipping=setup.clip)
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         lr_scheduler=schedule,
-        config=settings,
+        config=config,
         mpu=None if setup.pp > 1 else models.mpu(),
         dist_init_required=False,
     )[0]

@@ -19,34 +19,29 @@ from megatron_ucp.engines.deepspeed import save as saving
 from megatron_ucp.reshard import fingerprint
 from megatron_ucp.reshard.folder import RangeWriter
 from megatron_ucp.reshard.options import WAYS
+from tests.engines.background_jobs import slowly
 from tests.engines.canonical import canonical, differences, everywhere
+from tests.engines.kinds import attached, kind_of, state_after_load
 from tests.engines.model import Setup, make_engine, train
 from tests.engines.save_jobs import listing
 
 OF_THE_ARCHIVE = ".data/serialization_id"  # torch's mark of the call that wrote it
 
 
-def saved_each_way(
-    making: Callable[..., Any],
-    setup: Any,
-    training: Callable[..., Any],
-    folder: str,
-    exclude: bool = False,
-) -> list[Any]:
+def saved_each_way(setup: Any, folder: str, exclude: bool = False) -> list[Any]:
     """Saves one moment by DeepSpeed's own code, and by this package in its two ways; what they
     report."""
     pt_files._LEAST_SHARED_BYTES = 0
-    engine = making(setup, attach=False)
-    training(engine, 2)
+    kind, engine = kind_of(setup), attached(setup, save="background")
+    kind.train(engine, 2)
     options = {"tag": "tag", "client_state": {"seen": 7}, "exclude_frozen_parameters": exclude}
-    ucp.attach(engine, family=getattr(setup, "family", None), save="background")
     reports = []
     for way in WAYS:
         engine.ucp.save_options = replace(engine.ucp.save_options, way=way)
         engine.save_checkpoint(f"{folder}/{way}", **options)
         ucp.wait(engine)
         reports.append(ucp.report(engine).save)
-    engine.destroy()
+    kind.close(engine)
     return reports
 
 
@@ -60,8 +55,7 @@ def records(path: Path) -> dict[str, bytes]:
 
 def torn(setup: Setup, folder: str, way: str) -> dict[str, Any]:
     """A save during which the engine steps; then one during which it does not."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save=way)
+    engine = attached(setup, save=way)
     train(engine, 2)
     out: dict[str, Any] = {"said": []}
 
@@ -83,18 +77,13 @@ def torn(setup: Setup, folder: str, way: str) -> dict[str, Any]:
         dist.barrier()
     want = canonical(engine)
     engine.destroy()
-    fresh = make_engine(replace(setup, seed=9))
-    ucp.load(fresh, folder)
-    out["differences"] = differences(want, canonical(fresh))
-    fresh.destroy()
-    return out
+    return out | state_after_load(setup, folder, want)
 
 
 def trained_on(setup: Setup, folder: str, plant: bool = False) -> list[str]:
     """A save in the background whose writer starts ten steps later; what differs between the state
     at the call and what a load of it gives. `plant`: a scalar is left out of the snapshot."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="background")
+    engine = attached(setup, save="background")
     train(engine, 2)
     want = canonical(engine)
     background = background_of(engine)
@@ -112,128 +101,13 @@ def trained_on(setup: Setup, folder: str, plant: bool = False) -> list[str]:
     background.start(*held[0])
     ucp.wait(engine)
     engine.destroy()
-    fresh = make_engine(replace(setup, seed=9))
-    fresh.load_checkpoint(folder)
-    found = differences(want, canonical(fresh))
-    if fresh.global_steps != 2:
-        found.append("global_steps")
-    fresh.destroy()
-    return found
+    return state_after_load(setup, folder, want)["differences"]
 
 
 def _all_but_numbers(copy: Callable[..., Any]) -> Callable[..., Any]:
     """A snapshot that keeps the live memory of single numbers, as writers did that moved scalars
     into shared memory."""
     return lambda memory: memory if len(memory) <= 8 else copy(memory)
-
-
-def failing_in_background(setup: Setup, folder: str, how: str) -> dict[str, Any]:
-    """A good save, one that fails in the background on rank 1, a good one."""
-    options: dict[str, Any] = {"on_error": "warn"} if how == "warn" else {}
-    if how == "hangs":
-        options["deadline"] = 1.0
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="background", **options)
-    train(engine, 1)
-    engine.save_checkpoint(folder)
-    ucp.wait(engine)
-    train(engine, 1, first=1)
-    write = RangeWriter.write
-    if dist.get_rank() == 1:
-        RangeWriter.write = _hanging if how == "hangs" else _refused
-    out: dict[str, Any] = {}
-    try:
-        engine.save_checkpoint(folder)
-        train(engine, 1, first=2)  # goes on meanwhile
-        ucp.wait(engine)
-        out["error"] = out["message"] = ""
-    except ucp.UcpError as error:
-        out["error"], out["message"] = type(error).__name__, str(error)
-    RangeWriter.write = write
-    dist.barrier()
-    out["left"], out["latest"] = listing(folder), (Path(folder) / "latest").read_text()
-    dist.barrier()
-    engine.save_checkpoint(folder, tag="after")
-    ucp.wait(engine)
-    want = canonical(engine)
-    engine.destroy()
-    fresh = make_engine(replace(setup, seed=9))
-    fresh.load_checkpoint(folder)
-    out["then"] = differences(want, canonical(fresh))
-    fresh.destroy()
-    return out
-
-
-def _refused(_: RangeWriter, one: Any) -> Any:
-    raise OSError(28, "No space left on device", str(one.path))
-
-
-def _hanging(_: RangeWriter, one: Any) -> Any:
-    time.sleep(4.0)
-    raise OSError(5, "Input/output error", str(one.path))
-
-
-def die_in_background(setup: Setup, folder: str) -> str:
-    """Rank 1 dies while it writes in the background; what rank 0 hears."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="background")
-    train(engine, 1)
-    engine.save_checkpoint(folder)
-    ucp.wait(engine)
-    train(engine, 1, first=1)
-    if dist.get_rank() == 1:
-        RangeWriter.write = lambda *_: os._exit(7)  # type: ignore[method-assign]
-    engine.save_checkpoint(folder)
-    try:
-        ucp.wait(engine)
-    except ucp.UcpError as error:
-        raise AssertionError(f"{type(error).__name__}: {error} {listing(folder)}") from error
-    return ""
-
-
-def busy(setup: Setup, folder: str) -> dict[str, Any]:
-    """Saves that are asked for while one is under way: waited for, or skipped."""
-    out: dict[str, Any] = {}
-    for word in ("wait", "skip"):
-        engine = make_engine(setup, attach=False)
-        ucp.attach(engine, save="background", busy=word)
-        write = RangeWriter.write
-        RangeWriter.write = _slowly(write)
-        for step in range(2):
-            train(engine, 1, first=step)
-            engine.save_checkpoint(f"{folder}/{word}")
-        RangeWriter.write = write
-        ucp.wait(engine)
-        dist.barrier()
-        out[word] = listing(f"{folder}/{word}")
-        engine.destroy()
-        dist.barrier()
-    return out
-
-
-def _slowly(write: Callable[..., Any]) -> Callable[..., Any]:
-    def slow(*given: Any) -> Any:
-        time.sleep(0.1)
-        return write(*given)
-
-    return slow
-
-
-def memory_of(setup: Setup, folder: str, **options: Any) -> tuple[int, int, int]:
-    """Bytes of the snapshot's memory after a wait, after a second save, and what was written."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="background", **options)
-    background = background_of(engine)
-    assert background is not None
-    held = []
-    for step in range(2):
-        train(engine, 1, first=step)
-        engine.save_checkpoint(folder)
-        ucp.wait(engine)
-        held.append(background.snapshot.size_bytes)
-    report = ucp.report(engine).save
-    engine.destroy()
-    return held[0], held[1], report.bytes_by_rank[dist.get_rank()]
 
 
 def fingerprints(setup: Setup, folder: str, target: Setup) -> list[Any]:
@@ -254,12 +128,10 @@ def fingerprints(setup: Setup, folder: str, target: Setup) -> list[Any]:
     return [found, len(before.differences(found[0]))]
 
 
-def refused_loads(
-    making: Callable[..., Any], setup: Any, folder: str, tags: list[str]
-) -> dict[str, tuple[str, str]]:
+def refused_loads(setup: Any, folder: str, tags: list[str]) -> dict[str, tuple[str, str]]:
     """What an engine says to each tag, with checksums and without. `stale`: masters that lie far
     from the training weights beside them are refused before a byte moves, else."""
-    engine = making(setup)
+    engine = kind_of(setup).make(setup)
     out: dict[str, tuple[str, str]] = {}
     for tag in tags:
         said = ["", ""]
@@ -269,7 +141,7 @@ def refused_loads(
             except ucp.UcpError as error:
                 said[number] = f"{type(error).__name__}: {error}"
         out[tag] = said[0], said[1]
-    engine.destroy()
+    kind_of(setup).close(engine)
     return out
 
 
@@ -292,15 +164,14 @@ def reports(setup: Setup, folder: str, stock: str) -> list[Any]:
 def back_in_the_next_save(setup: Setup, folder: str) -> list[str]:
     """The writer of a save that was given up comes back while the next save is written; what
     differs between that one and what a load of it gives, and the tags that are there."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="background", on_error="warn", deadline=2.0, keep_snapshot=False)
+    engine = attached(setup, save="background", on_error="warn", deadline=2.0, keep_snapshot=False)
     train(engine, 1)
     write = RangeWriter.write
     if dist.get_rank() == 1:
         RangeWriter.write = _back_late(write)
     engine.save_checkpoint(folder, tag="given_up")
     ucp.wait(engine)
-    RangeWriter.write = _slowly(write)
+    RangeWriter.write = slowly(write)
     train(engine, 1, first=1)
     want = canonical(engine)
     dist.barrier()
@@ -310,10 +181,7 @@ def back_in_the_next_save(setup: Setup, folder: str) -> list[str]:
     engine.destroy()
     time.sleep(1.0)
     dist.barrier()
-    fresh = make_engine(replace(setup, seed=9))
-    fresh.load_checkpoint(folder)
-    found = differences(want, canonical(fresh))
-    fresh.destroy()
+    found = state_after_load(setup, folder, want)["differences"]
     return found + [name for name in listing(folder) if not name.startswith(".")]
 
 
@@ -330,8 +198,7 @@ def _back_late(write: Callable[..., Any]) -> Callable[..., Any]:
 
 def named_as_pointers(setup: Setup, folder: str, way: str) -> tuple[list[str], list[str]]:
     """What saves into tags with the names of pointers say, and what lies there after them."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save=way)
+    engine = attached(setup, save=way)
     train(engine, 1)
     engine.save_checkpoint(folder)
     ucp.wait(engine)
@@ -349,15 +216,14 @@ def named_as_pointers(setup: Setup, folder: str, way: str) -> tuple[list[str], l
 
 def moved_away(setup: Setup, folder: str, way: str) -> tuple[list[str], list[str]]:
     """A save into a relative path, by a program that goes elsewhere; what lies here, and there."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save=way)
+    engine = attached(setup, save=way)
     train(engine, 1)
     os.chdir(folder)
     if not dist.get_rank():
         Path("away", "here").mkdir(parents=True)  # where the path leads later
     dist.barrier()
     settled = saves._write_beside
-    saves._write_beside = _slowly(settled)
+    saves._write_beside = slowly(settled)
     engine.save_checkpoint("here")
     os.chdir("away")
     ucp.wait(engine)
@@ -374,8 +240,7 @@ def in_folder(folder: Path) -> list[str]:
 
 def refused_in_the_call(setup: Setup, folder: str, on_error: str) -> dict[str, Any]:
     """A good save, one whose ranges find no room before the call returns, a good one."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="background", on_error=on_error)
+    engine = attached(setup, save="background", on_error=on_error)
     train(engine, 1)
     engine.save_checkpoint(folder)
     train(engine, 1, first=1)

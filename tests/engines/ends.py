@@ -75,31 +75,17 @@ class Training:
         own: dict[str, Any] = {"save": "background", "deadline": args.deadline}
         if args.end == "warned":
             own["on_error"] = "warn"
-        if args.engine == "deepspeed":
-            import megatron_ucp as ucp
-            from tests.engines.model import Setup, make_engine
+        from tests.engines.kinds import attached, kind_of
+        from tests.engines.model import Setup
+        from tests.engines.stack_jobs import Mcore
 
-            made = make_engine(Setup(2, "bf16"), attach=False)
-            self.engine = ucp.attach(made, **own)
-        else:
-            from tests.engines.stack_background_jobs import attached
-            from tests.engines.stack_jobs import Mcore, make
-
-            self.engine = attached(make(Mcore(layers=2, style="constant")), **own)
+        stack = Mcore(layers=2, style="constant")
+        setup = Setup(2, "bf16") if args.engine == "deepspeed" else stack
+        self.kind, self.engine = kind_of(setup), attached(setup, **own)
 
     def step_and_save(self, step: int) -> None:
-        if self.args.engine == "deepspeed":
-            from tests.engines.model import train
-
-            train(self.engine, 1, first=step)
-            self.engine.save_checkpoint(self.args.folder)
-            return
-        import megatron_ucp as ucp
-        from tests.engines import stack_jobs
-
-        stack_jobs.train(self.engine, 1, first=step)
-        flags = stack_jobs.arguments(self.engine)
-        ucp.save(self.engine.handle, self.args.folder, arguments=flags)
+        self.kind.train(self.engine, 1, first=step)
+        self.engine.save_checkpoint(self.args.folder)
 
 
 def train_and_end(args: argparse.Namespace, rank: int, ranks: int) -> None:

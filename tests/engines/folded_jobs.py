@@ -12,6 +12,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.family import Declared, Family, Sizes, whole
 from tests.engines.canonical import everywhere
+from tests.engines.kinds import refusal_of
 from tests.families.registration import registered
 
 LAYERS, WIDTH, STAGES, MICRO_BATCHES = 4, 5, 2, 4
@@ -120,11 +121,7 @@ def save(zero: int, folder: str) -> dict[str, Any]:
             lambda: ucp.attach(engine, family="stack"),
             lambda: ucp.load(engine, folder, family="stack"),
         ):
-            try:
-                call()
-                said.append("nothing was refused")
-            except ucp.UcpError as error:
-                said.append(f"{type(error).__name__}: {error}")
+            said.append(refusal_of(call, "nothing was refused"))
     found = {"said": said, "moments": moments(engine)}
     engine.destroy()
     return found

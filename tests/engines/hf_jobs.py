@@ -18,6 +18,7 @@ from pretrain.mcore import models
 from tests.engines import tensor_jobs
 from tests.engines.canonical import canonical, differences
 from tests.engines.hf_twin import wide
+from tests.engines.kinds import oracle_of
 from tests.engines.masters import runs_of
 from tests.engines.tensor_jobs import Staged, close
 
@@ -27,7 +28,7 @@ def load(
 ) -> dict[str, Any]:
     """Loads a folder into an engine that may have `trained` before, and compares the masters with
     those of the run that was exported; then trains a step."""
-    want = torch.load(Path(oracle) / "oracle.pt", weights_only=False)["states"][tag]["full"]
+    want = oracle_of(oracle)["states"][tag]["full"]
     engine = tensor_jobs.make(setup)
     tensor_jobs.train(engine, trained)
     found: dict[str, Any] = {"error": "", "notes": ()}
@@ -303,7 +304,7 @@ def _without(part: str) -> Any:
 def stock_load(setup: Staged, folder: str, oracle: str) -> dict[str, Any]:
     """Stock DeepSpeed's own load of what was imported, into an engine that knows nothing of the
     package; then a step. Masters are compared with those of the run that was exported in bf16."""
-    want = torch.load(Path(oracle) / "oracle.pt", weights_only=False)["states"]["filled"]["full"]
+    want = oracle_of(oracle)["states"]["filled"]["full"]
     wanted = {key: value.bfloat16().float() for key, value in want.items() if key[1] == "fp32"}
     engine = tensor_jobs.make(setup, attach=False)
 

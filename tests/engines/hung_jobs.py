@@ -16,8 +16,11 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.engines import background as beside
 from megatron_ucp.formats.output_folder import manifest_of
-from tests.engines import stack_jobs
+from tests.engines.kinds import attached, kind_of
+from tests.engines.model import Setup
+from tests.engines.stack_jobs import Mcore
 
+SETUPS = {"deepspeed": Setup(1), "stack": Mcore(layers=2, style="constant")}
 DEADLINE_S = 1.0
 TRIES = 5  # on a busy machine the deadline may come before the call
 WRITER = "ucp-save"  # the name of a thread that saves
@@ -90,18 +93,12 @@ class Run:
         self.kind, self.folder, self.keep = kind, folder, keep
         self.step, self.confirmed, self.faults = 0, list[int](), list[str]()
         if kind == "deepspeed":
-            from tests.engines.model import Setup, make_engine
-
-            own = {"save": "background", "keep_latest": keep}
-            self.engine = ucp.attach(make_engine(Setup(1), attach=False), **own)
-            self.pointer, self.handle = folder / "latest", self.engine
+            own, pointer = {"keep_latest": keep}, "latest"
         else:
-            from tests.engines.stack_background_jobs import attached
-
-            made = stack_jobs.make(stack_jobs.Mcore(layers=2, style="constant"))
-            self.engine = attached(made, save="background")
-            self.pointer = folder / "latest_checkpointed_iteration.txt"
-            self.handle = self.engine.handle
+            own, pointer = {}, "latest_checkpointed_iteration.txt"
+        self.engines = kind_of(SETUPS[kind])
+        self.engine = attached(SETUPS[kind], save="background", **own)
+        self.pointer, self.handle = folder / pointer, self.engines.handle(self.engine)
         found = beside.background_of(self.handle)
         assert found is not None
         self.background = found
@@ -113,12 +110,7 @@ class Run:
         """One step and a save of it; what is said, where it failed."""
         self.background.options = replace(self.background.options, deadline=deadline)
         self.step += 1
-        if self.kind == "deepspeed":
-            from tests.engines.model import train
-
-            train(self.engine, 1, first=self.step)
-        else:
-            stack_jobs.train(self.engine, 1, first=self.step)
+        self.engines.train(self.engine, 1, first=self.step)
         try:
             if self.kind == "deepspeed":
                 self.engine.save_checkpoint(self.folder, tag=f"step{self.step}")
@@ -240,10 +232,7 @@ class Lives:
         before = self.run
         self.disk.wake()
         self.faults += before.end(is_last=False)
-        if before.kind == "deepspeed":
-            before.engine.destroy()
-        else:
-            stack_jobs.close(before.engine)
+        before.engines.close(before.engine)
         self.run = Run(before.kind, self.folder, self.keep)
         ucp.load(self.run.handle, self.folder)
         self.run.confirmed, self.run.step = before.confirmed, before.step

@@ -1,18 +1,18 @@
 """What the ranks do in the engine tests."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
+from tests.engines.kinds import oracle_of
 from tests.engines.model import Setup, make_engine, train
 
 
 def masters_are_equal(setup: Setup, folder: str) -> bool:
     """Whether every state, as fp32, is what the checkpoint's was."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]["full"]
+    oracle = oracle_of(folder)["states"]["trained"]["full"]
     engine = make_engine(setup)
     ucp.load(engine, folder, tag="trained")
     have = canonical(engine)["full"]
@@ -153,7 +153,7 @@ def groups_after(setup: Setup, folder: str) -> dict[str, Any]:
 def unstepped_after(setup: Setup, folder: str) -> dict[str, tuple[bool, bool]]:
     """For a frozen parameter and two buffers: equal to the checkpoint's (before, after) the
     load."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    oracle = oracle_of(folder)["states"]["trained"]
     engine = make_engine(setup)
     out = []
     for load in (False, True):
@@ -176,7 +176,7 @@ def unstepped_after(setup: Setup, folder: str) -> dict[str, tuple[bool, bool]]:
 
 
 def weights_only(setup: Setup, folder: str) -> dict[str, Any]:
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    oracle = oracle_of(folder)["states"]["trained"]
     out = {}
     for option, options in (
         ("load_module_only", {"load_module_only": True}),

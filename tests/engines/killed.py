@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,24 +30,23 @@ from urllib.request import urlopen
 from megatron_ucp.formats.store import location
 from tests import rank_worker
 
-MESHES = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
 STEPS = 300  # more than a trial reaches
 MOST_SAVES = 5  # that may be whole when a run is killed
 MOST_TRIALS = 20  # of a kind of which no save was hit
 LIMIT_S = 100
+MORE = 1  # steps after a resume
 
 
 @dataclass(frozen=True)
 class Runs:
     """Runs of one kind of engine. `meshes` are setups, and on how many ranks; `pointer` is the file
-    that names a whole checkpoint."""
+    that names a whole checkpoint, by which `tag_of` names its folder; `save` is what a run does
+    after a step."""
 
     meshes: Sequence[tuple[Any, int]]
     pointer: str
-    save_on_and_on: Callable[..., None]
-    go_uninterrupted: Callable[..., None]
-    load: Callable[..., None]
-    differences: Callable[[Any, Any], list[str]]
+    tag_of: Callable[[str], str]
+    save: Callable[[Any, Any, int], None]
 
 
 def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: Any) -> int:
@@ -92,68 +91,93 @@ def together(ranks: int, store: Path, work: Callable[..., None], *args: Any) -> 
         sys.exit(f"{work.__name__} on {ranks} ranks: exit codes {codes}")
 
 
-def make(zero: int, seed: int, way: str = "stock") -> Any:
+def save_tag(engine: Any, folder: Any, step: int) -> None:
+    """New tags, then old ones again."""
+    engine.save_checkpoint(folder, tag=f"step{step % 3}" if step > 6 else f"step{step}")
+
+
+def save_latest(engine: Any, folder: Any, _: int) -> None:
     import megatron_ucp as ucp
-    from tests.engines.model import Setup, make_engine
+    from tests.engines.stack_jobs import arguments
 
-    return ucp.attach(make_engine(Setup(zero, "fp32", seed=seed), attach=False), save=way)
+    ucp.save(engine.handle, folder, keep_latest=3, arguments=arguments(engine))
 
 
-def save_on_and_on(zero: int, folder: Path, steps: int, way: str = "stock") -> None:
-    """A save after every step; in the background, after every other one."""
-    from tests.engines.model import train
+def runs_of(name: str) -> Runs:
+    """Of DeepSpeed's engines, or of megatron-core's stack."""
+    from tests.engines.model import Setup
+    from tests.engines.stack_jobs import Mcore
 
-    engine = make(zero, seed=1, way=way)
+    if name != "stack":
+        meshes = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
+        setups = [(Setup(zero, "fp32"), ranks) for zero, ranks in meshes]
+        return Runs(setups, "latest", str, save_tag)
+    small = Mcore(layers=2, style="constant")
+    stacks = [
+        (small, 2),
+        (replace(small, overlap=True, gather=True, bucket=2000), 2),
+        (replace(small, tp=2), 2),
+        (replace(small, pp=2), 2),
+        (replace(small, distributed=False), 2),
+        (small, 1),
+    ]
+    pointer = "latest_checkpointed_iteration.txt"
+    return Runs(stacks, pointer, lambda text: f"iter_{int(text):07d}", save_latest)
+
+
+def save_on_and_on(setup: Any, folder: Path, steps: int, way: str, name: str) -> None:
+    """A save after every step; in the background, and of a stack, after every other one."""
+    from tests.engines.kinds import attached, kind_of
+
+    kind, engine = kind_of(setup), attached(setup, save=way)
     for step in range(1, steps + 1):
-        train(engine, 1, first=step)
-        if way == "background" and step % 2:
-            continue
-        # new tags, then old ones again
-        engine.save_checkpoint(folder, tag=f"step{step % 3}" if step > 6 else f"step{step}")
+        kind.train(engine, 1, first=step)
+        if step % 2 == 0 or (name != "stack" and way != "background"):
+            runs_of(name).save(engine, folder, step)
 
 
-def go_uninterrupted(zero: int, steps: int, oracle: Path) -> None:
-    """The states of the same run, to which nothing happened, after so many steps."""
+def go_uninterrupted(setup: Any, steps: int, oracle: Path) -> None:
+    """The states of the same run, to which nothing happened, after so many steps, and the losses of
+    the next ones."""
     import torch
     import torch.distributed as dist
 
-    from tests.engines.canonical import canonical
-    from tests.engines.model import train
+    from tests.engines.kinds import attached, kind_of
 
-    engine = make(zero, seed=1)
-    for step in range(1, steps + 1):
-        train(engine, 1, first=step)
-    states = canonical(engine)
+    kind, engine = kind_of(setup), attached(setup)
+    kind.train(engine, steps, first=1)
+    states = kind.settled_state(engine)
+    losses = kind.train(engine, MORE, first=steps + 1)
     if dist.get_rank() == 0:
-        torch.save(states, oracle)
+        torch.save({"states": states, "losses": losses}, oracle)
 
 
-def load(zero: int, folder: Path, result: Path) -> None:
-    """Loads the newest whole tag, and what `latest` names, on a mesh of its own; the states before
-    and after."""
+def load(setup: Any, folder: Path, result: Path, name: str) -> None:
+    """Loads the newest whole tag on a mesh of its own, and goes on; then what the pointer names.
+    The states before and after."""
     import torch
     import torch.distributed as dist
 
     import megatron_ucp as ucp
     from megatron_ucp.reshard.look import unfinished
-    from tests.engines.canonical import canonical
+    from tests.engines.kinds import attached, kind_of
 
-    engine = make(zero, seed=2)
-    before = canonical(engine)
+    runs, kind, engine = runs_of(name), kind_of(setup), attached(replace(setup, seed=2))
+    before = kind.canonical(engine)
     found = ucp.newest_whole(folder)
-    ucp.load(engine, found.folder)
-    step = engine.global_steps
-    after = canonical(engine)
-    ucp.load(engine, folder)
+    report = ucp.load(kind.handle(engine), found.folder)
+    after = kind.canonical(engine)
+    losses = kind.train(engine, MORE, first=report.global_steps + 1)
+    ucp.load(kind.handle(engine), folder)
     if dist.get_rank() == 0:
         said = {
-            "step": step,
+            "step": report.global_steps,
             "tag": found.folder.name,
-            "latest": (folder / "latest").read_text(),
+            "latest": runs.tag_of((folder / runs.pointer).read_text()),
             "passed_over": found.passed_over,
             "unfinished": unfinished(folder),
         }
-        torch.save({"said": said, "before": before, "after": after}, result)
+        torch.save({"said": said, "before": before, "after": after, "losses": losses}, result)
 
 
 def named_by(pointer: Any) -> str:
@@ -185,14 +209,14 @@ def wait_for_saves(pointer: Any, saves: int) -> float:
 
 
 def save_and_kill(
-    runs: Runs, mesh: tuple[Any, int], folder: Any, store: Path, dice: random.Random, way: str
+    name: str, mesh: tuple[Any, int], folder: Any, store: Path, dice: random.Random, way: str
 ) -> tuple[float, list[int]]:
     """Kills a run after some of its saves, at any moment of the next one. How long after the end of
     the save before, and the exit codes of its ranks."""
     setup, ranks = mesh
-    job = ranks, store, runs.save_on_and_on, setup, folder, STEPS, way
+    job = ranks, store, save_on_and_on, setup, folder, STEPS, way, name
     pids = [start(rank, *job) for rank in range(ranks)]
-    one_save_s = wait_for_saves(folder / runs.pointer, dice.randint(2, MOST_SAVES))
+    one_save_s = wait_for_saves(folder / runs_of(name).pointer, dice.randint(2, MOST_SAVES))
     after_s = dice.uniform(0, one_save_s)
     time.sleep(after_s)
     for pid in dice.sample(pids, len(pids)):
@@ -204,32 +228,35 @@ def save_and_kill(
 
 
 def trial(
-    number: int, folder: Path, dice: random.Random, way: str, runs: Runs, url: str = ""
+    number: int, folder: Path, dice: random.Random, way: str, name: str, url: str = ""
 ) -> dict[str, Any]:
     """One run that is killed, and what can be loaded after it. It saves into `url`, where one is
     given."""
     import torch
 
-    mesh, (target, others) = dice.choice(runs.meshes), dice.choice(runs.meshes)
+    from tests.engines.kinds import kind_of
+
+    meshes = runs_of(name).meshes
+    mesh, (target, others) = dice.choice(meshes), dice.choice(meshes)
     store = folder / f"store{number}"
     checkpoints = (location(url) if url else folder) / f"trial{number}"
-    after_s, codes = save_and_kill(runs, mesh, checkpoints, store, dice, way)
+    after_s, codes = save_and_kill(name, mesh, checkpoints, store, dice, way)
     result, oracle = folder / f"result{number}.pt", folder / f"oracle{number}.pt"
-    together(others, folder / f"store{number}b", runs.load, target, checkpoints, result)
+    together(others, folder / f"store{number}b", load, target, checkpoints, result, name)
     found = torch.load(result, weights_only=False)
     step = found["said"]["step"]
     setup, ranks = mesh
-    together(ranks, folder / f"store{number}c", runs.go_uninterrupted, setup, step, oracle)
-    states = torch.load(oracle, weights_only=False)
-    losses = zip(found.pop("losses", []), states.pop("losses", []), strict=True)
+    together(ranks, folder / f"store{number}c", go_uninterrupted, setup, step, oracle)
+    want, compare = torch.load(oracle, weights_only=False), kind_of(setup).differences
+    losses = zip(found["losses"], want["losses"], strict=True)
     return {
         "killed_after_s": round(after_s, 3),
         "source": [str(setup), ranks],
         "target": [str(target), others],
         "codes": codes,
-        "differences": runs.differences(states, found["after"]),
-        "differed_before": len(runs.differences(states, found["before"])),
-        "losses": max((abs(a - b) for a, b in losses), default=0.0),
+        "differences": compare(want["states"], found["after"]),
+        "differed_before": len(compare(want["states"], found["before"])),
+        "losses": max(abs(a - b) for a, b in losses),
         **found["said"],
     }
 
@@ -244,19 +271,7 @@ def prepare() -> None:
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.utils.logger.setLevel("WARNING")
-    import tests.engines.canonical
-    import tests.engines.killed_stack
-    import tests.engines.model  # noqa: F401 - before the forks
-
-
-def runs_of(engine: str) -> Runs:
-    """Of DeepSpeed's engines, or of megatron-core's stack."""
-    from tests.engines import killed_stack
-    from tests.engines.canonical import differences
-
-    if engine in killed_stack.RUNS:
-        return killed_stack.RUNS[engine]
-    return Runs(MESHES, "latest", save_on_and_on, go_uninterrupted, load, differences)
+    import tests.engines.stack_jobs  # noqa: F401 - before the forks
 
 
 def trials_in_a_process(folder: Path, kinds: Sequence[str], *words: str) -> list[dict[str, Any]]:
@@ -299,11 +314,11 @@ def main() -> None:
     dice, numbers = random.Random(args.seed), itertools.count()
     for kind in args.kinds:
         engine, way, trials = kind.split(":")
-        runs, found = runs_of(engine), list[dict[str, Any]]()
+        found = list[dict[str, Any]]()
         while len(found) < int(trials) or (
             not any(one["unfinished"] for one in found) and len(found) < MOST_TRIALS
         ):
-            one = trial(next(numbers), args.folder, dice, way, runs, args.url)
+            one = trial(next(numbers), args.folder, dice, way, engine, args.url)
             found.append(one)
             print(json.dumps({"kind": kind, **one}), flush=True)
 

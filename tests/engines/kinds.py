@@ -120,20 +120,35 @@ def attached(setup: Any, **options: Any) -> Any:
     return engine
 
 
-def state_after_load(setup: Any, folder: str, want: dict[str, Any]) -> dict[str, Any]:
-    """What differs from a state in an engine of another seed, before and after it loads what the
-    folder's pointer names; where a load is refused, what it says."""
+def state_after_load(
+    setup: Any, folder: str, want: dict[str, Any], but: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """What differs from a state, `but` for parts of it, in an engine of another seed before and
+    after it loads what the folder's pointer names; where a load is refused, what it says."""
     kind = kind_of(setup)
+
+    def different(have: dict[str, Any]) -> list[str]:
+        return kind.differences(want, {**have, **{part: want[part] for part in but}})
+
     engine = kind.make(replace(setup, seed=9))
     kind.train(engine, kind.stale_steps, first=99)
-    found = {"before": kind.differences(want, kind.settled_state(engine))}
+    found = {"before": different(kind.settled_state(engine))}
     try:
         engine.load_checkpoint(folder)
-        found["differences"] = kind.differences(want, kind.canonical(engine))
+        found["differences"] = different(kind.canonical(engine))
     except ucp.UcpError as error:
         found["differences"] = [f"{type(error).__name__}: {error}"]
     kind.close(engine)
     return found
+
+
+def refusal_of(call: Callable[[], Any], nothing: str = "") -> str:
+    """The kind and the message of the error that this package refuses a call with."""
+    try:
+        call()
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    return nothing
 
 
 def oracle_of(folder: str | Path) -> dict[str, Any]:

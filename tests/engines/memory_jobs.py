@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from megatron_ucp.reshard import agree
 from tests.connected import connect
 from tests.engines import stack_jobs
 from tests.engines.canonical import everywhere
-from tests.engines.kinds import kind_of
+from tests.engines.kinds import attached, kind_of, refusal_of
 from tests.engines.model import SEQUENCE, Setup, make_engine, train
 from tests.engines.resize_jobs import compared, dist_rank, look
 from tests.rank_reset import take_down
@@ -52,13 +53,7 @@ def make(world: World, folder: str, every: int) -> Any:
     """An engine whose steps are kept in memory."""
     setup, options = world.setup, {"keep": "memory", "every": every, "folder": folder}
     options |= world.options
-    if isinstance(setup, stack_jobs.Mcore):
-        engine = stack_jobs.make(setup)
-        parts = engine.stack.chunks, engine.optimizer, engine.scheduler
-        engine.handle = ucp.attach_megatron(*parts, family=setup.family, **options)
-        return engine
-    engine = kind_of(setup).make(setup, attach=False)  # type: ignore[call-arg]
-    return ucp.attach(engine, family=getattr(setup, "family", None), **options)
+    return attached(setup, **options)
 
 
 def connected(world: World, store: str) -> bool:
@@ -338,11 +333,7 @@ def all_options(folder: str) -> dict[str, Any]:
     }
     refused: dict[str, str] = {}
     for name, asked in wrong.items():
-        try:
-            ucp.attach(make_engine(Setup(1), attach=False), **asked)
-            refused[name] = "nothing was refused"
-        except ucp.UcpError as error:
-            refused[name] = f"{type(error).__name__}: {error}"
+        refused[name] = refusal_of(partial(attached, Setup(1), **asked), "nothing was refused")
     with heard() as lines:
         engine = make_engine(Setup(1), attach=False)
         engine = ucp.attach(

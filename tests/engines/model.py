@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from tests.engines import optimizers
 from tests.engines.kinds import KINDS, Kind
@@ -316,32 +317,42 @@ def make_optimizer(
     return getattr(*own.get(name, (torch.optim, name)))(groups, **options)
 
 
-def ds_config(setup: Setup) -> dict[str, Any]:
-    """The DeepSpeed config of a setup."""
-    dp = torch.distributed.get_world_size()
+def config_of(
+    zero: int,
+    rows: int,
+    dtype: str = "fp32",
+    zero_config: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """A config for DeepSpeed, with so many rows for each rank: every parameter is partitioned at
+    stage 3, and the loss scale of fp16 is low enough to go on at once."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp,
+        "train_micro_batch_size_per_gpu": rows,
         "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": setup.zero,
+            "stage": zero,
             "stage3_param_persistence_threshold": 0,
-            **dict(setup.zero_config),
+            **(zero_config or {}),
         },
-        "steps_per_print": 10**9,
-        **dict(setup.config),
+        **more,
     }
-    if setup.dtype == "bf16":
-        config["bf16"] = {"enabled": True, **config.get("bf16", {})}
-    if setup.dtype == "fp16":
-        config["fp16"] = {
-            "enabled": True,
-            "initial_scale_power": 8,
-            "loss_scale_window": 3,
-            **config.get("fp16", {}),
-        }
+    if dtype != "fp32":
+        scale = {"initial_scale_power": 8} if dtype == "fp16" else {}
+        config[dtype] = {"enabled": True, **scale, **config.get(dtype, {})}
+    if dtype == "fp16":
         allow_fp16_on_cpu()
+    return config
+
+
+def ds_config(setup: Setup) -> dict[str, Any]:
+    """The DeepSpeed config of a setup."""
+    rows = GLOBAL_BATCH // dist.get_world_size()
+    config = config_of(setup.zero, rows, setup.dtype, dict(setup.zero_config), **dict(setup.config))
+    if setup.dtype == "fp16":
+        config["fp16"].setdefault("loss_scale_window", 3)
     return config
 
 
@@ -416,13 +427,17 @@ def uncompiled() -> None:
     unwrap(original_muon)
 
 
+def muon_section(**options: Any) -> dict[str, Any]:
+    """The section of a config that asks for Muon, which is not compiled from here on."""
+    uncompiled()
+    return {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True, **options}}
+
+
 def muon_engine(
     setup: Setup, make: Any, net: torch.nn.Module, groups: list[dict[str, Any]], config: Any
 ) -> Any:
     """An engine whose optimizer the config names."""
-    uncompiled()
-    options = {"lr": 3e-3, "torch_adam": True, **dict(setup.options)}
-    config["optimizer"] = {"type": MUON, "params": options}
+    config["optimizer"] = muon_section(**dict(setup.options))
     if setup.zero == 3:
         config["zero_optimization"]["reduce_scatter"] = False
     return make(
@@ -434,21 +449,27 @@ def muon_engine(
     )[0]
 
 
+def tokens_of(step: int, shape: tuple[int, int], below: int) -> torch.Tensor:
+    """The batch of a step, which depends on the step number alone."""
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(1000 + step))
+
+
+def step_with(engine: Any, loss: torch.Tensor, group: Any = None) -> float:
+    """Takes a step; the mean loss over all ranks of a group, exact in float64."""
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach().double().reshape(1)
+    dist.all_reduce(total, group=group)
+    return float(total) / dist.get_world_size(group)
+
+
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Steps on batches that depend on the step number alone; the mean loss over all ranks, exact in
-    float64."""
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    losses = []
+    """Losses of so many steps."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    losses: list[float] = []
     for step in range(first, first + steps):
-        tokens = torch.randint(
-            VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1000 + step)
-        )
-        loss = engine(tokens.chunk(world)[rank].contiguous())
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().double().reshape(1)
-        torch.distributed.all_reduce(total)
-        losses.append(float(total) / world)
+        tokens = tokens_of(step, (GLOBAL_BATCH, SEQUENCE), VOCAB).chunk(world)[rank]
+        losses.append(step_with(engine, engine(tokens.contiguous())))
     return losses
 
 

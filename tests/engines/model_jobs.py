@@ -10,8 +10,8 @@ import megatron_ucp_patches as patches
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.errors import UcpError
 from pretrain.mcore import models
+from tests.engines.kinds import refusal_of
 
 GLOBAL_BATCH, SEQUENCE = 4, 16
 GPT = models.ModelConfig(
@@ -251,11 +251,7 @@ def attempting(found: dict[str, str]) -> Callable[[str, Callable[[], Any]], None
     """A function that makes a call and notes under its name what it raised."""
 
     def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-            found[name] = "nothing"
-        except UcpError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = refusal_of(call, "nothing")
 
     return attempt
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from tests.engines import kinds, tensor_jobs
 from tests.engines.kinds import KINDS, Kind, kind_of
+from tests.engines.model import config_of, step_with, tokens_of
 from tests.engines.tensor_jobs import swap
 
 WIDTH, VOCAB, SEQUENCE, BATCH = 6, 24, 6, 4
@@ -138,18 +139,15 @@ def make(setup: Moe, attach: bool = True) -> Any:
     ]
     optimizer = torch.optim.AdamW(split(groups), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
+    config = config_of(
+        setup.zero,
+        BATCH // dist.get_world_size(),
+        setup.dtype,
+        {"reduce_scatter": True},
         # at stage 0 each rank clips by the norm of its own experts, and the copies of all else go
         # apart (deepspeed 0.19.8, clip_grad_norm_ without an mpu)
-        "gradient_clipping": 1.0 if setup.zero else 0.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "reduce_scatter": True},
-    }
-    if setup.dtype != "fp32":
-        config[setup.dtype] = {"enabled": True}
+        gradient_clipping=1.0 if setup.zero else 0.0,
+    )
     made = deepspeed.initialize(
         model=net,
         optimizer=optimizer,
@@ -161,19 +159,12 @@ def make(setup: Moe, attach: bool = True) -> Any:
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Steps on batches that depend on the step number alone; the mean loss over all ranks."""
+    """Losses of so many steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    losses = []
+    losses: list[float] = []
     for step in range(first, first + steps):
-        drawn = torch.randint(
-            VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
-        )
-        loss = engine(drawn.chunk(world)[rank].contiguous())
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().double().reshape(1)
-        dist.all_reduce(total)
-        losses.append(float(total) / world)
+        mine = tokens_of(step, (BATCH, SEQUENCE + 1), VOCAB).chunk(world)[rank]
+        losses.append(step_with(engine, engine(mine.contiguous())))
     return losses
 
 

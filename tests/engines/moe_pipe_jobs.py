@@ -15,6 +15,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.family import Declared, Family, Sizes, whole
 from tests.engines.canonical import named
 from tests.engines.kinds import KINDS, Kind
+from tests.engines.model import config_of, step_with, tokens_of
 from tests.engines.moe_jobs import BATCH, SEQUENCE, VOCAB, WIDTH, Moe, draw, mixture
 from tests.engines.tensor_jobs import swap
 from tests.families.registration import registered
@@ -164,14 +165,9 @@ def make(setup: Piped, attach: bool = True) -> Any:
         model=net,
         optimizer=optimizer,
         lr_scheduler=schedule,
-        config={
-            "train_micro_batch_size_per_gpu": BATCH // dp,
-            "steps_per_print": 10**9,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": setup.zero, "reduce_scatter": True},
-        },
+        config=config_of(
+            setup.zero, BATCH // dp, zero_config={"reduce_scatter": True}, gradient_clipping=0.0
+        ),
         dist_init_required=False,
     )[0]
     return ucp.attach(made, family="piped") if attach else made
@@ -184,20 +180,12 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     rank = engine.grid.get_data_parallel_rank() if piped else dist.get_rank()
     losses = []
     for step in range(first, first + steps):
-        drawn = torch.randint(
-            VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
-        )
-        mine = drawn.chunk(dp)[rank]
+        mine = tokens_of(step, (BATCH, SEQUENCE + 1), VOCAB).chunk(dp)[rank]
         batch = mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
         if piped:
             losses.append(float(engine.train_batch(iter([batch]))))
-            continue
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().double().reshape(1)
-        dist.all_reduce(total)
-        losses.append(float(total) / dp)
+        else:
+            losses.append(step_with(engine, engine(*batch)))
     return losses
 
 

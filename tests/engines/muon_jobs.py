@@ -12,6 +12,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.deepspeed import optimizer
 from megatron_ucp.reshard import fingerprint, load
 from tests.engines.canonical import canonical, differences, everywhere
+from tests.engines.kinds import oracle_of, refusal_of
 from tests.engines.masters import matrices_of
 from tests.engines.model import Setup, make_engine
 
@@ -20,7 +21,7 @@ def cast(setup: Setup, folder: str, **options: Any) -> tuple[list[str], list[str
     """Differences after a load into an engine that keeps the momentum in another dtype, whose
     elements must be those of the checkpoint in it; and the notes of the load."""
     engine = make_engine(setup)
-    want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
+    want = oracle_of(folder)["states"]["filled"]
     notes = ucp.load(engine, folder, tag="filled", **options).notes
     have = canonical(engine)
     for key, value in want["full"].items():
@@ -44,10 +45,7 @@ def damaged_copy(setup: Setup, folder: str, compares: bool) -> tuple[str, int]:
         return stock(manifest, wants, read, *args, **more)
 
     with mock.patch.object(load, "sums_of", sums):
-        try:
-            ucp.load(engine, folder, tag="filled")
-        except ucp.UcpError as error:
-            said = f"{type(error).__name__}: {error}"
+        said = refusal_of(lambda: ucp.load(engine, folder, tag="filled"), "nothing")
     engine.destroy()
     return said, sum(everywhere(len(flipped)))
 
@@ -65,7 +63,7 @@ def _flip_copies(manifest: Any, wants: Any, read: Any) -> Iterator[str]:
 def faulty(setup: Setup, folder: str, fault: str) -> dict[str, Any]:
     """What a comparison says of a load in which something went wrong, as `resume` says it."""
     engine = make_engine(setup)
-    want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
+    want = oracle_of(folder)["states"]["filled"]
     found = {"before": {"filled": differences(want, canonical(engine))}}
     asked = mock.patch.object(optimizer, "uncut_states", return_value=())
     try:

@@ -8,6 +8,7 @@ import torch
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
+from tests.engines.kinds import refusal_of
 from tests.engines.model import NETS, Setup, make_engine, train
 from tests.engines.odd_models import NAMED
 
@@ -108,11 +109,7 @@ def cross(
 
 def refused(net: str, zero: int = 1) -> str:
     """What attaching an engine says."""
-    try:
-        make_engine(Setup(zero, net=net)).destroy()
-    except ucp.UcpError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refusal_of(lambda: make_engine(Setup(zero, net=net)).destroy())
 
 
 def planted(folder: str) -> list[list[str]]:

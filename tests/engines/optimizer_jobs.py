@@ -12,6 +12,7 @@ from megatron_ucp.engines.record import record_of
 from megatron_ucp.formats import optimizers as table
 from tests.engines import kinds
 from tests.engines.canonical import canonical, differences
+from tests.engines.kinds import refusal_of
 from tests.engines.model import Setup, make_engine, train
 
 LION = "tests.Lion"
@@ -80,11 +81,7 @@ def save_chatty(setup: Setup, folder: str) -> dict[str, Any]:
     out = {"notes": engine.ucp_save_report.notes}
     engine.destroy()
     engine = make_engine(setup)
-    try:
-        engine.load_checkpoint(folder)
-        out["load"] = ""
-    except ucp.UcpError as error:
-        out["load"] = f"{type(error).__name__}: {error}"
+    out["load"] = refusal_of(lambda: engine.load_checkpoint(folder))
     engine.destroy()
     engine = make_engine(setup)
     engine.load_checkpoint(folder, native=True)

@@ -1,20 +1,20 @@
 """What the ranks do in the tests of models that are another one in part: other rows of a
 vocabulary, parts that a checkpoint lacks, words that allow something."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
+from tests.engines.kinds import oracle_of
 from tests.engines.model import Setup, make_engine, train
 
 
 def resize(setup: Setup, folder: str, step: bool = True) -> dict[str, Any]:
     """A load into a model with other rows: refused without the allowance; with it, what is not as
     it should be: rows that both have from the checkpoint, the others as they were, states zero."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]
+    oracle = oracle_of(folder)["states"]["filled"]
     engine = make_engine(setup)
     before = canonical(engine)
     out: dict[str, Any] = {"refusal": "", "id": ""}

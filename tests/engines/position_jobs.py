@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences, write_weights
+from tests.engines.kinds import oracle_of
 from tests.engines.model import Setup, make_engine, train
 
 
@@ -40,7 +41,7 @@ def masters_of(engine: Any) -> dict[str, torch.Tensor]:
 def resume_empty(setup: Setup, folder: str) -> dict[str, Any]:
     """What differs before and after a load, but for what an optimizer counts for a parameter
     without elements; its shape, and whether training goes on."""
-    kept = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    kept = oracle_of(folder)
     want = of_elements(kept["states"]["trained"])
     engine = make_engine(setup)
     before = differences(want, of_elements(canonical(engine)))

@@ -24,7 +24,7 @@ from pretrain.mcore import models
 from tests.engines import autotp_states, model, resize_jobs
 from tests.engines import canonical as zero_states
 from tests.engines.autotp_jobs import Auto
-from tests.engines.kinds import Kind, kind_of
+from tests.engines.kinds import Kind, kind_of, refusal_of
 from tests.engines.tensor_jobs import Mega
 
 Differ = list[str]
@@ -340,11 +340,7 @@ def failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
         both.train(step)
         own = fails if dist.get_rank() == rank else getattr(where, what)
         with mock.patch.object(where, what, own):
-            try:
-                move()
-                found[name] = "nothing was refused"
-            except ucp.UcpError as error:
-                found[name] = f"{type(error).__name__}: {error}"
+            found[name] = refusal_of(move, "nothing was refused")
         move()
         found[f"{name}, then"] = both.wrong()
 
@@ -357,11 +353,7 @@ def failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
     with mock.patch.object(
         kept_moves, "_copied", changing if dist.get_rank() == rank else own_copied
     ):
-        try:
-            move(checksums=True)
-            found["changed"] = "nothing was refused"
-        except ucp.UcpError as error:
-            found["changed"] = f"{type(error).__name__}: {error}"
+        found["changed"] = refusal_of(lambda: move(checksums=True), "nothing was refused")
     try:
         both.new.module.state_dict()
         found["changed, then"] = "it is used"
@@ -394,11 +386,7 @@ def refusals(source: Any, target: Any) -> dict[str, Differ]:
     }
     before, found = both.wrong(), dict[str, Differ]()
     for name, call in calls.items():
-        try:
-            call()
-            found[name] = ["nothing was refused"]
-        except ucp.UcpError as error:
-            found[name] = [f"{type(error).__name__}: {error}"]
+        found[name] = [refusal_of(call, "nothing was refused")]
         found[name] += [one for one in both.wrong() if one not in before]
     ucp.refit(old, new)()
     found["then"] = both.wrong()
@@ -413,11 +401,7 @@ def dies(source: Any, target: Any, rank: int, folder: str) -> None:
     if dist.get_rank() == rank:
         (file / "death").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        move()
-        said = "nothing was told"
-    except ucp.UcpError as error:
-        said = f"{type(error).__name__}: {error}"
+    said = refusal_of(move, "nothing was told")
     seconds = time.time() - float((file / "death").read_text())
     resize_jobs.tell_and_leave(file, {"said": said, "seconds": seconds})
 
@@ -653,11 +637,7 @@ def all_states_seen(source: Any, target: Any) -> dict[str, Any]:
 
 def tried(both: "Both", move: Callable[[], Any]) -> tuple[str, str]:
     """What a refit says that is to fail, and whether the target may be used then."""
-    try:
-        move()
-        said = "nothing was refused"
-    except ucp.UcpError as error:
-        said = f"{type(error).__name__}: {error}"
+    said = refusal_of(move, "nothing was refused")
     try:
         both.train_target(50)
     except ucp.EngineUnusableError:
@@ -715,11 +695,9 @@ def all_states_refused(source: Any, target: Any) -> dict[str, Differ]:
     before, found = both.unlike(), dict[str, Differ]()
 
     def attempt(name: str, *engines: Any, states: Any = "all") -> None:
-        try:
-            ucp.refit(*engines, states=states)
-            found[name] = ["nothing was refused"]
-        except ucp.UcpError as error:
-            found[name] = [f"{type(error).__name__}: {error}"]
+        found[name] = [
+            refusal_of(lambda: ucp.refit(*engines, states=states), "nothing was refused")
+        ]
 
     attempt("another word", old, new, states="moments")
     attempt("tensors", old, {"model.norm.weight": torch.zeros(3)})

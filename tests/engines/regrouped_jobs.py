@@ -8,12 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-
 import megatron_ucp as ucp
 from pretrain.mcore import models
 from tests.engines import kinds, tensor_jobs
 from tests.engines.canonical import base_of, canonical, differences
+from tests.engines.kinds import oracle_of
 from tests.engines.masters import without_pipeline
 from tests.engines.tensor_jobs import Staged, close
 
@@ -89,7 +88,7 @@ def go_on(
     the error."""
     with trained(setup, way):
         engine = tensor_jobs.make(setup)
-    kept = torch.load(f"{folder}/oracle.pt", weights_only=False)
+    kept = oracle_of(folder)
     before = canonical(engine)
     try:
         notes = ucp.load(engine, folder, tag="filled", allow=allow).notes

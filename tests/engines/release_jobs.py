@@ -1,7 +1,7 @@
 """What the ranks do in the tests of holds that let go of the engine's memory."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.reshard import execute, kept_moves
-from tests.engines.kinds import kind_of
+from tests.engines.kinds import kind_of, refusal_of
 from tests.engines.resize_jobs import compared, look
 
 _OVERWRITTEN = 0xA5
@@ -43,7 +43,10 @@ def released(source: Any, target: Any, hold: dict[str, Any], window: int) -> dic
     with small_pages(), mock.patch.object(kept_moves, "round_bytes", lambda world: window):
         held = ucp.hold(old, **hold, release=True)
     found: dict[str, Any] = {"left": _left(lender)}
-    found["then"] = [told(partial(one.train, engine, 1)), told(partial(ucp.hold, old))]
+    found["then"] = [
+        refusal_of(partial(one.train, engine, 1), "nothing"),
+        refusal_of(partial(ucp.hold, old), "nothing"),
+    ]
     one.close(engine)
     engine = other.make(target)
     other.train(engine, 1, first=99)
@@ -61,19 +64,10 @@ def gone_too_early(setup: Any) -> list[str]:
     engine = kind.make(setup)
     kind.train(engine, 1)
     with small_pages(), mock.patch.object(execute.UsedUp, "read", lambda *_: None):
-        said = [told(partial(ucp.hold, kind.handle(engine), release=True))]
-    said.append(told(partial(kind.train, engine, 1)))
+        said = [refusal_of(partial(ucp.hold, kind.handle(engine), release=True), "nothing")]
+    said.append(refusal_of(partial(kind.train, engine, 1), "nothing"))
     kind.close(engine)
     return said
-
-
-def told(doing: Callable[[], Any]) -> str:
-    """What is said of it."""
-    try:
-        doing()
-    except ucp.UcpError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def _left(lender: Any) -> float:

@@ -26,7 +26,7 @@ from tests.engines import canonical as zero_states
 from tests.engines import model, stack_states
 from tests.engines.canonical import everywhere
 from tests.engines.fingerprints import unchecked
-from tests.engines.kinds import Kind, kind_of
+from tests.engines.kinds import Kind, kind_of, refusal_of
 from tests.engines.masters import runs_of
 from tests.rank_reset import take_down
 
@@ -313,11 +313,7 @@ def refusals(setup: Any) -> dict[str, list[str]]:
     before = kind.settled_state(engine)
     found: dict[str, list[str]] = {}
     for name, call in _impossible(handle).items():
-        try:
-            call()
-            found[name] = ["nothing was refused"]
-        except ucp.UcpError as error:
-            found[name] = [f"{type(error).__name__}: {error}"]
+        found[name] = [refusal_of(call, "nothing was refused")]
         found[name] += zero_states.differences(before, kind.settled_state(engine))
     kind.train(engine, 1)
     kind.close(engine)
@@ -359,11 +355,9 @@ def fails_while_moving(source: Any, target: Any, rank: int) -> dict[str, Any]:
     for name, put in (("fails", _failing), ("changes", _changing)):
         own = put if dist.get_rank() == rank else _copied
         with mock.patch.object(kept_moves, "_copied", own):
-            try:
-                ucp.load(other.handle(engine), held)
-                found[name] = "nothing was refused"
-            except ucp.UcpError as error:
-                found[name] = f"{type(error).__name__}: {error}"
+            found[name] = refusal_of(
+                lambda: ucp.load(other.handle(engine), held), "nothing was refused"
+            )
         try:
             other.train(engine, 1)
             found[f"{name}, then"] = "it trains"
@@ -435,11 +429,7 @@ def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
     dist.barrier()
     where = (kept_moves._Read, "fill") if moment == "read" else (kept_moves.KeptMoves, "_post")
     with mock.patch.object(*where, killed) if dist.get_rank() == rank else nothing():
-        try:
-            doing()
-            said = "nothing was told"
-        except ucp.UcpError as error:
-            said = f"{type(error).__name__}: {error}"
+        said = refusal_of(doing, "nothing was told")
     seconds = time.time() - float((file / "death").read_text())
     same = all(map(torch.equal, own, _own_tensors(engine)))
     told = {"said": said, "seconds": seconds, "same": same}

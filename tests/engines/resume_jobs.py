@@ -19,6 +19,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.errors import LayoutError
 from tests.engines.canonical import canonical, differences
+from tests.engines.kinds import oracle_of
 from tests.engines.model import Setup, make_engine, train
 
 # ------------------------------------------------ client state
@@ -206,7 +207,7 @@ def evaluate(setup: Setup, folder: str, of: str = "weights", plant: bool = False
     """Loads a training checkpoint into an engine that has no optimizer; what differs."""
     import deepspeed
 
-    saved = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    saved = oracle_of(folder)["states"]["trained"]
     engine = make_engine(setup)
     _, state = engine.load_checkpoint(folder, tag="trained")
     named = dict(engine.module.named_parameters())

@@ -1,8 +1,6 @@
 """What the ranks do in the tests of saves of megatron-core's stack that go on beside training."""
 
 import json
-import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,36 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN
-from megatron_ucp.engines.background import Background, background_of
+from megatron_ucp.engines.background import Background
 from megatron_ucp.engines.megatron import save as saving
 from megatron_ucp.engines.megatron.live import CurrentStates
 from megatron_ucp.reshard import agree, memories, transfer
 from megatron_ucp.reshard import folder as ranks_folder
+from tests.engines import kinds
+from tests.engines.background_jobs import background_for
+from tests.engines.kinds import state_after_load
 from tests.engines.save_jobs import listing
-from tests.engines.stack_jobs import Engine, Mcore, arguments, close, make, settle, train
+from tests.engines.stack_jobs import Engine, Mcore, arguments, attached, close, make, settle, train
 from tests.engines.stack_states import canonical, compare
-
-COUNTS = ("iteration", "consumed_samples", "skipped_iterations", "floating_point_operations")
-
-
-def attached(engine: Engine, **options: Any) -> Engine:
-    """The engine with another handle, which is as far."""
-    parts = (engine.stack.chunks, engine.optimizer, engine.scheduler)
-    handle = ucp.attach_megatron(*parts, family=engine.setup.family, **options)
-    for name in COUNTS:
-        setattr(handle, name, getattr(engine.handle, name))
-    return replace(engine, handle=handle)
-
-
-def in_background(setup: Mcore, **options: Any) -> tuple[Engine, Background]:
-    engine = attached(make(setup), save="background", **options)
-    background = background_of(engine.handle)
-    assert background is not None
-    return engine, background
 
 
 def saved_both_ways(setup: Mcore, folder: str, window: int = 0, **options: Any) -> list[Any]:
@@ -66,7 +48,8 @@ def trained_on(setup: Mcore, folder: str, plant: str = "") -> dict[str, list[str
     """A save in the background whose writer starts ten steps later; what differs between the state
     at the call and what a load of it gives, and what the steps changed. `plant`: something is left
     out of what is taken."""
-    engine, background = in_background(setup)
+    engine = kinds.attached(setup, save="background")
+    background = background_for(engine.handle)
     train(engine, 2)
     with _left_live(engine, background, plant):
         held: list[Any] = []
@@ -87,11 +70,7 @@ def trained_on(setup: Mcore, folder: str, plant: str = "") -> dict[str, list[str
         ucp.wait(engine.handle)
         agree.world = world
     close(engine)
-    fresh = make(setup)
-    train(fresh, 1, first=99)
-    ucp.load(fresh.handle, folder)
-    found = compare(want, canonical(fresh))
-    close(fresh)
+    found = state_after_load(setup, folder, want)["differences"]
     return {"found": found, "changed": changed}
 
 
@@ -131,7 +110,7 @@ def torn(setup: Mcore, folder: str, way: str, after: int, checked: bool) -> dict
     """A save during which the engine steps, `after` so many windows were taken; then the same
     without a step. Not `checked`: nobody counts the steps. What a load of each gives, against the
     state at the call (`found`) and the one after the step (`later`)."""
-    engine = attached(make(setup), save=way)
+    engine = kinds.attached(setup, save=way)
     train(engine, 2)
     settle(engine)
     want, out = canonical(engine), dict[str, Any](error="")
@@ -152,10 +131,10 @@ def torn(setup: Mcore, folder: str, way: str, after: int, checked: bool) -> dict
     close(engine)
     out["left"] = listing(f"{folder}/torn")
     out["changed"] = compare(want, later)
-    out["whole"] = _loaded(setup, f"{folder}/whole", later)["found"]
+    out["whole"] = state_after_load(setup, f"{folder}/whole", later)["differences"]
     if not out["error"]:
-        out["found"] = _loaded(setup, f"{folder}/torn", want)["found"]
-        out["later"] = _loaded(setup, f"{folder}/torn", later)["found"]
+        out["found"] = state_after_load(setup, f"{folder}/torn", want)["differences"]
+        out["later"] = state_after_load(setup, f"{folder}/torn", later)["differences"]
     return out
 
 
@@ -179,7 +158,7 @@ def _step_amid(engine: Engine, after: int) -> Iterator[None]:
 def planned_once(setup: Mcore, folder: str, way: str) -> dict[str, Any]:
     """How many plans each of three saves makes, of values that differ; then the last moment by a
     handle that has saved nothing yet."""
-    engine = attached(make(setup), save=way)
+    engine = kinds.attached(setup, save=way)
     plans = []
     for step in range(3):
         train(engine, 1, first=step)
@@ -194,7 +173,7 @@ def planned_once(setup: Mcore, folder: str, way: str) -> dict[str, Any]:
     settle(engine)
     want = canonical(engine)
     close(engine)
-    return {"plans": plans, **_loaded(setup, f"{folder}/background", want)}
+    return {"plans": plans, **state_after_load(setup, f"{folder}/background", want)}
 
 
 def planned_anew(
@@ -202,7 +181,7 @@ def planned_anew(
 ) -> dict[str, Any]:
     """A save of a stack, then one after its model and optimizer became those of another one,
     whose buffers lie otherwise. `reuse`: the old plan is taken for it all the same."""
-    engine = attached(make(setup), save="background")
+    engine = kinds.attached(setup, save="background")
     train(engine, 1)
     ucp.save(engine.handle, folder, arguments=arguments(engine))
     ucp.wait(engine.handle)
@@ -224,10 +203,14 @@ def planned_anew(
             out["error"] = f"{type(error).__name__}: {error}"
     saving.knows = knows
     settle(other)
-    want = {**canonical(other), "counters": None}
+    want = canonical(other)
     close(other)
     out["plans"] = len(made)
-    return out if out["error"] else {**out, **_loaded(load or setup, folder, want)}
+    return (
+        out
+        if out["error"]
+        else {**out, **state_after_load(load or setup, folder, want, but=("counters",))}
+    )
 
 
 @contextmanager
@@ -236,129 +219,6 @@ def _plans_counted() -> Iterator[list[Any]]:
     transfer.make_plan = lambda *args: made.append(1) or plan(*args)  # type: ignore
     yield made
     transfer.make_plan = plan
-
-
-def _loaded(setup: Mcore, folder: str, want: dict[str, Any]) -> dict[str, Any]:
-    """What differs in a fresh engine before and after a load."""
-    fresh = make(setup)
-    train(fresh, 1, first=99)
-    kept = {"counters": want["counters"]} if want["counters"] is None else {}
-    before = compare(want, {**canonical(fresh, settled=not setup.gather), **kept})
-    try:
-        ucp.load(fresh.handle, folder)
-        found = compare(want, {**canonical(fresh), **kept})
-    except ucp.UcpError as error:
-        found = [f"{type(error).__name__}: {error}"]
-    close(fresh)
-    return {"before": before, "found": found}
-
-
-def failing(setup: Mcore, folder: str, how: str) -> dict[str, Any]:
-    """A good save, one that fails in the background on rank 1, a good one."""
-    options: dict[str, Any] = {"on_error": "warn"} if how == "warn" else {}
-    if how == "hangs":
-        options["deadline"] = 1.0
-    engine, _ = in_background(setup, **options)
-    train(engine, 1)
-    ucp.save(engine.handle, folder)
-    ucp.wait(engine.handle)
-    train(engine, 1, first=1)
-    write = ranks_folder.RangeWriter.write
-    if dist.get_rank() == 1:
-        broken = _hanging if how == "hangs" else _refused
-        ranks_folder.RangeWriter.write = broken  # type: ignore[method-assign]
-    out: dict[str, Any] = {"error": "", "message": ""}
-    try:
-        ucp.save(engine.handle, folder)
-        train(engine, 1, first=2)  # goes on meanwhile
-        ucp.wait(engine.handle)
-    except ucp.UcpError as error:
-        out["error"], out["message"] = type(error).__name__, str(error)
-    ranks_folder.RangeWriter.write = write  # type: ignore[method-assign]
-    dist.barrier()
-    out["left"] = listing(folder)
-    out["latest"] = (Path(folder) / "latest_checkpointed_iteration.txt").read_text()
-    dist.barrier()
-    ucp.save(engine.handle, folder)
-    ucp.wait(engine.handle)
-    want = canonical(engine)
-    close(engine)
-    fresh = make(setup)
-    ucp.load(fresh.handle, folder)
-    out["then"] = compare(want, canonical(fresh))
-    close(fresh)
-    return out
-
-
-def _refused(self: Any, one: Any) -> None:
-    raise OSError(28, "No space left on device", str(one.path))
-
-
-def _hanging(self: Any, one: Any) -> None:
-    time.sleep(4.0)
-    raise OSError(5, "Input/output error", str(one.path))
-
-
-def die(setup: Mcore, folder: str) -> None:
-    """Rank 1 dies while it writes in the background; rank 0 hears of it."""
-    engine, _ = in_background(setup)
-    train(engine, 1)
-    ucp.save(engine.handle, folder)
-    ucp.wait(engine.handle)
-    train(engine, 1, first=1)
-    if dist.get_rank() == 1:
-        ranks_folder.RangeWriter.write = lambda *_: os._exit(7)  # type: ignore
-    ucp.save(engine.handle, folder)
-    try:
-        ucp.wait(engine.handle)
-    except ucp.UcpError as error:
-        raise AssertionError(f"{type(error).__name__}: {error}") from error
-
-
-def busy(setup: Mcore, folder: str) -> dict[str, Any]:
-    """The tags that are there when a second save comes while the first one is written."""
-    out: dict[str, Any] = {}
-    for word in ("wait", "skip"):
-        engine, background = in_background(setup, busy=word)
-        train(engine, 1)
-        start = background.start
-        background.start = lambda what, work, _right, start=start: start(  # type: ignore
-            what, lambda turn: (time.sleep(1.0), work(turn))
-        )
-        ucp.save(engine.handle, f"{folder}/{word}")
-        train(engine, 1, first=1)
-        ucp.save(engine.handle, f"{folder}/{word}")
-        ucp.export_hf(engine.handle, f"{folder}/{word}.hf")
-        tags = [name for name in listing(f"{folder}/{word}") if name.startswith("iter")]
-        out[word] = tags
-        close(engine)
-        dist.barrier()
-    return out
-
-
-def memory_of(setup: Mcore, folder: str, **options: Any) -> tuple[int, int, int]:
-    """Bytes of host memory that are held after two saves, and bytes that this rank wrote."""
-    engine, background = in_background(setup, **options)
-    held = []
-    for step in range(2):
-        train(engine, 1, first=step)
-        ucp.save(engine.handle, folder)
-        ucp.wait(engine.handle)
-        held.append(background.snapshot.size_bytes)
-    report = ucp.report(engine.handle).save
-    close(engine)
-    return held[0], held[1], report.bytes_by_rank[dist.get_rank()]
-
-
-def refused(setup: Mcore, **options: Any) -> str:
-    engine = make(setup)
-    try:
-        attached(engine, **options)
-        return ""
-    except ucp.UcpError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        close(engine)
 
 
 def manifest(folder: Path) -> dict[str, Any]:

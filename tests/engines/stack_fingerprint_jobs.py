@@ -11,7 +11,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from tests.engines import cross_jobs, tensor_jobs
 from tests.engines.cross_jobs import Zero
-from tests.engines.stack_background_jobs import in_background
+from tests.engines.kinds import attached
 from tests.engines.stack_jobs import Engine, Mcore, arguments, close, make, train
 from tests.engines.stack_states import held, numbered, plant_fault
 
@@ -39,7 +39,7 @@ def memory(engine: Engine) -> list[int]:
 
 def saved(setup: Mcore, folder: str, way: str = "direct") -> dict[str, Any]:
     """Fingerprints of an engine, and of the files of its save; what the first one moved."""
-    engine = in_background(setup)[0] if way == "background" else make(setup)
+    engine = attached(setup, save="background") if way == "background" else make(setup)
     first = ucp.fingerprint(engine.handle)
     train(engine, 2)
     before = memory(engine)

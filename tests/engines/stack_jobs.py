@@ -16,6 +16,7 @@ from pretrain.mcore.chunks import Buffers, Stages, build, run_batch
 from tests.engines import fused_adam, stack_states
 from tests.engines.grouped_experts import grouped_experts
 from tests.engines.kinds import KINDS, Kind, oracle_of
+from tests.engines.model import tokens_of
 from tests.engines.stack_states import canonical, compare, fill, rank_folder
 from tests.ranks import allow_fp16_on_cpu
 
@@ -27,6 +28,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "decay": {"start_wd": 0.05, "end_wd": 0.05},
     "other": {"min_lr": 2e-3, "start_wd": 0.02, "end_wd": 0.02},
 }
+COUNTS = ("iteration", "consumed_samples", "skipped_iterations", "floating_point_operations")
 CONTENT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -120,6 +122,14 @@ class Engine:
     scheduler: Any
     handle: Any
 
+    def save_checkpoint(self, folder: str) -> None:
+        """As an engine of DeepSpeed does it."""
+        ucp.save(self.handle, folder, arguments=arguments(self))
+
+    def load_checkpoint(self, folder: str) -> None:
+        """As an engine of DeepSpeed does it."""
+        ucp.load(self.handle, folder)
+
 
 def make(setup: Mcore, attach: bool = True) -> Engine:
     """With megatron-core's own schedule."""
@@ -143,9 +153,11 @@ def built(setup: Mcore, attach: bool = True) -> Engine:
 
 
 def attached(engine: Engine, **options: Any) -> Engine:
-    """With a handle of this package."""
-    parts = engine.stack.chunks, engine.optimizer, engine.scheduler
+    """With a handle of this package, which is as far as the one that it has."""
+    parts, before = (engine.stack.chunks, engine.optimizer, engine.scheduler), engine.handle
     engine.handle = ucp.attach_megatron(*parts, family=engine.setup.family, **options)
+    for name in COUNTS if before else ():
+        setattr(engine.handle, name, getattr(before, name))
     return engine
 
 
@@ -215,10 +227,7 @@ def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
     world = parallel_state.get_data_parallel_world_size()
     losses = []
     for step in range(first, first + steps):
-        drawn = torch.randint(
-            40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
-        )
-        mine = drawn.chunk(world)[rank]
+        mine = tokens_of(step, (BATCH, SEQUENCE + 1), 40).chunk(world)[rank]
         batch = [
             (one[:, :-1].contiguous(), one[:, 1:].contiguous())
             for one in mine.split(engine.setup.micro)
@@ -433,6 +442,7 @@ KINDS[Mcore] = Kind(
     differences=compare,
     settle=settle,
     write=write_tag,
+    attach=lambda engine, _, **options: attached(engine, **options),
     trains_on=True,
     stale_steps=1,
 )

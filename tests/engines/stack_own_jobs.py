@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 import megatron_ucp as ucp
+from tests.engines.kinds import refusal_of
 from tests.engines.stack_jobs import Engine, Mcore, close, make, train, write
 from tests.engines.stack_states import biases, canonical, compare
 
@@ -26,11 +27,7 @@ def own_buffers(setup: Mcore, folder: str) -> dict[str, Any]:
     report = ucp.load(engine.handle, folder)
     have = {name: value.tolist() for name, value in biases(engine).items()}
     engine.handle.optimizer.chained_optimizers[0].optimizer.param_groups[0]["mine"] = object()
-    said = ""
-    try:
-        ucp.save(engine.handle, folder)
-    except ucp.UcpError as error:
-        said = f"{type(error).__name__}: {error}"
+    said = refusal_of(lambda: ucp.save(engine.handle, folder))
     close(engine)
     return {"same": want == have, "want": want, "notes": list(report.notes), "error": said}
 

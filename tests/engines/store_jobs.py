@@ -11,6 +11,7 @@ import megatron_ucp as ucp
 from megatron_ucp.formats import store
 from megatron_ucp.formats.store import StoreOptions, configure
 from tests.engines.canonical import canonical
+from tests.engines.kinds import refusal_of
 from tests.engines.model import Setup, make_engine, train
 from tests.object_server import Remote
 
@@ -88,10 +89,7 @@ def loaded(setup: Setup, url: str) -> dict[str, Any]:
     engine = make_engine(setup, attach=False)
     ucp.attach(engine)
     said, began = "", time.monotonic()
-    try:
-        ucp.load(engine, url)
-    except ucp.UcpError as error:
-        said = f"{type(error).__name__}: {error}"
+    said = refusal_of(lambda: ucp.load(engine, url))
     took_s = time.monotonic() - began
     return {"said": said, "took_s": took_s, "state": None if said else canonical(engine)}
 
@@ -101,11 +99,7 @@ def save_once(setup: Setup, url: str, tag: str) -> str:
     engine = make_engine(setup, attach=False)
     ucp.attach(engine, save="direct")
     train(engine, 1)
-    try:
-        engine.save_checkpoint(url, tag=tag)
-    except ucp.UcpError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refusal_of(lambda: engine.save_checkpoint(url, tag=tag))
 
 
 def notes_of_a_save(setup: Setup, url: str, tag: str) -> tuple[str, ...]:

@@ -15,8 +15,7 @@ from pretrain.mcore.experts import Experts
 from tests.engines import kinds
 from tests.engines.canonical import base_of, canonical, named
 from tests.engines.kinds import KINDS, Kind, oracle_of
-from tests.engines.model import MUON, uncompiled
-from tests.ranks import allow_fp16_on_cpu
+from tests.engines.model import config_of, muon_section, step_with, tokens_of
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
 LAYER = "decoder.layers.1.mlp."
@@ -61,27 +60,15 @@ class Staged(Mega):
 
 def settings_of(setup: Mega) -> dict[str, Any]:
     """The config for DeepSpeed."""
-    dp = dist.get_world_size() // setup.tp // (setup.pp or 1)
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dp,
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
-    }
-    if setup.muon:
-        uncompiled()
-        settings["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
-        settings["zero_optimization"]["reduce_scatter"] = (
-            False  # which DeepSpeed asks for at ZeRO-3
-        )
+    rows = BATCH // (dist.get_world_size() // setup.tp // (setup.pp or 1))
+    more: dict[str, Any] = {}
     if setup.fp32_sums:
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if setup.dtype != "fp32":
-        scale = {"initial_scale_power": 8} if setup.dtype == "fp16" else {}
-        settings[setup.dtype] = {"enabled": True, **scale}
-    return settings
+        more["data_types"] = {"grad_accum_dtype": "fp32"}
+    if setup.muon:
+        more["optimizer"] = muon_section()
+    # which DeepSpeed asks for with Muon at ZeRO-3
+    zero = {"reduce_scatter": False} if setup.muon else {}
+    return config_of(setup.zero, rows, setup.dtype, zero, **more)
 
 
 def make(setup: Mega, attach: bool = True) -> Any:
@@ -119,8 +106,6 @@ def make(setup: Mega, attach: bool = True) -> Any:
         add_extras(model, setup.seed)
     groups = models.param_groups(model, 3e-3, 0.1)
     optimizer = None if setup.muon else torch.optim.AdamW(groups)
-    if setup.dtype == "fp16":
-        allow_fp16_on_cpu()
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -166,20 +151,13 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     losses = []
     for step in range(first, first + steps):
-        drawn = torch.randint(
-            40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
-        )
-        mine = drawn.chunk(world)[rank]
+        mine = tokens_of(step, (BATCH, SEQUENCE + 1), 40).chunk(world)[rank]
         batch = mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
         if hasattr(engine, "num_stages"):
             losses.append(float(engine.train_batch(iter([batch]))))
-            continue
-        loss = models.loss(engine, *batch)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().double().reshape(1)
-        dist.all_reduce(total, group=mpu.get_data_parallel_group())
-        losses.append(float(total) / world)
+        else:
+            loss = models.loss(engine, *batch)
+            losses.append(step_with(engine, loss, mpu.get_data_parallel_group()))
     return losses
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.engines import autotp_jobs, kinds
 from tests.engines.autotp_jobs import CHANGED, OF_MUON, PLANTS, Auto
+from tests.engines.kinds import oracle_of
 from tests.engines.sources import Sources, check, check_fails, without_manifest
 from tests.share import LOSS_STEPS
 
@@ -231,7 +232,7 @@ def go_on(sources: Sources, source: Mesh, target: Mesh, change: str, fault: str 
     """Keys of what the run had, of which an engine that trains other parameters has something
     else after a load; the parameter that changed is looked at by itself."""
     folder, (ranks, tp, zero) = saved(sources, "llama", source), target
-    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]
+    want = oracle_of(folder)["states"]["filled"]
     setup = Auto("llama", tp, zero, seed=5, change=change)
     found = sources.ranks.run(ranks, autotp_jobs.go_on, setup, folder, fault, timeout_s=120)[0]
     name, before, after = CHANGED[change], found["before"], found["after"]

@@ -2,6 +2,7 @@
 moment, record by record."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +14,42 @@ from megatron_ucp.engines.memory import MemoryOptions
 from megatron_ucp.engines.save import SaveOptions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard.options import WAYS
-from tests.engines import (
-    autoep_jobs,
-    autotp_jobs,
-    direct_jobs,
-    model,
-    moe_jobs,
-    tensor_jobs,
-)
+from tests.engines import background_jobs, direct_jobs
 from tests.engines.autoep_jobs import Auto as AutoEP
 from tests.engines.autotp_jobs import Auto as AutoTP
 from tests.engines.direct_jobs import records
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
+from tests.engines.stack_jobs import Mcore
 from tests.engines.tensor_jobs import Mega, Staged
 from tests.engines.test_muon import muon
-from tests.ranks import Job, RankPool, RanksFailed
+from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 OFFLOAD = (("offload_optimizer", {"device": "cpu"}),)
 WIDE = (("data_types", {"grad_accum_dtype": "fp32"}),)
-PLAIN = (model.make_engine, model.train)
-MIXED = (moe_jobs.make, moe_jobs.train)
-TENSOR = (tensor_jobs.make, tensor_jobs.train)
-AUTO = (autotp_jobs.make, autotp_jobs.train)
-STAGES = (tensor_jobs.make, tensor_jobs.train)
-# name: ranks, what makes and trains the engine, its setup
-ENGINES: dict[str, tuple[int, tuple[Job, Job], Any]] = {
-    "fp32 at stage 0": (2, PLAIN, Setup(0, "fp32")),
-    "bf16 at stage 0": (2, PLAIN, Setup(0, "bf16")),
-    "stage 1": (4, PLAIN, Setup(1, "bf16")),
-    "BF16_Optimizer": (2, PLAIN, Setup(1, "bf16", config=WIDE)),
-    "stage 2": (2, PLAIN, Setup(2, "fp32")),
-    "fp16 at stage 2": (2, PLAIN, Setup(2, "fp16")),
-    "stage 3": (2, PLAIN, Setup(3, "bf16")),
-    "offloaded": (2, PLAIN, Setup(2, "bf16", "CPUAdam", zero_config=OFFLOAD)),
-    "offloaded at stage 3": (2, PLAIN, Setup(3, "bf16", "CPUAdam", zero_config=OFFLOAD)),
-    "Muon": (2, PLAIN, muon(1, "bf16")),
-    "Muon at stage 3": (2, PLAIN, muon(3)),
-    "experts": (2, MIXED, Moe(2, 1, "bf16")),
-    "experts at stage 0": (2, MIXED, Moe(2, 0)),
-    "AutoEP": (2, (autoep_jobs.make, moe_jobs.train), AutoEP(2, 1)),
-    "tensors": (4, TENSOR, Mega("llama", 2, 1, "bf16")),
-    "tensors at stage 3": (4, TENSOR, Mega("gpt", 2, 3, "bf16", tied=True)),
-    "AutoTP": (2, AUTO, AutoTP("llama", 2, 1, "bf16")),
-    "AutoTP at stage 3": (2, AUTO, AutoTP("even", 2, 3)),
-    "pipeline": (2, STAGES, Staged("gpt", 1, 1, pp=2)),
-    "pipeline with tensors": (4, STAGES, Staged("llama", 2, 0, pp=2)),
+# name: ranks, setup
+ENGINES: dict[str, tuple[int, Any]] = {
+    "fp32 at stage 0": (2, Setup(0, "fp32")),
+    "bf16 at stage 0": (2, Setup(0, "bf16")),
+    "stage 1": (4, Setup(1, "bf16")),
+    "BF16_Optimizer": (2, Setup(1, "bf16", config=WIDE)),
+    "stage 2": (2, Setup(2, "fp32")),
+    "fp16 at stage 2": (2, Setup(2, "fp16")),
+    "stage 3": (2, Setup(3, "bf16")),
+    "offloaded": (2, Setup(2, "bf16", "CPUAdam", zero_config=OFFLOAD)),
+    "offloaded at stage 3": (2, Setup(3, "bf16", "CPUAdam", zero_config=OFFLOAD)),
+    "Muon": (2, muon(1, "bf16")),
+    "Muon at stage 3": (2, muon(3)),
+    "experts": (2, Moe(2, 1, "bf16")),
+    "experts at stage 0": (2, Moe(2, 0)),
+    "AutoEP": (2, AutoEP(2, 1)),
+    "tensors": (4, Mega("llama", 2, 1, "bf16")),
+    "tensors at stage 3": (4, Mega("gpt", 2, 3, "bf16", tied=True)),
+    "AutoTP": (2, AutoTP("llama", 2, 1, "bf16")),
+    "AutoTP at stage 3": (2, AutoTP("even", 2, 3)),
+    "pipeline": (2, Staged("gpt", 1, 1, pp=2)),
+    "pipeline with tensors": (4, Staged("llama", 2, 0, pp=2)),
 }
 
 
@@ -84,8 +74,8 @@ def check_alike(folder: Path, ways: tuple[str, ...] = ("direct", "background")) 
 def test_files_hold_what_stock_writes_of_the_same_moment(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
-    world, (making, training), setup = ENGINES[engine]
-    found = ranks.run(world, direct_jobs.saved_each_way, making, setup, training, str(tmp_path))
+    world, setup = ENGINES[engine]
+    found = ranks.run(world, direct_jobs.saved_each_way, setup, str(tmp_path))
     assert check_alike(tmp_path) > 10_000
     assert ucp.verify(tmp_path / "direct" / "tag").findings == ()
     tables = [ucp.describe(tmp_path / way).run["fingerprint"] for way in WAYS]
@@ -98,8 +88,8 @@ def test_files_hold_what_stock_writes_of_the_same_moment(
 
 
 def test_the_comparison_finds_a_bit(ranks: RankPool, tmp_path: Path) -> None:
-    setup = ENGINES["stage 2"][2]
-    ranks.run(2, direct_jobs.saved_each_way, PLAIN[0], setup, PLAIN[1], str(tmp_path))
+    _, setup = ENGINES["stage 2"]
+    ranks.run(2, direct_jobs.saved_each_way, setup, str(tmp_path))
     path = tmp_path / "direct" / "tag" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -109,9 +99,7 @@ def test_the_comparison_finds_a_bit(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_are_left_out_as_stock_does(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(
-        2, direct_jobs.saved_each_way, PLAIN[0], Setup(2, "bf16"), PLAIN[1], str(tmp_path), True
-    )
+    ranks.run(2, direct_jobs.saved_each_way, Setup(2, "bf16"), str(tmp_path), True)
     check_alike(tmp_path)
     held = ucp.describe(tmp_path / "direct")
     assert not any(spec.kind == "frozen" for spec in held.params)
@@ -121,7 +109,7 @@ def test_ranks_that_hold_the_same_weights_write_equal_shares(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     setup = Setup(1, "bf16", net="Wider")
-    reports = ranks.run(4, direct_jobs.saved_each_way, PLAIN[0], setup, PLAIN[1], str(tmp_path))
+    reports = ranks.run(4, direct_jobs.saved_each_way, setup, str(tmp_path))
     for stock, *ours in reports:
         for report in ours:
             assert report.bytes_by_rank == reports[0][1].bytes_by_rank
@@ -160,40 +148,68 @@ def test_a_step_amid_the_taking_is_named(
 def test_a_scalar_that_is_left_out_of_the_snapshot_is_found(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        ranks.run(2, direct_jobs.trained_on, Setup(1), str(tmp_path), plant=True)
-    said = failed.value.by_rank[0]
+    ((said,), _) = ranks.run(2, direct_jobs.trained_on, Setup(1), str(tmp_path), plant=True)
     assert "disagree in the scalars" in said and "step: 2.0" in said and "step: 12.0" in said
 
 
+@dataclass(frozen=True)
+class Saves:
+    """How the saves of an engine are named."""
+
+    setup: Any
+    pointer: str
+    tag: str
+    named: str  # by the pointer
+    file: str  # of the second rank
+
+    def tags(self, *steps: int) -> list[str]:
+        return [self.tag.format(step) for step in steps]
+
+
+STACK = Mcore(layers=2, style="constant")
+BOTH = {
+    "DeepSpeed": Saves(
+        Setup(1, "bf16"),
+        "latest",
+        "global_step{}",
+        "global_step{}",
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ),
+    "megatron-core": Saves(
+        STACK, "latest_checkpointed_iteration.txt", "iter_{:07}", "{}", "__1_0.distcp"
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", BOTH)
 @pytest.mark.parametrize("how", ["refused", "warn", "hangs"])
+@pytest.mark.cases(2)
 def test_what_fails_in_the_background_is_named_on_every_rank(
-    ranks: RankPool, tmp_path: Path, how: str
+    ranks: RankPool, tmp_path: Path, how: str, engine: str
 ) -> None:
-    path = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    for found in ranks.run(
-        2, direct_jobs.failing_in_background, Setup(1, "bf16"), str(tmp_path), how
-    ):
-        assert found["latest"] == "global_step1"
-        assert [one for one in found["left"] if not one.startswith(".")] == ["global_step1"]
+    saves = BOTH[engine]
+    job = background_jobs.failing, saves.setup, str(tmp_path), saves.pointer, how
+    for found in ranks.run(2, *job):
+        assert found["latest"] == saves.named.format(1) and found["tags"] == saves.tags(1)
         assert found["then"] == []
         if how == "warn":
             assert found["error"] == ""
-        else:
-            assert found["error"] in ("SaveError", "RankError")
-            assert path in found["message"]
-        if how == "hangs":
-            assert "rank 1" in found["message"] or "this rank" in found["message"]
+            continue
+        assert found["error"] in ("SaveError", "RankError")
+        assert saves.file in found["message"]
+        assert how == "refused" or "rank 1" in found["message"] or "this rank" in found["message"]
 
 
+@pytest.mark.parametrize("engine", BOTH)
 def test_a_rank_that_dies_while_it_writes_leaves_no_pointer(
-    ranks: RankPool, tmp_path: Path
+    ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
+    saves = BOTH[engine]
     with pytest.raises(RanksFailed) as failed:
-        ranks.run(2, direct_jobs.die_in_background, Setup(1, "bf16"), str(tmp_path))
+        ranks.run(2, background_jobs.die, saves.setup, str(tmp_path))
     assert "RankError" in failed.value.by_rank[0]
-    assert (tmp_path / "latest").read_text() == "global_step1"
-    assert not (tmp_path / "global_step2").exists()
+    assert (tmp_path / saves.pointer).read_text() == saves.named.format(1)
+    assert not (tmp_path / saves.tag.format(2)).exists()
 
 
 def test_a_writer_that_was_given_up_disturbs_no_later_save(ranks: RankPool, tmp_path: Path) -> None:
@@ -201,29 +217,30 @@ def test_a_writer_that_was_given_up_disturbs_no_later_save(ranks: RankPool, tmp_
     assert found == [["next"], ["next"]]
 
 
+@pytest.mark.parametrize("engine", BOTH)
+@pytest.mark.cases()
 def test_a_save_that_is_asked_for_meanwhile_waits_or_is_skipped(
-    ranks: RankPool, tmp_path: Path
+    ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
-    for found in ranks.run(2, direct_jobs.busy, Setup(1, "bf16"), str(tmp_path)):
-        assert found == {"wait": ["global_step1", "global_step2"], "skip": ["global_step1"]}
+    """And an export waits, of the engine whose model has a family."""
+    saves = BOTH[engine]
+    job = background_jobs.busy, saves.setup, str(tmp_path), saves.setup is STACK
+    for found in ranks.run(2, *job):
+        assert found == {"wait": saves.tags(1, 2), "skip": saves.tags(1)}
 
 
-def test_memory_is_kept_and_used_again_or_given_back(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", [Setup(3), STACK], ids=BOTH)
+@pytest.mark.parametrize("options", [{}, {"keep_snapshot": False}, {"snapshot_bytes": 600}])
+@pytest.mark.cases(3)
+def test_memory_is_kept_and_used_again_or_given_back(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], setup: Any
+) -> None:
     for first, second, written in ranks.run(
-        2, direct_jobs.memory_of, Setup(3), str(tmp_path / "a")
+        2, background_jobs.memory_of, setup, str(tmp_path), **options
     ):
-        assert 0 < first == second < written
-    options = {"keep_snapshot": False}
-    for first, second, _ in ranks.run(
-        2, direct_jobs.memory_of, Setup(3), str(tmp_path / "b"), **options
-    ):
-        assert first == second == 0
-    options = {"snapshot_bytes": 600}
-    for first, second, _ in ranks.run(
-        2, direct_jobs.memory_of, Setup(3), str(tmp_path / "c"), **options
-    ):
-        assert 0 < first == second <= 600
-    assert ucp.verify(tmp_path / "c").findings == ()
+        most = options.get("snapshot_bytes", written if options.get("keep_snapshot", True) else 0)
+        assert first == second <= most and bool(first) == bool(most)
+    assert ucp.verify(tmp_path).findings == ()
 
 
 def test_a_snapshot_says_where_there_is_no_room() -> None:

@@ -21,7 +21,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.reshard.checksums import KnownSums, linear, of_runs, shifted, standard
-from tests.engines import direct_jobs, tensor_jobs
+from tests.engines import direct_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega, Staged
@@ -189,12 +189,12 @@ def damaged(good: Path, copy: Path, rank: int, state: str, fault: str, dice: ran
     return name
 
 
-MESHES: dict[str, tuple[int, Any, Any]] = {
-    "the same": (4, tensor_jobs.make, Mega("llama", 2, 1, "bf16", seed=9)),
-    "zero=3": (2, tensor_jobs.make, Mega("llama", 1, 3, "bf16", seed=9)),
-    "tp=2,zero=0": (2, tensor_jobs.make, Mega("llama", 2, 0, "bf16", seed=9)),
-    "tp=4": (4, tensor_jobs.make, Mega("llama", 4, 2, "bf16", seed=9)),
-    "pp=2": (4, tensor_jobs.make, Staged("llama", 1, 1, "bf16", layers=2, seed=9, pp=2)),
+MESHES: dict[str, tuple[int, Any]] = {
+    "the same": (4, Mega("llama", 2, 1, "bf16", seed=9)),
+    "zero=3": (2, Mega("llama", 1, 3, "bf16", seed=9)),
+    "tp=2,zero=0": (2, Mega("llama", 2, 0, "bf16", seed=9)),
+    "tp=4": (4, Mega("llama", 4, 2, "bf16", seed=9)),
+    "pp=2": (4, Staged("llama", 1, 1, "bf16", layers=2, seed=9, pp=2)),
 }
 
 
@@ -210,9 +210,9 @@ def test_a_fault_in_any_file_is_named_by_a_load_onto_any_mesh(
         folder = f"{state}, {fault}"
         name = damaged(Path(source) / "filled", tmp_path / folder, number % 4, state, fault, dice)
         wanted[folder] = name, state
-    for mesh, (world, making, setup) in MESHES.items():
+    for mesh, (world, setup) in MESHES.items():
         job = direct_jobs.refused_loads
-        for said in sources.ranks.run(world, job, making, setup, str(tmp_path), [*wanted]):
+        for said in sources.ranks.run(world, job, setup, str(tmp_path), [*wanted]):
             for folder, (name, state) in wanted.items():
                 refused, unseen = said[folder]
                 assert refused.startswith("ForeignFileError: the "), (mesh, folder, refused)
@@ -239,9 +239,9 @@ def test_a_flipped_bit_under_an_old_checksum_names_the_file(
         data[data.index(own.detach().numpy().tobytes()) + 5] ^= 16
         path.write_bytes(data)
         files[state] = path.name
-    for world, making, setup in MESHES.values():
+    for world, setup in MESHES.values():
         job = direct_jobs.refused_loads
-        for said in sources.ranks.run(world, job, making, setup, str(tmp_path), [*STATES]):
+        for said in sources.ranks.run(world, job, setup, str(tmp_path), [*STATES]):
             for state in STATES:
                 refused, unseen = said[state]
                 assert refused.startswith("DamagedFileError: "), refused

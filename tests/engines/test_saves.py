@@ -336,10 +336,12 @@ def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
 SAVE_ONCE = """
 from pathlib import Path
 from tests.engines import killed
+from tests.engines.model import Setup
 killed.prepare()
 print("ready", flush=True)
 input()
-killed.together(2, Path("{0}.store"), killed.save_on_and_on, 1, Path("{0}"), 1)
+run = Setup(1), Path("{0}"), 1, "stock", "deepspeed"
+killed.together(2, Path("{0}.store"), killed.save_on_and_on, *run)
 """
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from megatron_ucp.errors import UcpError
+from tests.engines.kinds import refusal_of
 from tests.engines.stack_jobs import Mcore, close, make, train
 from tests.ranks import RankPool
 
@@ -81,11 +82,7 @@ def attempting(found: dict[str, str]) -> Any:
     """A function that makes a call and notes under its name what it raised."""
 
     def attempt(name: str, call: Any) -> None:
-        try:
-            call()
-            found[name] = "nothing"
-        except UcpError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = refusal_of(call, "nothing")
 
     return attempt
 

@@ -30,11 +30,11 @@ def small_parts(server: ObjectServer) -> dict[str, str]:
 def test_the_objects_are_the_files_of_the_disk(
     ranks: RankPool, object_server: ObjectServer, tmp_path: Path, engine: str
 ) -> None:
-    world, (making, training), setup = test_direct.ENGINES[engine]
+    world, setup = test_direct.ENGINES[engine]
     job = direct_jobs.saved_each_way
-    ranks.run(world, job, making, setup, training, str(tmp_path / "disk"))
+    ranks.run(world, job, setup, str(tmp_path / "disk"))
     environment = small_parts(object_server)
-    ranks.run(world, in_store, environment, job, making, setup, training, RUN)
+    ranks.run(world, in_store, environment, job, setup, RUN)
     folder = tmp_path / "store"
     object_server.ask("copy_out", prefix="bucket/run", folder=str(folder))
     (folder / "stock").rename(tmp_path / "of stock")

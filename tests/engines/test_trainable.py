@@ -17,6 +17,7 @@ from megatron_ucp.engines.megatron.live import LiveMegatron
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.reshard.match import Fit, require_alone
 from tests.engines import trainable_jobs
+from tests.engines.kinds import oracle_of
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_muon import muon
@@ -33,7 +34,7 @@ TARGETS = [(1, 0, "fp32"), (4, 1, "bf16"), (2, 2, "fp32"), (4, 3, "bf16"), (1, 3
 def source(sources: Sources, dtype: str, zero: int = 1) -> tuple[str, dict[str, Any]]:
     """A run on two ranks, and its states."""
     folder = sources.get(2, Setup(zero, dtype))
-    kept = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    kept = oracle_of(folder)
     return str(folder), kept["states"]["trained"]
 
 
@@ -190,7 +191,7 @@ def test_without_flat_buffers_a_group_may_be_shared(sources: Sources) -> None:
 def test_matrices_that_muon_steps(sources: Sources, change: str, world: int, zero: int) -> None:
     """Its momentum lies as whole matrices, of which there is one fewer or one more."""
     folder = str(sources.get(2, muon(1), more=LOSS_STEPS))
-    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    want = oracle_of(folder)["states"]["trained"]
     name = "left.weight" if change == "freeze" else THAWED
     apart = {"thawed": name, "apart": (name,)}
     setup = muon(zero, seed=5, extra={"frozen": name} if change == "freeze" else apart)
@@ -218,7 +219,7 @@ def check_regrouped(found: dict[str, Any], want: dict[str, Any]) -> None:
 def test_one_group_becomes_several(sources: Sources, world: int, zero: int, groups: int) -> None:
     """Every member has the hyper-parameters and the rate of its group in the checkpoint."""
     folder = str(sources.get(2, Setup(1, groups=1)))
-    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    want = oracle_of(folder)["states"]["trained"]
     found = go_on(sources, world, Setup(zero, seed=5, groups=groups), folder)
     check_regrouped(found, want)
     assert {s["lr"] for s in found["before"]["hyper"].values()} != {
@@ -246,7 +247,7 @@ def joined(zero: int, dtype: str = "fp32") -> Setup:
 @pytest.mark.parametrize(("world", "zero"), [(1, 0), (4, 1), (2, 2), (4, 3)])
 def test_groups_that_agree_become_one(sources: Sources, world: int, zero: int) -> None:
     folder = sources.get(2, ALIKE)
-    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    want = oracle_of(folder)["states"]["trained"]
     found = go_on(sources, world, joined(zero), folder)
     check_regrouped(found, want)
     steps = {value for key, value in found["stepped"]["scalars"].items() if key[1] == "step"}
@@ -256,7 +257,7 @@ def test_groups_that_agree_become_one(sources: Sources, world: int, zero: int) -
 @pytest.mark.parametrize("fault", ["one bit", "one moment", "one step", "one group's weight decay"])
 def test_a_planted_fault_in_joined_groups_is_seen(sources: Sources, fault: str) -> None:
     folder = sources.get(2, ALIKE)
-    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    want = oracle_of(folder)["states"]["trained"]
     found = go_on(sources, 2, joined(2), folder, fault=fault)
     with pytest.raises(AssertionError):
         check_regrouped(found, want)
@@ -295,7 +296,7 @@ def test_other_groups_of_muon(sources: Sources, groups: int, world: int, setup: 
     """Matrices are sorted by size in each group, and beside them stands Adam's part of it."""
     alike = {"alike": True} if groups > 1 else {}
     folder = str(sources.get(2, muon(1, groups=groups, extra=alike), more=0))
-    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    want = oracle_of(folder)["states"]["trained"]
     found = go_on(sources, world, replace(setup, seed=5), folder)
     check_regrouped(found, want)
     assert {state for _, state in want["full"]} == {"fp32", "momentum_buffer", *MOMENTS}
