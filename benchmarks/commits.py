@@ -21,13 +21,13 @@ from typing import Any
 
 import megatron_ucp as ucp
 from benchmarks import frame
-from benchmarks.model import SIZES, Mesh, make_engine, start, text_of
 from benchmarks.tool import import_all, native, universal
 
 LIMIT, MEMORY_LIMIT, READ_LIMIT = 1.03, 1.01, 1.0  # memory is seen every 10 ms
 
 
 def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.model import text_of
     from benchmarks.paper import written
 
     codes = {"old": unpacked(options.commit, options.folder / "code"), "new": frame.ROOT}
@@ -120,6 +120,8 @@ def live_export(source: str, output: str, size: str) -> Callable[[], Any]:
 
 def engine_of(size: str, zero: int) -> Any:
     """A DeepSpeed engine of megatron-core's GPT, without states of an optimizer."""
+    from benchmarks.model import SIZES, Mesh, make_engine, start
+
     start()
     return make_engine(Mesh(zero, tp=1), SIZES[size], attach=True)
 

@@ -53,7 +53,7 @@ DISPATCH = {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type
 EMPTY = {"rope_type": "rope", "use_cpu_initialization": True, "perform_initialization": False}
 UNFUSED = {"bias_activation_fusion": False, "bias_dropout_fusion": False}
 PLAIN = {"gradient_accumulation_fusion": False, "persist_layer_norm": False}
-ON_CPU = DTYPES | DISPATCH | EMPTY | UNFUSED | PLAIN
+ON_CPU: dict[str, Any] = DTYPES | DISPATCH | EMPTY | UNFUSED | PLAIN
 VOCABULARY = 129280
 SOURCE = Mesh(tp=8, pp=16, ep=64, etp=1, dp=8, zero=1)
 TARGET = Mesh(tp=4, pp=8, ep=32, etp=1, dp=32, zero=1)

@@ -59,9 +59,10 @@ def main(
     parser.add_argument("--json", action="store_true", help="print all that is found")
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--folder", help="where files go for a while; default: the temporary one")
-    parser.add_argument("--sizes", nargs="+", default=[*sizes], help="of models, or tiny")
+    if sizes:
+        parser.add_argument("--sizes", nargs="+", help="of models, or tiny")
     more(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(namespace=argparse.Namespace(sizes=[*sizes]))
     options.sizes = [size for text in options.sizes for size in text.split(",")]
     options.tiny |= "tiny" in options.sizes
     options.sizes = ["tiny"] if options.tiny else options.sizes

@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -25,6 +26,18 @@ from typing import Any
 
 from benchmarks import frame
 from megatron_ucp.core.box import Ints, flat_boxes
+from megatron_ucp.core.flat import alone
+from megatron_ucp.core.layout import Shard
+from megatron_ucp.core.manifest import Manifest, Slot
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import Keeper
+from megatron_ucp.core.plan import make_plan
+from megatron_ucp.core.proof import prove
+from megatron_ucp.formats.checkpoint import CallerModel
+from megatron_ucp.formats.folder import LocalFolder
+from megatron_ucp.formats.megatron.index import Index, check_files, parsed_index
+from megatron_ucp.formats.megatron.params import split_keys
+from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
 
 SMALL_FILES = frame.ROOT / "tests/formats/golden/megatron/td_full_tp2dp2/iter_0000003"
 LAYERS, EXPERTS, HIDDEN, EXPERT_HIDDEN, VOCABULARY = 64, 128, 8192, 5120, 128000
@@ -59,70 +72,55 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 clock = time.process_time  # of this process alone: other work on the machine is not counted
 
 
-def read(name: str) -> Callable[[], dict[str, Any]]:
+def read(folder: str) -> Callable[[], dict[str, Any]]:
+    return partial(opened_by_reader, Path(folder))
+
+
+def told(folder: str) -> Callable[[], dict[str, Any]]:
+    return partial(opened_by_another, Path(folder))
+
+
+def opened_by_reader(folder: Path) -> dict[str, Any]:
     """The rank that reads the file opens the folder, and sends the arrays."""
-    from megatron_ucp.formats.folder import LocalFolder
-    from megatron_ucp.formats.megatron.index import check_files, parsed_index
-
-    def call() -> dict[str, Any]:
-        folder, started = Path(name), clock()
-        opened = LocalFolder(folder)
-        index = parsed_index((folder / ".metadata").read_bytes(), str(folder / ".metadata"))
-        parsed_s = clock() - started
-        check_files(opened, index)
-        checked_s = clock() - started
-        data = pickle.dumps(index)
-        sent_s = clock() - started
-        (folder / "told").write_bytes(data)
-        found = opened_as(index, opened)
-        return {
-            "seconds parsed": parsed_s,
-            "seconds with the files": checked_s,
-            "seconds with what is sent": sent_s,
-            "bytes sent": len(data),
-            "seconds": sent_s + found["seconds"],
-            "opened": found,
-            "peak_bytes": frame.memory_bytes("VmHWM"),
-        }
-
-    return call
+    started = clock()
+    opened = LocalFolder(folder)
+    index = parsed_index((folder / ".metadata").read_bytes(), str(folder / ".metadata"))
+    parsed_s = clock() - started
+    check_files(opened, index)
+    checked_s = clock() - started
+    data = pickle.dumps(index)
+    sent_s = clock() - started
+    (folder / "told").write_bytes(data)
+    found = opened_as(index, opened)
+    return {
+        "seconds parsed": parsed_s,
+        "seconds with the files": checked_s,
+        "seconds with what is sent": sent_s,
+        "bytes sent": len(data),
+        "seconds": sent_s + found["seconds"],
+        "opened": found,
+        "peak_bytes": frame.memory_bytes("VmHWM"),
+    }
 
 
-def told(name: str) -> Callable[[], dict[str, Any]]:
+def opened_by_another(folder: Path) -> dict[str, Any]:
     """Another rank gets the arrays."""
-    from megatron_ucp.formats.folder import LocalFolder
-    from megatron_ucp.formats.megatron import index as of_arrays
-
-    def call() -> dict[str, Any]:
-        data = Path(name, "told").read_bytes()
-        started = clock()
-        index: of_arrays.Index = pickle.loads(data)  # which this benchmark wrote
-        got_s = clock() - started
-        found = opened_as(index, LocalFolder(Path(name)))
-        return {
-            "seconds unpickled": got_s,
-            "seconds": got_s + found["seconds"],
-            "opened": found,
-            "peak_bytes": frame.memory_bytes("VmHWM"),
-        }
-
-    return call
+    data = (folder / "told").read_bytes()
+    started = clock()
+    index: Index = pickle.loads(data)  # which this benchmark wrote
+    got_s = clock() - started
+    found = opened_as(index, LocalFolder(folder))
+    return {
+        "seconds unpickled": got_s,
+        "seconds": got_s + found["seconds"],
+        "opened": found,
+        "peak_bytes": frame.memory_bytes("VmHWM"),
+    }
 
 
-def opened_as(index: Any, folder: Any) -> dict[str, Any]:
+def opened_as(index: Index, folder: LocalFolder) -> dict[str, Any]:
     """Seconds until the checkpoint's manifest is there, and a plan of one rank's part of it: a half
     of eight experts of a layer."""
-    from megatron_ucp.core.flat import alone
-    from megatron_ucp.core.layout import Shard
-    from megatron_ucp.core.manifest import Manifest, Slot
-    from megatron_ucp.core.mesh import Mesh
-    from megatron_ucp.core.names import Keeper
-    from megatron_ucp.core.plan import make_plan
-    from megatron_ucp.core.proof import prove
-    from megatron_ucp.formats.checkpoint import CallerModel
-    from megatron_ucp.formats.megatron.params import split_keys
-    from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
-
     started = clock()
     states = split_keys(index.tensors, folder / ".metadata")
     split_s = clock() - started

@@ -65,7 +65,7 @@ def result(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         row("bytes moved / bytes that had to", moved / needed if needed else 1.0, 1.0),
         row("memory beside the engines / the bound", extra / EXTRA_BYTES, 1.0),
         row(OF_HOLD, released / EXTRA_BYTES, 1.0),
-        row("the same / that of a hold without it", released / kept, None),
+        row("the same / that of a hold without it", released / max(kept, 1), None),
     ]
     return {
         "seconds": seconds,
