@@ -193,21 +193,6 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-def go_on(setup: Auto, folder: str, fault: str = "") -> dict[str, Any]:
-    """States before and after a load into an engine that trains other parameters, and after a
-    step."""
-    engine = make(setup)
-    found: dict[str, Any] = {"before": canonical(engine)}
-    found["notes"] = ucp.load(engine, folder, tag="filled", allow={setup.change}).notes
-    if fault:
-        PLANTS[fault](engine)
-    found["after"] = canonical(engine)
-    train(engine, 1)
-    found["stepped"] = canonical(engine)
-    engine.destroy()
-    return found
-
-
 def from_hugging_face(setup: Auto, folder: str) -> list[str]:
     """Loads `in`, compares masters and weights with the file's tensors, and writes `out`."""
     from safetensors.torch import load_file

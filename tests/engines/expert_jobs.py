@@ -15,8 +15,8 @@ from megatron_ucp.families import find_family
 from pretrain.mcore import experts, models, pipeline
 from pretrain.mcore.experts import Experts
 from tests.engines import tensor_jobs
+from tests.engines.model import config_of
 from tests.engines.model_jobs import LLAMA, attempting
-from tests.ranks import allow_fp16_on_cpu
 
 GLOBAL_BATCH, SEQUENCE, VOCAB = 4, 16, 32
 MIXTRAL = models.ModelConfig(
@@ -97,22 +97,15 @@ def engine_of(cut: Cut, model: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Always one sequence in a micro batch: the auxiliary loss is that of a micro batch."""
     import deepspeed
 
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulate(cut),
-        "gradient_clipping": cut.clip,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": cut.zero, "stage3_param_persistence_threshold": 0},
-        "steps_per_print": 10**9,
-    }
-    if cut.dtype != "fp32":
-        scale = {"initial_scale_power": 8} if cut.dtype == "fp16" else {}
-        settings[cut.dtype] = {"enabled": True, **scale}
-    if cut.dtype == "fp16":
-        allow_fp16_on_cpu()
-    if cut.fp32_sums:
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    more: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}} if cut.fp32_sums else {}
+    settings = config_of(
+        cut.zero,
+        1,
+        cut.dtype,
+        gradient_accumulation_steps=accumulate(cut),
+        gradient_clipping=cut.clip,
+        **more,
+    )
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

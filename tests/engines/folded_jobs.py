@@ -13,6 +13,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.family import Declared, Family, Sizes, whole
 from tests.engines.canonical import everywhere
 from tests.engines.kinds import refusal_of
+from tests.engines.model import config_of
 from tests.families.registration import registered
 
 LAYERS, WIDTH, STAGES, MICRO_BATCHES = 4, 5, 2, 4
@@ -80,14 +81,7 @@ def make(zero: int, seed: int, folded: bool) -> Any:
         model=net,
         optimizer=optimizer,
         lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": MICRO_BATCHES,
-            "steps_per_print": 10**9,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": zero},
-        },
+        config=config_of(zero, 1, gradient_accumulation_steps=MICRO_BATCHES, gradient_clipping=0.0),
         dist_init_required=False,
     )[0]
 

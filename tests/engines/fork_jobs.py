@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import megatron_ucp as ucp
 from pretrain.mcore import models
 from tests.engines.canonical import canonical, fill
+from tests.engines.model import config_of
 from tests.engines.tensor_jobs import close
 
 LAYERS, HIDDEN, HEADS, BATCH = 2, 8, 4, 4
@@ -236,16 +237,8 @@ def make(setup: Fork) -> Any:
     """An engine."""
     import deepspeed
 
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH
-        * setup.tp
-        * (setup.pp or 1)
-        // dist.get_world_size(),
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero},
-    }
+    rows = BATCH * setup.tp * (setup.pp or 1) // dist.get_world_size()
+    config = config_of(setup.zero, rows, gradient_clipping=0.0)
     models.start(setup.tp, seed=7, pp=setup.pp or 1)
     Part.words = property(lambda part: part.word_embeddings.weight)  # type: ignore[attr-defined]
     torch.manual_seed(setup.seed)

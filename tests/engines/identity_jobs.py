@@ -19,6 +19,7 @@ from megatron_ucp.engines.memory import NODE
 from megatron_ucp.reshard import agree
 from tests.engines import stack_jobs
 from tests.engines.canonical import canonical
+from tests.engines.kinds import attached
 from tests.engines.memory_jobs import World, heard, make, memory_of
 from tests.engines.model import Setup, make_engine, train
 from tests.engines.stack_jobs import Mcore
@@ -304,8 +305,7 @@ class CountingLoader:
 def doors(folder: str) -> dict[str, Any]:
     """Each way to fill an engine that was attached with a loader, hyper and rng: where the loader
     is then, whose rate the engine has, and what is said."""
-    engine = make_engine(RUN_A, attach=False)
-    ucp.attach(engine, loader=CountingLoader(7))
+    engine = attached(RUN_A, loader=CountingLoader(7))
     train(engine, 1)
     engine.save_checkpoint(folder)
     held = [ucp.hold(engine), ucp.hold(engine)]

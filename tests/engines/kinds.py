@@ -298,6 +298,35 @@ def attempt(
     return out
 
 
+def around_load(
+    setup: Any,
+    folder: str,
+    tag: str = "filled",
+    fault: str = "",
+    plant: Callable[[Any, str], None] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The states of the run, and of another engine before a load, after it and after one more step;
+    or the error. A fault is planted after the load, by the kind's `plant` or another one."""
+    kind, oracle = kind_of(setup), oracle_of(folder)
+    engine = kind.make(setup)
+    before = kind.canonical(engine)
+    try:
+        report = ucp.load(kind.handle(engine), folder, tag=tag, **options)
+    except ucp.UcpError as error:
+        unchanged = kind.differences(before, kind.canonical(engine)) == []
+        kind.close(engine)
+        return {"error": f"{type(error).__name__}: {error}", "unchanged": unchanged}
+    if fault:
+        (plant or kind.plant)(engine, fault)
+    found = {"want": oracle["states"][tag], "before": before, "notes": report.notes}
+    found["after"] = kind.canonical(engine)
+    kind.train(engine, 1, first=oracle["steps"])
+    found["stepped"] = kind.canonical(engine)
+    kind.close(engine)
+    return found
+
+
 def refuses(kind: Kind, engine: Any, folder: str) -> bool:
     """Whether an engine refuses all that would go on with what a load left in it. One that does
     refuses a step without a backward pass too; any other one trains and saves."""

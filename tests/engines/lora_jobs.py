@@ -12,7 +12,8 @@ from tests.engines.canonical import canonical, differences
 from tests.engines.kinds import plant_fault
 from tests.engines.mixture_jobs import mixture
 from tests.engines.model_classes import tiny_model
-from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data, tiny_llama
+from tests.engines.quantized_jobs import train
+from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, tiny_llama
 from tests.ranks import allow_fp16_on_cpu
 
 RANK, ALPHA = 4, 12
@@ -146,15 +147,6 @@ def make(kind: str, zero: int, seed: int, dtype: str = "fp32", base: Path | None
         dist_init_required=False,
     )[0]
     return ucp.attach(made)
-
-
-def train(engine: Any, steps: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for step in range(steps):
-        rows = torch.stack([row["input_ids"] for row in make_data()[4 * step : 4 * step + 4]])
-        mine = rows.chunk(world)[rank]
-        engine.backward(engine(input_ids=mine, labels=mine).loss)
-        engine.step()
 
 
 def save(kind: str, zero: int, folder: str, exclude: bool, dtype: str = "fp32") -> dict[str, Any]:

@@ -10,6 +10,7 @@ import megatron_ucp as ucp
 from pretrain.mcore import models
 from pretrain.schedule import Scheduler, Settings
 from tests.engines.canonical import canonical
+from tests.engines.model import config_of
 
 SAMPLES, SEQUENCE = 4, 16
 # as the runs that wrote the golden folders were started; steps are samples
@@ -39,16 +40,7 @@ def make(tp: int, zero: int, dtype: str, seed: int = 5, layers: int = 4) -> Any:
     )
     model = models.build(config)
     optimizer = torch.optim.AdamW(models.param_groups(model, 1e-5, 0.1))
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES * tp // dist.get_world_size(),
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-    }
-    if dtype != "fp32":
-        settings[dtype] = {"enabled": True}
+    settings = config_of(zero, SAMPLES * tp // dist.get_world_size(), dtype)
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pretrain.mcore import models
 from tests.engines.kinds import refusal_of
+from tests.engines.model import config_of
 
 GLOBAL_BATCH, SEQUENCE = 4, 16
 GPT = models.ModelConfig(
@@ -77,17 +78,8 @@ def make_engine(run: Run) -> Any:
     # the losses with Adam's 1e-8
     optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1), eps=1e-4)
     dp = dist.get_world_size() // run.tp
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp // run.accumulate,
-        "gradient_accumulation_steps": run.accumulate,
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": run.zero, "stage3_param_persistence_threshold": 0},
-        "steps_per_print": 10**9,
-    }
-    if run.dtype == "bf16":
-        settings["bf16"] = {"enabled": True}
+    rows, parts = GLOBAL_BATCH // dp // run.accumulate, run.accumulate
+    settings = config_of(run.zero, rows, run.dtype, gradient_accumulation_steps=parts)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -273,3 +265,17 @@ def refusals() -> dict[str, str]:
     attempt("long", lambda: models.loss(model, short.repeat(1, 4), short.repeat(1, 4)))
     models.stop()
     return found
+
+
+def largest_differences(
+    found: list[dict[str, Any]], want: dict[str, Any], steps: int
+) -> tuple[float, float]:
+    """Of losses, and of gradient norms in relation to the norm, over all ranks and steps."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for part in ("losses", "norms"):
+        for rank in found:
+            assert len(rank[part]) == len(want[part]) == steps
+        pairs[part] = [both for rank in found for both in zip(rank[part], want[part], strict=True)]
+    return max(abs(a - b) for a, b in pairs["losses"]), max(
+        abs(a - b) / b for a, b in pairs["norms"]
+    )

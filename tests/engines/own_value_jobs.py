@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines.model import WIDTH
+from tests.engines.model import WIDTH, config_of
 
 
 class Meter(torch.nn.Module):
@@ -45,12 +45,7 @@ def make(zero: int, attach: bool = True) -> Any:
     net = Normed()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-        "steps_per_print": 10**9,
-    }
+    config = config_of(zero, 4, gradient_clipping=0.0)
     engine = deepspeed.initialize(
         model=net, optimizer=optimizer, lr_scheduler=None, config=config, dist_init_required=False
     )[0]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_ucp.families.pipe import names
 from pretrain.mcore import models, pipeline
+from tests.engines.model import config_of
 from tests.engines.model_jobs import (
     GLOBAL_BATCH,
     GPT,
@@ -52,20 +53,15 @@ def make_engine(run: Staged) -> Any:
             param._backward_hooks = None
     optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1), eps=1e-4)
     dp = dist.get_world_size() // run.tp // run.pp
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp // run.accumulate,
-        "gradient_accumulation_steps": run.accumulate,
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": run.zero},
-        "steps_per_print": 10**9,
-        "pipeline": {"pipe_partitioned": run.partitioned, "grad_partitioned": run.partitioned},
-    }
-    if run.dtype == "bf16":
-        settings["bf16"] = {"enabled": True}
-    if run.fp32_sums:
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    more: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}} if run.fp32_sums else {}
+    settings = config_of(
+        run.zero,
+        GLOBAL_BATCH // dp // run.accumulate,
+        run.dtype,
+        gradient_accumulation_steps=run.accumulate,
+        pipeline={"pipe_partitioned": run.partitioned, "grad_partitioned": run.partitioned},
+        **more,
+    )
     return deepspeed.initialize(
         model=model, optimizer=optimizer, config=settings, dist_init_required=False
     )[0]

@@ -11,8 +11,8 @@ from megatron_ucp.engines.background import Background, BackgroundOptions, keep_
 from megatron_ucp.engines.deepspeed import live
 from megatron_ucp.engines.deepspeed.shard import LocalShard
 from megatron_ucp.engines.record import record_of
-from tests.engines.kinds import kind_of
-from tests.engines.model import Setup, make_engine, train
+from tests.engines.kinds import attached, kind_of
+from tests.engines.model import Setup, train
 from tests.engines.step_jobs import Steps
 
 Rows = dict[str, dict[str, Any]]  # by tag
@@ -106,7 +106,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 def changed(setup: Setup, folder: str, is_seen: bool = True) -> Rows:
     """A save before and after each change, and one for which nothing is kept. Unless changes are
     seen, all tensors are said to lie where they lay."""
-    engine = ucp.attach(make_engine(setup, attach=False), save="direct")
+    engine = attached(setup, save="direct")
     train(engine, 1)
     saves = Saves(engine, folder)
     blind = mock.patch.object(live, "tensors_lie_at", lambda *_: [])
@@ -124,7 +124,7 @@ def changed(setup: Setup, folder: str, is_seen: bool = True) -> Rows:
 
 def moved(setup: Setup, folder: str) -> Rows:
     """A save before and after another rate: no tensor is another one."""
-    engine = ucp.attach(make_engine(setup, attach=False), save="direct")
+    engine = attached(setup, save="direct")
     train(engine, 1)
     saves = Saves(engine, folder)
     saves.save("before")
@@ -138,7 +138,7 @@ def moved(setup: Setup, folder: str) -> Rows:
 def in_memory(setup: Setup, folder: str) -> list[tuple[int, int | None]]:
     """After each of four steps: how often the engine was described, and which step is kept in
     memory."""
-    engine = ucp.attach(make_engine(setup, attach=False), keep="memory", every=1, folder=folder)
+    engine = attached(setup, keep="memory", every=1, folder=folder)
     out: list[tuple[int, int | None]] = []
     with descriptions() as described:
         for step in range(4):

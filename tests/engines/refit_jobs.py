@@ -529,13 +529,7 @@ def _on(group: Any, zero: int, seed: int, idle: bool = False) -> Any:
 
     torch.manual_seed(seed)
     net = model.NETS["Net"]()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": zero},
-        "steps_per_print": 10**9,
-    }
+    config = model.config_of(zero, 2, "bf16", gradient_clipping=0.0)
     trained = [param for param in net.parameters() if param.requires_grad]
     optimizer = None if idle else torch.optim.AdamW(trained, lr=1e-2)
     made = deepspeed.initialize(

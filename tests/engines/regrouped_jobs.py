@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import megatron_ucp as ucp
 from pretrain.mcore import models
-from tests.engines import kinds, tensor_jobs
-from tests.engines.canonical import base_of, canonical, differences
-from tests.engines.kinds import oracle_of
+from tests.engines import kinds
+from tests.engines.canonical import base_of
 from tests.engines.masters import without_pipeline
-from tests.engines.tensor_jobs import Staged, close
+from tests.engines.tensor_jobs import Staged
 
 Groups = list[dict[str, Any]]
 
@@ -81,25 +79,9 @@ def plant(engine: Any, fault: str) -> None:
         state["step"] += 1
 
 
-def go_on(
+def around_load(
     setup: Staged, way: Way, folder: str, allow: tuple[str, ...] = (), fault: str = ""
 ) -> dict[str, Any]:
-    """Canonical states of the run, and of this engine before a load, after it and after a step; or
-    the error."""
+    """As `kinds.around_load`, of an engine that is trained so."""
     with trained(setup, way):
-        engine = tensor_jobs.make(setup)
-    kept = oracle_of(folder)
-    before = canonical(engine)
-    try:
-        notes = ucp.load(engine, folder, tag="filled", allow=allow).notes
-    except ucp.UcpError as error:
-        unchanged = differences(before, canonical(engine)) == []
-        close(engine)
-        return {"error": f"{type(error).__name__}: {error}", "unchanged": unchanged}
-    plant(engine, fault)
-    found = {"want": kept["states"]["filled"], "before": before, "notes": notes}
-    found["after"] = canonical(engine)
-    tensor_jobs.train(engine, 1, first=kept["steps"])
-    found["stepped"] = canonical(engine)
-    close(engine)
-    return found
+        return kinds.around_load(setup, folder, fault=fault, plant=plant, allow=allow)

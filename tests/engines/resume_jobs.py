@@ -187,19 +187,6 @@ def save_in_the_middle(setup: Setup, folder: str) -> dict[str, Any]:
 # ------------------------------------------------ schedulers
 
 
-def load_scheduler(setup: Setup, folder: str, **options: Any) -> dict[str, Any]:
-    engine = make_engine(setup)
-    before = canonical(engine)
-    out: dict[str, Any] = {"error": "", "message": "", "notes": ()}
-    try:
-        out["notes"] = ucp.load(engine, folder, tag="trained", **options).notes
-    except ucp.UcpError as error:
-        out |= {"error": type(error).__name__, "message": str(error)}
-    out["unchanged"] = not differences(before, canonical(engine))
-    engine.destroy()
-    return out
-
-
 # ------------------------------------------------ without an optimizer
 
 

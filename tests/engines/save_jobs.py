@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences, fill
+from tests.engines.kinds import attached
 from tests.engines.model import Setup, make_engine, train
 
 SAMPLES = 48
 
 
 def engine_of(setup: Setup, loader: Any = None, **options: Any) -> Any:
-    return ucp.attach(make_engine(setup, attach=False), loader=loader, **options)
+    return attached(setup, loader=loader, **options)
 
 
 def listing(folder: str) -> list[str]:

@@ -14,7 +14,7 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from megatron_ucp.reshard import agree
 from tests.engines import model
-from tests.engines.kinds import kind_of
+from tests.engines.kinds import attached, kind_of
 from tests.engines.model import make_engine, train
 
 
@@ -90,7 +90,7 @@ def _work(what: str, setup: Any, out: Path) -> tuple[Callable[[], Any], Callable
     handle = kind.handle(engine)
     kind.train(engine, 1)
     if what == "background":
-        handle = ucp.attach(make_engine(setup, attach=False), save="background")
+        handle = attached(setup, save="background")
         train(handle, 1)
     if what == "load":
         handle.ucp.save(out / "good")

@@ -11,7 +11,7 @@ import megatron_ucp as ucp
 from megatron_ucp.formats import store
 from megatron_ucp.formats.store import StoreOptions, configure
 from tests.engines.canonical import canonical
-from tests.engines.kinds import refusal_of
+from tests.engines.kinds import attached, refusal_of
 from tests.engines.model import Setup, make_engine, train
 from tests.object_server import Remote
 
@@ -39,8 +39,7 @@ def in_store(environment: Mapping[str, str], job: Callable[..., Any], *args: Any
 def saved_and_loaded(setup: Setup, other: Setup, url: str, way: str) -> dict[str, Any]:
     """Saves three steps, the last two twice, and keeps two; an engine of another kind loads what
     the pointer names. The states of both, and what is listed."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save=way, keep_latest=2)
+    engine = attached(setup, save=way, keep_latest=2)
     for step in (1, 2, 2, 3, 3):
         train(engine, 1, first=step)
         engine.save_checkpoint(url, tag=f"step{step}", client_state={"seen": step})
@@ -60,8 +59,7 @@ def saved_and_loaded(setup: Setup, other: Setup, url: str, way: str) -> dict[str
 
 def failing(setup: Setup, url: str, way: str) -> dict[str, Any]:
     """A save into a store that is failing: what each rank is told; then one that is not."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save=way)
+    engine = attached(setup, save=way)
     train(engine, 1)
     said, began = "", time.monotonic()
     try:
@@ -76,8 +74,7 @@ def failing(setup: Setup, url: str, way: str) -> dict[str, Any]:
 
 def saved_state(setup: Setup, url: str) -> dict[str, Any]:
     """A save, and the state that it is of."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="direct")
+    engine = attached(setup, save="direct")
     train(engine, 2)
     engine.save_checkpoint(url, tag="step2")
     return canonical(engine)
@@ -96,16 +93,14 @@ def loaded(setup: Setup, url: str) -> dict[str, Any]:
 
 def save_once(setup: Setup, url: str, tag: str) -> str:
     """One save; what was raised."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="direct")
+    engine = attached(setup, save="direct")
     train(engine, 1)
     return refusal_of(lambda: engine.save_checkpoint(url, tag=tag))
 
 
 def notes_of_a_save(setup: Setup, url: str, tag: str) -> tuple[str, ...]:
     """What the report of a save notes."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="direct")
+    engine = attached(setup, save="direct")
     train(engine, 1)
     engine.save_checkpoint(url, tag=tag)
     saved = ucp.report(engine).save
@@ -119,8 +114,7 @@ DELAY_S = 0.25  # of each request: those that go at once overlap, on a loaded ma
 def counted(setup: Setup, url: str, server: Remote, is_save: bool) -> int:
     """A save, or the load of one, by all ranks; `server` counts the requests of that alone, each of
     which takes a while."""
-    engine = make_engine(setup, attach=False)
-    ucp.attach(engine, save="direct")
+    engine = attached(setup, save="direct")
     train(engine, 1)
     engine.save_checkpoint(url, tag="step1")
     engine.save_checkpoint(url, tag="step2")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import autotp_jobs, kinds
+from tests.engines import kinds
 from tests.engines.autotp_jobs import CHANGED, OF_MUON, PLANTS, Auto
 from tests.engines.kinds import oracle_of
 from tests.engines.sources import Sources, check, check_fails, without_manifest
@@ -234,7 +234,9 @@ def go_on(sources: Sources, source: Mesh, target: Mesh, change: str, fault: str 
     folder, (ranks, tp, zero) = saved(sources, "llama", source), target
     want = oracle_of(folder)["states"]["filled"]
     setup = Auto("llama", tp, zero, seed=5, change=change)
-    found = sources.ranks.run(ranks, autotp_jobs.go_on, setup, folder, fault, timeout_s=120)[0]
+    found = sources.ranks.run(
+        ranks, kinds.around_load, setup, folder, fault=fault, allow={setup.change}
+    )[0]
     name, before, after = CHANGED[change], found["before"], found["after"]
     assert torch.equal(want["weights"][name], after["weights"][name])
     assert not torch.equal(want["weights"][name], before["weights"][name])

@@ -13,7 +13,7 @@ from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from pretrain.mcore.models import ModelConfig
 from tests.engines import model_jobs
-from tests.engines.model_jobs import GPT, LLAMA, Run
+from tests.engines.model_jobs import GPT, LLAMA, Run, largest_differences
 from tests.ranks import RankPool
 
 TOLERANCE = 1e-5
@@ -40,25 +40,11 @@ def truth(ranks: RankPool) -> dict[ModelConfig, Truth]:
 
 
 def differences(found: list[Truth], want: Truth, may_drift: bool = False) -> tuple[float, float]:
-    """Largest difference of losses, and of gradient norms in relation to the norm, over all ranks
-    and steps."""
+    """The largest ones; copies of a parameter are the same on all ranks."""
     assert len({rank["copies"] for rank in found}) == 1 or may_drift, (
         "copies of one parameter came apart"
     )
-    for rank in found:
-        assert len(rank["losses"]) == len(rank["norms"]) == len(want["norms"]) == 20
-    return (
-        max(
-            abs(a - b)
-            for rank in found
-            for a, b in zip(rank["losses"], want["losses"], strict=True)
-        ),
-        max(
-            abs(a - b) / b
-            for rank in found
-            for a, b in zip(rank["norms"], want["norms"], strict=True)
-        ),
-    )
+    return largest_differences(found, want, 20)
 
 
 def test_the_truth_is_worth_comparing_with(truth: dict[ModelConfig, Truth]) -> None:

@@ -44,7 +44,7 @@ def resume(sources: Sources, source: tuple[Run, Way], target: tuple[Run, Way], *
     ((ranks, setup), way), ((world, other), other_way) = source, target
     folder = sources.get(ranks, (setup, way), regrouped_jobs.save)
     found = sources.ranks.run(
-        world, regrouped_jobs.go_on, replace(other, seed=9), other_way, folder, **how
+        world, regrouped_jobs.around_load, replace(other, seed=9), other_way, folder, **how
     )
     return found[0]
 

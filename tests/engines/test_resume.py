@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.manifest import FILE_NAME
-from tests.engines import resume_jobs
+from tests.engines import kinds, resume_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_features import BF16_OPTIMIZER
@@ -94,23 +94,23 @@ def test_a_scheduler_of_another_class_is_refused(
 ) -> None:
     folder = broken() if with_manifest else without_manifest(broken())
     other = Setup(3, "bf16", extra={"schedule": "StepLR"})
-    for rank in ranks.run(2, resume_jobs.load_scheduler, other, str(folder)):
+    for rank in ranks.run(2, kinds.attempt, other, str(folder), "trained"):
         assert rank["error"] == "StateMismatchError" and rank["unchanged"]
         assert "StepLR" in rank["message"] and 'allow={"scheduler"}' in rank["message"]
         assert ("LambdaLR" if with_manifest else "lr_lambdas") in rank["message"]
-    for rank in ranks.run(2, resume_jobs.load_scheduler, other, str(folder), allow=["scheduler"]):
+    for rank in ranks.run(2, kinds.attempt, other, str(folder), "trained", allow=["scheduler"]):
         assert not rank["error"] and any("another scheduler" in note for note in rank["notes"])
     keep = {"load_lr_scheduler_states": False}
-    for rank in ranks.run(2, resume_jobs.load_scheduler, other, str(folder), **keep):
+    for rank in ranks.run(2, kinds.attempt, other, str(folder), "trained", **keep):
         assert not rank["error"]
-    for rank in ranks.run(2, resume_jobs.load_scheduler, Setup(3, "bf16"), str(folder)):
+    for rank in ranks.run(2, kinds.attempt, Setup(3, "bf16"), str(folder), "trained"):
         assert not rank["error"] and not [n for n in rank["notes"] if "scheduler" in n]
 
 
 def test_the_class_tells_schedulers_apart_that_keep_the_same(broken: Any, ranks: Any) -> None:
     other = Setup(1, "bf16", extra={"schedule": "Renamed"})
     folder = broken()
-    for rank in ranks.run(2, resume_jobs.load_scheduler, other, str(folder)):
+    for rank in ranks.run(2, kinds.attempt, other, str(folder), "trained"):
         assert rank["error"] == "StateMismatchError" and "Renamed" in rank["message"]
 
 

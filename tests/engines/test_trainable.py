@@ -4,6 +4,7 @@ parameter groups."""
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.megatron.live import LiveMegatron
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.reshard.match import Fit, require_alone
-from tests.engines import trainable_jobs
+from tests.engines import kinds
 from tests.engines.kinds import oracle_of
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_muon import muon
+from tests.engines.trainable_jobs import plant
 from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
-JOB = trainable_jobs.go_on
 STEPS = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 THAWED, NEW, FROZEN = "frozen.weight", "more.weight", "up.weight"
@@ -39,7 +40,8 @@ def source(sources: Sources, dtype: str, zero: int = 1) -> tuple[str, dict[str, 
 
 
 def go_on(sources: Sources, world: int, setup: Setup, folder: str, **options: Any) -> Any:
-    return sources.ranks.run(world, JOB, setup, folder, STEPS, timeout_s=120, **options)[0]
+    options["plant"] = partial(plant, name=options.pop("name", ""))
+    return sources.ranks.run(world, kinds.around_load, setup, folder, "trained", **options)[0]
 
 
 def wrong(want: dict[Any, Any], have: dict[Any, Any], but: str = "") -> list[Any]:

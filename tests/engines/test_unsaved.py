@@ -9,7 +9,8 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
-from tests.engines import unsaved_jobs
+from tests.engines import kinds, unsaved_jobs
+from tests.engines.model import Setup
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -22,6 +23,7 @@ GO_ON: dict[str, dict[str, Any]] = {
 }
 
 
+LOAD = kinds.attempt, Setup(1, "bf16", seed=9)
 SLOW = pytest.mark.slow  # SuperOffload starts a process, and that imports all anew
 
 
@@ -43,12 +45,12 @@ def test_the_cause_is_named(
     (line,) = [row for row in capsys.readouterr().out.splitlines() if "not saved" in row]
     assert run in line
     assert any(run in note for note in ucp.verify(tmp_path).notes)
-    for rank in ranks.run(2, unsaved_jobs.load, str(tmp_path)):
-        assert run in rank["error"] and "what to do:" in rank["error"], rank["error"]
+    for rank in ranks.run(2, *LOAD, str(tmp_path), "trained", attach=False):
+        assert run in rank["message"] and "what to do:" in rank["message"], rank["message"]
         assert rank["unchanged"]
     if run in GO_ON:
-        for rank in ranks.run(2, unsaved_jobs.load, str(tmp_path), **GO_ON[run]):
-            assert not rank["error"] and not rank["unchanged"], rank["error"]
+        for rank in ranks.run(2, *LOAD, str(tmp_path), "trained", attach=False, **GO_ON[run]):
+            assert not rank["error"] and not rank["unchanged"], rank["message"]
             assert any(run in note for note in rank["notes"])
 
 
@@ -59,5 +61,5 @@ def test_a_healthy_run_is_not_accused(
     assert main(["inspect", str(tmp_path)]) == 0
     assert "not saved" not in capsys.readouterr().out
     assert ucp.verify(tmp_path, deep=True).findings == ()
-    for rank in ranks.run(2, unsaved_jobs.load, str(tmp_path)):
+    for rank in ranks.run(2, *LOAD, str(tmp_path), "trained", attach=False):
         assert not rank["error"] and not rank["unchanged"]

@@ -8,8 +8,6 @@ from unittest import mock
 
 import torch
 
-import megatron_ucp as ucp
-from tests.engines.canonical import canonical, differences
 from tests.engines.model import Setup, ds_config, make_engine, make_groups, make_net, train
 
 SMALL = ("sub_group_size", 30)  # several sub-groups, of which partial offload takes some
@@ -100,17 +98,3 @@ def save(run: str, folder: str) -> str:
         stepped = type(engine.optimizer).__name__
         engine.destroy()
     return stepped
-
-
-def load(folder: str, **options: Any) -> dict[str, Any]:
-    """What a load into an engine without any of this says."""
-    engine = make_engine(Setup(1, "bf16", seed=9), attach=False)
-    before = canonical(engine)
-    found: dict[str, Any] = {"error": "", "notes": ()}
-    try:
-        found["notes"] = ucp.load(engine, folder, tag="trained", **options).notes
-    except ucp.UcpError as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-    found["unchanged"] = differences(before, canonical(engine)) == []
-    engine.destroy()
-    return found

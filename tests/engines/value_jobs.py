@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines.masters import base_of
-from tests.engines.model import GLOBAL_BATCH, WIDTH
+from tests.engines.model import GLOBAL_BATCH, WIDTH, config_of
 from tests.engines.value_kinds import KINDS, LIVE_KINDS, exactly, strangers
 
 PLACES = ("scheduler", "group", "client state")
@@ -46,12 +46,7 @@ def engine_with(zero: int, which: int, attach: bool = True, without: tuple[str, 
     kept = {name: value for name, value in values(which).items() if name not in without}
     held = {f"kept {name}": value for name, value in kept.items()}
     optimizer = torch.optim.AdamW([{"params": list(net.parameters()), **held}], lr=1e-2)
-    config = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-        "steps_per_print": 10**9,
-    }
+    config = config_of(zero, GLOBAL_BATCH // dist.get_world_size(), gradient_clipping=0.0)
     engine = deepspeed.initialize(
         model=net,
         optimizer=optimizer,

@@ -10,6 +10,7 @@ import torch
 import megatron_ucp as ucp
 from pretrain.mcore import models
 from tests.engines.kinds import KINDS, Kind
+from tests.engines.model import config_of
 from tests.engines.tensor_jobs import close
 from tests.families.own import MIXER, NEO, MixerSizes
 from tests.families.registration import registered
@@ -107,15 +108,7 @@ def make(setup: Own, attach: bool = True) -> Any:
     models.start(setup.tp, seed=7)
     model = Mixer(setup, models.mpu().get_tensor_model_parallel_rank())
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
-    }
-    if setup.dtype != "fp32":
-        settings[setup.dtype] = {"enabled": True}
+    settings = config_of(setup.zero, 1, setup.dtype, gradient_clipping=0.0)
     engine = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
