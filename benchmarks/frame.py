@@ -60,10 +60,13 @@ def main(
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--folder", help="where files go for a while; default: the temporary one")
     if sizes:
-        parser.add_argument("--sizes", nargs="+", help="of models, or tiny")
+        text = f"of models, between {'commas' if by_size else 'spaces'}; or tiny"
+        kind: dict[str, Any] = {"nargs": "+"}
+        if by_size:
+            kind = {"type": lambda word: word.split(",")}
+        parser.add_argument("--sizes", help=text, **kind)
     more(parser)
     options = parser.parse_args(namespace=argparse.Namespace(sizes=[*sizes]))
-    options.sizes = [size for text in options.sizes for size in text.split(",")]
     options.tiny |= "tiny" in options.sizes
     options.sizes = ["tiny"] if options.tiny else options.sizes
     tree: dict[str, Any] = {}
