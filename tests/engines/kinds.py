@@ -93,7 +93,8 @@ class Kind:
     known: Callable[[], AbstractContextManager[None]] = nullcontext
     # whether the engine that saved trains on itself; otherwise a second one, that never saved
     trains_on: bool = False
-    # whether a load compares all that it moves with the fingerprint of the save
+    # whether a load compares all that it moves with the fingerprint of the save, in which rows of
+    # padding are not
     compares_all: bool = True
     # steps of something else that an engine has trained before it loads
     stale_steps: int = 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pretrain.mcore.experts import Experts
-from tests.engines.sources import Sources, without_manifest
+from tests.engines.sources import Sources, check, without_manifest
 from tests.engines.tensor_jobs import Staged
 from tests.ranks import RankPool
 from tests.share import LOSS_STEPS
@@ -84,9 +84,7 @@ def named(pair: object) -> str:
 def test_pair(ranks: RankPool, sources: Sources, pair: object) -> None:
     source, target = pair
     folder = sources.get(4, source, more=0)
-    (found, *_) = sources.resume(4, target, folder)
-    assert found["differences"] and not any(found["differences"].values())
-    assert all(found["before"].values())
+    check(sources.resume(4, target, folder))
 
 
 ALTERNATING = Experts(4, ffn=12, every=2)
@@ -127,8 +125,7 @@ def test_how_experts_are_cut_is_seen_from_files(
     shutil.copytree(sources.get(4, source, more=0), folder)
     without_manifest(folder)
     target = mixtral(4, zero=2, dtype=source.dtype, seed=5)
-    (found, *_) = sources.resume(4, target, str(folder))
-    assert found["differences"] and not any(found["differences"].values())
+    check(sources.resume(4, target, str(folder)))
 
 
 def test_at_least_sixty_pairs_are_marked() -> None:

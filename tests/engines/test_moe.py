@@ -13,7 +13,7 @@ from tests.engines import moe_jobs
 from tests.engines.fingerprints import MARK
 from tests.engines.moe_jobs import Moe
 from tests.engines.moe_pipe_jobs import Piped
-from tests.engines.sources import Sources, without_manifest
+from tests.engines.sources import Sources, check, without_manifest
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -26,10 +26,7 @@ def test_a_mixture_resumes_at_another_expert_parallel_size(
 ) -> None:
     folder = sources.get(4, Moe(2, zero), more=3)
     world = 4 if ep > 1 else 2
-    (found, *_) = sources.resume(world, Moe(ep, zero), folder, more=3)
-    assert found["differences"] and not any(found["differences"].values())
-    assert all(found["before"].values())
-    assert found["loss"] < 1e-5
+    check(sources.resume(world, Moe(ep, zero), folder, more=3), 1e-5)
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -37,9 +34,7 @@ def test_layers_with_other_numbers_of_experts(ranks: RankPool, sources: Sources,
     """PR-MoE: two and four experts, each beside a dense MLP (residual MoE)."""
     setup = {"experts": (2, 4), "residual": True}
     folder = sources.get(4, Moe(2, 1, **setup), more=3)
-    (found, *_) = sources.resume(4, Moe(ep, 2, **setup), folder, more=3)
-    assert found["differences"] and not any(found["differences"].values())
-    assert found["loss"] < 1e-5
+    check(sources.resume(4, Moe(ep, 2, **setup), folder, more=3), 1e-5)
 
 
 SCALED: dict[str, Any] = {"scaled": True}
@@ -76,9 +71,7 @@ def test_each_rank_trains_other_ones_of_its_experts(
     assert {p.expert[0] for p in params if p.expert and p.kind == "frozen"} == {1, 2}
     for world, ep in ((4, 2), (2, 1)):
         target = replace(setup, ep=ep, zero=2 * zero, seed=5)
-        (found, *_) = sources.resume(world, target, folder, more=3)
-        assert found["differences"] and not any(found["differences"].values())
-        assert found["loss"] < 1e-5
+        check(sources.resume(world, target, folder, more=3), 1e-5)
 
 
 @pytest.mark.parametrize("stock", [True, False])
@@ -91,8 +84,7 @@ def test_a_tied_head_of_which_stock_writes_two_copies(
     if stock:
         without_manifest(folder)
     target = replace(setup, seed=5)
-    (found, *_) = sources.resume(4, target, str(folder))
-    assert found["differences"] and not any(found["differences"].values())
+    check(sources.resume(4, target, str(folder)))
     if not stock:
         return
     for path in (folder / "trained").glob("mp_rank_*"):
@@ -195,8 +187,7 @@ def test_files_of_stock_deepspeed(
     without_manifest(folder)
     for ep in (1, min(4, *setup.experts)):
         target = replace(setup, ep=ep)
-        (found, *_) = sources.resume(4, target, str(folder))
-        assert found["differences"] and not any(found["differences"].values())
+        check(sources.resume(4, target, str(folder)))
 
 
 def piped(ep: int, zero: int, pp: int = 0) -> Piped:
@@ -214,10 +205,7 @@ def piped(ep: int, zero: int, pp: int = 0) -> Piped:
 )
 def test_in_a_pipeline(ranks: RankPool, sources: Sources, source: Piped, target: Piped) -> None:
     folder = sources.get(4, source, more=3)
-    (found, *_) = sources.resume(4, target, folder, more=3)
-    assert found["differences"] and not any(found["differences"].values())
-    assert all(found["before"].values())
-    assert found["loss"] < 1e-5
+    check(sources.resume(4, target, folder, more=3), 1e-5)
 
 
 def test_files_of_a_stock_pipeline(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
@@ -225,8 +213,7 @@ def test_files_of_a_stock_pipeline(ranks: RankPool, sources: Sources, tmp_path: 
     shutil.copytree(sources.get(4, piped(2, 1, pp=2), more=3), folder)
     without_manifest(folder)
     for target in (piped(1, 1), piped(4, 1)):
-        (found, *_) = sources.resume(4, target, str(folder))
-        assert found["differences"] and not any(found["differences"].values())
+        check(sources.resume(4, target, str(folder)))
 
 
 def test_two_experts_swapped_in_a_pipeline(ranks: RankPool, sources: Sources) -> None:

@@ -93,8 +93,7 @@ def resume(sources: Sources, name: str, ranks: int, setup: Setup, **options: Any
 def test_pair(sources: Sources, name: str, world: int, setup: Setup) -> None:
     fp32 = setup.dtype == "fp32"
     found = resume(sources, name, world, setup, more=LOSS_STEPS if fp32 else 0)
-    check(found)
-    assert not fp32 or found[0]["loss"] <= 1e-5
+    check(found, 1e-5 if fp32 else None)
     assert any("momentum_buffer" in line for line in found[0]["before"]["filled"])
 
 

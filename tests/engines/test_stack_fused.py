@@ -63,8 +63,7 @@ def saved(sources: Sources, name: str) -> str:
 @pytest.mark.cases(6)
 def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     more = 3 if target.dtype == "fp32" else 0
-    found = sources.resume(world, target, saved(sources, source), more=more)
-    check(found, 1e-5 if more else None)
+    check(sources.resume(world, target, saved(sources, source), more=more), 1e-5 if more else None)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +210,7 @@ def test_states_from_before_the_first_step(sources: Sources, adam: str) -> None:
 def test_pair_under_deepspeed(sources: Sources) -> None:
     folder = saved(sources, "ours")
     options = {"more": 3, "load_lr_scheduler_states": False}
-    found = sources.resume(2, Zero(zero=2), folder, **options)
-    check(found, 1e-5)
+    check(sources.resume(2, Zero(zero=2), folder, **options), 1e-5)
 
 
 # what torch's groups say and the fused ones' don't, and what these folders' arguments leave out

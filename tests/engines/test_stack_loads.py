@@ -44,8 +44,7 @@ def test_pair(sources: Sources, pair: str) -> None:
     (dp, source), (world, target) = PAIRS[pair]
     folder = sources.get(dp, source)
     more = LOSS_STEPS if source.dtype == "fp32" else 0
-    found = sources.resume(world, target, folder, more=more)
-    check(found, 1e-5 if more else None)
+    check(sources.resume(world, target, folder, more=more), 1e-5 if more else None)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ KINDS = ("fully_reshardable", "dp_reshardable", "legacy", "ours")
 @pytest.mark.parametrize("overrides", ["rates", "decay"])
 def test_each_parameter_finds_its_group(sources: Sources, overrides: str, kind: str) -> None:
     folder = sources.get(4, Mcore(tp=2, overrides=overrides), more=3, kind=kind)
-    found = sources.resume(4, Mcore(pp=2, overrides=overrides), folder, more=3)
-    check(found, 1e-5)
+    check(sources.resume(4, Mcore(pp=2, overrides=overrides), folder, more=3), 1e-5)
 
 
 def test_a_group_with_other_rates_takes_the_files(sources: Sources) -> None:

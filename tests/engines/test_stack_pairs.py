@@ -117,8 +117,9 @@ UNDER = [
 def test_pair_under_deepspeed(sources: Sources, source: str, world: int, target: Zero) -> None:
     ranks, setup = SOURCES[source]
     folder = sources.get(ranks, setup)
-    found = sources.resume(world, target, folder, more=LOSS_STEPS, load_lr_scheduler_states=False)
-    check(found, 1e-5)
+    check(
+        sources.resume(world, target, folder, more=LOSS_STEPS, load_lr_scheduler_states=False), 1e-5
+    )
 
 
 # torch's AdamW on one rank without clipping: the same arithmetic in both engines
@@ -186,5 +187,4 @@ def test_every_pair(sources: Sources, name: str, source: Any, target: Any) -> No
     """Through ucp.save, which takes every mesh."""
     (ranks, sizes), (world, others) = source, target
     folder = sources.get(ranks, Mcore(**FAMILIES[name], **sizes), more=3, kind="ours")
-    found = sources.resume(world, Mcore(**FAMILIES[name], **others), folder, tags=("filled",))
-    check(found)
+    check(sources.resume(world, Mcore(**FAMILIES[name], **others), folder, tags=("filled",)))

@@ -116,8 +116,7 @@ def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str
 @pytest.mark.parametrize("target", [Zero(zero=1), Zero(zero=3)], ids=show)
 def test_pair_under_deepspeed(sources: Sources, target: Zero) -> None:
     folder = sources.get(*SOURCES["dp4"], kind="ours")
-    found = sources.resume(2, target, folder, more=LOSS_STEPS, load_lr_scheduler_states=False)
-    check(found, 1e-5)
+    check(sources.resume(2, target, folder, more=LOSS_STEPS, load_lr_scheduler_states=False), 1e-5)
 
 
 @pytest.mark.parametrize("target", [Mcore, Zero])

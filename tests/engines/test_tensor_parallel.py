@@ -71,8 +71,7 @@ def test_pair(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None
     folder = source(sources, origin, family, tied=tied)
     more = LOSS_STEPS if losses else 0
     found = resume(sources, target, family, folder, more=more, tied=tied)
-    check(found)
-    assert not losses or found[0]["loss"] <= 1e-5
+    check(found, 1e-5 if losses else None)
 
 
 @pytest.mark.slow
@@ -136,8 +135,7 @@ def test_sequence_parallelism(sources: Sources, zero: int) -> None:
     right."""
     folder = source(sources, (2, 2, zero), "llama", sequence_parallel=True)
     found = resume(sources, (1, 2, 1), "llama", folder, more=LOSS_STEPS)
-    check(found)
-    assert found[0]["loss"] <= 1e-5
+    check(found, 1e-5)
 
 
 @pytest.mark.parametrize(

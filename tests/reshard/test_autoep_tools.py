@@ -12,7 +12,7 @@ import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from tests.engines import kinds
 from tests.engines.autoep_jobs import Auto
-from tests.engines.sources import Sources, without_manifest
+from tests.engines.sources import Sources, check, without_manifest
 from tests.ranks import RankPool
 from tests.reshard.test_convert_universal import stock_converted
 from tests.reshard.test_expert_tools import converted, copy_of
@@ -53,8 +53,7 @@ def test_a_conversion_to_zero_3_resumes(
     found = ranks.run(4, STOCK, Auto(2, 3), str(out / "trained"), tag="trained")
     assert found[0]["differences"] == []
     without_manifest(out)
-    (back, *_) = sources.resume(4, Auto(4, 1), out)
-    assert back["differences"] and not any(back["differences"].values())
+    check(sources.resume(4, Auto(4, 1), out))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +109,7 @@ def test_a_universal_folder_of_stock(
         assert {one.parameter for one in differences} == ({"scale"} if zero == 3 else set())
     if zero == 1:
         shutil.copy(source / "oracle.pt", out)
-        (found, *_) = sources.resume(4, Auto(4, 2), out)
-        assert found["differences"] and not any(found["differences"].values())
+        check(sources.resume(4, Auto(4, 2), out))
 
 
 def change_partitions(state: Any) -> None:

@@ -14,7 +14,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.errors import RuleError
 from tests.engines import kinds, tensor_jobs
 from tests.engines.moe_jobs import Moe
-from tests.engines.sources import Sources, of_states, without_manifest
+from tests.engines.sources import Sources, check, of_states, without_manifest
 from tests.engines.tensor_jobs import Staged
 from tests.engines.test_mixtral import mixtral
 from tests.ranks import RankPool
@@ -58,15 +58,13 @@ def test_a_conversion_resumes(
     out = converted(mixed, tmp_path / "out", mesh)
     assert main(["verify", "--deep", str(out / "trained")]) == 0
     assert main(["diff", str(mixed / "trained"), str(out / "trained")]) == 0
-    (found, *_) = sources.resume(4, setup, out)
-    assert found["differences"] and not any(found["differences"].values())
+    check(sources.resume(4, setup, out))
 
 
 def test_a_pipeline_is_written(sources: Sources, mixed: Path, tmp_path: Path) -> None:
     target = ucp.Target(ucp.Mesh(pp=2, dp=2, ep=2, zero=1), stages="uniform")
     out = converted(mixed, tmp_path / "out", target)
-    (found, *_) = sources.resume(4, mixtral(2, pp=2), out)
-    assert found["differences"] and not any(found["differences"].values())
+    check(sources.resume(4, mixtral(2, pp=2), out))
 
 
 def names_of_groups(folder: Path) -> set[str]:
@@ -126,8 +124,7 @@ def test_a_universal_folder_holds_every_expert(
         for tag in ("trained", "filled"):
             ucp.convert(source / tag, out / tag, to="universal")
         shutil.copy(source / "oracle.pt", out)
-        (found, *_) = sources.resume(4, setup, out)
-        assert found["differences"] and not any(found["differences"].values())
+        check(sources.resume(4, setup, out))
 
 
 def test_what_stock_reads_of_a_universal_folder(
