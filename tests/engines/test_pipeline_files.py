@@ -114,7 +114,7 @@ def test_a_parameter_that_two_stages_hold_without_a_tie(sources: Sources, stock:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("step", ("different steps", "step 2.0", "3.0")),
+        ("step", ("different steps", "step 3.0", "4.0")),
         ("weight_decay", ("different hyper-parameters", "weight_decay 0.1")),
     ],
 )
