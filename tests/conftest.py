@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are
 SHOWN_JOBS = 10
 BUDGET = Path(__file__).with_name("budget.json")
 LONG_S = 0.7  # what costs more is left out of `quick`
-CASES_S = 0.5  # processor seconds that the cases of a test may take by default, by the budget
+CASES_S = 0.3  # processor seconds that the cases of a test may take by default, by the budget
 pools: list[RankPool] = []
 jobs_of_workers: list[tuple[str, int, float]] = []
 seconds: dict[str, tuple[float, int]] = {}  # of the processor, and cases, by test function

@@ -25,23 +25,16 @@ _LEFT_S = 5.0  # that what a command left behind may go on
 
 
 def with_descendants(pid: int) -> float:
-    """Processor seconds of a process, of what it started, and of those that ended and were waited
-    for. 0 where there is no such process: who waited for it has its seconds."""
+    """Processor seconds of a process, of what its main thread started, and of those that ended and
+    were waited for. 0 where there is no such process: who waited for it has its seconds."""
     process = Path(f"/proc/{pid}")
     try:
         fields = (process / "stat").read_text().rpartition(")")[2].split()
-        children = [pid for task in process.glob("task/*/children") for pid in _numbers(task)]
+        children = [*map(int, (process / f"task/{pid}/children").read_text().split())]
     except OSError:
         return 0.0
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return own + sum(map(with_descendants, children))
-
-
-def _numbers(file: Path) -> list[int]:
-    try:
-        return [*map(int, file.read_text().split())]
-    except OSError:  # a thread that ended
-        return []
 
 
 def unit_s() -> float:

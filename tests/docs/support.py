@@ -260,7 +260,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
             (
                 "torchtitan 0.3: llama3, qwen3 with and without experts, deepseek_v3, gpt_oss",
                 *(Y, Y, Y),
-                "engines/test_torchtitan",
+                "reshard/test_torchtitan, engines/test_torchtitan",
             ),
             ("flat, under names of your own", Y, Y, "", "formats/test_dcp"),
             ("weights in bf16 and their moments", Y, Y, "", "formats/test_dcp"),

@@ -266,7 +266,7 @@ def same_state(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("source", "mesh"), [*PAIRS, *slow(LATER)], ids=str)
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 def test_pair(program: Program, source: str, mesh: Mesh) -> None:
     saved, found = program.saved(source), program.resumed(source, mesh)
     same_state(found)

@@ -205,7 +205,7 @@ def largest(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.parametrize("case", [*RESUMED, *slow(LATER)], ids=show)
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 def test_pair(stock: Stock, case: Case) -> None:
     source, found = stock.saved(case[0]), stock.resumed(case)
     assert (found["iteration"], found["samples"]) == (3, 12)
