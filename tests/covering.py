@@ -4,7 +4,7 @@ Faults of a conversion that needs three things at once are rare; two of them (a 
 target's dtype) are what most need.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -30,11 +30,3 @@ def covering(rows: Sequence[Row], columns: Callable[..., Sequence[Any]]) -> list
         chosen.append(best)
         left -= met(columns(*best))
     return [row for row in rows if row in chosen]
-
-
-def pairwise(rows: Iterable[Row], columns: Callable[..., Sequence[Any]]) -> list[Any]:
-    """The cases of a test that is marked with `cases()`: those that cover run by default, the
-    others with `tests/run.sh all`."""
-    rows = list(rows)
-    taken = covering(rows, columns)
-    return [pytest.param(*row, marks=[] if row in taken else [pytest.mark.slow]) for row in rows]
