@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import ops, raised
-from tests.covering import DEFAULT_CASES
 from tests.object_server import MotoServer, ObjectServer
 from tests.processor_time import with_descendants
 from tests.ranks import ROOT, RankPool
@@ -151,11 +150,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if spent.get(_function(item), (0.0, 0))[0] >= LONG_S:
             item.add_marker("long")
     _leave_cases_out(items, spent)
-    cases = config.stash.setdefault(DEFAULT_CASES, {})
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        left_out = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
-        cases[file] = cases.get(file, 0) + (left_out is None)
     with_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
     of_file = _seconds_of_files(spent)  # longest first: begun last, it would run alone in the end
     items.sort(

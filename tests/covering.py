@@ -8,11 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
-import pytest
-
 Row = tuple[Any, ...]
-# of a session: how many cases of each collected file the default run takes (tests/conftest.py)
-DEFAULT_CASES = pytest.StashKey[dict[str, int]]()
 
 
 def met(row: Sequence[Any]) -> set[tuple[int, Any, int, Any]]:

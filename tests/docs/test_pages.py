@@ -12,7 +12,6 @@ import pytest
 
 import megatron_ucp as ucp
 from pretrain import flags
-from tests.covering import DEFAULT_CASES
 from tests.docs import console, generated, support
 from tests.docs.pages import (
     GENERATED,
@@ -174,16 +173,6 @@ def test_what_is_supported_names_tests_that_exist() -> None:
             assert len(row) == len(head) + 2, (name, row[0])
             for test in row[-1].split(", "):
                 assert (ROOT / "tests" / f"{test}.py").is_file(), f"{name}: {test}"
-
-
-def test_what_is_supported_is_shown_by_the_default_run(request: pytest.FixtureRequest) -> None:
-    """A file that leaves all of its cases to `tests/run.sh all` shows nothing from day to day."""
-    cases = request.config.stash[DEFAULT_CASES]
-    rows = [row for _, rows in support.TABLES.values() for row in rows]
-    named = {f"tests/{test}.py" for row in rows for test in row[-1].split(", ")}
-    if not named & cases.keys():
-        pytest.skip("asks for the files that the tables name: run with them, not this file alone")
-    assert not sorted(test for test in named & cases.keys() if not cases[test])
 
 
 def test_the_tests_that_pages_name_exist() -> None:
