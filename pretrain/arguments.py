@@ -14,8 +14,7 @@ from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from pretrain import elastic, engine, experts
 from pretrain.family import USUAL, check_fixed, fixed_by
-from pretrain.flags import FLAGS, MODEL, Flag
-from pretrain.foreign_flags import IGNORED, REFUSED
+from pretrain.flags import FLAGS, IGNORED, MODEL, NEUTRAL, Flag
 
 # Arguments that make another model: they come from the checkpoint, or must agree with it.
 MODEL_ARGUMENTS = (
@@ -75,17 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for flag in FLAGS:
         _add(parser, flag)
-    hidden = {name: (values, "_ignored") for name, values in IGNORED.items()}
-    hidden |= {name: (values, f"_refused {name}") for name, (values, _, _) in REFUSED.items()}
-    for name, (values, dest) in hidden.items():
-        if values == 0:
-            parser.add_argument(
-                *spellings(name), dest=dest, action="store_const", const=[], help=argparse.SUPPRESS
-            )
-        else:
-            parser.add_argument(
-                *spellings(name), dest=dest, nargs=values or "*", help=argparse.SUPPRESS
-            )
+    hidden: dict[str, Any] = {"dest": "_ignored", "help": argparse.SUPPRESS}
+    for name, values in IGNORED.items():
+        how: Any = {"nargs": values} if values else {"action": "store_true"}
+        parser.add_argument(*spellings(name), **hidden, **how)
+    for name, allowed in NEUTRAL.items():
+        parser.add_argument(*spellings(name), **hidden, choices=allowed)
     return parser
 
 
@@ -107,8 +101,7 @@ def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
 
 
 def parse(argv: Sequence[str]) -> Given:
-    """The flags that were given. Raises UsageError for one that is not known, naming the nearest,
-    or known and not supported."""
+    """The flags that were given. Raises UsageError for one that is not known, with the nearest."""
     parser = make_parser()
     found, unknown = parser.parse_known_args(list(argv))
     if unknown:
@@ -121,20 +114,7 @@ def parse(argv: Sequence[str]) -> Given:
             fix=f"the nearest is {near[0]}; --help lists all flags",
         )
     given = vars(found)
-    for key in [key for key in given if key.startswith("_")]:
-        values = given.pop(key)
-        name = key.removeprefix("_refused ")
-        if name in REFUSED:
-            _, harmless, why = REFUSED[name]
-            if not values or any(value not in harmless for value in values):
-                raise UsageError(
-                    f"{name}: {why}",
-                    expected=f"{harmless[0]}, or the flag left out"
-                    if harmless
-                    else "the flag left out",
-                    found=" ".join([name, *values]),
-                    fix=f"leave {name} out",
-                )
+    given.pop("_ignored", None)
     return given
 
 
@@ -453,6 +433,32 @@ def _lengths(args: argparse.Namespace) -> None:
         else int((args.lr_warmup_fraction or 0.0) * args.lr_decay_steps)
     )
     args.lr_wsd_decay_steps = _samples(args, "lr_wsd_decay", batch)
+    _check_schedule(args)
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    """Raises UsageError for rates and lengths that are no schedule."""
+    if not 0.0 <= args.min_lr <= args.lr or args.lr_warmup_init > args.lr:
+        raise UsageError(
+            "--lr is the largest of the three rates",
+            expected="0 <= --min-lr, --lr-warmup-init <= --lr",
+            found=f"--lr {args.lr}, --min-lr {args.min_lr}, --lr-warmup-init {args.lr_warmup_init}",
+        )
+    if not 0 <= args.lr_warmup_steps < args.lr_decay_steps:
+        raise UsageError(
+            "the warm-up is longer than the schedule",
+            expected=f"fewer than {args.lr_decay_steps} samples",
+            found=args.lr_warmup_steps,
+            fix="shorten --lr-warmup-*, or lengthen --lr-decay-* or --train-*",
+        )
+    is_wsd = args.lr_decay_style == "WSD"
+    if is_wsd and not 0 < (args.lr_wsd_decay_steps or 0) <= args.lr_decay_steps:
+        raise UsageError(
+            "--lr-decay-style WSD needs the length of its decay",
+            found=args.lr_wsd_decay_steps,
+            expected=f"1 to {args.lr_decay_steps} samples",
+            fix="give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+        )
 
 
 def _samples(args: argparse.Namespace, name: str, batch: int) -> int | None:

@@ -391,3 +391,37 @@ GROUPS = {
     "Logging": LOGGING,
 }
 FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS.values() for flag in group)
+
+# Flags of Megatron that are accepted without effect: what they ask for is what happens here, or a
+# matter of speed alone. The number of values.
+IGNORED = {
+    "--deepspeed": 0,
+    "--local_rank": 1,
+    "--data-impl": 1,
+    "--data-cache-path": 1,
+    "--no-bias-gelu-fusion": 0,
+    "--no-bias-swiglu-fusion": 0,
+    "--no-bias-dropout-fusion": 0,
+    "--no-masked-softmax-fusion": 0,
+    "--no-rope-fusion": 0,
+    "--no-gradient-accumulation-fusion": 0,
+    "--no-persist-layer-norm": 0,
+    "--no-query-key-layer-scaling": 0,
+    "--use-mcore-models": 0,
+    "--use-cpu-initialization": 0,
+    "--num-workers": 1,
+    "--distributed-backend": 1,
+    "--no-async-tensor-model-parallel-allreduce": 0,
+    "--disable-moe-token-dropping": 0,
+}
+# Those of Megatron with the only values that say what happens here.
+NEUTRAL = {
+    "--context-parallel-size": ("1",),
+    "--expert-interval": ("1",),
+    "--mlp-type": ("standard",),
+    "--moe-router-dtype": ("fp32",),
+    "--moe-router-load-balancing-type": ("aux_loss",),
+    "--num-virtual-stages-per-pipeline-rank": ("1",),
+    "--rotary-percent": ("1", "1.0"),
+    "--transformer-impl": ("local",),
+}

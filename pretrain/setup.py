@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,6 @@ from pretrain import elastic
 from pretrain.engine import DEEPSPEED, MEGATRON, chunks_of
 from pretrain.experts import experts_of
 from pretrain.mcore import chunks, models, pipeline, ulysses
-from pretrain.schedule import Scheduler, Settings
 
 NEVER = 10**9  # DeepSpeed prints lines of its own every so many steps
 
@@ -128,20 +128,6 @@ def model_config(args: argparse.Namespace, vocab: int, padded: int) -> models.Mo
     )
 
 
-def schedule(args: argparse.Namespace) -> Settings:
-    return Settings(
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        init_lr=args.lr_warmup_init,
-        lr_warmup_steps=args.lr_warmup_steps,
-        lr_decay_steps=args.lr_decay_steps,
-        lr_decay_style=args.lr_decay_style,
-        weight_decay=args.weight_decay,
-        wsd_decay_steps=args.lr_wsd_decay_steps,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
-    )
-
-
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags say, and the rest of --deepspeed_config."""
     config = {
@@ -186,7 +172,7 @@ def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
     """A DeepSpeed engine whose saves carry a manifest, or megatron-core's own stack. Collective;
     `models.start` came before."""
     if args.engine == MEGATRON:
-        return StackEngine(args, model_config(args, vocab, padded), schedule(args))
+        return StackEngine(args, model_config(args, vocab, padded))
     if args.fp16 and not _accelerator().is_fp16_supported():
         raise UsageError(
             "--fp16 does not run on this device",
@@ -194,7 +180,6 @@ def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
             found=_accelerator().device_name(),
             fix="use --bf16",
         )
-    settings = schedule(args)
     config, pp = model_config(args, vocab, padded), args.pipeline_model_parallel_size
     # a pipeline brings its own groups to DeepSpeed
     model, mpu = (
@@ -205,20 +190,14 @@ def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
     if args.ds_sequence_parallel_size > 1:
         model, mpu = ulysses.share_sequences(model), ulysses.mpu()
     groups = models.param_groups(model, args.lr, args.weight_decay)
+    decays = [group["params"][0].dim() > 1 for group in groups]
     optimizer = torch.optim.AdamW(
         groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
     )
-    scheduler = Scheduler(
-        optimizer,
-        settings,
-        override=args.override_opt_param_scheduler,
-        use_checkpoint=args.use_checkpoint_opt_param_scheduler,
-        decays=[group["params"][0].dim() > 1 for group in groups],
-    )  # also where --weight-decay is 0 for now
     engine, *_ = ucp.initialize(
         model=model,
         optimizer=optimizer,
-        lr_scheduler=scheduler,
+        lr_scheduler=scheduler_of(optimizer, args, decays),
         config=deepspeed_config(args),
         mpu=mpu,
         dist_init_required=False,
@@ -227,15 +206,45 @@ def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
     return engine
 
 
+def scheduler_of(
+    optimizer: Any, args: argparse.Namespace, decays: Sequence[bool] | None = None
+) -> Any:
+    """megatron-core's schedule, whose steps are samples: another global batch or mesh does not move
+    it. `decays` says which groups have weight decay, where they don't say it themselves."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    class Schedule(OptimizerParamScheduler):
+        def step(self, increment: int) -> None:
+            super().step(increment)
+            for group, has_decay in zip(self.optimizer.param_groups, decays or (), strict=False):
+                group["weight_decay"] *= has_decay
+
+    return Schedule(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_steps,
+        lr_decay_steps=args.lr_decay_steps,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.lr_decay_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=args.lr_wsd_decay_steps,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
 # ---- megatron-core's own stack (--engine megatron)
 
 
 class StackEngine:
     """Chunks, optimizer and schedule; `handle` is what ucp.load and ucp.save take."""
 
-    def __init__(
-        self, args: argparse.Namespace, config: models.ModelConfig, settings: Settings
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, config: models.ModelConfig) -> None:
         from megatron.core.optimizer import get_megatron_optimizer
 
         stages = chunks.Stages(
@@ -253,7 +262,7 @@ class StackEngine:
         self.optimizer: Any = get_megatron_optimizer(
             _optimizer_config(args, config), self.stack.chunks
         )
-        self.lr_scheduler = _scheduler(self.optimizer, args, settings)
+        self.lr_scheduler = scheduler_of(self.optimizer, args)
         self.handle = ucp.attach_megatron(
             self.stack.chunks,
             self.optimizer,
@@ -296,26 +305,4 @@ def _optimizer_config(args: argparse.Namespace, config: models.ModelConfig) -> A
         hysteresis=args.hysteresis,
         use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_param_gather=args.overlap_param_gather,
-    )
-
-
-def _scheduler(optimizer: Any, args: argparse.Namespace, settings: Settings) -> Any:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=settings.init_lr,
-        max_lr=settings.max_lr,
-        min_lr=settings.min_lr,
-        lr_warmup_steps=settings.lr_warmup_steps,
-        lr_decay_steps=settings.lr_decay_steps,
-        lr_decay_style=settings.lr_decay_style,
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=settings.lr_decay_steps,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
-        wsd_decay_steps=settings.wsd_decay_steps,
-        lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

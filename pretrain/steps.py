@@ -68,7 +68,7 @@ class OfDeepSpeed:
         optimizer = engine.optimizer
         scale = getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", 1.0)
         return Last(
-            engine.lr_scheduler.get_last_lr()[0],
+            engine.optimizer.param_groups[0]["lr"],
             float(scale) if fp16 else 1.0,
             None if norm is None or math.isnan(norm) else float(norm),
             not (fp16 and bool(getattr(optimizer, "overflow", False))),

@@ -103,7 +103,6 @@ class Run:
             tokenizer = make_tokenizer(args)
             padded = self._padded(tokenizer, saved)
             checkpoint.prepare_folder(args)
-            setup.schedule(args)
         setup.start_groups(args)
         setup.bound_waits(patience)
         self._mesh = models.mpu()

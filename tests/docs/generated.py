@@ -22,7 +22,7 @@ import megatron_ucp as ucp
 from megatron_ucp import errors
 from megatron_ucp.cli import COMMANDS, _parser
 from megatron_ucp.reshard import options as option_tables
-from pretrain import flags, foreign_flags
+from pretrain import flags
 from tests.docs import support
 from tests.docs.pages import GENERATED, ROOT
 
@@ -470,14 +470,10 @@ def default_of(one: Any) -> str:
 
 
 def foreign(word: str) -> str:
-    """Flags of other programs by name; one that is refused says why when it is given."""
-    if word == "ignored":
-        return ", ".join(f"`{name}`" for name in foreign_flags.IGNORED) + "."
-    rows = (
-        f"`{name}`" + (f" (but {' or '.join(harmless)})" if harmless else "")
-        for name, (_, harmless, _) in foreign_flags.REFUSED.items()
-    )
-    return f"{', '.join(rows)}."
+    """Flags of Megatron that are accepted without effect, with the values that some must have."""
+    plain = [f"`{name}`" for name in flags.IGNORED]
+    rows = [f"`{name} {' or '.join(values)}`" for name, values in flags.NEUTRAL.items()]
+    return f"{', '.join(plain + rows)}."
 
 
 # ---- the tree

@@ -8,13 +8,24 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from pretrain.mcore import models
-from pretrain.schedule import Scheduler, Settings
 from tests.engines.canonical import canonical
 from tests.engines.model import config_of
 
 SAMPLES, SEQUENCE = 4, 16
 # as the runs that wrote the golden folders were started; steps are samples
-SCHEDULE = Settings(3e-3, 1e-4, 0.0, 8, 80, "cosine", 0.1)
+SCHEDULE: dict[str, Any] = {
+    "init_lr": 0.0,
+    "max_lr": 3e-3,
+    "min_lr": 1e-4,
+    "lr_warmup_steps": 8,
+    "lr_decay_steps": 80,
+    "lr_decay_style": "cosine",
+    "start_wd": 0.1,
+    "end_wd": 0.1,
+    "wd_incr_steps": 80,
+    "wd_incr_style": "constant",
+    "use_checkpoint_opt_param_scheduler": False,
+}
 
 
 def make(tp: int, zero: int, dtype: str, seed: int = 5, layers: int = 4) -> Any:
@@ -39,12 +50,18 @@ def make(tp: int, zero: int, dtype: str, seed: int = 5, layers: int = 4) -> Any:
         seed=seed,
     )
     model = models.build(config)
-    optimizer = torch.optim.AdamW(models.param_groups(model, 1e-5, 0.1))
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    groups = models.param_groups(model, 1e-5, 0.1)
+    for group in groups:
+        group["wd_mult"] = float(group["params"][0].dim() > 1)
+    optimizer: Any = torch.optim.AdamW(groups)
+    schedule: Any = OptimizerParamScheduler(optimizer, **SCHEDULE)
     settings = config_of(zero, SAMPLES * tp // dist.get_world_size(), dtype)
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        lr_scheduler=Scheduler(optimizer, SCHEDULE),
+        lr_scheduler=schedule,
         config=settings,
         mpu=models.mpu(),
         dist_init_required=False,

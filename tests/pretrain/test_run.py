@@ -101,7 +101,7 @@ def test_same_mesh_needs_no_flag(ranks: RankPool, llama: Source) -> None:
             "untie",
         ),
         (["--lr", "1e-3"], "StateMismatchError", "--override-opt_param-scheduler"),
-        (["--lr-decay-style", "linear"], "StateMismatchError", "--lr-decay-style"),
+        (["--lr-decay-style", "linear"], "StateMismatchError", "lr_decay_style"),
         (
             ["--ckpt-step", "77"],
             "NotFoundError",

@@ -115,12 +115,10 @@ def test_a_tag_that_is_read_stays(ranks: RankPool, own: Source, tmp_path: Path) 
 
 
 def test_a_conversion_for_megatron_is_no_difference(llama: Source, tmp_path: Path) -> None:
-    """Of a schedule in the other spelling; another one is."""
+    """Another schedule is one."""
     tag = llama.folder / f"global_step{SAVED}"
     converted = tmp_path / "iter_0000004"
     ucp.convert(tag, converted, to="torch_dist", target=ucp.Mesh(tp=2, dp=2))
-    with open_checkpoint(tag) as one, open_checkpoint(converted) as two:
-        assert one.extras.scheduler != two.extras.scheduler
     assert ucp.diff(tag, converted) == []
     later = ucp.diff(llama.folder / f"global_step{ITERATIONS}", converted)
     assert "lr_scheduler" in [found.what for found in later]
