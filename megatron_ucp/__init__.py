@@ -43,9 +43,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imp
     from megatron_ucp.engines.install import install
     from megatron_ucp.engines.load import load
     from megatron_ucp.engines.megatron.engine import attach_megatron
+    from megatron_ucp.engines.megatron.save import save
     from megatron_ucp.engines.refit import refit
     from megatron_ucp.engines.run_state import ResumableLoader
-    from megatron_ucp.engines.save_as import save
     from megatron_ucp.families import register_family
     from megatron_ucp.formats.deepspeed.target import Target
     from megatron_ucp.formats.optimizers import register_optimizer
@@ -136,7 +136,7 @@ _HOMES = {
     "resize": "engines.hold",
     "ResumableLoader": "engines.run_state",
     "rules": "reshard.rules",
-    "save": "engines.save_as",
+    "save": "engines.megatron.save",
     "Target": "formats.deepspeed.target",
     "verify": "reshard.check",
     "wait": "engines.background",

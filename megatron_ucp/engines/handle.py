@@ -17,7 +17,6 @@ from megatron_ucp.engines.live import config_of
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.memory import KeptReport, steps_of
 from megatron_ucp.engines.record import HANDLE, LOADED, SAVED
-from megatron_ucp.engines.run_state import StateNow
 from megatron_ucp.engines.save import SaveReport
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.family import Model
@@ -265,12 +264,6 @@ class Handle:
     def lent(self, options: HoldOptions) -> MemoryRun:
         """The engine as a run that a resize moves from; nothing in it is changed. Collective.
         Raises a UcpError on every rank."""
-        raise NotImplementedError
-
-    def state_now(self, holder: Any) -> StateNow:
-        """What this rank has of the run besides elements, as it is now; `holder` is what `present`
-        gave, maybe steps ago. Nothing is described, and nothing sent. Raises a UcpError for what no
-        load could give back."""
         raise NotImplementedError
 
     def check_usable(self) -> None:

@@ -489,7 +489,6 @@ class LiveShards:
             )
         self.joined: AllRanks = join(stages)
         self._here, self._groups, self._program = found.index(own.at), own.param_groups, program
-        self._own = own
         self.first_group = self.joined.first_group[self._here]
 
     def numbered(self, buffers: Sequence[Any], values: Sequence[Any]) -> list[dict[int, Any]]:
@@ -498,13 +497,6 @@ class LiveShards:
         numbers = self.joined.numbers[self._here], self.joined.values[self._here]
         both = zip(numbers, (buffers, values), strict=True)
         return [dict(zip(*pair, strict=True)) for pair in both]
-
-    def stepped_with(self) -> tuple[dict[int, Scalars], dict[int, ParamGroup]]:
-        """The scalar states of this rank's buffers, and its groups, as they are now, by their
-        numbers in the manifest. Nothing is described for it."""
-        numbers = self.joined.numbers[self._here]
-        scalars = dict(zip(numbers, self._own.steps(), strict=True))
-        return scalars, dict(enumerate(self._own.groups(), self.first_group))
 
     @property
     def own_groups(self) -> slice:

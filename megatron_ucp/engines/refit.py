@@ -1,5 +1,5 @@
-"""`refit`: the weights of a live engine, or all of its states, into other engines, or weights into
-plain tensors, step after step: planned once, moved as often as it is called."""
+"""`refit`: the weights of a live engine into other engines, or into plain tensors, step after step:
+planned once, moved as often as it is called."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,20 +17,15 @@ from megatron_ucp.core.manifest import ORIGIN, RECORDED, RUN, Manifest
 from megatron_ucp.core.names import VALUE
 from megatron_ucp.core.plan import LOSSLESS, Cast, Slot, joined
 from megatron_ucp.core.tensor_parts import weights_manifest
-from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.deepspeed.engine import handle_of
 from megatron_ucp.engines.handle import Handle, said_config
 from megatron_ucp.engines.hold import params_of
 from megatron_ucp.engines.live import LiveShards, dtype_name, flat_view
-from megatron_ucp.engines.load import go_on
 from megatron_ucp.engines.record import run_of
-from megatron_ucp.engines.run_state import STEPS, StateNow, run_now
-from megatron_ucp.engines.values import differing
 from megatron_ucp.errors import (
     ForeignFileError,
     ModelMismatchError,
     PlanError,
-    StateMismatchError,
     UsageError,
     some_of,
 )
@@ -40,11 +35,11 @@ from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.check import weight_of
-from megatron_ucp.reshard.engine import Engine, Holder, LoadOptions
+from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.hugging_face.export import training_dtype
 from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, twin_of
 from megatron_ucp.reshard.kept_moves import KeptMoves, SharedMemories
-from megatron_ucp.reshard.load import EngineSink, fit_for, notes_of_fit, parts_for, prepared
+from megatron_ucp.reshard.load import fit_for, notes_of_fit, parts_for
 from megatron_ucp.reshard.memory_layout import HostMemory
 from megatron_ucp.reshard.options import MEMORY, check_words
 from megatron_ucp.reshard.transfer import (
@@ -60,7 +55,6 @@ from megatron_ucp.reshard.transfer import (
 )
 
 _T = TypeVar("_T")
-WEIGHTS, ALL = STATES = ("weights", "all")  # what a refit moves
 
 # ---- report
 
@@ -70,7 +64,7 @@ class RefitReport:
     """What a refit did. `filled_bytes` are those of all ranks' memory that got values,
     `moved_bytes` what of it came from other ranks; `planned` whether this call planned;
     `compared_bytes` what a checksum was compared of (None: nothing was asked). `notes` say what is
-    not as in the source; `states` is what moved, as `refit` was asked."""
+    not as in the source."""
 
     source: str
     target: str
@@ -80,15 +74,13 @@ class RefitReport:
     planned: bool
     compared_bytes: int | None = None
     notes: tuple[str, ...] = ()
-    states: str = WEIGHTS
 
     def __str__(self) -> str:
         seen = "no checksum was asked for"
         if self.compared_bytes is not None:
             seen = f"checksums of {say.part(self.compared_bytes, self.filled_bytes)} compared"
-        what = "all states of " if self.states == ALL else ""
         return (
-            f"refit {what}{self.source} -> {self.target}: {say.amount(self.filled_bytes)}, "
+            f"refit {self.source} -> {self.target}: {say.amount(self.filled_bytes)}, "
             f"{say.amount(self.moved_bytes)} of it from other ranks, in "
             f"{say.duration(self.seconds)}; {seen}; the next ones say nothing"
         )
@@ -123,21 +115,16 @@ class _Target(Protocol):
         """As `tensors_lie_at`."""
         ...
 
-    def begin(self, source: RunInMemory) -> None:
-        """Before the first write of a call: `source` is the run as it is then. Collective among the
-        ranks that have one."""
+    def begin(self) -> None:
+        """Before the first write of a call. Collective among the ranks that have one."""
         ...
 
     def lost(self, source: Manifest, plans: Sequence[Proved]) -> Lost:
         """What of finite values the target will not have, though they were moved."""
         ...
 
-    def finish(self) -> list[str]:
-        """After the last one; returns notes. Collective among the ranks that have one."""
-        ...
-
-    def publish(self) -> None:
-        """It may be used. Collective among the ranks that have one."""
+    def finish(self) -> None:
+        """After the last one: it may be used. Collective among the ranks that have one."""
         ...
 
 
@@ -172,7 +159,7 @@ class _EngineTarget:
     def lies_at(self) -> object:
         return self._handle.lies_at(self.live.has_optimizer)
 
-    def begin(self, source: RunInMemory) -> None:
+    def begin(self) -> None:
         self.live.mark_unusable()
 
     def lost(self, source: Manifest, plans: Sequence[Proved]) -> Lost:
@@ -181,57 +168,9 @@ class _EngineTarget:
             return {}
         return lost_in_weights(self.live, joined([one.plan for one in plans]))
 
-    def finish(self) -> list[str]:
+    def finish(self) -> None:
         self.live.refresh()
-        return []
-
-    def publish(self) -> None:
         self.live.mark_usable()
-
-
-class _StatesTarget(_EngineTarget):
-    """An engine that goes on as the source does. It gets all states; what is no element it gets by
-    the same code as from a load."""
-
-    def __init__(self, handle: Handle, allow: frozenset[str], scheduler: bool) -> None:
-        super().__init__(handle, allow)
-        # random states are those of this process, and the position that of a loader: nobody's else
-        self._options = LoadOptions(scheduler=scheduler, checksums=False, allow=allow, rng=False)
-        self._sink: EngineSink | None = None
-        if not self.live.has_optimizer:
-            raise UsageError(
-                "the target of a refit of all states has no optimizer, which would have them",
-                expected="an engine with an optimizer of the source's kind",
-                found=f"an engine without one, on {self.name}",
-                fix=f'build it with an optimizer, or refit its weights: states="{WEIGHTS}"',
-            )
-
-    def parts(self, source: RunInMemory) -> _Wanted:
-        sink = prepared(self.live, source, self._options)
-        return sink.parts, sink.notes
-
-    def wants_more(self, source: Manifest) -> bool:
-        return True
-
-    def begin(self, source: RunInMemory) -> None:
-        self._sink = None
-        super().begin(source)
-        wait_together(self._handle.program)  # for a save of what it was
-        self._sink = prepared(self.live, source, self._options)
-        self._sink.__enter__()  # room for the states
-
-    def finish(self) -> list[str]:
-        sink = self._sink
-        if sink is None:
-            raise PlanError("a target is finished that was not begun")
-        sink.finish()
-        return sink.notes
-
-    def publish(self) -> None:
-        super().publish()
-        if self._sink is not None:
-            run = self._sink.held.run
-            go_on(self._handle.program, run[RUN], run[ORIGIN], run[STEPS], ())
 
 
 class _TensorsTarget:
@@ -290,16 +229,13 @@ class _TensorsTarget:
         rows = self._tensors.items()
         return [(name, one.data_ptr(), tuple(one.shape), one.dtype) for name, one in rows]
 
-    def begin(self, source: RunInMemory) -> None:
+    def begin(self) -> None:
         """Whoever holds the tensors sees them change."""
 
     def lost(self, source: Manifest, plans: Sequence[Proved]) -> Lost:
         return {}
 
-    def finish(self) -> list[str]:
-        return []
-
-    def publish(self) -> None:
+    def finish(self) -> None:
         """They are what they are."""
 
 
@@ -312,8 +248,7 @@ _FAILED, _CHANGED, _AS_IT_WAS = range(3)  # what ranks tell each other before ea
 
 @dataclass
 class _Known:
-    """What was planned. There are `moves` from the first call on where all states move, as a target
-    may have no memory for some of them before."""
+    """What was planned."""
 
     manifest: Manifest  # of the source, with what its model is
     memories: SharedMemories
@@ -323,9 +258,9 @@ class _Known:
     source: str
     target: str
     notes: tuple[str, ...]
-    moves: KeptMoves | None = None
-    filled_bytes: int = 0
-    moved_bytes: int = 0
+    moves: KeptMoves
+    filled_bytes: int
+    moved_bytes: int
 
 
 class _Members:
@@ -360,8 +295,7 @@ class _Members:
 
 
 class Refit:
-    """What `refit` returns: each call moves the weights, or all states, as they are then. See
-    `refit`."""
+    """What `refit` returns: each call moves the weights as they are then. See `refit`."""
 
     def __init__(
         self,
@@ -371,18 +305,14 @@ class Refit:
         family: Any,
         config: Any,
         allow: frozenset[str],
-        states: str,
-        scheduler: bool,
     ) -> None:
         self._checksums, self._calls, self._said = checksums, count(1), False
-        self._states, self._allow = states, allow
-        self._now: list[StateNow] = []  # of the ranks of the source, where all states move
         has = source is not None, target is not None
         every = agree.gather(has)
         self._givers = _Members("source", has[0], [one for one, _ in every])
         self._takers = _Members("target", has[1], [one for _, one in every])
         self._target: _Target | None = None
-        self._make_target = lambda: _made(target, family, config, allow, states, scheduler)
+        self._make_target = lambda: _made(target, family, config, allow)
         self._source: Handle | None = None
         self._holder: Holder | None = None
         self._source_of = lambda: None if source is None else handle_of(source, family)
@@ -390,9 +320,8 @@ class Refit:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends to others in each call; of all states, once one was made."""
-        moves = self._known.moves
-        return 0 if moves is None else moves.sent_bytes
+        """What this rank sends to others in each call."""
+        return self._known.moves.sent_bytes
 
     # ------------------------------------------------ plans
 
@@ -403,41 +332,29 @@ class Refit:
             self._source = self._source_of()
         with agree.together(), self._takers.among():
             self._target = self._make_target() if self._takers.is_here else None
-        target, has_masters = self._target, self._states == ALL
-        manifest = self._givers.told(lambda: self._described(has_masters))
-        if not has_masters:
-            has_masters = agree.any_of(target is not None and target.wants_more(manifest))
-            if has_masters:
-                manifest = self._givers.told(lambda: self._described(has_masters))
-        if self._states == ALL:
-            _require_optimizer(manifest)
-            self._take_now(agree.collect(self._state_now))
+        target = self._target
+        manifest = self._givers.told(lambda: self._described(False))
+        has_masters = agree.any_of(target is not None and target.wants_more(manifest))
+        if has_masters:
+            manifest = self._givers.told(lambda: self._described(True))
         mesh = str(manifest.mesh)
-        memories = SharedMemories(
-            f"{self._what} of {mesh}", self._holder or HostMemory(manifest, [])
-        )
+        memories = SharedMemories(f"weights of {mesh}", self._holder or HostMemory(manifest, []))
         with agree.gathering() as block:
-            run = self._run_now(memories.file, manifest)
+            # what the source is besides elements, as far as weights need it
+            nothing = Extras({}, None, LossScale(), None, {})
+            run = RunInMemory(memories.file, manifest, manifest, nothing, {}, [])
             parts, notes = ((), []) if target is None else target.parts(run)
             plans = [proved(memories, part, number=number) for number, part in enumerate(parts)]
             name = "" if target is None else target.name
             block.value = name, (*notes, *_rounded(plans))
         goal = some_of([*dict.fromkeys(name for name, _ in block.values if name)])
         notes = tuple(dict.fromkeys(note for _, own in block.values for note in own))
+        moves = KeptMoves(memories.held, plans, _nowhere if target is None else target.tensor)
+        sizes = agree.total(moves.filled_bytes, moves.read_bytes)
         lies_at = self._lies_at(has_masters)
-        known = _Known(manifest, memories, plans, has_masters, lies_at, mesh, goal, notes)
-        if self._states == WEIGHTS:
-            self._lay_out(known)
-        return known
-
-    def _lay_out(self, known: _Known) -> KeptMoves:
-        """Makes the messages and their buffers. Collective. Raises a UcpError on every rank."""
-        target = self._target
-        into = target.tensor if target is not None else _nowhere
-        known.moves = moves = KeptMoves(known.memories.held, known.plans, into)
-        known.filled_bytes, known.moved_bytes = agree.total(moves.filled_bytes, moves.read_bytes)
-        known.lies_at = self._lies_at(known.has_masters)  # a target may have got room
-        return moves
+        return _Known(
+            manifest, memories, plans, has_masters, lies_at, mesh, goal, notes, moves, *sizes
+        )
 
     def _described(self, has_masters: bool) -> Manifest:
         """Of a source, with what its model is. Collective among the ranks that have one."""
@@ -458,39 +375,6 @@ class Refit:
             None if self._source is None else self._source.lies_at(has_masters),
             None if self._target is None else self._target.lies_at(),
         )
-
-    # ------------------------------------------------ what is no element
-
-    @property
-    def _what(self) -> str:
-        """What moves, as messages name it."""
-        return WEIGHTS if self._states == WEIGHTS else "states"
-
-    def _state_now(self) -> StateNow | None:
-        """What this rank has of the source's run besides elements."""
-        source = self._source
-        return None if source is None else source.state_now(self._holder)
-
-    def _take_now(self, ranks: Sequence[StateNow | None]) -> None:
-        """What all ranks have of the run is kept for this call. Raises StateMismatchError, on every
-        rank, where ranks of the source have values of their own."""
-        self._now = [one for one in ranks if one is not None]
-        apart = differing([one.own for one in self._now])
-        if apart and "per_rank" not in self._allow:
-            raise StateMismatchError(
-                "ranks of the source have values of their own, and a refit gives all ranks one",
-                expected="the same on all of its ranks",
-                found=str(apart),
-                fix='take those of the first rank with allow={"per_rank"}, or move them with '
-                "ucp.resize, which gives each rank of the same mesh its own",
-                id="differs-by-rank",
-            )
-
-    def _run_now(self, name: str, manifest: Manifest) -> RunInMemory:
-        """The source as the target sees it."""
-        if self._states == ALL:
-            return run_now(name, manifest, self._now)
-        return _run(manifest, name)
 
     # ------------------------------------------------ each time
 
@@ -520,23 +404,20 @@ class Refit:
         # others wait for what this rank sends, whatever fails here
         with kept, self._takers.among():
             if target is not None:
-                target.begin(self._run_now(known.memories.file, known.manifest))
+                target.begin()
         with kept:
             _finish_gathers(known.memories.held.engine)
-        moves = known.moves
-        if moves is None:
-            with agree.together():
-                kept.raise_kept()
-            moves = self._lay_out(known)
-        lost = [moves.run(kept)]
+        lost = [known.moves.run(kept)]
         with kept:
             if target is not None:
                 lost.append(target.lost(known.manifest, known.plans))
         with agree.together():
             kept.raise_kept()
             refuse_lost(lost, known.memories.file, "refit")
-        seen = self._compared(known, moves) if compare else None
-        notes = self._finished()
+        seen = self._compared(known) if compare else None
+        with self._takers.among():
+            if target is not None:
+                target.finish()
         report = RefitReport(
             known.source,
             known.target,
@@ -545,8 +426,7 @@ class Refit:
             time.perf_counter() - started,
             planned or number == 1,
             seen,
-            tuple(dict.fromkeys([*known.notes, *notes])),
-            self._states,
+            known.notes,
         )
         if not self._said:
             self._said = True
@@ -557,8 +437,6 @@ class Refit:
         """Plans where an engine has changed on any rank; whether it did. Before that the ranks tell
         each other one number: a rank that plans alone would wait for ever. Collective."""
         known = self._known
-        if self._states == ALL:
-            return self._plan_again_of_all(known)
         state, kept = _FAILED, agree.KeptBack()
         with kept:
             if self._source is not None:
@@ -572,41 +450,14 @@ class Refit:
             self._known = self._plan()
         return state == _CHANGED
 
-    def _plan_again_of_all(self, known: _Known) -> bool:
-        """As `_plan_again`. What is no element moves here, in the place of the number."""
-        with agree.gathering() as block:
-            if self._source is not None:
-                self._source.check_usable()
-            is_same = self._lies_at(known.has_masters) == known.lies_at
-            block.value = is_same, self._state_now() if is_same else None
-        if all(is_same for is_same, _ in block.values):
-            self._take_now([now for _, now in block.values])
-            return False
-        self._known = self._plan()
-        return True
-
-    def _finished(self) -> Sequence[str]:
-        """The target may be used; notes of what else was done in it. Collective."""
-        target, notes = self._target, list[str]()
-        with (
-            agree.together() if self._states == ALL else nullcontext(),
-            self._takers.among(),
-        ):
-            if target is not None:
-                notes = target.finish()
-        with self._takers.among():
-            if target is not None:
-                target.publish()
-        return notes
-
-    def _compared(self, known: _Known, moves: KeptMoves) -> int:
+    def _compared(self, known: _Known) -> int:
         """How many bytes of all ranks have the checksum that they have in the source. Collective.
         Raises ForeignFileError on every rank where one has another one."""
         with agree.together():
-            own = moves.sums_given()
+            own = known.moves.sums_given()
         given = agree.delivered(own)
         with agree.gathering() as block:
-            block.value, wrong = moves.compared(given)
+            block.value, wrong = known.moves.compared(given)
             if wrong:
                 raise ForeignFileError(
                     "what a refit moved is not what the source has",
@@ -647,42 +498,18 @@ def _is_turn(checksums: bool | int, number: int) -> bool:
     return bool(checksums) and not number % int(checksums)
 
 
-def _run(manifest: Manifest, name: str) -> RunInMemory:
-    """What a source is besides elements, as far as weights need it."""
-    nothing = Extras({}, None, LossScale(), None, {})
-    return RunInMemory(name, manifest, manifest, nothing, {}, [])
-
-
-def _require_optimizer(manifest: Manifest) -> None:
-    """Raises UsageError, on every rank, for a source of which nobody steps anything."""
-    if not manifest.groups:
-        raise UsageError(
-            "the source of a refit of all states has no optimizer, which would have them",
-            expected="an engine with an optimizer",
-            found=f"an engine without one, on {manifest.mesh}",
-            fix=f'refit its weights: states="{WEIGHTS}"',
-        )
-
-
-def _made(
-    target: Any, family: Any, config: Any, allow: frozenset[str], states: str, scheduler: bool
-) -> _Target:
+def _made(target: Any, family: Any, config: Any, allow: frozenset[str]) -> _Target:
     """What is filled, of whatever kind. Collective among the ranks that have one."""
     if isinstance(target, Mapping):
         return _TensorsTarget(target, config, str(getattr(family, "name", family or "")))
-    handle = handle_of(target, family)
-    return (
-        _StatesTarget(handle, allow, scheduler) if states == ALL else _EngineTarget(handle, allow)
-    )
+    return _EngineTarget(handle_of(target, family), allow)
 
 
 def refit(
     source: Any,
     target: Any,
     *,
-    states: str = WEIGHTS,
     checksums: bool | int = False,
-    load_lr_scheduler_states: bool = True,
     family: Any = None,
     config: str | Path | None = None,
     allow: Collection[str] = (),
@@ -697,13 +524,8 @@ def refit(
         target: An engine of the same model on any mesh, with an optimizer or without one; or the
             tensors that this rank is to have of the Hugging Face model, by their names, in the
             dtypes that they are given in. None on ranks that have none.
-        states: "weights", or "all": also the optimizer's states with their steps and
-            hyper-parameters, loss scale, scheduler, counters and modules' extra states. The target
-            has an optimizer then, and trains on as the source would. Not moved are random states,
-            the position of a data loader, and a client state: these are the program's.
         checksums: Whether each call compares what was moved with the source; a number: every so
             many calls.
-        load_lr_scheduler_states: Whether the scheduler is among all states.
         family: The model family, as of `load`.
         config: For tensors: the model's config.json, or its folder, where the engine does not say
             it.
@@ -716,8 +538,8 @@ def refit(
         UcpError: On every rank, before anything moved: the target can't be filled so.
 
     Weights are those that the source computes with; its masters, where the target has masters or a
-    wider dtype. When a tensor of either side was replaced, the next call plans again by itself; of
-    all states also when the first step has made moments.
+    wider dtype. When a tensor of either side was replaced, the next call plans again by itself.
+    `ucp.resize` moves all states.
 
     Example:
         >>> refit = ucp.refit(trainer, rollout)
@@ -728,38 +550,20 @@ def refit(
     with agree.as_rank_error("the refit", "nothing was moved"):
         agree.require_same(
             {
-                "states": states,
                 "checksums": checksums,
-                "load_lr_scheduler_states": load_lr_scheduler_states,
                 "family": agree.plain_option(family),
                 "config": agree.plain_option(config),
                 "allow": agree.plain_option(allow),
             }
         )
         with agree.together():
-            _check(source, target, states, checksums, allow)
-        words = frozenset(allow)
-        scheduler = load_lr_scheduler_states
-        return Refit(source, target, checksums, family, config, words, states, scheduler)
+            _check(source, target, checksums, allow)
+        return Refit(source, target, checksums, family, config, frozenset(allow))
 
 
-def _check(source: Any, target: Any, states: Any, checksums: Any, allow: Any) -> None:
+def _check(source: Any, target: Any, checksums: Any, allow: Any) -> None:
     """Raises UsageError."""
     check_words(allow, {MEMORY})
-    if states not in STATES:
-        raise UsageError(
-            "states says what a refit moves",
-            expected=" or ".join(map(repr, STATES)),
-            found=repr(states),
-            fix="give one of these",
-        )
-    if states == ALL and isinstance(target, Mapping):
-        raise UsageError(
-            "tensors of a Hugging Face model have weights alone",
-            expected="an engine with an optimizer, for all states",
-            found=f"{len(target)} tensors",
-            fix=f'leave states out, or give states="{WEIGHTS}"',
-        )
     if not isinstance(checksums, int) or checksums < 0:
         raise UsageError(
             "checksums says whether, or how often, what was moved is compared",

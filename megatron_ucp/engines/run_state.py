@@ -11,24 +11,20 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from megatron_ucp.core.flat import Scalars
-from megatron_ucp.core.manifest import RUN, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.values import DigestsOfRank, LiveValues, Values
+from megatron_ucp.engines.values import LiveValues, Values
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
 from megatron_ucp.formats import per_rank
-from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Checkpoint, Extras
-from megatron_ucp.formats.in_memory import RunInMemory
+from megatron_ucp.formats.checkpoint import TWISTER_WORDS, Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.per_rank import RANDOM_STATES
-from megatron_ucp.formats.schedules import of_all_stages
 from megatron_ucp.formats.store import Location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import KeepsPosition, LoadOptions
@@ -542,73 +538,6 @@ class RunState:
             notes = [*notes, f"differs from rank to rank, and is kept for each: {differing}"]
         drawn = {} if place.random is None else {file_name(rank): place.random}
         return cls(facts, texts, drawn, tuple(notes))
-
-
-# ---- what a refit moves each time
-
-
-ScheduleOfRank = tuple[int, Any, int]  # stage, the scheduler's state, how many groups the stage has
-
-
-@dataclass(frozen=True)
-class StateNow:
-    """What one rank has of a run besides elements, between two steps: small, and another one after
-    each step. `facts` are as of `RunState`; `extras` lack the scheduler's state, which `schedule`
-    has. `scalars` and `groups` are those of the manifest that are this rank's, by their numbers
-    there. `own` is compared: what ranks have otherwise than each other does not move.
-
-    The values of most ranks are equal, and go from rank to rank once: no fact is in it that each
-    process has for itself.
-    """
-
-    facts: Mapping[str, Any]
-    extras: Extras
-    schedule: ScheduleOfRank
-    scalars: Mapping[int, Scalars]
-    groups: Mapping[int, ParamGroup]
-    own: DigestsOfRank
-    notes: tuple[str, ...] = ()
-
-    @staticmethod
-    def shared(facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that no process has for itself."""
-        return {key: value for key, value in facts.items() if key not in (SEED, RUN)}
-
-
-def run_now(name: str, manifest: Manifest, ranks: Sequence[StateNow]) -> RunInMemory:
-    """The run that some ranks have, whose elements lie as in the manifest, which may be of an
-    earlier step. Of what differs among these ranks it has the first one's."""
-    scalars: dict[int, Scalars] = {}
-    groups = dict(enumerate(manifest.groups))
-    for rank in ranks:
-        groups |= rank.groups
-        for number, found in rank.scalars.items():
-            if found:  # a rank that has no piece of a buffer counts nothing
-                scalars.setdefault(number, found)
-    buffers = [*manifest.buffers]
-    for number, buffer in enumerate(buffers):
-        if buffer.stepped:
-            found = scalars.get(number, {})
-            members = tuple(replace(member, scalars=found) for member in buffer.members)
-            buffers[number] = replace(buffer, members=members)
-    first = ranks[0]
-    now = replace(
-        manifest,
-        buffers=tuple(buffers),
-        groups=tuple(groups.values()),
-        run={**manifest.run, **first.facts},
-    )
-    extras = replace(first.extras, scheduler=schedule_of([rank.schedule for rank in ranks]))
-    notes = [*dict.fromkeys(note for rank in ranks for note in rank.notes)]
-    return RunInMemory(name, now, now, extras, {}, notes)
-
-
-def schedule_of(ranks: Sequence[ScheduleOfRank]) -> Any:
-    """The first rank's scheduler, with the rates of all stages, in their order."""
-    first: dict[int, tuple[Any, int]] = {}
-    for stage, state, groups in ranks:
-        first.setdefault(stage, (state, groups))
-    return of_all_stages(ranks[0][1], [first[stage] for stage in sorted(first)])
 
 
 # ---- Megatron's schedule

@@ -61,8 +61,7 @@ FolderPlan = Callable[
 class Writable:
     """One format. `plan` says everything about a folder but its tensors. `pointer` is the file that
     names the newest tag, one of `pointers`, which decide together what a load takes; Megatron's
-    names none but `numbered` folders. `tag_name` is how a live engine's save of a step is called
-    (none: it is written of files alone). `for_ranks`: its files are those of the ranks of one mesh;
+    names none but `numbered` folders. `for_ranks`: its files are those of the ranks of one mesh;
     else `as_source`: it names the tensor-parallel ranks and stages of a mesh, of the source's where
     nobody says one. `unused` are the words of a target that it has no place for."""
 
@@ -74,7 +73,6 @@ class Writable:
     for_ranks: bool = False
     as_source: bool = False
     numbered: bool = False
-    tag_name: str = ""
 
 
 NATIVE = Writable("native", native, LATEST, (LATEST, MEGATRON_LATEST), for_ranks=True)
@@ -95,13 +93,9 @@ _NO_PLACE = (
     *("dtype", "stages", "sub_group_size", "alignment", "round_robin"),
     *("grad_accum_fp32", "offloaded", "pipeline"),
 )
-DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE, tag_name="step-{}")
-ACCELERATE = Writable(
-    "accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE, tag_name="checkpoint-{}"
-)
-TORCHTITAN = Writable(
-    "torchtitan", dcp.torchtitan, LATEST, (LATEST,), _NO_PLACE, tag_name="step-{}"
-)
+DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE)
+ACCELERATE = Writable("accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE)
+TORCHTITAN = Writable("torchtitan", dcp.torchtitan, LATEST, (LATEST,), _NO_PLACE)
 _ROWS = (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE, TORCHTITAN)
 WRITABLE = dict(zip(OUTPUTS, _ROWS, strict=True))
 

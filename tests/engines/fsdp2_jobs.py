@@ -109,56 +109,9 @@ def trained(setup: Plain, folder: str, model: str | None, steps: int = 3, more: 
     engine = make(setup, model)
     train(engine, steps, 0)
     engine.save_checkpoint(folder, tag="tag")
-    found = {"states": canonical(engine), "saved": save_as(engine, folder)}
+    found: dict[str, Any] = {"states": canonical(engine)}
     found["losses"] = train(engine, more, steps)
     engine.destroy()
-    return found
-
-
-def save_as(engine: Any, folder: str) -> dict[str, Any]:
-    """The reports of an engine's saves for FSDP2, by their formats."""
-    return {to: ucp.save(engine, f"{folder}-{to}", format=to) for to in ("dcp", "accelerate")}
-
-
-def refused_saves(folder: str) -> dict[str, str]:
-    """What saves say that can't be."""
-    engine, out = make(Plain(1), None), {}
-    train(engine, 1, 0)
-    asked: dict[str, tuple[Any, dict[str, Any]]] = {
-        "no such format": (engine, {"format": "zip"}),
-        "files alone": (engine, {"format": "native"}),
-        "older tags": (engine, {"format": "dcp", "keep_latest": 2}),
-        "a tag for itself": (engine, {"tag": "mine"}),
-        "not attached": (engine.module, {"format": "dcp"}),
-        "other tags": (engine, {"format": "dcp", "tag": f"rank{dist.get_rank()}"}),
-        "itself": (engine, {}),
-    }
-    ucp.save(engine, folder, format="dcp", tag="mine")
-    asked["twice"] = engine, {"format": "dcp", "tag": "mine"}
-    for name, (given, options) in asked.items():
-        try:
-            ucp.save(given, folder, **options)
-        except ucp.UcpError as error:
-            problem = error.problem.partition(" (on rank")[0]
-            out[name] = f"{type(error).__name__}: {problem}"
-    engine.destroy()
-    return out
-
-
-def saves_and_steps(folder: str) -> dict[str, Any]:
-    """Losses with saves between the steps, and without."""
-    found: dict[str, Any] = {}
-    for name in ("losses", "alone"):
-        engine = make(Plain(1), None)
-        losses, paths = list[float](), list[str]()
-        for step in range(3):
-            losses += train(engine, 1, step)
-            if name == "losses" and step < 2:
-                paths.append(ucp.save(engine, folder, format="dcp").path)
-        found[name] = losses
-        if paths:
-            found["paths"] = paths
-        engine.destroy()
     return found
 
 
@@ -219,7 +172,7 @@ def train_stack(tp: int, folder: str, model: str, steps: int = 3, more: int = 0)
     ucp.load(engine.handle, model)
     stack_jobs.train(engine, steps, 0)
     ucp.save(engine.handle, folder)
-    found = {"states": of_stack(engine), "saved": save_as(engine.handle, folder)}
+    found: dict[str, Any] = {"states": of_stack(engine)}
     found["losses"] = stack_jobs.train(engine, more, steps)
     stack_jobs.close(engine)
     return found

@@ -6,8 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 import megatron_ucp as ucp
 from megatron_ucp.engines import refit
-from megatron_ucp.engines.record import run_of
 from megatron_ucp.reshard import kept_moves, messages
 from pretrain.mcore import models
 from tests.engines import autotp_states, model, resize_jobs
@@ -71,16 +70,12 @@ class Both:
     target: Any
     idle: bool = True
     padded: bool = False  # with more rows of a vocabulary
-    like: "Both | None" = None  # another one, whose source is the source of this one
 
     def __post_init__(self) -> None:
         one, other = map(kind_of, (self.source, self.target))
         self._kinds = one, other
-        if self.like is None:
-            self._groups = Groups()
-            self.old, self._own = self._groups.made(lambda: one.make(self.source))
-        else:
-            self._groups, self.old, self._own = self.like._groups, self.like.old, self.like._own
+        self._groups = Groups()
+        self.old, self._own = self._groups.made(lambda: one.make(self.source))
         self.new, self._others = self._groups.made(lambda: self._filled(other))
         self.handles = one.handle(self.old), self.new if self.idle else other.handle(self.new)
         self._groups.use(self._own)
@@ -101,31 +96,6 @@ class Both:
 
     def train_target(self, step: int) -> list[float]:
         return self.of_target(self._kinds[1].train, 1, step)
-
-    def plant(self, fault: str) -> None:
-        if fault != "one counter":
-            self.of_target(self._kinds[1].plant, fault)
-        elif hasattr(self.new, "handle"):
-            self.new.handle.iteration += 1
-        else:
-            self.new.global_steps += 1
-
-    def source_state(self) -> dict[str, Any]:
-        return self._kinds[0].settled_state(self.old)
-
-    def unlike(self, other: "Both | None" = None) -> Differ:
-        """What of all states of the new engine is not as in the old one, or in the new one of
-        `other`."""
-        compare = resize_jobs.compared(self.target if other else self.source, self.target)
-        kind = self._kinds[1]
-        if other is None:
-            want = self.source_state()
-        else:
-            want = other.of_target(kind.settled_state)
-        try:
-            return compare(want, self.of_target(kind.settled_state))
-        except AssertionError as error:  # ranks of the new one have copies that differ
-            return [str(error)]
 
     def another(self, setup: Any) -> Any:
         """One more engine."""
@@ -560,75 +530,6 @@ def _unlike(want: dict[str, torch.Tensor], have: dict[str, torch.Tensor]) -> Dif
     return [name for name, value in want.items() if not torch.equal(value, have[name])]
 
 
-# ------------------------------------------------ all states
-
-
-def all_states(
-    source: Any, target: Any, faults: list[str], own_schedule: bool = False, steps: int = 3
-) -> dict[str, Any]:
-    """Refits all states after each of some steps, into an engine that trains in between. Each time
-    it is compared with the source, and trains on beside an engine that a resize filled. Then
-    `faults` are planted in it: the comparison must see each, and the next refit put it right."""
-    options: dict[str, Any] = {"load_lr_scheduler_states": not own_schedule}
-    both = Both(source, target, idle=False)
-    beside = Both(source, replace(target, seed=5), idle=False, like=both)
-    both.train(0)
-    for one in (both, beside):
-        one.train_target(99)
-    move = ucp.refit(*both.handles, states="all", **options)
-    found: dict[str, Any] = {"before": both.unlike(), "planned": [], "wrong": [], "then": []}
-    for step in range(1, steps + 1):
-        both.train(step)
-        asked: dict[str, int] = {}
-        with counted(asked):
-            report = move(checksums=step == steps)
-        found["planned"].append(report.planned)
-        if step == 2:
-            found["asked"] = asked
-        found["wrong"] += both.unlike()
-        ucp.resize(*beside.handles, rng=False, **options)
-        losses = [one.train_target(step + 50) for one in (both, beside)]
-        found["then"] += both.unlike(beside)
-        found["then"] += ["losses"] if losses[0] != losses[1] else []
-    found |= {"notes": report.notes, "states": report.states, "faults": {}}
-    found["same run"] = run_of(both.handles[0]).id == run_of(both.handles[1]).id
-    found["compared"] = report.compared_bytes == report.filled_bytes
-    move()
-    for fault in faults:
-        both.plant(fault)
-        seen = both.unlike()
-        move()
-        found["faults"][fault] = bool(seen), both.unlike()
-    return found
-
-
-def all_states_seen(source: Any, target: Any) -> dict[str, Any]:
-    """What the next call sees by itself: states that appear, and what was replaced."""
-    both = Both(source, target, idle=False)
-    both.train_target(98)  # it has moments, and the source none
-    move = ucp.refit(*both.handles, states="all")
-    both.train_target(99)  # planning changes nothing
-    found: dict[str, Any] = {}
-
-    def call(name: str) -> None:
-        found[name] = move().planned, both.unlike()
-
-    call("before the first step")
-    both.train(0)
-    call("moments that appear")
-    both.train(1)
-    call("one more step")
-    own = zero_states.base_of(both.old)
-    own.param_groups[0]["weight_decay"] = 0.25
-    call("a hyper-parameter")
-    if dist.get_rank() == 1:
-        state = next(iter(own.state.values()))
-        state["exp_avg"] = state["exp_avg"] + 1
-    call("moments of one rank that are others")
-    both.new.optimizer.state_dict()  # it is usable
-    return found
-
-
 def tried(both: "Both", move: Callable[[], Any]) -> tuple[str, str]:
     """What a refit says that is to fail, and whether the target may be used then."""
     said = refusal_of(move, "nothing was refused")
@@ -639,132 +540,10 @@ def tried(both: "Both", move: Callable[[], Any]) -> tuple[str, str]:
     return said, "it trains"
 
 
-def all_states_failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
-    """One rank fails at some moments: all raise, the target refuses, the source is whole, and the
-    next call puts all of it right."""
-    from megatron_ucp.reshard import kept_moves, load
-
+def too_large(source: Any, target: Any) -> tuple[str, str]:
+    """A master that the weights of the target can't hold: what is said, and whether the target may
+    be used then."""
     both = Both(source, target, idle=False)
-    both.train(0)
-    move = ucp.refit(*both.handles, states="all")
-    move()
-    steps = zero_states.base_of(both.old).state
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise ucp.DamagedFileError("only here", id="")
-
-    def counted_otherwise(more: int) -> None:
-        next(iter(steps.values()))["step"] += more
-
-    places = {
-        "while it moves": mock.patch.object(kept_moves, "_copied", fails),
-        "as it is finished": mock.patch.object(load.EngineSink, "_set_groups", fails),
-    }
-    found: dict[str, Any] = {}
-
-    def attempt(name: str) -> None:
-        before = both.source_state()
-        found[name] = *tried(both, move), zero_states.differences(before, both.source_state())
-
-    for step, (name, place) in enumerate(places.items()):
-        both.train(step)
-        with place if dist.get_rank() == rank else nullcontext():
-            attempt(name)
-    counted_otherwise(1)
-    attempt("steps that no buffer has")
-    counted_otherwise(-1)
-    move()
-    found["then"] = both.unlike()
-    return found
-
-
-def all_states_refused(source: Any, target: Any) -> dict[str, Differ]:
-    """What can't be refitted with all states, and what is said; nothing is changed by it."""
-    both = Both(source, target, idle=False)
-    both.train(0)
-    old, new = both.handles
-    idle = both.another(replace(target, extra={"evaluate": True}))
-    keeps_more = both.another(replace(target, options=(("amsgrad", True),)))
-    calls = both.old.module.calls
-    before, found = both.unlike(), dict[str, Differ]()
-
-    def attempt(name: str, *engines: Any, states: Any = "all") -> None:
-        found[name] = [
-            refusal_of(lambda: ucp.refit(*engines, states=states), "nothing was refused")
-        ]
-
-    attempt("another word", old, new, states="moments")
-    attempt("tensors", old, {"model.norm.weight": torch.zeros(3)})
-    attempt("nothing that steps is filled", old, idle)
-    attempt("nothing steps", idle, new)
-    attempt("other states", old, keeps_more)
-    calls += dist.get_rank()
-    attempt("values of one rank", old, new)
-    ucp.refit(old, new, states="all", allow={"per_rank"})
-    calls -= dist.get_rank()
-    found["changed"] = [one for one in both.unlike() if one not in before]
-    ucp.refit(old, new, states="all")()
-    found["then"] = both.unlike()
-    return found
-
-
-def all_states_apart(trainers: list[int], others: list[int]) -> dict[str, Any]:
-    """All states go to other ranks of the world, which train on."""
-    rank = dist.get_rank()
-    groups = [dist.new_group(ranks) for ranks in (trainers, others)]
-    old = _on(groups[0], 1, 1) if rank in trainers else None
-    new = _on(groups[1], 2, 9) if rank in others else None
-    own = groups[0] if old is not None else groups[1]
-    move = ucp.refit(old, new, states="all")
-    found: dict[str, Any] = {"wrong": [], "planned": []}
-    for step in range(3):
-        for number, engine in ((step, old), (50 + step, new)):
-            if engine is not None:
-                _stepped(engine, number)
-        found["before"] = _unlike_in_all(old, new, own, trainers[0])
-        found["planned"].append(move(checksums=True).planned)
-        found["wrong"] += _unlike_in_all(old, new, own, trainers[0])
-        if old or new:
-            _stepped(old or new, 100 + step)
-        found["wrong"] += [f"then {name}" for name in _unlike_in_all(old, new, own, trainers[0])]
-    return found
-
-
-def _unlike_in_all(old: Any, new: Any, group: Any, first: int) -> Differ:
-    """What of one engine's states is not as in that of the rank `first`; on ranks that have it."""
-    have = None if old is None and new is None else _states_here(old or new, group)
-    held = [have]
-    dist.broadcast_object_list(held, first)
-    want = held[0] or {}
-    return [] if new is None else [name for name in want if want[name] != (have or {})[name]]
-
-
-def _states_here(engine: Any, group: Any) -> dict[str, Any]:
-    """All states of an engine of ZeRO-1 or 2 around one group of parameters, as plain numbers: the
-    partitions of its ranks one after the other, without padding."""
-    opt, count = engine.optimizer, sum(p.numel() for p in engine.module.parameters())
-    (master,) = opt.single_partition_of_fp32_groups
-    (state,) = opt.optimizer.state.values()
-    (settings,) = opt.optimizer.param_groups
-    count -= engine.module.frozen.weight.numel()
-    out: dict[str, Any] = {"step": float(state["step"]), "lr": settings["lr"]}
-    for name, own in {"fp32": master, **state}.items():
-        if name != "step":
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, own.tolist(), group)
-            out[name] = [value for part in parts for value in part][:count]
-    out["steps"] = engine.global_steps
-    out["values"] = {name: value.tolist() for name, value in engine.module.state_dict().items()}
-    return out
-
-
-def too_large(source: Any, target: Any) -> dict[str, tuple[str, str]]:
-    """A master that the weights of the target can't hold, by what moves: what is said, and whether
-    the target may be used then."""
-    both, found = Both(source, target, idle=False), {}
     both.train(0)
     both.old.optimizer.single_partition_of_fp32_groups[0].data[0] = 1e6
-    for states in ("weights", "all"):
-        move = ucp.refit(*both.handles, states=states, allow={"narrow"})
-        found[states] = tried(both, move)
-    return found
+    return tried(both, ucp.refit(*both.handles, allow={"narrow"}))

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 
 import megatron_ucp as ucp
 from tests.docs.recipe_jobs import recipe
-from tests.engines import fsdp2_jobs
+from tests.engines import fsdp2_jobs, titan_jobs
 from tests.engines.fsdp2_jobs import Plain
 from tests.formats import fsdp2_runs
+from tests.formats.test_dcp import GOLDEN
 from tests.ranks import RankPool
+from tests.reshard.test_torchtitan import differ, flat_of
 
 pytestmark = pytest.mark.ranks
 pytest.importorskip("transformers", reason="these programs train a model of transformers")
@@ -176,31 +178,21 @@ FROM_DEEPSPEED = [
     (1, Plain(0), "dcp", (4, "hsdp", "plain")),
     (2, Plain(1), "dcp", (4, "tp", "plain")),
 ]
-WAYS = ("converted", "saved")
 
 
-def written(run: tuple[str, Any], to: str, way: str, out: Path) -> str:
-    """The folder of a run for FSDP2: converted from its files, or saved from the engine, which are
-    the same but for the manifest."""
-    folder, source = run
-    saved, done = source["saved"][to], ucp.convert(folder, out, to=to)
+def written(folder: str, to: str, out: Path) -> str:
+    """The folder of a run, converted for FSDP2."""
+    done = ucp.convert(folder, out, to=to)
     assert NO_PLACE not in str(done.notes) or to == "dcp"
-    files = [
-        {p.relative_to(f): p.read_bytes() for p in Path(f).rglob("*") if p.is_file()}
-        for f in (out, saved.path)
-    ]
-    other = [str(name) for name in {**files[0], **files[1]} if files[0].get(name) != files[1][name]]
-    assert other == ["ucp_manifest.json"], "what is saved is what is converted"
-    return str(out) if way == "converted" else saved.path
+    return str(out)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world", "setup", "to", "target"), FROM_DEEPSPEED, ids=str)
 def test_deepspeed_into_fsdp2(
-    runs: Runs, tmp_path: Path, world: int, setup: Plain, to: str, target: Any, way: str
+    runs: Runs, tmp_path: Path, world: int, setup: Plain, to: str, target: Any
 ) -> None:
     run = runs.deepspeed(world, setup)
-    folder, source = written(run, to, way, tmp_path / "out"), run[1]
+    folder, source = written(run[0], to, tmp_path / "out"), run[1]
     ranks_there, kind, layout = target
     found = runs.program(ranks_there, kind, layout=layout, load=folder, steps=MORE)
     assert unlike(found["begun"], source["states"]) == []
@@ -287,7 +279,6 @@ def test_fsdp2_into_megatron(
     assert unlike_megatron(held, found["states"]) == [f"{name} exp_avg"]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("world", "tp", "to", "target"),
     [(2, 2, "dcp", (2, "fsdp", "plain")), (2, 1, "accelerate", (4, "fsdp", "accelerate"))],
@@ -295,10 +286,10 @@ def test_fsdp2_into_megatron(
 )
 @pytest.mark.slow
 def test_megatron_into_fsdp2(
-    runs: Runs, tmp_path: Path, world: int, tp: int, to: str, target: Any, way: str
+    runs: Runs, tmp_path: Path, world: int, tp: int, to: str, target: Any
 ) -> None:
     run = runs.megatron(world, tp)
-    folder, source = written(run, to, way, tmp_path / "out"), run[1]
+    folder, source = written(run[0], to, tmp_path / "out"), run[1]
     ranks_there, kind, layout = target
     found = runs.program(ranks_there, kind, layout=layout, load=folder, steps=MORE)
     assert unlike_megatron(found["begun"], source["states"]) == []
@@ -368,14 +359,11 @@ def test_trainer_into_deepspeed(runs: Runs) -> None:
     assert not near(found["losses"], held["more"])
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tp", [0, 2], ids=["from DeepSpeed", "from Megatron"])
 @pytest.mark.slow
-def test_accelerate_loads_what_is_written_for_it(
-    runs: Runs, tmp_path: Path, tp: int, way: str
-) -> None:
+def test_accelerate_loads_what_is_written_for_it(runs: Runs, tmp_path: Path, tp: int) -> None:
     run = runs.megatron(2, tp) if tp else runs.deepspeed(2, Plain(1))
-    folder, source = written(run, "accelerate", way, tmp_path / "out"), run[1]
+    folder, source = written(run[0], "accelerate", tmp_path / "out"), run[1]
     own = {"no_schedule": True} if tp else {}  # Megatron's is none of torch's
     found = runs.program(2, "accelerate", tmp_path / "again", load=folder, steps=MORE, **own)
     compare = unlike_megatron if tp else unlike
@@ -420,9 +408,9 @@ def flipped(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_recipe_of_the_page(runs: Runs, tmp_path: Path) -> None:
     """docs/fsdp2.md, word for word."""
-    _, source = runs.deepspeed(2, Plain(1))
+    saved, source = runs.deepspeed(2, Plain(1))
     (tmp_path / "recipe.py").write_text(recipe("fsdp2.md", "From DeepSpeed to FSDP2"))
-    folder = source["saved"]["dcp"].path
+    folder = written(saved, "dcp", tmp_path / "out")
     found = runs.program(2, "fsdp", recipe=tmp_path / "recipe.py", load=folder, steps=MORE)
     assert unlike(found["begun"], source["states"]) == []
     assert near(found["losses"], source["losses"])
@@ -449,3 +437,29 @@ def test_weights_in_bf16_go_on_as_masters(runs: Runs, tmp_path: Path) -> None:
     for (name, state), value in found["states"]["full"].items():
         want = held["weights"][name] if state == "fp32" else held["states"][name][state]
         assert want.dtype == torch.bfloat16 and same_bits(value, want.float()), f"{name} {state}"
+
+
+# ---- torchtitan
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_torchtitan_saved_comes_back(ranks: RankPool, zero: int, tmp_path: Path) -> None:
+    """Through an engine: every weight, moment, step and setting, and the step of the schedule."""
+    held = torch.load(GOLDEN / "torchtitan.pt", weights_only=False)
+    out = tmp_path / "out"
+    own = {"folder": str(GOLDEN / "torchtitan"), "out": str(out), "steps": 1}
+    found = ranks.run(2, titan_jobs.pass_on, setup=Plain(zero), timeout_s=200, **own)[0]
+    assert any("step alone" in note for note in found["notes"]) and found["scheduled"] == 4
+    shutil.copy(GOLDEN / "torchtitan" / "config.json", out)
+    ucp.convert(out, tmp_path / "titan", to="torchtitan")
+    back = flat_of(tmp_path / "titan", tmp_path)
+
+    def unlike_held() -> list[str]:
+        # which implementation of torch's steps is each program's own
+        return [k for k in differ(held, back) if not k.endswith((".fused", ".foreach"))]
+
+    assert unlike_held() == []
+    key = "state.layers.0.attention.qkv_linear.wqkv.weight.exp_avg"
+    rows = back["optimizer"][key]
+    rows[[0, 1]] = rows[[1, 0]]
+    assert unlike_held() == [key]

@@ -100,7 +100,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 HOW_IT_RUNS = (".fused", ".foreach")  # an optimizer, and not what it computes: each side's own
 
 
-def goes_on(runs: Runs, kind: str, folder: str, held: Any, *how: str) -> None:
+def goes_on(runs: Runs, kind: str, folder: Path, held: Any, *how: str) -> None:
     """torchtitan loads what was written for it, and has all that the run had."""
     again = runs.program(kind, "-", *how, "--load", folder, "--seed", 5, "--steps", MORE)
     found = differ(held, again["begun"])
@@ -109,6 +109,14 @@ def goes_on(runs: Runs, kind: str, folder: str, held: Any, *how: str) -> None:
     key = next(key for key in held["optimizer"] if key.endswith(".exp_avg"))
     again["begun"]["optimizer"][key].view(-1)[-1] += 1e-3
     assert {*differ(held, again["begun"])} - {*found} == {key}
+
+
+def for_titan(out: Path, source: Path) -> Path:
+    """What an engine saved, as a folder for torchtitan; the model's config is that of the folder
+    that the engine had loaded."""
+    shutil.copy(source / "config.json", out)
+    done = ucp.convert(out, out.parent / "titan" / f"step-{STEPS}", to="torchtitan")
+    return Path(done.path)
 
 
 @pytest.mark.parametrize("kind", titan_program.KINDS)
@@ -151,18 +159,18 @@ def test_by_way_of_deepspeed(
     runs: Runs, ranks: RankPool, kind: str, world: int, setup: Plain, tmp_path: Path
 ) -> None:
     folder, held = runs.made(kind)
-    out = str(tmp_path / "out")
+    out = tmp_path / "out"
     steps = MORE if kind in ("llama3", "qwen3") else 0  # transformers' experts add a loss
     found = ranks.run(
         world,
         titan_jobs.pass_on,
         setup=setup,
         folder=str(folder),
-        out=out,
+        out=str(out),
         steps=steps,
         timeout_s=200,
     )[0]
-    goes_on(runs, kind, found["report"].path, held)
+    goes_on(runs, kind, for_titan(out, folder), held)
     assert found["scheduled"] == STEPS + steps
     if steps:
         assert near(found["losses"], held["more"])
@@ -172,11 +180,11 @@ def test_by_way_of_deepspeed(
 def test_by_way_of_megatron(runs: Runs, ranks: RankPool, tp: int, tmp_path: Path) -> None:
     how = ("--rate", str(titan_program.RATE))  # one for all, as the stack's schedule has
     folder, held = runs.made("llama3", *how)
-    out = str(tmp_path / "out")
+    out = tmp_path / "out"
     job = titan_jobs.pass_on_stack
-    own = {"folder": str(folder), "out": out, "steps": MORE, "timeout_s": 200}
+    own = {"folder": str(folder), "out": str(out), "steps": MORE, "timeout_s": 200}
     found = ranks.run(2, job, tp=tp, **own)[0]
-    goes_on(runs, "llama3", found["report"].path, held, *how)
+    goes_on(runs, "llama3", for_titan(out, folder), held, *how)
     assert near(found["losses"], held["more"])
 
 

@@ -56,11 +56,11 @@ def make(setup: Plain, config: str) -> Any:
 
 
 def pass_on(setup: Plain, folder: str, out: str, steps: int = 0) -> dict[str, Any]:
-    """Loads a folder of torchtitan's, saves another one for it, and goes on."""
+    """Loads a folder of torchtitan's, saves, and goes on."""
     engine = make(setup, folder)
     report = ucp.load(engine, folder)
     found = {"states": canonical(engine), "notes": report.notes}
-    found["report"] = ucp.save(engine, out, format="torchtitan")
+    engine.save_checkpoint(out)
     losses = fsdp2_jobs.train(engine, steps, report.global_steps)
     found["losses"], found["scheduled"] = losses, engine.lr_scheduler.last_epoch
     engine.destroy()
@@ -76,7 +76,7 @@ def pass_on_stack(tp: int, folder: str, out: str, steps: int = 0) -> dict[str, A
     engine = stack_jobs.make(replace(fsdp2_jobs.stack_of(tp), seed=9))
     report = ucp.load(engine.handle, folder)
     found: dict[str, Any] = {"notes": report.notes}
-    found["report"] = ucp.save(engine.handle, out, format="torchtitan")
+    ucp.save(engine.handle, out)
     found["losses"] = stack_jobs.train(engine, steps, report.global_steps)
     stack_jobs.close(engine)
     return found

@@ -31,7 +31,6 @@ from megatron_ucp.engines.deepspeed.state import (
     read_state,
     saved_by_caller,
     saved_by_engine,
-    state_now,
 )
 from megatron_ucp.engines.handle import Handle, check_versions
 from megatron_ucp.engines.hold import HoldOptions, MemoryRun, lent
@@ -53,7 +52,7 @@ from megatron_ucp.engines.memory import (
     steps_of,
 )
 from megatron_ucp.engines.record import HANDLE, record_of
-from megatron_ucp.engines.run_state import ResumableLoader, StateNow
+from megatron_ucp.engines.run_state import ResumableLoader
 from megatron_ucp.engines.save import SaveOptions, SaveReport, save_engine
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import refuse_strange
@@ -401,10 +400,6 @@ class _DeepSpeedHandle(Handle):
             note = f"{LEFT}: {', '.join(unknown)}"
             state = replace(state, notes=(*state.notes, note))
         return lent(live, state, extras, options)
-
-    def state_now(self, holder: Any) -> StateNow:
-        refuse_strange(saved_by_engine(self.program), left=self.save_options.values_left)
-        return state_now(holder.shard, holder.stepped_with())
 
     @agree.door("the save")
     def save(

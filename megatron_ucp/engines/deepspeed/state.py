@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.flat import Scalars
-from megatron_ucp.core.manifest import RECORDED, RENAMED, RUN, ParamGroup
+from megatron_ucp.core.manifest import RECORDED, RENAMED, RUN
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.deepspeed.optimizer import (
     Wrapper,
@@ -26,11 +25,8 @@ from megatron_ucp.engines.run_state import (
     CommonState,
     DrawnState,
     RunState,
-    ScheduleOfRank,
-    StateNow,
     changed_settings,
     counts_samples,
-    schedule_of,
 )
 from megatron_ucp.engines.values import (
     WHAT_TRAVELS,
@@ -57,7 +53,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.deepspeed.files import CLASSES, COUNTERS, MEMBERS, OWN_KEYS, PATTERNS
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.param_groups import GROUP_MARKS
-from megatron_ucp.formats.schedules import counted_groups
+from megatron_ucp.formats.schedules import counted_groups, of_all_stages
 from megatron_ucp.formats.store import Location, location
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import LoadOptions
@@ -548,22 +544,6 @@ def read_state(
     return RunState.of_ranks(read, drawn_now, folder, notes)
 
 
-def state_now(
-    shard: LocalShard, stepped_with: tuple[Mapping[int, Scalars], Mapping[int, ParamGroup]]
-) -> StateNow:
-    """What this rank has of the run besides elements. Raises a UcpError for what no load could give
-    back."""
-    check_states(shard.engine)
-    return StateNow(
-        StateNow.shared({**_facts(shard), **_middle(shard)}),
-        replace(_bare_extras(shard, {}), config=None),  # which no load sets
-        _schedule_of_rank(shard),
-        *stepped_with,
-        _own_values(shard, {}).by_name(),
-        tuple(f"{LEFT}: {name}" for name in shard.not_carried()),
-    )
-
-
 LEFT = "states of the optimizer that are not known stay behind"
 
 
@@ -616,31 +596,26 @@ def _own_values(shard: LocalShard, client_state: Any) -> LiveValues:
 def read_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
     """Counters, schedule, loss scale, client state and more, as the files of a save have them.
     Collective. Raises a UcpError on every rank."""
-    with agree.gathering() as block:
-        extras = _bare_extras(shard, client_state)
-        block.value = _schedule_of_rank(shard)
-    return replace(extras, scheduler=schedule_of(block.values))
-
-
-def _schedule_of_rank(shard: LocalShard) -> ScheduleOfRank:
-    scheduler = shard.engine.lr_scheduler
-    state = None if scheduler is None else inert(scheduler.state_dict())
-    return shard.number, state, len(shard.param_groups)
-
-
-def _bare_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
-    """All but the scheduler, as the files of a save have it."""
     engine = shard.engine
-    kept = {name: inert(value) for name, value in states_of(engine.module).items()}
-    return Extras(
-        {key: int(getattr(engine, key)) for key in COUNTERS},
-        None,
-        _scaler(shard.wrapper),
-        inert(dict(engine.config)),
-        {inert(key): inert(value) for key, value in client_state.items()},
-        _helpers(engine),
-        modules=kept,
-    )
+    with agree.gathering() as block:
+        scheduler = engine.lr_scheduler
+        state = None if scheduler is None else inert(scheduler.state_dict())
+        extras = Extras(
+            {key: int(getattr(engine, key)) for key in COUNTERS},
+            None,
+            _scaler(shard.wrapper),
+            inert(dict(engine.config)),
+            {inert(key): inert(value) for key, value in client_state.items()},
+            _helpers(engine),
+            modules={name: inert(value) for name, value in states_of(engine.module).items()},
+        )
+        block.value = shard.number, state, len(shard.param_groups)
+    # the first rank's scheduler, with the rates of all stages, in their order
+    first: dict[int, tuple[Any, int]] = {}
+    for stage, state, groups in block.values:
+        first.setdefault(stage, (state, groups))
+    stages = [first[stage] for stage in sorted(first)]
+    return replace(extras, scheduler=of_all_stages(block.values[0][1], stages))
 
 
 def _helpers(engine: Any) -> dict[str, Any]:

@@ -33,14 +33,12 @@ from megatron_ucp.engines.megatron.state import (
     client_state_of,
     read_extras,
     read_state,
-    state_now,
 )
 from megatron_ucp.engines.memory import (
     MemorySteps,
     keep_steps,
     memory_options,
 )
-from megatron_ucp.engines.run_state import StateNow
 from megatron_ucp.engines.save import SaveReport
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import inert
@@ -227,10 +225,6 @@ class _StackHandle(Handle):
             extras = read_extras(stack, present.live.shard, client)
             extras = replace(extras, scheduler=inert(extras.scheduler))
         return lent(present, state, extras, options)
-
-    def state_now(self, holder: Any) -> StateNow:
-        live = holder.live
-        return state_now(self.program, live.shard, live.stepped_with())
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
         return save_stack(self.program, save_dir, **options)

@@ -724,7 +724,7 @@ def require_written(ckpt_format: object) -> None:
 
 @agree.door("the save")
 def save(
-    stack: MegatronStack,
+    engine: MegatronStack,
     save_dir: str | Path,
     *,
     arguments: Mapping[str, Any] | Any = None,
@@ -734,17 +734,45 @@ def save(
     loader: ResumableLoader | None = None,
     ckpt_format: str = TORCH_DIST,
 ) -> SaveReport:
-    """As `ucp.save` without a `format`."""
+    """Saves megatron-core's own stack, as stock Megatron-LM and every engine here load it. Atomic
+    and collective. An engine of DeepSpeed saves by its own `save_checkpoint`.
+
+    Args:
+        engine: What `attach_megatron` returned. Its `iteration` names the tag (`iter_0000100`).
+        save_dir: The folder above the tags; its pointer then names the new one.
+        arguments: Megatron-LM's flags (a Namespace or a mapping), which its own load asks for.
+            Default: those that the model shows.
+        durable: Whether files are on disk before they count.
+        keep_latest: How many whole tags of this run are left. Default: all.
+        rng: Whether random states are kept.
+        loader: A `ResumableLoader`, whose position is kept.
+        ckpt_format: "torch_dist", the one format of Megatron-LM's that is written.
+
+    Returns:
+        What was done: path, mesh, step, bytes, seconds, notes. Of a stack that is saved in the
+        background (see `attach_megatron`) that it goes on: `ucp.wait` waits, and `ucp.report` then
+        says what was done.
+
+    Raises:
+        SaveError: Where a file can't be written, on every rank; older tags are as they were. In
+            the background that is raised by what the program next asks for.
+        UsageError: Before the first step, and for another engine.
+        UnsupportedError: For another `ckpt_format`.
+
+    Example:
+        >>> stack = ucp.attach_megatron(model, optimizer, opt_param_scheduler)
+        >>> saved = ucp.save(stack, "megatron")
+    """
     with agree.together():
-        if not isinstance(stack, MegatronStack):
+        if not isinstance(engine, MegatronStack):
             raise UsageError(
                 "ucp.save is for megatron-core's own stack",
                 expected="what ucp.attach_megatron returned",
-                found=type(stack).__name__,
-                fix="an engine of DeepSpeed saves by its own engine.save_checkpoint; for FSDP2: "
-                'ucp.save(engine, folder, format="dcp")',
+                found=type(engine).__name__,
+                fix="an engine of DeepSpeed saves by its own engine.save_checkpoint; "
+                "`megatron-ucp convert --to dcp` makes a folder for FSDP2 of that",
             )
         require_written(ckpt_format)
         options = SaveOptions(durable, keep_latest, rng, loader)
-        request = StackSave.of(stack, absolute_path(save_dir), arguments, options)
+        request = StackSave.of(engine, absolute_path(save_dir), arguments, options)
     return save_engine(request)

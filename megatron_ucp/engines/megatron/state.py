@@ -2,14 +2,13 @@
 states, data position."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ucp.core.flat import Scalars
-from megatron_ucp.core.manifest import RECORDED, RUN, ParamGroup
+from megatron_ucp.core.manifest import RECORDED, RUN
 from megatron_ucp.engines.megatron.model import bare_model
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.record import run_of
@@ -20,12 +19,11 @@ from megatron_ucp.engines.run_state import (
     CommonState,
     DrawnState,
     RunState,
-    StateNow,
     changed_settings,
     keeps_own_settings,
 )
 from megatron_ucp.engines.values import LiveValues, Values, inert, refuse_strange, saved_values
-from megatron_ucp.errors import UcpError, UnsupportedError
+from megatron_ucp.errors import UcpError
 from megatron_ucp.families.settings import recorded
 from megatron_ucp.formats.checkpoint import Checkpoint, Extras
 from megatron_ucp.formats.loss_scale import LossScale
@@ -152,25 +150,6 @@ def _own_values(shard: "LocalShard") -> LiveValues:
     """A stack has no client state, and one schedule."""
     buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
     return LiveValues(buffers, {}, None, False, {})
-
-
-def state_now(
-    stack: "MegatronStack",
-    shard: "LocalShard",
-    stepped_with: tuple[Mapping[int, Scalars], Mapping[int, ParamGroup]],
-) -> StateNow:
-    """What this rank has of the run besides elements. Raises UnsupportedError for what no load
-    could give back."""
-    require_saved_values(stack, UnsupportedError)
-    extras = read_extras(stack, shard, client_state_of(stack, {}))
-    return StateNow(
-        StateNow.shared(_facts(stack)),
-        replace(extras, scheduler=None),
-        (0, inert(extras.scheduler), 0),  # it has no lists for groups
-        *stepped_with,
-        _own_values(shard).by_name(),
-        tuple(shard.taken_as),
-    )
 
 
 def client_state_of(stack: "MegatronStack", own: Mapping[str, Any]) -> dict[Any, Any]:
