@@ -10,7 +10,6 @@ import torch
 
 from megatron_ucp.core.box import Ints, dims_in_memory
 from megatron_ucp.core.experts import number_and_count
-from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.join_ranks import AllRanks, Stage, join
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
@@ -450,26 +449,13 @@ class LocalPart(Protocol):
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
-    def groups(self) -> tuple[ParamGroup, ...]:
-        """The parameter groups, as they are now."""
-        ...
-
-    def steps(self) -> list[Scalars]:
-        """The scalar states of each of the optimizer's buffers, as they are now."""
-        ...
-
 
 class LiveShards:
     """The engine as `stages` of all its `places`, of which this rank is `own`; `program` is what
     steps, and is marked while a load is on its way. Raises ModelMismatchError where they don't fit,
     UnsupportedError where they are not whole."""
 
-    _manifest: Manifest
-
-    @property
-    def manifest(self) -> Manifest:
-        """What all ranks hold."""
-        return self._manifest
+    manifest: Manifest  # what all ranks hold
 
     def __init__(
         self,

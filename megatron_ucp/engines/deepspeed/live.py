@@ -1,15 +1,14 @@
 """A live DeepSpeed engine, described for all its ranks and filled on this one."""
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import Scalars
-from megatron_ucp.core.join_ranks import AllRanks, check_replicas, join
+from megatron_ucp.core.join_ranks import AllRanks, check_replicas
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.names import MASTER, VALUE
@@ -22,7 +21,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     wrapper_of,
 )
 from megatron_ucp.engines.deepspeed.program import check_arguments
-from megatron_ucp.engines.deepspeed.shard import LiveValue, LocalShard, Part, PlaceNow, one_order
+from megatron_ucp.engines.deepspeed.shard import LiveValue, LocalShard, Part, one_order
 from megatron_ucp.engines.deepspeed.state import EngineState, saved_by_engine
 from megatron_ucp.engines.live import (
     LiveShards,
@@ -38,7 +37,6 @@ from megatron_ucp.engines.live import (
     told_by,
 )
 from megatron_ucp.engines.pt_files import RankFiles
-from megatron_ucp.engines.record import record_of
 from megatron_ucp.engines.values import named_in
 from megatron_ucp.families.family import Model
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
@@ -65,8 +63,6 @@ def describe(
     """The engine of all stages; its manifest has the optimizer's states that are `present`, or the
     masters alone; or the `weights` that it computes with, as if it had no optimizer. Collective;
     nothing in the engine is changed. Raises a UcpError on every rank."""
-    if present and (known := _described(engine, model)) is not None:
-        return known
     with agree.gathering() as stages:
         shard = LocalShard(engine, model, weights)
         part = shard.part(present)
@@ -75,37 +71,7 @@ def describe(
     with agree.together():
         told = [part for part in stages.values if part is not None]
         parts = sorted(told, key=lambda part: part.holds.at) or [part]
-        live = LiveEngine(shard, parts)
-        if present:
-            record_of(engine).described = _Described(lies_at(engine, masters=True), live)
-        return live
-
-
-@dataclass
-class _Described:
-    """What was described of an engine with its states, for the next time, and how its tensors lay:
-    all that a description depends on but steps and hyper-parameters."""
-
-    lay_at: list[object]
-    live: "LiveEngine"
-
-
-def _described(engine: Any, model: Model | None) -> "LiveEngine | None":
-    """The engine as it was described last, with the steps and hyper-parameters that it has now;
-    None where a tensor of any rank is another one. Collective. Raises a UcpError on every rank."""
-    record = record_of(engine)
-    kept: _Described | None = record.described
-    with agree.together(numbers=[0]) as block:
-        is_same = kept is not None and kept.lay_at == lies_at(engine, masters=True)
-        if kept is not None and is_same and kept.live.shard.model is model:
-            own, block.numbers = kept.live.shard.moved(), [1]
-    if not block.lowest[0] or kept is None:
-        record.described = None  # what it holds of tensors goes before it is described anew
-        return None
-    shard, every = kept.live.shard, [own]
-    if len(shard.places) > 1:
-        every = agree.gather(own if shard.at and shard.speaks else None)
-    return kept.live.moved({one.at: one for one in every if one is not None})
+        return LiveEngine(shard, parts)
 
 
 class LiveEngine(LiveShards):
@@ -128,28 +94,8 @@ class LiveEngine(LiveShards):
         self._values: dict[int, LiveValue]
         self._live, self._values = self.numbered(shard.buffers, [*shard.values.values()])
         self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
-        self._parts: Sequence[Part] = parts
-        self._moved: Mapping[Coords, PlaceNow] = {}  # by place
-        # what holds at any step; the steps and hyper-parameters in it may be earlier ones
-        self.structure = self._manifest = _manifest(shard, self.joined, parts)
+        self.manifest = _manifest(shard, self.joined, parts)
         self.has_optimizer = shard.wrapper.base is not None
-
-    def moved(self, by: Mapping[Coords, PlaceNow]) -> "LiveEngine":
-        """The same engine after some steps, which say what each place has now. Its manifest is made
-        when it is asked for: a save in the background does that beside training."""
-        later = copy.copy(self)
-        later._moved = by
-        return later
-
-    @property
-    def manifest(self) -> Manifest:
-        """What all ranks hold. Raises ModelMismatchError where ranks that share something are at
-        different steps."""
-        if self._moved:
-            parts = [part.moved(self._moved[part.holds.at]) for part in self._parts]
-            self._manifest = _manifest(self.shard, join([part.holds for part in parts]), parts)
-            self._moved = {}
-        return self._manifest
 
     def told(self) -> CallerModel:
         model, order = self.shard.model, self.order if self.has_optimizer else None
@@ -177,7 +123,7 @@ class LiveEngine(LiveShards):
 
     def parts(self) -> list[tuple[int, Coords, int]]:
         held = {**self._live, **self._values}.items()
-        buffers = self.structure.buffers
+        buffers = self.manifest.buffers
         return [(number, self.shard.cut(buffers[number]), live.part) for number, live in held]
 
     def tensor(self, slot: Slot) -> torch.Tensor:
@@ -192,7 +138,7 @@ class LiveEngine(LiveShards):
 
     def _elems(self, buffer: int, state: str) -> int:
         """Elements that this rank has of a state."""
-        return self.structure.buffers[buffer].of(state).elems(self._live[buffer].part)
+        return self.manifest.buffers[buffer].of(state).elems(self._live[buffer].part)
 
     def state_dtype(self, buffer: int, state: str) -> str:
         """Its masters', unless the optimizer is told fp32 (CPUAdam), or is Muon."""
@@ -242,7 +188,6 @@ class LiveEngine(LiveShards):
     def give_up(self) -> None:
         super().give_up()
         self.wrapper.prepare()
-        record_of(self.engine).described = None
 
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():
@@ -321,7 +266,7 @@ def held_by(live: LiveEngine, files: RankFiles | None) -> dict[Slot, torch.Tenso
     snapshot. What that has not got is copied, unless another rank has it."""
     out: dict[Slot, torch.Tensor] = {}
     for number, cut, part in live.parts():
-        for state, _ in live.structure.buffers[number].states:
+        for state, _ in live.manifest.buffers[number].states:
             slot = Slot(number, cut, part, state)
             memory = live.tensor(slot)
             kept = memory if files is None else files.kept(memory)
@@ -334,7 +279,7 @@ def held_by(live: LiveEngine, files: RankFiles | None) -> dict[Slot, torch.Tenso
 
 def _is_copy(live: LiveEngine, number: int) -> bool:
     """Whether another data-parallel rank has a whole buffer, and writes it."""
-    manifest = live.structure
+    manifest = live.manifest
     buffer = manifest.buffers[number]
     dense = all(manifest.by_name[one.param].expert is None for one in buffer.members)
     return dense and buffer.partitions == 1 and live.shard.data_rank > 0

@@ -37,10 +37,8 @@ from megatron_ucp.engines.deepspeed.state import (
 )
 from megatron_ucp.engines.live import require_unstepped, require_usable
 from megatron_ucp.engines.pt_files import RankFiles, StockFiles, StoreRankFiles, replicas_of
-from megatron_ucp.engines.record import record_of
 from megatron_ucp.engines.run_state import STEPS, DrawnState
 from megatron_ucp.engines.save import (
-    OTHER_TENSORS,
     SAVE_FAILED,
     PendingSave,
     SaveRequest,
@@ -201,9 +199,7 @@ class EngineSave(SaveRequest):
 
     def take(self, sync: Syncs, left: ExitStack) -> PendingSave:
         """Takes everything, and writes what can't wait. Collective."""
-        kept = record_of(self.engine).described
         live = describe(self.engine, self.model, present=True)
-        planned = record_of(self.engine).described is not kept
         steps = _steps_of(live)
         drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
         state = read_state(live.shard, self.client_state, drawn_now, self.aside)
@@ -238,16 +234,13 @@ class EngineSave(SaveRequest):
             return _without_frozen(live.manifest) if self.exclude_frozen else live.manifest
 
         notes = [*_note_of_states(flat(unknown)), *state.notes]
-        if planned and kept is not None:
-            notes.append(OTHER_TENSORS)
         return PendingSave(
-            live.structure.mesh,
+            live.manifest.mesh,
             saved,
             lambda: live.manifest,
             replace(state, notes=tuple(notes)),
             files or StockFiles(self.aside, paths, sync, parts),
             stock_seconds,
-            planned,
         )
 
     def asked(self) -> dict[str, Any]:

@@ -87,30 +87,6 @@ class Part:
     order: tuple[tuple[str, ...], ...]
     ties: tuple[Tie, ...]
 
-    def moved(self, by: "PlaceNow") -> "Part":
-        """The same place with the steps and hyper-parameters that it has now."""
-        buffers = [
-            _with_scalars(buffer, scalars)
-            for buffer, scalars in zip(self.holds.buffers, by.scalars, strict=True)
-        ]
-        return replace(self, holds=replace(self.holds, buffers=tuple(buffers), groups=by.groups))
-
-
-@dataclass(frozen=True)
-class PlaceNow:
-    """What of a place moves as it trains: the `scalars` of each buffer of its optimizer, and
-    hyper-parameters."""
-
-    at: Coords
-    scalars: tuple[Scalars, ...]
-    groups: tuple[ParamGroup, ...]
-
-
-def _with_scalars(buffer: FlatBuffer, scalars: Scalars) -> FlatBuffer:
-    """A buffer whose members, which are stepped together, have other steps."""
-    members = tuple(replace(member, scalars=scalars) for member in buffer.members)
-    return replace(buffer, members=members)
-
 
 class LocalShard:
     """A rank's stage: names, buffers, values; or its `weights` alone, as of an engine without an
@@ -326,10 +302,6 @@ class LocalShard:
         held = self.state(live).items()
         return {k: float(v) for k, v in held if is_scalar(k) and _is_number(v)}
 
-    def steps(self) -> list[Scalars]:
-        """The scalar states of each buffer."""
-        return [self.scalars(live) for live in self.buffers]
-
     def not_carried(self) -> list[str]:
         """Names of states that the optimizer keeps now and that no manifest can describe."""
         found: set[str] = set()
@@ -342,10 +314,6 @@ class LocalShard:
         return sorted(found)
 
     # ------------------------------------------------ as a manifest
-
-    def moved(self) -> PlaceNow:
-        """What moves as it trains, as it is now."""
-        return PlaceNow(self.at, tuple(self.steps()), self.groups())
 
     def part(self, present: bool) -> Part:
         """This stage; with the element-wise states that are `present`, or with masters alone.

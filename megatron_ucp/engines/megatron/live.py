@@ -77,7 +77,7 @@ class LiveMegatron(LiveShards):
         self._live, self._values = self.numbered(shard.buffers, shard.values)
         family = stack.model.family.name
         held = (joined.params, joined.buffers, joined.groups)
-        self._manifest = Manifest(Keeper.MEGATRON, shard.mesh, *held, family=family)
+        self.manifest = Manifest(Keeper.MEGATRON, shard.mesh, *held, family=family)
         self._registered = order_of(
             [spec.name for spec in stage.params if spec.kind != "buffer"] for stage in stages
         )
