@@ -415,20 +415,6 @@ def run_import_hf(args: Any) -> int:
     return show(args, found)
 
 
-# ---- rules
-
-
-def add_rules(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a tag folder, or the folder above it")
-
-
-def run_rules(args: Any) -> int:
-    from megatron_ucp.reshard.rules import rules
-
-    checked = rules(args.path, check=args.check, tag=args.tag)
-    return show(args, checked, DONE if checked else FOUND)
-
-
 # ---- run
 
 
@@ -650,19 +636,6 @@ OUTPUT is the new tag folder: it must not exist, and appears as a whole or not a
             "folder is a run without one"
         },
         is_shared=True,
-    ),
-    Verb(
-        "rules",
-        "check the rules of a model that no family covers",
-        """\
-Compares a file of rules with a checkpoint.""",
-        "rules runs/llama --check rules.toml",
-        run_rules,
-        add_rules,
-        {
-            "--tag TAG": "another tag in that folder",
-            "--check FILE": "compare this file with the checkpoint",
-        },
     ),
     Verb(
         "run",
