@@ -389,7 +389,7 @@ def run_run(args: Any) -> int:
 def run_doctor(args: Any) -> int:
     from megatron_ucp.reshard.look import doctor
 
-    found = doctor(args.ds_config)
+    found = doctor()
     code = DONE if found else FOUND
     if args.json:
         return print_json({"ok": bool(found), "rows": found.rows}, code)
@@ -599,14 +599,14 @@ what any mesh saved. The same as `python -m megatron_ucp.run`.""",
     ),
     Verb(
         "doctor",
-        "versions beside those that were tested, compiler, GPU",
+        "versions beside those that were tested",
         """\
-What this machine has: versions of torch, DeepSpeed, megatron-core and transformers beside those
-that were tested, compiler, GPU; with --ds-config whether that config attaches engines.""",
-        "doctor --ds-config ds_config.json",
+What this machine has: versions of torch, DeepSpeed, megatron-core, transformers and others beside
+those that were tested.""",
+        "doctor",
         run_doctor,
         _nothing,
-        {"--ds-config FILE": "a DeepSpeed config to look into"},
+        {},
     ),
     Verb(
         "help",
