@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.flat import alone
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamGroup
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import MASTER, Keeper
 from megatron_ucp.families import find_family
+from megatron_ucp.families.family import Family, Model, Sizes
 from megatron_ucp.families.settings import RECORDED, Architecture
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Extras
@@ -22,7 +25,6 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.writer import NativeWriter, RunSettings
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.archive import write_pt
-from megatron_ucp.reshard.plan import paper_manifest, paper_sizes
 from megatron_ucp.reshard.target import Conversion, target_manifest
 
 # models of about 124 million and of about a billion parameters
@@ -42,6 +44,7 @@ DENSE = "layers=128,hidden=16384,heads=128,vocab=128000,positions=1024"
 MIXTURE_MESH = Mesh(tp=8, pp=16, ep=16, dp=128, zero=1)  # 16,384 ranks
 DENSE_MESH = Mesh(tp=8, pp=16, dp=128, zero=1)
 TWO_RANKS, BLOCK_BYTES = Mesh(dp=2, zero=1), 2**20
+ADAM = ((MASTER, "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 
 def written(folder: Path, sizes: str, family: str = "gpt", mesh: Mesh = TWO_RANKS) -> Path:
@@ -84,6 +87,34 @@ def run_of(sizes: Any) -> dict[str, Any]:
 
 
 # ---- runs on paper
+
+
+def paper_sizes(family: str, text: str) -> Sizes:
+    """From `layers=32,hidden=4096,heads=32,vocab=32000`; the rest is the family's, or follows."""
+    found = find_family(family)
+    given = {name: int(value) for name, value in (one.split("=") for one in text.split(","))}
+    usual = {
+        "groups": given["heads"],
+        "head_dim": given["hidden"] // given["heads"],
+        "ffn": 4 * given["hidden"],
+        "true_vocab": given["vocab"],
+        **(found.builder.flags if found.builder else {}),
+    }
+    return found.sizes(**{**usual, **given})  # type: ignore[arg-type]
+
+
+def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
+    """A model on one rank, with fp32 masters and Adam's two moments: two groups, matrices with
+    weight decay and all else without."""
+    model = Model(family, sizes)
+    specs = [declared.spec(name, "bfloat16") for name, declared in model.table.items()]
+    params = tuple(spec for spec in specs if spec.kind != "buffer")
+    buffers = [
+        alone(spec.name, spec.elems, ADAM, int(len(spec.shape) <= 1), {"step": 1.0})
+        for spec in sorted(params, key=lambda spec: len(spec.shape) <= 1)
+    ]
+    groups = (ParamGroup({"weight_decay": 0.1}), ParamGroup({"weight_decay": 0.0}))
+    return Manifest(Keeper.ZERO_0, Mesh(), params, tuple(buffers), groups, family=model.family.name)
 
 
 def mixture() -> Manifest:

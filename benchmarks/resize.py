@@ -8,9 +8,8 @@ Four ranks over gloo on one machine. The ways are the hold and the load of what 
 engine of another ZeRO stage on as many ranks; `ucp.resize` of the one engine into the other; a save
 (`save="direct"`, not synced) and a load through /dev/shm; and a copy in memory of as many bytes as
 each rank takes, on all ranks at once. What a rank adds to its memory is the peak of RssAnon and
-RssShmem over that before; so is what a hold adds, which lets go of the engine's memory and which
-does not. Results: benchmarks/results/resize.json, "Resizes" in docs/reference/performance.md. Two
-commits are compared with it, too.
+RssShmem over that before. Results: benchmarks/results/resize.json, "Resizes" in
+docs/reference/performance.md. Two commits are compared with it, too.
 """
 
 import argparse
@@ -40,7 +39,6 @@ CLAIMS = [
     ("resize / save and load through /dev/shm", "resize", "files", 0.5),
     ("hold and load / save and load through /dev/shm", "hold and load", "files", None),
 ]
-OF_HOLD = "memory beside one copy of the state in a hold with release=True / the bound"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -56,16 +54,12 @@ def result(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks say together."""
     seconds = frame.slowest([rank["seconds"] for rank in ranks])
     middle = frame.medians(seconds)
-    held = [rank["held bytes"] for rank in ranks]
     moved, needed = (sum(rank[f"{what} bytes"] for rank in ranks) for what in ("moved", "needed"))
     extra = max(rank["extra bytes"] for rank in ranks)
-    kept, released = (max(one[way] for one in held) for way in ("kept", "released"))
     claims = [row(what, middle[top] / middle[under], most) for what, top, under, most in CLAIMS]
     claims += [
         row("bytes moved / bytes that had to", moved / needed if needed else 1.0, 1.0),
         row("memory beside the engines / the bound", extra / EXTRA_BYTES, 1.0),
-        row(OF_HOLD, released / EXTRA_BYTES, 1.0),
-        row("the same / that of a hold without it", released / max(kept, 1), None),
     ]
     return {
         "seconds": seconds,
@@ -74,7 +68,6 @@ def result(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "needed bytes": needed,
         "taken bytes": [rank["taken bytes"] for rank in ranks],
         "extra bytes": extra,
-        "held bytes": held,
         "claims": claims,
     }
 
@@ -109,25 +102,13 @@ def measure_pair(name: str, size: dict[str, int], repetitions: int) -> dict[str,
         dist.barrier()
         with frame.peak(grown, *OWN):
             moved = ucp.resize(old, new).read_bytes
-    held = {way: held_bytes(old, release=way == "released") for way in ("kept", "released")}
     return {
         "seconds": seconds,
         "moved bytes": moved,
         "needed bytes": taken - common_bytes(had, wanted),
         "taken bytes": taken,
         "extra bytes": max(grown),
-        "held bytes": held,
     }
-
-
-def held_bytes(engine: Any, release: bool) -> int:
-    """By how much a hold makes this process grow, with what is held."""
-    found: list[int] = []
-    dist.barrier()
-    with frame.peak(found, *OWN):
-        held = ucp.hold(engine, release=release)
-    held.release()
-    return found[0]
 
 
 def through_files(old: Any, new: Any) -> None:

@@ -3,7 +3,7 @@
 An engine:      attach, initialize, install, load, save, wait, report, fingerprint, hold,
                 resize, refit, export_hf
 Megatron-core:  attach_megatron; `megatron_ucp.megatron_lm` for Megatron-LM's own program
-A checkpoint:   inspect, describe, ls, plan, verify, diff, rules, newest_whole
+A checkpoint:   inspect, describe, ls, plan, verify, diff, newest_whole
 Another form:   convert, export_hf, import_hf, fp32_state_dict, fp32_tensors
 Your own:       register_family, register_optimizer, ResumableLoader
 
@@ -56,7 +56,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imp
     from megatron_ucp.reshard.hugging_face.import_hf import import_hf
     from megatron_ucp.reshard.look import describe, inspect, ls, newest_whole
     from megatron_ucp.reshard.plan import plan
-    from megatron_ucp.reshard.rules import rules
 
 __all__ = [
     "DamagedFileError",
@@ -103,7 +102,6 @@ __all__ = [
     "register_optimizer",
     "report",
     "resize",
-    "rules",
     "save",
     "verify",
     "wait",
@@ -135,7 +133,6 @@ _HOMES = {
     "report": "engines.handle",
     "resize": "engines.hold",
     "ResumableLoader": "engines.run_state",
-    "rules": "reshard.rules",
     "save": "engines.megatron.save",
     "Target": "formats.deepspeed.target",
     "verify": "reshard.check",

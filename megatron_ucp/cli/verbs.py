@@ -25,7 +25,6 @@ from megatron_ucp.cli.output import (
 from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
 from megatron_ucp.core.manifest import FINGERPRINT
 from megatron_ucp.errors import HELP_FILE, DamagedFileError, UsageError
-from megatron_ucp.families import families
 from megatron_ucp.reshard.options import CONVERT, EXPORT, IMPORT, OUTPUTS
 
 
@@ -131,10 +130,7 @@ _RANKS_SHOWN = 32  # ranks in the table
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    add_checkpoint(parser, optional=True)
-    known = ", ".join(families())  # when it is asked for: others register theirs
-    what = f"no checkpoint: a model of this family ({known})"
-    parser.add_argument("--simulate", metavar="FAMILY", help=what)
+    add_checkpoint(parser)
     add_target(parser)
 
 
@@ -143,18 +139,8 @@ def run_plan(args: Any) -> int:
 
     require_mesh(args, "a plan is")
     target = target_of(args)
-    if args.simulate:
-        found = _simulated(args, target)
-    elif not args.path:
-        raise UsageError(
-            "plan needs a checkpoint",
-            expected="a path, or --simulate",
-            found="neither",
-            fix="give the folder of the checkpoint",
-        )
-    else:
-        refuse_unused_size(args, target, args.path)
-        found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config", "rates"))
+    refuse_unused_size(args, target, args.path)
+    found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config"))
     if args.picture:
         plan.draw(found, args.picture)
     if args.json:
@@ -162,29 +148,6 @@ def run_plan(args: Any) -> int:
         return print_json({**vars(found), "ranks": ranks}, DONE)
     _print_plan(found)
     return DONE
-
-
-def _simulated(args: Any, target: Any) -> Any:
-    """The plan of a model and meshes that need not exist. Raises UsageError."""
-    from megatron_ucp.core.mesh import Mesh
-    from megatron_ucp.reshard import plan
-    from megatron_ucp.reshard.options import parsed_config
-
-    plan.find_family(args.simulate)
-    of_files = args.path or args.tag or args.rules
-    if of_files or not args.sizes or not args.source_mesh:
-        raise UsageError(
-            "a simulation needs sizes and a source mesh, and no checkpoint",
-            expected="--sizes and --source-mesh",
-            found=of_files or "not both of them",
-            fix=f"megatron-ucp plan --simulate {args.simulate} "
-            "--sizes layers=32,hidden=4096,heads=32,vocab=32000 --source-mesh dp=8,zero=1 "
-            "--mesh dp=6,zero=1",
-        )
-    sizes = plan.paper_sizes(args.simulate, args.sizes)
-    source = Mesh.parse(args.source_mesh)
-    config, target = parsed_config(args.ds_config), target.with_zero_of(source)
-    return plan.simulate(args.simulate, sizes, source, target, config, args.rates)
 
 
 def _print_plan(found: Any) -> None:
@@ -200,14 +163,6 @@ def _print_plan(found: Any) -> None:
         f"all ranks read {total / 1e6:,.1f} MB, {total / found.stored_bytes:.3f} times the states "
         "of the checkpoint"
     )
-    if found.forecast:
-        from megatron_ucp.reshard.forecast import chart
-
-        rows = chart(found.forecast)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for *numbers, bar, limit in rows:
-            cells = (f"{text:>{width}}" for text, width in zip(numbers, widths, strict=False))
-            print("  ".join([*cells, f"{bar:{widths[-2]}}", limit]))
     print_notes(found.notes)
 
 
@@ -415,20 +370,6 @@ def run_import_hf(args: Any) -> int:
     return show(args, found)
 
 
-# ---- rules
-
-
-def add_rules(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a tag folder, or the folder above it")
-
-
-def run_rules(args: Any) -> int:
-    from megatron_ucp.reshard.rules import rules
-
-    checked = rules(args.path, check=args.check, tag=args.tag)
-    return show(args, checked, DONE if checked else FOUND)
-
-
 # ---- run
 
 
@@ -448,7 +389,7 @@ def run_run(args: Any) -> int:
 def run_doctor(args: Any) -> int:
     from megatron_ucp.reshard.look import doctor
 
-    found = doctor(args.ds_config)
+    found = doctor()
     code = DONE if found else FOUND
     if args.json:
         return print_json({"ok": bool(found), "rows": found.rows}, code)
@@ -547,21 +488,12 @@ takes.""",
         "the dry run of a resume on another mesh, and a picture of it",
         """\
 What a resume on another mesh would read, rank by rank: files, bytes, memory. Nothing is loaded:
-it is the dry run of a resume, and of `convert`.
-
-With --simulate neither the checkpoint nor the model needs to exist: a family, its sizes and two
-meshes are enough.""",
+it is the dry run of a resume, and of `convert`.""",
         "plan runs/llama --mesh dp=3,zero=1 --picture plan.png",
         run_plan,
         add_plan,
         {
-            "--rates RATES": "also foretell the load in seconds, on more and fewer ranks too: "
-            "storage=1GB/s,shared=50GB/s,network=10GB/s,latency=20us,open=1ms are taken where "
-            "nothing else is said (storage: of one rank; shared: of all together)",
             "--picture FILE": "draw who reads what from whom into a PNG, PDF or SVG file",
-            "--sizes SIZES": "of the model of --simulate: "
-            "layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",
-            "--source-mesh MESH": "the mesh that would have written it",
         },
     ),
     Verb(
@@ -652,19 +584,6 @@ OUTPUT is the new tag folder: it must not exist, and appears as a whole or not a
         is_shared=True,
     ),
     Verb(
-        "rules",
-        "check the rules of a model that no family covers",
-        """\
-Compares a file of rules with a checkpoint.""",
-        "rules runs/llama --check rules.toml",
-        run_rules,
-        add_rules,
-        {
-            "--tag TAG": "another tag in that folder",
-            "--check FILE": "compare this file with the checkpoint",
-        },
-    ),
-    Verb(
         "run",
         "run a training script, which then resumes on any mesh",
         """\
@@ -680,14 +599,14 @@ what any mesh saved. The same as `python -m megatron_ucp.run`.""",
     ),
     Verb(
         "doctor",
-        "versions beside those that were tested, compiler, GPU",
+        "versions beside those that were tested",
         """\
-What this machine has: versions of torch, DeepSpeed, megatron-core and transformers beside those
-that were tested, compiler, GPU; with --ds-config whether that config attaches engines.""",
-        "doctor --ds-config ds_config.json",
+What this machine has: versions of torch, DeepSpeed, megatron-core, transformers and others beside
+those that were tested.""",
+        "doctor",
         run_doctor,
         _nothing,
-        {"--ds-config FILE": "a DeepSpeed config to look into"},
+        {},
     ),
     Verb(
         "help",

@@ -267,8 +267,7 @@ class Handle:
         raise NotImplementedError
 
     def check_usable(self) -> None:
-        """Raises EngineUnusableError where a load failed here, or the engine's memory was let go
-        of."""
+        """Raises EngineUnusableError where a load failed here."""
         raise NotImplementedError
 
     def require_usable(self) -> None:

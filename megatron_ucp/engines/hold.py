@@ -17,7 +17,7 @@ from megatron_ucp.errors import RankError, UsageError
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, Holder, Lender, LoadOptions, Report
+from megatron_ucp.reshard.engine import Engine, Holder, LoadOptions, Report
 from megatron_ucp.reshard.fingerprint import (
     diverged,
     joined_sums,
@@ -62,7 +62,7 @@ class HoldOptions:
         return self.place or DrawnState.now(self.loader, self.rng)
 
 
-def lent(holder: Lender, state: RunState, extras: Extras, options: HoldOptions) -> "MemoryRun":
+def lent(holder: Holder, state: RunState, extras: Extras, options: HoldOptions) -> "MemoryRun":
     """Puts together what all ranks have besides elements, which the `holder` has. Collective.
     Raises a UcpError on every rank."""
     manifest = holder.manifest
@@ -100,9 +100,6 @@ class _LiveRun(MemorySource):
 
 
 # ---- hold, and resize
-
-
-_RELEASED = "the engine's memory may be gone, as release=True asked"
 
 
 @dataclass
@@ -165,11 +162,9 @@ def hold(
     loader: ResumableLoader | None = None,
     rng: bool | None = None,
     checksums: bool | None = None,
-    release: bool = False,
 ) -> MemoryRun:
     """Keeps a run in host memory, so that the program can build another world around it: another
-    mesh, fewer ranks or more. Between two steps; collective. The engine is as before, unless its
-    memory is to go (`release`).
+    mesh, fewer ranks or more. Between two steps; collective. The engine is as before.
 
     Args:
         engine: An attached engine; None in a process that joins the new world and has nothing.
@@ -182,18 +177,13 @@ def hold(
         rng: Whether random states are kept. Default: as `attach` was told, else true.
         checksums: Whether the fingerprint of the state is taken, and compared with what is held and
             what is loaded. Default: as `attach` was told, else true.
-        release: The engine's memory goes page by page as it is used up, so that a rank needs
-            room for one copy of the state, not for two. The engine refuses to step and to be saved
-            then, also where the hold fails after its first byte; what else shares its parameters or
-            buffers reads zeros. Memory of a GPU, and pinned memory, stays until the engine goes.
 
     Returns:
         What `load(engine, held)` takes, on all ranks of the new world.
 
     Raises:
         UcpError: On every rank, before anything moved: the run can't be held so.
-        RankError: A rank died while elements moved; without `release` the engine is whole on the
-            others.
+        RankError: A rank died while elements moved; the engine is whole on the others.
 
     Example:
         >>> held = ucp.hold(engine, mesh="dp=3,zero=3", ranks=3)
@@ -204,9 +194,9 @@ def hold(
         return MemoryRun()
     options = _taking(engine, client_state, loader, rng, checksums)
     left = "the engine is whole on this rank, and can go on or be saved"
-    with agree.as_rank_error("the hold", _RELEASED if release else left):
-        wished = _checked(engine, mesh, ranks, options, release)
-        return _held(lent_by(engine, options), wished, ranks, release)
+    with agree.as_rank_error("the hold", left):
+        wished = _checked(engine, mesh, ranks, options)
+        return _held(lent_by(engine, options), wished, ranks)
 
 
 def resize(
@@ -263,22 +253,18 @@ def lent_by(engine: Any, options: HoldOptions) -> MemoryRun:
     return replace(taken, run=replace(run, original=manifest, manifest=manifest))
 
 
-def _checked(
-    engine: Any, mesh: Any, ranks: int | None, options: HoldOptions, release: bool = False
-) -> Mesh | None:
+def _checked(engine: Any, mesh: Any, ranks: int | None, options: HoldOptions) -> Mesh | None:
     """The mesh that was asked for, of all ranks alike. Collective. Raises UsageError."""
     asked = {
         "mesh": agree.plain_option(mesh),
         "ranks": ranks,
         "rng": options.rng,
         "checksums": options.checksums,
-        "release": release,
     }
     agree.require_same(asked)
     with agree.together():
         check_switch("rng", options.rng)
         check_switch("checksums", options.checksums)
-        check_switch("release", release)
         require_attached(engine)
         found = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         ranks_that_stay(found, ranks, agree.world()[1])
@@ -320,13 +306,13 @@ def params_of(engine: Any) -> set[int]:
 # ------------------------------------------------ holding
 
 
-def _held(lent: MemoryRun, mesh: Mesh | None, ranks: int | None, release: bool) -> MemoryRun:
+def _held(lent: MemoryRun, mesh: Mesh | None, ranks: int | None) -> MemoryRun:
     """Collective."""
     here = agree.collect(lent.holder.parts)
     with agree.together():
         run, takers = _layout(lent.known, mesh, ranks, here)
     memory = HostMemory(run.manifest, takers[agree.world()[0]])
-    source = SharedMemories(run.name, lent.holder, lent.holder if release else None)
+    source = SharedMemories(run.name, lent.holder)
     sink = MemorySink(memory, recorded_in(run.original.run))
     with say.progress("hold") as advance:
         done = transfer(source, sink, run=TransferRun(progress=advance)).done

@@ -3,7 +3,6 @@ groups, what its model computes, and whether a failed load left it unusable."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -383,33 +382,27 @@ _DOORS = (
     "_zero3_consolidated_16bit_state_dict",
     *("state_dict", "sharded_state_dict", "save_parameter_state"),
 )
-_LOAD_FAILED = "a load failed after bytes were written into this engine"
 
 
-def mark_unusable(
-    program: Any, modules: Sequence[torch.nn.Module], why: str = _LOAD_FAILED
-) -> None:
+def mark_unusable(program: Any, modules: Sequence[torch.nn.Module]) -> None:
     """From now on the `program` (an engine of DeepSpeed, an optimizer of megatron-core) raises
     EngineUnusableError by all of its doors, and so do the state dicts of its `modules`. Twice is
     once."""
     record = record_of(program)
-    record.unusable_as = why
     if record.closed_doors is not None:
         return
     record.closed_doors = {
         name: program.__dict__.get(name) for name in _DOORS if hasattr(program, name)
     }
     for name in record.closed_doors:
-        program.__dict__[name] = partial(_refuse, program)
-    record.hooks = [
-        module.register_state_dict_pre_hook(partial(_refuse_values, program)) for module in modules
-    ]
+        program.__dict__[name] = _refuse
+    record.hooks = [module.register_state_dict_pre_hook(_refuse_values) for module in modules]
 
 
 def require_usable(program: Any) -> None:
     """Raises EngineUnusableError where the mark is there."""
     if record_of(program).closed_doors is not None:
-        _refuse(program)
+        _refuse()
 
 
 def mark_usable(program: Any) -> None:
@@ -425,13 +418,13 @@ def mark_usable(program: Any) -> None:
     record.closed_doors, record.hooks = None, []
 
 
-def _refuse_values(program: Any, _module: Any, _prefix: str, keep_vars: bool) -> None:
+def _refuse_values(_module: Any, _prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # who asks for the parameters themselves looks at names, and copies nothing
-        _refuse(program)
+        _refuse()
 
 
-def _refuse(program: Any, *_: Any, **__: Any) -> None:
-    raise EngineUnusableError(record_of(program).unusable_as)
+def _refuse(*_: Any, **__: Any) -> None:
+    raise EngineUnusableError("a load failed after bytes were written into this engine")
 
 
 # ---- the engine of all ranks
@@ -509,10 +502,6 @@ class LiveShards:
     def mark_unusable(self) -> None:
         mark_unusable(self._program, self.modules())
         self.prepare()
-
-    def give_up(self) -> None:
-        gone = "the memory of this engine went as it was held, as was asked"
-        mark_unusable(self._program, self.modules(), gone)
 
     def mark_usable(self) -> None:
         mark_usable(self._program)

@@ -25,10 +25,13 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, LoadOptions, Report
 from megatron_ucp.reshard.load import resume
 from megatron_ucp.reshard.options import (
+    KEPT_STEPS,
     LOAD,
     MEMORY,
+    OPTIMIZER,
     OPTIONS,
-    LoadWanted,
+    SCHEDULER,
+    WEIGHTS_ALONE,
     check_acting,
     check_given,
     check_words,
@@ -165,14 +168,12 @@ def load_options(given: Mapping[str, Any]) -> LoadOptions:
     return LoadOptions(states, given["load_lr_scheduler_states"], module_only, **options)
 
 
-def _wanted(engine: Any, options: LoadOptions) -> LoadWanted:
-    """What a load is asked for, as far as allowances need it."""
+def _wanted(engine: Any, options: LoadOptions) -> set[str]:
+    """What a load has, as far as allowances need it."""
     has_optimizer = not hasattr(engine, "optimizer") or engine.optimizer is not None
-    return LoadWanted(
-        optimizer=options.optimizer and has_optimizer,
-        scheduler=options.scheduler and not options.module_only,
-        steps_in_memory=record_of(engine).memory is not None,
-    )
+    found = {OPTIMIZER if options.optimizer and has_optimizer else WEIGHTS_ALONE}
+    found |= {SCHEDULER} if options.scheduler and not options.module_only else set()
+    return found | ({KEPT_STEPS} if record_of(engine).memory is not None else set())
 
 
 def to_fill(engine: Any, family: Any) -> LiveEngine:

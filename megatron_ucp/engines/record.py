@@ -35,9 +35,9 @@ class EngineRecord:
     is the family's model that an earlier call named. `stepped` are the ids of the parameters that a
     plain optimizer stepped when the engine was attached: some may be frozen later. `plan` is that
     of the last save, for the next one of the same structure. `closed_doors` are the methods that
-    the engine had before it became unusable (None: it is usable), `hooks` what stands in the way of
-    its modules' state dicts meanwhile, and `unusable_as` says why. `tensor_rank` is this rank's
-    number among those that cut the parameters, once it was asked.
+    the engine had before it became unusable (None: it is usable), and `hooks` what stands in the
+    way of its modules' state dicts meanwhile. `tensor_rank` is this rank's number among those that
+    cut the parameters, once it was asked.
     """
 
     attachment: Any = None
@@ -49,7 +49,6 @@ class EngineRecord:
     plan: Any = None
     closed_doors: Mapping[str, Callable[..., Any] | None] | None = None
     hooks: list[Any] = field(default_factory=list[Any])
-    unusable_as: str = ""
     tensor_rank: int | None = None
 
 

@@ -435,8 +435,7 @@ class Family:
     - `builder` says which of megatron-core's modules make the model (None: somebody else builds
       it). A live model without a family is recognised by it, and `pretrain_gpt.py` trains it.
 
-    Two fields are for one program each: `defaults` of the flags of `pretrain_gpt.py`, by attribute,
-    and `paper`, the sizes that `plan --simulate` takes where none are given.
+    One field is for one program: `defaults` of the flags of `pretrain_gpt.py`, by attribute.
     """
 
     name: str
@@ -447,7 +446,6 @@ class Family:
     divided: Callable[[Any], tuple[Divided, ...]] = dense
     builder: Builder | None = None
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
-    paper: Mapping[str, int] = field(default_factory=dict[str, int])
     sizes: type[Sizes] = Sizes
     measure: Callable[[Any], Sizes] | None = None
     hugging_face: HuggingFace | None = None

@@ -147,6 +147,5 @@ FAMILY = Family(
         "LayerNorm", gated=False, biases=True, position_embedding_type="learned_absolute"
     ),
     defaults={"untie_embeddings_and_output_weights": False},
-    paper={"positions": 1024},
     hugging_face=HuggingFace("gpt2", "GPT2LMHeadModel", tensors, to_config, from_config, refuses),
 )

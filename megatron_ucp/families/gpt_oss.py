@@ -245,7 +245,6 @@ FAMILY = Family(
     table,
     "megatron_ucp/families/gpt_oss.py",
     divided=mixtral.divided,
-    paper={"experts": 32, "gated": True, "norm_biases": False},
     sizes=MixtralSizes,
     measure=measure,
     hugging_face=HuggingFace(

@@ -149,7 +149,6 @@ def _family(base: Family, twin: HuggingFace, name: str, sizes_class: type[Sizes]
         "megatron_ucp/families/megatron_deepspeed.py",
         lambda sizes: dict(layers_of_program(table(sizes)).names),
         layers_of_program,
-        paper=base.paper,
         sizes=sizes_class,
         hugging_face=replace(twin, tensors=tensors, read=read),
         # of an older version the program's load reorders query_key_value

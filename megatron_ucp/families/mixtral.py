@@ -192,7 +192,6 @@ def mixture(
         divided=divided,
         builder=builder,
         defaults={**llama.DEFAULTS, "num_experts": 8},
-        paper={"experts": 8},
         sizes=MixtralSizes,
         measure=measure,
         hugging_face=HuggingFace(name, architecture, by_rows(table, rows), config, read, refuses),

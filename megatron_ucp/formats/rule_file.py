@@ -155,12 +155,6 @@ def read_rules(path: str | Path) -> RuleSet:
     return _rule_set(tree, file)
 
 
-def is_ours(file: str) -> bool:
-    """Whether a file of rules comes with the package. It is for models of several kinds: what in it
-    matches nothing is no fault."""
-    return Path(file).parent == _OURS
-
-
 def _rule_set(tree: Mapping[str, Any], file: str) -> RuleSet:
     whole = _Entry(tree, "the file", file)
     whole.check_keys(("format",), ("rule", "pipeline"))

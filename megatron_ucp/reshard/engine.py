@@ -151,16 +151,7 @@ class Holder(Protocol):
         ...
 
 
-class Lender(Holder, Protocol):
-    """A live engine whose memory something else is made of."""
-
-    def give_up(self) -> None:
-        """From now on the engine refuses to step, to save and to be exported, and writes nothing
-        by itself: its memory is let go of as it is used up."""
-        ...
-
-
-class Engine(Lender, Protocol):
+class Engine(Holder, Protocol):
     """A live engine on this rank, and what the ranks together hold.
 
     Its `manifest` describes the whole engine: of its optimizer's states the masters alone, as the

@@ -29,8 +29,8 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Op, Plan, Side, Slot
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine, Holder, Lender
-from megatron_ucp.reshard.execute import NEVER, OfOp, TensorOf, UsedUp, bytes_of, copy_run
+from megatron_ucp.reshard.engine import Engine, Holder
+from megatron_ucp.reshard.execute import OfOp, TensorOf, bytes_of, copy_run
 from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of
 from megatron_ucp.reshard.process_memory import (
     Address,
@@ -124,16 +124,12 @@ class _Taken:
 class KeptMoves:
     """Fills what some proved parts want, out of the memories of all ranks, as often as it is
     called. `into` gives the memory of a slot of this rank; the views of both sides are kept, so
-    that whoever replaces a tensor must make new moves. `stepwise`: what this rank has itself is
-    copied in pieces, of which each may be let go of. Making them is collective."""
+    that whoever replaces a tensor must make new moves. Making them is collective."""
 
-    def __init__(
-        self, held: Holdings, parts: Sequence[Proved], into: TensorOf, stepwise: bool = False
-    ) -> None:
+    def __init__(self, held: Holdings, parts: Sequence[Proved], into: TensorOf) -> None:
         self.rank, self.world = agree.world()
         self._held, self._device = held, device_of_values()
         self._is_one_exchange = is_one_exchange(self._device)
-        self._stepwise = stepwise
         self._zeros: list[torch.Tensor] = []
         self._own: list[_Pair] = []
         self._reads: dict[int, list[_Read]] = {}  # by the giver
@@ -190,8 +186,7 @@ class KeptMoves:
             is_lossy = is_looked_at(source, name, side.slot.state, dtype, one.part.as_trained)
             lost = (said, dtype) if is_lossy else None
             giver = self._held.giver(op, self.rank, number)
-            is_whole = giver == self.rank and not self._stepwise
-            for asked, goal in _cut(op, sys.maxsize if is_whole else most_elems):
+            for asked, goal in _cut(op, sys.maxsize if giver == self.rank else most_elems):
                 view = _view(into(slot), goal, asked.shape)
                 if giver == self.rank:
                     values = self._held.values(asked.side, asked.shape)
@@ -207,7 +202,7 @@ class KeptMoves:
         # elements that others may read here, by the taker; the views keep their memory
         self._read_by: dict[int, list[tuple[Asked, torch.Tensor]]] = {}
         machines = self._held.machines
-        if self._stepwise or self._is_one_exchange or len({*machines}) == self.world:
+        if self._is_one_exchange or len({*machines}) == self.world:
             return {}
         wished = {
             giver: [one.asked for one in rows]
@@ -415,25 +410,22 @@ class KeptMoves:
         self,
         kept: agree.KeptBack,
         advance: Callable[[int], object] = bool,
-        let_go: Callable[[int], object] | None = None,
     ) -> Lost:
         """Fills this rank's memory. Collective: no agreement, only what has to move; others may
         read this rank until the ranks agree on something. Returns how many finite values of which
         parameters became none. A rank that fails still sends what others wait for; its first error
         is `kept`, and what it sent then is undefined. `advance` counts bytes that are filled, in
-        several threads; `let_go` is told each step of `reads` that is done."""
+        several threads."""
         lost: dict[tuple[str, str], int] = {}
         works = self._post(0, kept)
         told, ready = self._opened(kept)
         with kept:
             for one in self._zeros:
                 one.zero_()
-        for step, pair in enumerate(self._own):
+        for pair in self._own:
             with kept:
                 _copied([pair], lost)
                 advance(_bytes_of(pair.into))
-            if let_go is not None:
-                let_go(step)
         for giver in self._reads:
             with kept:
                 ready[giver].wait()
@@ -454,8 +446,6 @@ class KeptMoves:
                 if message.is_reused:
                     with kept:
                         following.append(dist.isend(_byte(), message.peer, tag=_READ))
-            if let_go is not None:
-                let_go(len(self._own) + number)
             works = following
         for work in told:
             with kept:
@@ -474,17 +464,6 @@ class KeptMoves:
             with kept:
                 told.append(dist.isend(_byte(), taker, tag=_READY))
         return told, ready
-
-    def reads(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What of this rank's memory each step of `run` reads for the last time: each copy of its
-        own, then each round."""
-        for step, pair in enumerate(self._own):
-            yield step, pair.of
-        for number, row in enumerate(self._going):
-            for message in row:
-                packed = [pair.of for pair in message.pairs]
-                for view in packed or [message.memory]:
-                    yield len(self._own) + number, view
 
     # ------------------------------------------------ checksums
 
@@ -685,13 +664,12 @@ def _pieces(asked: Asked, goal: Side, most_elems: int) -> Iterator[tuple[Asked, 
 
 
 class SharedMemories:
-    """Each rank fills the parts that it has of a sink. Making one is collective. `lender`: the
-    holder, where its memory goes as it is used up."""
+    """Each rank fills the parts that it has of a sink. Making one is collective."""
 
     all_looked_at = False
 
-    def __init__(self, file: str, holder: Holder, lender: Lender | None = None) -> None:
-        self.file, self.held, self._lender = file, holdings_of(holder), lender
+    def __init__(self, file: str, holder: Holder) -> None:
+        self.file, self.held = file, holdings_of(holder)
         self.read_bytes, self.read_by_all, self.sums = 0, 0, (0, 0, 0)
         self._lost: Lost = {}
 
@@ -707,11 +685,9 @@ class SharedMemories:
         self, parts: Sequence[Proved], into: TensorOf, run: TransferRun, is_summed: OfOp
     ) -> None:
         """Fills what this rank has of some parts. Collective."""
-        lends = self._lender is not None
-        moves, kept = KeptMoves(self.held, parts, into, stepwise=lends), agree.KeptBack()
+        moves, kept = KeptMoves(self.held, parts, into), agree.KeptBack()
         run.total = moves.filled_bytes
-        let_go = None if self._lender is None else _given_up(self._lender, moves)
-        self._lost = moves.run(kept, run.count, let_go)
+        self._lost = moves.run(kept, run.count)
         self.read_bytes += moves.read_bytes
         kept.raise_kept()
 
@@ -726,25 +702,3 @@ class SharedMemories:
         """Memory has no checksums. Counts what all ranks took. Collective."""
         self.sums = self.read_bytes, 0, 0
         (self.read_by_all,) = agree.total(self.read_bytes)
-
-
-def _given_up(lender: Lender, moves: KeptMoves) -> Callable[[int], None]:
-    """Gives the lender up; returns what lets go of its memory after each step of the moves.
-    Collective. Raises on every rank before anything goes."""
-    with agree.together():
-        lender.give_up()
-        used_up = UsedUp(_all_of(lender))
-        for step, view in moves.reads():
-            used_up.read(step, view)
-    used_up.let_go(NEVER)
-    return used_up.let_go
-
-
-def _all_of(held: Holder) -> Iterator[torch.Tensor]:
-    """All memory that this rank has, piece by piece."""
-    for part in held.parts():
-        buffer = held.manifest.buffers[part[0]]
-        for state, _ in buffer.states:
-            for one in buffer.of(state).fragments(part[2]):
-                last = one.offset + one.high - one.low
-                yield held.read(Slot(*part, state), one.offset, last)

@@ -2,8 +2,6 @@
 `newest_whole`, and `doctor` for the machine."""
 
 import os
-import re
-import shutil
 import sys
 import textwrap
 import time
@@ -55,7 +53,7 @@ from megatron_ucp.formats.tags import (
     tag_folder,
 )
 from megatron_ucp.reshard.findings import in_short
-from megatron_ucp.reshard.options import SECTION, options_of, parsed_config, plain_path
+from megatron_ucp.reshard.options import plain_path
 
 # ---- describe
 #
@@ -284,7 +282,7 @@ def time_of_save(folder: Location) -> float:
 
 # ---- doctor
 #
-# What this machine has of all that is needed, beside what was tested.
+# The versions on this machine, beside those that were tested.
 
 
 # What the tests run against; an engine of another version than one of the first two is said once.
@@ -330,12 +328,13 @@ class Diagnosis:
         return "\n".join([*lines, "all right" if self else "something that is needed is missing"])
 
 
-def doctor(ds_config: Mapping[str, Any] | str | Path | None = None) -> Diagnosis:
-    """Versions of the libraries beside those that were tested, compiler, GPU, and whether a
-    DeepSpeed config, or its file, attaches engines. Raises UsageError for a config that is none."""
-    config = parsed_config(ds_config)
-    rows = [*_libraries(), _compiler(), _gpu()]
-    return Diagnosis((*rows, *([] if config is None else [_config(config)])))
+def doctor() -> Diagnosis:
+    """Versions of Python and of libraries beside those that were tested."""
+    import platform  # for `doctor` alone
+
+    says = "3.11 and 3.12 are tested, 3.13 is accepted"
+    python = MachinePart("python", platform.python_version(), says)
+    return Diagnosis((python, *(_library(name) for name in (*_NEEDED, *_FOR))))
 
 
 def imported_version(package: str) -> str | None:
@@ -353,84 +352,18 @@ def is_tested(package: str, found: str) -> bool:
     return not tested or any(plain == one or plain.startswith(f"{one}.") for one in tested)
 
 
-def _libraries() -> Iterator[MachinePart]:
-    import platform  # for `doctor` alone
-
-    yield MachinePart(
-        "python", platform.python_version(), "3.11 and 3.12 are tested, 3.13 is accepted"
-    )
-    own = _megatron_of_program()
-    yield from [] if own is None else [own]
-    for name in (*_NEEDED, *_FOR):
-        hidden = own is not None and name == "megatron-core"
-        found = _library(name, None if hidden else imported_version(name))
-        if hidden and found.found != "none":
-            found = replace(found, says="installed; `import megatron` finds the program's")
-        yield found
-
-
-def _library(name: str, imported: str | None) -> MachinePart:
-    """A library in the version that is `imported`, else as it is installed."""
+def _library(name: str) -> MachinePart:
+    """A library in the version that is imported, else as it is installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = imported or version(name)
+        found = imported_version(name) or version(name)
     except PackageNotFoundError:
         needed = name in _NEEDED
         return MachinePart(name, "none", "needed" if needed else f"only {_FOR[name]}", not needed)
     says = f"tested with {', '.join(TESTED[name])}" if name in TESTED else ""
     other = "" if is_tested(name, found) else "; another version may differ"
     return MachinePart(name, found, f"{says}{other}")
-
-
-def _megatron_of_program() -> MachinePart | None:
-    """The `megatron` that a program brings, as Megatron-DeepSpeed does, with a `megatron.core` of
-    its own: a package with an `__init__.py` hides megatron-core, which has none, wherever both
-    stand on the path. None where there is no such package, here or in the current folder."""
-    from importlib.machinery import PathFinder
-
-    found = PathFinder.find_spec("megatron", [str(Path.cwd()), *sys.path])
-    if found is None or found.origin is None:
-        return None
-    folder = location(found.origin).parent
-    file = folder / "core" / "package_info.py"
-    text = file.read_text(errors="replace") if file.is_file() else ""
-    numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)
-    core = f"core {'.'.join(numbers)}" if numbers else "no core"
-    says = f"a program's own, which `import megatron` finds: {folder}"
-    return MachinePart("megatron", core, says)
-
-
-def _compiler() -> MachinePart:
-    found = next((name for name in (os.environ.get("CXX"), "g++", "c++") if _is_there(name)), None)
-    return MachinePart(
-        "compiler", found or "none", "DeepSpeed compiles an operator at its first start"
-    )
-
-
-def _is_there(name: str | None) -> bool:
-    return bool(name) and shutil.which(str(name)) is not None
-
-
-def _gpu() -> MachinePart:
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return MachinePart(
-        "GPU", f"{count}" if count else "none", "tested on CPU ranks over gloo, and on one GPU"
-    )
-
-
-def _config(config: Mapping[str, Any]) -> MachinePart:
-    by_runner, by_install = options_of(config, True), options_of(config)
-    if by_runner is None:
-        return MachinePart("attached", "no", f'"{SECTION}" of the config says "enabled": false')
-    if by_install is not None:
-        return MachinePart(
-            "attached", "yes", "by ucp.install() and by the runner, as the config says"
-        )
-    how = "by the runner (megatron-ucp run) or ucp.attach; ucp.install() alone does not"
-    return MachinePart("attached", "by the runner", how)
 
 
 # ---- inspect

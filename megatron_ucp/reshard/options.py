@@ -51,18 +51,18 @@ OF_FILES = frozenset({LOAD})
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a word lets happen, and the `doors` at which it acts. `needs` is what a load must be
-    asked for, by the fields of `LoadWanted` below, and `otherwise` what to do where it is not.
-    `of_parts`: the word may name parameters by what their names begin with ("new:vision_tower")."""
+    """What a word lets happen, and the `doors` at which it acts. `needs` is what a load must have,
+    or the word changes nothing. `of_parts`: the word may name parameters by what their names begin
+    with ("new:vision_tower")."""
 
     meaning: str
     doors: frozenset[str] = OF_LOADS
     needs: str = ""
-    otherwise: str = "leave it out"
     of_parts: bool = False
 
 
-_STATES = "leave it out, or load the optimizer's states"
+OPTIMIZER, SCHEDULER = "the optimizer's states", "the scheduler"
+WEIGHTS_ALONE, KEPT_STEPS = "load_optimizer_states=False", 'an engine with keep="memory"'
 TABLE = {
     "narrow": Allowance("values may be rounded to a narrower dtype", OF_LOADS | {CONVERT, IMPORT}),
     "mean": Allowance(
@@ -89,13 +89,11 @@ TABLE = {
     ),
     "scheduler": Allowance(
         "the engine's scheduler may get the state of one of another class",
-        needs="scheduler",
-        otherwise="leave it out, or load the scheduler",
+        needs=SCHEDULER,
     ),
     "optimizer": Allowance(
         "the engine's optimizer may step by another rule than the run's",
-        needs="optimizer",
-        otherwise=_STATES,
+        needs=OPTIMIZER,
     ),
     "values": Allowance(
         "values of classes that this program has not are left as the engine has them, or out"
@@ -106,9 +104,7 @@ TABLE = {
     "weights": Allowance(
         "the optimizer's states may be damaged or lost; the weights beside them are loaded",
         OF_FILES | {EXPORT},
-        needs="weights",
-        otherwise="give load_optimizer_states=False with it: the optimizer's states are what it "
-        "leaves out",
+        needs=WEIGHTS_ALONE,
     ),
     "hybrid": Allowance(
         "a GPTModel's layers become those of a hybrid model, which counts otherwise, or back",
@@ -117,8 +113,7 @@ TABLE = {
     "memory": Allowance(
         "a newer step in memory may be taken in the place of the tag that is named",
         OF_FILES,
-        needs="steps_in_memory",
-        otherwise='leave it out, or attach the engine with keep="memory"',
+        needs=KEPT_STEPS,
     ),
     "extra": Allowance("frozen parameters and buffers that the model lacks are dropped"),
     "unfreeze": Allowance(
@@ -132,21 +127,6 @@ TABLE = {
         of_parts=True,
     ),
 }
-
-
-@dataclass(frozen=True)
-class LoadWanted:
-    """What a load is asked for, as far as allowances need it: the states of an optimizer that the
-    engine has, the state of the scheduler, steps that are kept in memory."""
-
-    optimizer: bool = True
-    scheduler: bool = True
-    steps_in_memory: bool = True
-
-    @property
-    def weights(self) -> bool:
-        """Whether weights are loaded without the optimizer's states."""
-        return not self.optimizer
 
 
 def words_at(door: str) -> list[str]:
@@ -183,25 +163,19 @@ def check_words(allow: Any, doors: Collection[str]) -> None:
         )
 
 
-def check_acting(allow: Collection[str], wanted: LoadWanted) -> None:
-    """Raises UsageError for a word that can't act in a load of what is wanted."""
+def check_acting(allow: Collection[str], wanted: Collection[str]) -> None:
+    """Raises UsageError for a word that can change nothing in a load of what is `wanted`."""
     for word in sorted(allow):
-        needs = TABLE[_word(word)].needs
-        if needs and not getattr(wanted, needs):
+        row = TABLE[_word(word)]
+        if row.needs and row.needs not in wanted:
             raise UsageError(
                 f'allow={{"{word}"}} can do nothing in this load',
-                expected=TABLE[_word(word)].meaning,
-                found=_NOT_WANTED[needs],
-                fix=TABLE[_word(word)].otherwise,
+                expected=row.meaning,
+                found=f"a load without {row.needs}",
+                fix=f"leave it out, or load with {row.needs}",
             )
 
 
-_NOT_WANTED = {
-    "optimizer": "a load without the optimizer's states",
-    "scheduler": "a load without the scheduler",
-    "weights": "a load with the optimizer's states",
-    "steps_in_memory": "an engine that keeps no steps in memory",
-}
 _DOORS = {
     LOAD: "load from files",
     MEMORY: "load from memory",

@@ -4,48 +4,30 @@ to exist."""
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.box import span
-from megatron_ucp.core.flat import FlatBuffer, States, alone
-from megatron_ucp.core.manifest import Manifest, ParamGroup
+from megatron_ucp.core.flat import FlatBuffer, States
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coord, Mesh
-from megatron_ucp.core.names import MASTER, Keeper
 from megatron_ucp.core.plan import Op, Side, Slot, Windows
 from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import find_family
-from megatron_ucp.families.family import Family, Model, Sizes
-from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.formats.deepspeed.writer import state_file
-from megatron_ucp.formats.folder import Look, LookingFolder
-from megatron_ucp.formats.per_rank import RANDOM_STATES
 from megatron_ucp.formats.pt.refs import ITEMSIZE
-from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint, open_folder
-from megatron_ucp.formats.store import folder_at
+from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.convert import refuse_unused
-from megatron_ucp.reshard.forecast import (
-    Forecast,
-    Opening,
-    RankShare,
-    Rates,
-    forecast,
-    over_ranks,
-)
-from megatron_ucp.reshard.messages import packed
 from megatron_ucp.reshard.options import needed_target, parsed_config
-from megatron_ucp.reshard.target import Conversion, SourceSettings, target_manifest, with_stages
+from megatron_ucp.reshard.target import SourceSettings, target_manifest, with_stages
 
 # Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
 # reads over gaps.
 STAGING_BYTES, ROWS_FROM_BYTES = 8 * 2**20, 64 * 2**10
 _PICTURES = (".png", ".pdf", ".svg")
-_ADAM = ((MASTER, "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 
 @dataclass(frozen=True)
@@ -67,15 +49,13 @@ class RankReads:
 
 @dataclass(frozen=True)
 class Preview:
-    """A resume that was planned. `stored_bytes` is what the source holds of states, each once;
-    `forecast` says how it goes on other numbers of ranks, too, where rates were given."""
+    """A resume that was planned. `stored_bytes` is what the source holds of states, each once."""
 
     source_mesh: str
     mesh: str
     ranks: tuple[RankReads, ...]
     stored_bytes: int
     notes: tuple[str, ...] = ()
-    forecast: tuple[Forecast, ...] = ()
 
 
 @say.shown("plan", "ranks")
@@ -87,7 +67,6 @@ def plan(
     tag: str | None = None,
     rules: str | Path | None = None,
     ds_config: Mapping[str, Any] | str | Path | None = None,
-    rates: Rates | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Preview:
     """What each rank of a job on another mesh would read of a checkpoint: the dry run of a resume.
@@ -101,8 +80,6 @@ def plan(
         tag: The tag in `path`, where it is not the newest.
         rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
         ds_config: The DeepSpeed config of the job, or its file.
-        rates: What the cluster can do, such as "storage=2GB/s,latency=50us" (`forecast.Rates`), for
-            a forecast of its load in seconds, on more and on fewer ranks, too.
         progress: `progress(done, total)` counts ranks.
 
     Returns:
@@ -118,9 +95,8 @@ def plan(
         [3543680, 3543552, 3543552]
     """
     asked = needed_target(mesh, target, "a plan is")
-    config, known = parsed_config(ds_config), _rates(rates)
+    config = parsed_config(ds_config)
     with open_checkpoint(path, tag, rules) as source:
-        opening = Opening() if known is None else _opening_of(path, tag, source)
         origin = SourceSettings(source, rules is not None)
         asked = asked.with_zero_of(source.manifest.mesh)
         refuse_unused(asked)
@@ -131,106 +107,7 @@ def plan(
             return source.folder.name_of(source.where(slot).file.path)
 
         notes = (*source.notes, *origin.notes, *staged)
-        found = of_manifests(source.manifest, manifest, file_of, progress, notes)
-        if known is None:
-            return found
-
-        def on(size: Target) -> Manifest:
-            return target_manifest(with_stages(origin.wanted(size, config))[0])
-
-        rows = _forecasts(source.manifest, asked, on, file_of, opening, known)
-        return replace(found, forecast=rows)
-
-
-def _rates(given: Rates | str | None) -> Rates | None:
-    return Rates.parse(given) if isinstance(given, str) else given
-
-
-def _opening_of(path: str | Path, tag: str | None, source: Checkpoint) -> Opening:
-    """What the ranks of a load open of a checkpoint before they read its states: rank 0 looks into
-    it, here as there."""
-    found = find_checkpoint(path, tag)
-    folder = LookingFolder(folder_at(found.folder))
-    with open_folder(folder, found.notes, CallerModel()) as opened:
-        _ = opened.extras
-    look = folder.look or Look()
-    random_states = tuple(name for name in folder.names() if name.startswith(RANDOM_STATES))
-    saved_on = None if source.recorded is None else source.recorded.mesh
-    files, told = frozenset(look.sizes), len(packed((found, look)))
-    return Opening(files, told, tuple(source.file_names), random_states, saved_on)
-
-
-def _forecasts(
-    source: Manifest,
-    asked: Target,
-    on: Callable[[Target], Manifest],
-    file_of: Callable[[Slot], str],
-    opening: Opening,
-    rates: Rates,
-) -> tuple[Forecast, ...]:
-    """That of the mesh that was asked for, and of others with more and less data parallelism, whose
-    manifest is what it is `on` them."""
-
-    def of_size(dp: int) -> Forecast:
-        manifest = on(replace(asked, mesh=replace(asked.mesh, dp=dp)))
-        reads = _Reads(source, manifest, file_of)
-
-        def planned(rank: int) -> RankShare:
-            found = reads.of_rank(rank)
-            return RankShare(found.read_bytes, frozenset(found.files), found.peak_bytes)
-
-        return forecast(manifest, planned, opening, rates)
-
-    return over_ranks(asked.mesh, of_size)
-
-
-@say.shown("plan", "ranks")
-def simulate(
-    family: str,
-    sizes: Sizes,
-    source_mesh: Mesh,
-    target: Target,
-    config: Mapping[str, object] | None = None,
-    rates: Rates | str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Preview:
-    """The same for a model and meshes that need not exist: bf16 with fp32 masters and Adam's
-    two moments. Raises a UcpError."""
-    found = find_family(family)
-    whole = paper_manifest(found, sizes)
-    for mesh in (source_mesh, target.mesh):
-        Model(found, sizes).check_cut(mesh.tp)  # heads, which shapes alone do not show
-    layers = found.layers([spec.name for spec in whole.params]) if found.layers else None
-    known = _rates(rates)
-
-    def on(one: Target, said: Mapping[str, object] = config or {}) -> Manifest:
-        one = replace(one, dtype=one.dtype or "bfloat16", stages=one.stages or "layers")
-        return target_manifest(Conversion(whole, one.completed(said), family, layers))
-
-    source = on(Target(source_mesh), {})
-
-    def file_of(slot: Slot) -> str:
-        return state_file(source, slot)
-
-    preview = of_manifests(source, on(target), file_of, progress)
-    if known is None:
-        return preview
-    rows = _forecasts(source, target, on, file_of, Opening(), known)
-    return replace(preview, forecast=rows)
-
-
-def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
-    """A model on one rank: two groups, matrices with weight decay and all else without. Raises
-    UsageError, LayoutError."""
-    model = Model(family, sizes)
-    specs = [declared.spec(name, "bfloat16") for name, declared in model.table.items()]
-    params = tuple(spec for spec in specs if spec.kind != "buffer")
-    buffers = [
-        alone(spec.name, spec.elems, _ADAM, int(len(spec.shape) <= 1), {"step": 1.0})
-        for spec in sorted(params, key=lambda spec: len(spec.shape) <= 1)
-    ]
-    groups = (ParamGroup({"weight_decay": 0.1}), ParamGroup({"weight_decay": 0.0}))
-    return Manifest(Keeper.ZERO_0, Mesh(), params, tuple(buffers), groups, family=model.family.name)
+        return of_manifests(source.manifest, manifest, file_of, progress, notes)
 
 
 def of_manifests(
@@ -369,61 +246,3 @@ def _draw_table(found: Preview, names: list[str], figure: Any) -> None:
 def _numbers(name: str) -> list[str | int]:
     """Rank 10 comes after rank 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _numbers_in(text: str, known: Collection[str]) -> dict[str, int]:
-    """The sizes that a text says. Raises UsageError for one that is not `known`."""
-    given: dict[str, int] = {}
-    for item in filter(None, text.replace(" ", "").split(",")):
-        name, _, value = item.partition("=")
-        if name not in known or not value.isdigit():
-            raise UsageError(
-                "this is no size of a model",
-                expected=", ".join(known),
-                found=item,
-                fix="write --sizes as name=number, with these names",
-            )
-        given[name] = int(value)
-    return given
-
-
-# What `paper_sizes` finds by itself where it is not said.
-_FOLLOW = ("groups", "head_dim", "ffn", "true_vocab")
-
-
-def paper_sizes(family: str, text: str) -> Sizes:
-    """From `layers=32,hidden=4096,heads=32`; the rest is the family's, or follows where it can.
-    Raises UsageError."""
-    found = find_family(family)
-    known = found.sizes.__dataclass_fields__
-    given = _numbers_in(text, known)
-    needed = [
-        name
-        for name, one in known.items()
-        if one.default is MISSING and name not in (*_FOLLOW, *found.paper)
-    ]
-    missing = [name for name in needed if not given.get(name)]
-    if missing:
-        raise UsageError(
-            "a size of the model is missing",
-            expected=f"{', '.join(needed)} and what differs from the usual",
-            found=f"no {missing[0]}",
-            fix="add the size to --sizes",
-        )
-    heads = given["heads"]
-    if given["hidden"] % heads and "head_dim" not in given:
-        raise UsageError(
-            "the heads do not divide the hidden size",
-            expected=f"heads that divide {given['hidden']}, or head_dim",
-            found=heads,
-            fix="give --sizes such heads, or head_dim",
-        )
-    usual = {
-        "groups": heads,
-        "head_dim": given["hidden"] // heads,
-        "ffn": 4 * given["hidden"],
-        "true_vocab": given["vocab"],
-        **(found.builder.flags if found.builder else {}),
-        **found.paper,
-    }
-    return found.sizes(**{**usual, **given})  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def main() -> None:
     target = ucp.attach(made(2, seed=3))
     ucp.resize(other, target)
     same("resize", target, want, values)
-    held = ucp.hold(target, release=True)
+    held = ucp.hold(target)
     again = ucp.attach(made(1, seed=4))
     ucp.load(again, held)
     same("hold", again, want, values)

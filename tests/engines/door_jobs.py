@@ -61,21 +61,18 @@ def doors_of(setup: Any, engine: Any, handle: Any, folder: str) -> dict[str, Cal
     }
 
 
-def unusable(setup: Any, folder: str, how: str) -> dict[str, Any]:
-    """What each door of an engine says when a load of it failed, or its memory went; what lies in a
-    folder then; and what the doors say after a load that was whole."""
+def unusable(setup: Any, folder: str) -> dict[str, Any]:
+    """What each door of an engine says when a load of it failed; what lies in a folder then; and
+    what the doors say after a load that was whole."""
     kind = kind_of(setup)
     engine = kind.make(setup)
     handle = kind.handle(engine)
     kind.train(engine, 1)
     handle.ucp.save(f"{folder}/good")
     before = ucp.fingerprint(handle).digest
-    if how == "a load that failed":
-        with mock.patch("megatron_ucp.reshard.files.execute", side_effect=OSError(5, "gone")):
-            said = _said(lambda: ucp.load(handle, f"{folder}/good"))
-            assert said.startswith("DamagedFileError"), said
-    else:
-        ucp.hold(handle, release=True)
+    with mock.patch("megatron_ucp.reshard.files.execute", side_effect=OSError(5, "gone")):
+        said = _said(lambda: ucp.load(handle, f"{folder}/good"))
+        assert said.startswith("DamagedFileError"), said
     out = f"{folder}/out"
     Path(out).mkdir(exist_ok=True)
     dist.barrier()
@@ -84,14 +81,13 @@ def unusable(setup: Any, folder: str, how: str) -> dict[str, Any]:
     dist.barrier()
     found["left"] = [path.name for path in Path(out).rglob("*") if path.is_file()]
     dist.barrier()
-    if how == "a load that failed":
-        ucp.load(handle, f"{folder}/good")
-        found["same"] = ucp.fingerprint(handle).digest == before
-        doors = doors_of(setup, engine, handle, out)  # as the engine's methods are again
-        again = [name for name in doors if "save" not in name and name not in ("step", "resize")]
-        found["then"] = {name: _said(doors[name]) for name in again if "sharded" not in name}
-        module = engine.stack.chunks[0] if isinstance(setup, Mcore) else engine.module
-        found["hooks"] = len(module._state_dict_pre_hooks)
+    ucp.load(handle, f"{folder}/good")
+    found["same"] = ucp.fingerprint(handle).digest == before
+    doors = doors_of(setup, engine, handle, out)  # as the engine's methods are again
+    again = [name for name in doors if "save" not in name and name not in ("step", "resize")]
+    found["then"] = {name: _said(doors[name]) for name in again if "sharded" not in name}
+    module = engine.stack.chunks[0] if isinstance(setup, Mcore) else engine.module
+    found["hooks"] = len(module._state_dict_pre_hooks)
     kind.close(engine)
     return found
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_ucp.engines.background import SnapshotMemory
-from megatron_ucp.reshard.execute import NEVER, UsedUp
 from tests.ranks import ROOT
 from tests.scripts import start
 
@@ -49,13 +48,3 @@ def test_a_snapshot_of_a_gpu_is_of_its_moment() -> None:
     memory.zero_()
     torch.cuda.current_stream().synchronize()
     assert copy is not None and copy.is_pinned() and torch.equal(copy.view(torch.int64), want)
-
-
-@pytest.mark.gpu
-def test_memory_of_a_gpu_is_not_let_go_of_page_by_page() -> None:
-    memory = torch.ones(2**22, device="cuda")
-    used_up = UsedUp([memory])
-    used_up.read(0, memory)
-    used_up.let_go(NEVER)
-    used_up.let_go(0)
-    assert bool((memory == 1).all())

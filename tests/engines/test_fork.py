@@ -80,7 +80,6 @@ def test_rules_read_both_orders(sources: Sources, world: int, setup: Fork, tmp_p
     folder = stock(sources, world, setup)
     assert masters(folder, folder, rules_of(setup)) == set()
     assert masters(folder, folder, other(setup)) == FUSED
-    assert ucp.rules(folder, check=rules_of(setup)).findings == ()
     mesh = ucp.Mesh(tp=4, dp=1, zero=1)
     ucp.convert(folder, tmp_path / "four", target=mesh, rules=rules_of(setup), allow={"per_rank"})
     assert masters(folder, tmp_path / "four", None) == set()
@@ -175,7 +174,7 @@ def test_an_order_that_nobody_says_is_refused(sources: Sources) -> None:
     for word in ("query_key_value", "megatron_deepspeed_split", "megatron_deepspeed_interleaved"):
         assert word in str(refused.value)
     for rules in ("megatron_deepspeed_split", "megatron_deepspeed_interleaved"):
-        assert ucp.rules(folder, check=rules).findings == ()
+        assert ucp.plan(folder, "dp=2,zero=1", rules=rules).ranks
 
 
 def test_a_fork_with_names_of_its_own_is_told_them(sources: Sources) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines import release_jobs, resize_jobs
+from tests.engines import resize_jobs
 from tests.engines.autotp_jobs import Auto
 from tests.engines.cross_jobs import Zero
 from tests.engines.model import Setup
@@ -208,36 +208,6 @@ def test_memory_is_filled_again_when_it_was_read(ranks: RankPool) -> None:
     check(ranks.run(2, resize_jobs.hasty, *setups, True))
     for found in ranks.run(2, resize_jobs.hasty, *setups, False):
         assert found["said"].startswith("ForeignFileError: "), "too early: the fingerprint sees it"
-
-
-RELEASED: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
-    "z1 to z3": (4, Setup(1), Setup(3, seed=9), {"mesh": "dp=4,zero=3"}),
-    "z0 to three ranks": (4, Setup(0), Setup(2, seed=9), {"ranks": 3}),
-    "z3 as it lies": (2, Setup(3, "bf16"), Setup(1, "bf16", seed=9), {}),
-    "Muon": (2, Setup(1, optimizer="muon"), Setup(2, optimizer="muon", seed=9), {"ranks": 1}),
-    "tp2 to tp1": (4, Mega("llama", 2, 1), Mega("llama", 1, 2, seed=9), {"mesh": "dp=4,zero=2"}),
-    "experts": (4, Moe(4, 1), Moe(1, 1, seed=9), {"ranks": 3}),
-    "Megatron": (4, Mcore(tp=2, **BUCKETS), Mcore(pp=2, seed=9), {"ranks": 2}),
-    "Megatron, plain": (2, Mcore(distributed=False), Mcore(tp=2, seed=9), {"ranks": 1}),
-}
-
-
-@pytest.mark.parametrize("name", RELEASED)
-def test_memory_that_goes_as_it_is_used_up(ranks: RankPool, name: str) -> None:
-    """Nothing is read after it went, and all of it goes."""
-    world, source, target, hold = RELEASED[name]
-    found = ranks.run(world, release_jobs.released, source, target, hold, 200, timeout_s=200)
-    check_moved(found)
-    for rank in found:
-        assert rank["left"] < 0.1, "but for the ends of storages"
-        assert all("went as it was held" in said for said in rank["then"]), rank["then"]
-
-
-def test_memory_that_goes_too_early(ranks: RankPool) -> None:
-    """What a mistake there would be: the fingerprint sees it."""
-    for held, then in ranks.run(2, release_jobs.gone_too_early, Setup(1)):
-        assert held.startswith("ForeignFileError: the ") and "parameter: " in held
-        assert then.startswith("EngineUnusableError: the memory of this engine went")
 
 
 # a world is its ranks, the engine there, and what the hold that ends it is asked for

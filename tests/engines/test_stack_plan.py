@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.paper import paper_manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.megatron import save
 from megatron_ucp.engines.megatron.save import StackOutput, runs_of, runs_of_rank
@@ -12,7 +13,6 @@ from megatron_ucp.families import families
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.megatron.arguments import Kind
 from megatron_ucp.formats.megatron.writer import declared_keys
-from megatron_ucp.reshard.plan import paper_manifest
 from megatron_ucp.reshard.target import Conversion, target_manifest
 from tests.reshard import twins
 

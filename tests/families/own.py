@@ -101,7 +101,6 @@ MIXER = Family(
     mixer_pipe,
     mixer_layers,
     divided=mixer_divided,
-    paper={"states": 8},
     sizes=MixerSizes,
     measure=mixer_sizes,
 )

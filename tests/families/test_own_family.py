@@ -141,9 +141,10 @@ layout = "Replicate"
 def test_rules(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A fused parameter with parts of three sizes; and with parts of other sizes."""
     rules = tmp_path / "rules.toml"
-    for parts, code in (("12, 8, 4", 0), ("8, 12, 4", 1)):
+    for parts, code in (("12, 8, 4", 0), ("8, 12, 4", 2)):
         rules.write_text(RULES.replace("PARTS", parts))
-        assert main(["rules", str(folder), "--check", str(rules)]) == code, capsys.readouterr()
+        words = ["plan", str(folder), "--mesh", "tp=1,dp=4,zero=3", "--rules", str(rules)]
+        assert main(words) == code, capsys.readouterr()
 
 
 TARGETS = {
@@ -208,24 +209,11 @@ def test_a_plan_of_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]
     assert found["stored_bytes"] == sum(rank["read_bytes"] for rank in found["ranks"]) == 12 * ELEMS
 
 
-PAPER = ["plan", "--simulate", "mixer", "--source-mesh", "tp=2,dp=2,zero=1"]
-
-
-@pytest.mark.parametrize("target", ["tp=1,dp=4,zero=3", "tp=1,pp=2,dp=1,zero=1"])
-def test_a_plan_on_paper(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    sizes = "layers=2,hidden=6,heads=4,head_dim=2,ffn=12,vocab=16"
-    found = told(capsys, *PAPER, "--mesh", target, "--sizes", sizes)  # `states` is the family's
-    assert found["stored_bytes"] == sum(rank["read_bytes"] for rank in found["ranks"]) == 12 * ELEMS
-    more = told(capsys, *PAPER, "--mesh", target, "--sizes", f"{sizes},states=16")
-    assert more["stored_bytes"] == 12 * (ELEMS + 2 * 8 * (6 + 3))
-
-
-def test_a_mesh_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_that_does_not_divide() -> None:
     with pytest.raises(LayoutError, match="does not divide heads"):
         Model(MIXER, SIZES).check_cut(8)
-    words = [*PAPER, "--mesh", "tp=4", "--sizes", "layers=2,hidden=8,heads=4,vocab=16,states=6"]
-    assert main(words) == 2
-    assert "does not divide states" in capsys.readouterr().err
+    with pytest.raises(LayoutError, match="does not divide states"):
+        Model(MIXER, replace(SIZES, states=6)).check_cut(4)
 
 
 OURS = dict(families())  # before the two of this file are registered
@@ -233,11 +221,7 @@ BUILT = {name: family.builder for name, family in OURS.items() if family.builder
 LIKE_LLAMA = tuple(name for name, builder in BUILT.items() if builder.gated)
 
 
-def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    found = " ".join(capsys.readouterr().out.split())
-    assert f"({', '.join(OURS)}, mixer, neo)" in found
+def test_help_names_it() -> None:
     text = " ".join(make_parser().format_help().split())
     # no builder, no training: DeepSeek-V3 and the mixer are not among them
     assert f"{{{','.join(BUILT)},neo}}" in text and "deepseek_v3" not in BUILT

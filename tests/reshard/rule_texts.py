@@ -5,7 +5,6 @@ from pathlib import Path
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import ParamSpec
-from megatron_ucp.reshard.rules import Checked
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
 
@@ -94,10 +93,6 @@ def bare(folder: Path, tmp_path: Path) -> Path:
 def write(folder: Path, text: str, name: str = "rules.toml") -> str:
     (folder / name).write_text(text)
     return str(folder / name)
-
-
-def said(found: Checked) -> list[str]:
-    return [f"{one.parameter}: {one.what}: {one.expected}: {one.found}" for one in found.findings]
 
 
 def specs(path: Path, rules: str | None = None) -> dict[str, ParamSpec]:

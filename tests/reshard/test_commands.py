@@ -119,24 +119,11 @@ def test_completions_of_a_shell(shell: str, capsys: pytest.CaptureFixture[str]) 
         assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=20).returncode == 0
 
 
-def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "doctor")
     assert "torch " in text and torch.__version__ in text and "all right" in text
-    config = tmp_path / "ds.json"
-    for content, says in (
-        ({}, "by the runner"),
-        ({"universal_checkpoint": {"enabled": True}}, "yes"),
-        ({"checkpoint": {"load_universal": True}}, "yes"),
-        ({"universal_checkpoint": {"enabled": False}}, "no"),
-        ({"checkpoint": {"tag_validation": "Warn"}}, "by the runner"),
-    ):
-        config.write_text(json.dumps(content))
-        rows = tree(capsys, "doctor", "--ds-config", config, "--json")["rows"]
-        assert rows[-1]["name"] == "attached" and rows[-1]["found"] == says
-    assert "there is no such file" in said(capsys, "doctor", "--ds-config", "nope.json", code=2)
-    for wrong in ({"universal_checkpoint": {"enabld": True}}, {"checkpoint": 3}):
-        config.write_text(json.dumps(wrong))
-        assert "what to do: correct" in said(capsys, "doctor", "--ds-config", config, code=2)
+    rows = tree(capsys, "doctor", "--json")["rows"]
+    assert {row["name"] for row in rows} >= {"python", "deepspeed", "megatron-core", "peft"}
 
 
 # ------------------------------------------------ looking

@@ -1,4 +1,4 @@
-"""Rules for folders of Megatron: what a draft says of legacy ones at tp=2, and that rules which say
+"""Rules for folders of Megatron: what they say of legacy ones at tp=2, and that rules which say
 the same as megatron-core's names give the same manifest."""
 
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.rules import check_rules
 from tests.formats.megatron_files import GOLDEN
 
 # what tensor parallelism cuts, by its dim
@@ -29,7 +28,6 @@ def rules(cut: dict[str, int]) -> str:
 def test_rules_say_whole_shapes(case: str, tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text(rules(CUT))
-    assert check_rules(GOLDEN / case, file).findings == ()
     with open_checkpoint(GOLDEN / case) as one, open_checkpoint(GOLDEN / case, rules=file) as two:
         known = one.manifest.by_name
         for spec in two.manifest.params:

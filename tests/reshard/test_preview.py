@@ -11,13 +11,20 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from benchmarks.paper import paper_manifest, paper_sizes
 from megatron_ucp.cli import main
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Copy
+from megatron_ucp.errors import LayoutError
+from megatron_ucp.families import find_family
+from megatron_ucp.families.family import Sizes
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.deepspeed.writer import state_file
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import execute
 from megatron_ucp.reshard import plan as preview
+from megatron_ucp.reshard.target import Conversion, target_manifest
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega, Staged
@@ -169,6 +176,22 @@ def test_the_ranks_read_every_state_once(sources: Sources, dp: int, zero: int) -
     assert sum(one.state_bytes for one in found.ranks) >= 12 * NET_ELEMS + copies  # padding
 
 
+def on_paper(
+    family: str, sizes: Sizes, source: Mesh, target: Target, config: Any = None
+) -> preview.Preview:
+    """The plan of a model and meshes that do not exist."""
+    whole = paper_manifest(find_family(family), sizes)
+    layers = find_family(family).layers
+    stages = layers([spec.name for spec in whole.params]) if layers else None
+
+    def on(one: Target, config: Any) -> Manifest:
+        one = replace(one, dtype="bfloat16", stages="layers")
+        return target_manifest(Conversion(whole, one.completed(config), family, stages))
+
+    held = on(Target(source), {})
+    return preview.of_manifests(held, on(target, config or {}), lambda slot: state_file(held, slot))
+
+
 # LLaMA 3 with 70 billion parameters
 SIZES = "layers=80,hidden=8192,heads=64,groups=8,ffn=28672,vocab=128256"
 LAYER = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672
@@ -182,34 +205,16 @@ CUT, WHOLE = 80 * LAYER + 2 * 128256 * 8192, (2 * 80 + 1) * 8192
         ("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2"),
     ],
 )
-def test_a_simulation_of_1024_ranks(
-    capsys: pytest.CaptureFixture[str], source: str, target: str
-) -> None:
-    assert (
-        main(
-            [
-                "plan",
-                "--simulate",
-                "llama",
-                "--sizes",
-                SIZES,
-                "--source-mesh",
-                source,
-                "--mesh",
-                target,
-                "--json",
-            ]
-        )
-        == 0
-    )
-    found = json.loads(capsys.readouterr().out)
+def test_a_plan_of_1024_ranks(source: str, target: str) -> None:
+    sizes = paper_sizes("llama", SIZES)
+    found = on_paper("llama", sizes, Mesh.parse(source), Target(Mesh.parse(target)))
     tp = Mesh.parse(target).tp
-    assert CUT + WHOLE == 70_553_706_496 and len(found["ranks"]) == 1024
-    assert found["stored_bytes"] == 12 * (CUT + WHOLE)  # fp32 masters and two moments
-    assert sum(rank["read_bytes"] for rank in found["ranks"]) == 12 * (
+    assert CUT + WHOLE == 70_553_706_496 and len(found.ranks) == 1024
+    assert found.stored_bytes == 12 * (CUT + WHOLE)  # fp32 masters and two moments
+    assert sum(rank.read_bytes for rank in found.ranks) == 12 * (
         CUT + tp * WHOLE
     )  # norms are whole on every tp rank
-    assert all(rank["read_bytes"] == sum(rank["files"].values()) for rank in found["ranks"])
+    assert all(rank.read_bytes == sum(rank.files.values()) for rank in found.ranks)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +224,9 @@ def test_a_simulation_of_1024_ranks(
 def test_a_small_model_on_paper(family: str, tied: int, biases: int, zero: int) -> None:
     hidden, layers, vocab, ffn, tp, dp = 12, 3, 40, 48, 2, 3
     gate = 2 if family == "llama" else 1
-    sizes = preview.paper_sizes(
-        family, f"layers={layers},hidden={hidden},heads=4,vocab={vocab},tied={tied}"
-    )
-    found = preview.simulate(
-        family, sizes, Mesh(tp=4, dp=2, zero=1), Target(Mesh(tp=tp, dp=dp, zero=zero))
-    )
+    given = f"layers={layers},hidden={hidden},heads=4,vocab={vocab},tied={tied}"
+    sizes = paper_sizes(family, given + (",positions=1024" if family == "gpt" else ""))
+    found = on_paper(family, sizes, Mesh(tp=4, dp=2, zero=1), Target(Mesh(tp=tp, dp=dp, zero=zero)))
     cut = layers * (hidden * hidden * 4 + (gate + 1) * hidden * ffn) + (2 - tied) * vocab * hidden
     cut += layers * biases * (3 * hidden + ffn)
     whole = (2 * layers + 1) * hidden * (1 + biases) + biases * (
@@ -236,15 +238,15 @@ def test_a_small_model_on_paper(family: str, tied: int, biases: int, zero: int) 
     )
 
 
-def test_a_simulation_takes_the_settings_of_the_job() -> None:
+def test_a_plan_takes_the_settings_of_the_job() -> None:
     """Gaps after parameters make the buffers longer, and nothing else is read."""
     sizes, source = (
-        preview.paper_sizes("gpt", "layers=2,hidden=12,heads=4,vocab=30"),
+        paper_sizes("gpt", "layers=2,hidden=12,heads=4,vocab=30,positions=1024"),
         Mesh(dp=2, zero=1),
     )
-    plain = preview.simulate("gpt", sizes, source, Target(Mesh(dp=2, zero=2)))
-    given = preview.simulate("gpt", sizes, source, Target(Mesh(dp=2, zero=2), alignment=True))
-    said = preview.simulate(
+    plain = on_paper("gpt", sizes, source, Target(Mesh(dp=2, zero=2)))
+    given = on_paper("gpt", sizes, source, Target(Mesh(dp=2, zero=2), alignment=True))
+    said = on_paper(
         "gpt",
         sizes,
         source,
@@ -260,28 +262,15 @@ def test_a_simulation_takes_the_settings_of_the_job() -> None:
 
 # ------------------------------------------------ the verb
 
-PAPER = [
-    "plan",
-    "--simulate",
-    "gpt",
-    "--sizes",
-    "layers=2,hidden=16,heads=4,vocab=32",
-    "--source-mesh",
-    "tp=2,dp=2,zero=1",
-]
-
 
 def test_text_and_json(sources: Sources, capsys: pytest.CaptureFixture[str]) -> None:
     folder = sources.get(2, Setup(1, "bf16"))
     assert main(["plan", folder, "--tag", "filled", "--mesh", "dp=4,zero=3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     head = {"schema_version", "exit_code"}
-    assert found.keys() - head == {
-        *("source_mesh", "mesh", "ranks", "stored_bytes", "notes", "forecast")
-    }
+    assert found.keys() - head == {"source_mesh", "mesh", "ranks", "stored_bytes", "notes"}
     meshes = [Mesh(**found[name]) for name in ("source_mesh", "mesh")]
     assert meshes == [Mesh(dp=2, zero=1), Mesh(dp=4, zero=3)] and found["notes"] == []
-    assert found["forecast"] == []
     first = found["ranks"][0]
     assert first.keys() == {
         "rank",
@@ -306,77 +295,66 @@ def test_text_and_json(sources: Sources, capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
-def test_a_table_of_many_ranks_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PAPER, "--mesh", "dp=40,zero=3"]) == 0
+def test_a_table_of_many_ranks_is_cut(sources: Sources, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", sources.get(2, Setup(1, "bf16")), "--mesh", "dp=40,zero=3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 32 + 2 and lines[-2] == "and 8 ranks more: --json has them all"
 
 
-@pytest.mark.parametrize("mesh", ["tp=1,pp=2,dp=3,zero=1", "dp=1"])
-def test_a_picture(tmp_path: Path, mesh: str) -> None:
+@pytest.mark.parametrize("mesh", ["dp=3,zero=1", "dp=1"])
+def test_a_picture(sources: Sources, tmp_path: Path, mesh: str) -> None:
     from matplotlib.image import imread
 
-    assert main([*PAPER, "--mesh", mesh, "--picture", str(tmp_path / "plan.png")]) == 0
+    words = ["plan", sources.get(2, Setup(1, "bf16")), "--mesh", mesh]
+    assert main([*words, "--picture", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = torch.from_numpy(imread(tmp_path / "plan.png"))
     assert len(torch.unique(pixels.reshape(-1, pixels.shape[-1]), dim=0)) > 8
 
 
 def test_a_picture_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sources: Sources,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main([*PAPER, "--mesh", "dp=2,zero=1", "--picture", str(tmp_path / "plan.png")]) == 2
+    words = ["plan", sources.get(2, Setup(1, "bf16")), "--mesh", "dp=2,zero=1"]
+    assert main([*words, "--picture", str(tmp_path / "plan.png")]) == 2
     assert "a picture needs matplotlib" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 REFUSALS: list[tuple[str, list[str]]] = [
-    ("a plan is for one mesh", PAPER),
-    ("needs a checkpoint", ["plan", "--mesh", "dp=2"]),
-    ("no tag folder", ["plan", "{tmp}", "--mesh", "dp=2"]),
-    (
-        "needs sizes and a source mesh",
-        ["plan", "--simulate", "gpt", "--mesh", "dp=2", "--source-mesh", "dp=4"],
-    ),
-    (
-        "needs sizes and a source mesh",
-        ["plan", "--simulate", "gpt", "--mesh", "dp=2", "--sizes", "layers=2"],
-    ),
-    ("needs sizes and a source mesh", [*PAPER, "--mesh", "dp=2", "--tag", "trained"]),
-    ("needs sizes and a source mesh", [*PAPER, "--mesh", "dp=2", "--rules", "mine.toml"]),
-    ("no such family", ["plan", "--simulate", "bert", *PAPER[3:], "--mesh", "dp=2"]),
-    (
-        "a size of the model is missing",
-        [*PAPER[:4], "layers=2,hidden=16,heads=4", *PAPER[5:], "--mesh", "dp=2"],
-    ),
-    ("no size of a model", [*PAPER[:4], "layers=2,width=16", *PAPER[5:], "--mesh", "dp=2"]),
-    ("no size of a model", [*PAPER[:4], "layers=two", *PAPER[5:], "--mesh", "dp=2"]),
-    (
-        "does not divide the padded vocabulary",
-        [*PAPER[:4], "layers=2,hidden=24,heads=6,vocab=32", *PAPER[5:], "--mesh", "tp=3"],
-    ),
-    ("does not divide attention heads", [*PAPER, "--mesh", "tp=8"]),
-    (
-        "heads do not divide",
-        [*PAPER[:4], "layers=2,hidden=16,heads=3,vocab=32", *PAPER[5:], "--mesh", "tp=1"],
-    ),
-    ("ZeRO 0 and 1 only", [*PAPER, "--mesh", "pp=2,dp=2,zero=3"]),
-    ("this axis is not converted", [*PAPER, "--mesh", "ep=2,dp=2,zero=1"]),
-    ("this is no mesh", [*PAPER, "--mesh", "dp=0"]),
+    ("a plan is for one mesh", ["{llama}"]),
+    ("no tag folder", ["{tmp}", "--mesh", "dp=2"]),
+    ("does not divide attention heads", ["{llama}", "--mesh", "tp=8"]),
+    ("ZeRO 0 and 1 only", ["{llama}", "--mesh", "pp=2,dp=2,zero=3"]),
+    ("this axis is not converted", ["{llama}", "--mesh", "ep=2,dp=2,zero=1"]),
+    ("this is no mesh", ["{llama}", "--mesh", "dp=0"]),
     (
         "the picture can't be written",
-        [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/none/plan.png"],
+        ["{llama}", "--mesh", "dp=2", "--picture", "{tmp}/none/plan.png"],
     ),
-    ("the picture can't be written", [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/plan.docx"]),
-    ("there is no such file", [*PAPER, "--mesh", "dp=2", "--ds-config", "{tmp}/none.json"]),
+    (
+        "the picture can't be written",
+        ["{llama}", "--mesh", "dp=2", "--picture", "{tmp}/plan.docx"],
+    ),
+    ("there is no such file", ["{llama}", "--mesh", "dp=2", "--ds-config", "{tmp}/none.json"]),
+    ("--simulate", ["{llama}", "--mesh", "dp=2", "--simulate", "llama"]),
+    ("--rates", ["{llama}", "--mesh", "dp=2", "--rates", "storage=2GB/s"]),
 ]
 
 
 @pytest.mark.parametrize(("words", "arguments"), REFUSALS, ids=range(len(REFUSALS)))
 def test_refused_with_a_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, arguments: list[str]
+    sources: Sources,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    arguments: list[str],
 ) -> None:
-    assert main([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == 2
+    places = {"tmp": tmp_path, "llama": sources.get(4, Mega("llama", 2, 1), more=0)}
+    assert main(["plan", *(argument.format(**places) for argument in arguments)]) == 2
     out, message = capsys.readouterr()
     assert (
         out == ""
@@ -401,16 +379,15 @@ def test_refused_for_a_checkpoint(sources: Sources, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("target", ["dp=8,ep=4,zero=1", "dp=4,ep=2,etp=2,tp=2", "dp=8,zero=3"])
-def test_a_mixture_on_paper(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    sizes = "layers=2,hidden=64,heads=4,vocab=256,experts=4"
-    argv = ["plan", "--simulate", "mixtral", "--sizes", sizes]
-    assert main([*argv, "--source-mesh", "dp=4,ep=2,zero=1", "--mesh", target]) == 0
+def test_a_mixture_on_paper(target: str) -> None:
+    sizes = paper_sizes("mixtral", "layers=2,hidden=64,heads=4,vocab=256,experts=4")
+    source = Mesh(dp=4, ep=2, zero=1)
+    found = on_paper("mixtral", sizes, source, Target(Mesh.parse(target)))
     # every rank its own part; what tensor parallelism does not cut both of its ranks read
-    said = capsys.readouterr().out
-    assert "times the states of the checkpoint" in said
-    assert ("1.000 times" in said) == ("tp=2" not in target)
-    assert main([*argv, "--source-mesh", "dp=4,ep=2,zero=1", "--mesh", "dp=3,ep=3,zero=1"]) == 2
-    assert "does not divide the experts" in capsys.readouterr().err
+    read = sum(rank.read_bytes for rank in found.ranks)
+    assert (read == found.stored_bytes) == ("tp=2" not in target)
+    with pytest.raises(LayoutError, match="does not divide the experts"):
+        on_paper("mixtral", sizes, source, Target(Mesh(dp=3, ep=3, zero=1)))
 
 
 @pytest.mark.parametrize("tp", [3, 8])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.paper import paper_manifest
 from megatron_ucp.core.flat import FlatBuffer, Member, alone
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
@@ -16,7 +17,6 @@ from megatron_ucp.core.plan import Plan, Slot, Windows, make_plan
 from megatron_ucp.families import families
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard import read_once
-from megatron_ucp.reshard.plan import paper_manifest
 from megatron_ucp.reshard.read_once import holders, is_read_once, shared_parts, without
 from megatron_ucp.reshard.target import Conversion, target_manifest
 from megatron_ucp.reshard.transfer import Proved, SinkPart

@@ -1,7 +1,6 @@
 """Rules on real checkpoints: what stock DeepSpeed wrote at tp = 2 is read by a file of rules alone,
 and a wrong one is found."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.layout import Shard
-from megatron_ucp.errors import ModelMismatchError, RuleError, UnsupportedError, UsageError
+from megatron_ucp.errors import ModelMismatchError, RuleError, UcpError, UnsupportedError
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.rules import check_rules
 from tests.engines.sources import PLAIN, Sources
 from tests.engines.tensor_jobs import Mega, Staged
 from tests.reshard.rule_texts import (
@@ -21,7 +19,6 @@ from tests.reshard.rule_texts import (
     PIPELINE,
     RULES,
     bare,
-    said,
     specs,
     stock,
     whole,
@@ -29,6 +26,14 @@ from tests.reshard.rule_texts import (
 )
 
 pytestmark = pytest.mark.ranks
+
+
+def refused(folder: Path, rules: str) -> str:
+    """What the dry run of a resume says of rules that are wrong, which names their file."""
+    with pytest.raises(UcpError) as told:
+        ucp.plan(folder, "dp=2,zero=1", rules=rules)
+    assert f"file: {rules}" in str(told.value)
+    return str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +46,7 @@ def test_stock_at_tp2_is_the_state_at_tp1(
     with pytest.raises(UnsupportedError, match="megatron-ucp inspect"):
         ucp.describe(folder)
     assert ucp.diff(folder, whole(sources, family), rules=rules) == []
-    found = check_rules(folder, rules)
-    assert said(found) == [] and found.parameters == len(specs(folder, rules)) > 10
+    assert len(specs(folder, rules)) > 10
     assert ucp.verify(folder, deep=True, rules=rules).findings == ()
 
 
@@ -54,11 +58,11 @@ def test_the_verbs_take_rules(
     for args in (
         ["inspect", folder],
         ["verify", folder, "--deep"],
+        ["plan", folder, "--mesh", "dp=2,zero=1"],
         ["diff", folder, folder],
         ["diff", folder, folder, "--rules-b", other],
     ):
         assert main([*args, "--rules", rules]) == 0, args
-    assert main(["rules", folder, "--check", rules]) == 0
     for args in (["verify", folder], ["diff", folder, folder]):
         assert main(args) == 2, args
     assert "megatron-ucp inspect --all" in capsys.readouterr().err
@@ -94,9 +98,7 @@ def test_parts_of_other_sizes_are_a_difference_or_refused(sources: Sources, tmp_
         f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in (0, 1)
     }
     wrong = write(tmp_path, LLAMA.replace("parts = 2", "parts = [16, 16]"))
-    found = check_rules(folder, wrong)
-    assert ["do not add up" in line for line in said(found)] == [True, True]
-    assert all(one.file == wrong for one in found.findings)
+    assert "do not add up" in refused(folder, wrong)
 
 
 def test_a_wrong_dim_is_a_difference_in_shape(sources: Sources, tmp_path: Path) -> None:
@@ -108,59 +110,31 @@ def test_a_wrong_dim_is_a_difference_in_shape(sources: Sources, tmp_path: Path) 
         folder, whole(sources, "gpt"), rules=rules, rules_b=write(tmp_path, GPT, "good.toml")
     )
     assert {one.what for one in found} == {"shape"} and len(found) == 4
-    found = check_rules(folder, write(tmp_path, GPT.replace("dim = 1", "dim = 2")))
-    assert len(said(found)) == 4 and all(
-        "a dim that the parameter does not have" in line for line in said(found)
-    )
+    wrong = write(tmp_path, GPT.replace("dim = 1", "dim = 2"))
+    assert "a dim that the parameter does not have" in refused(folder, wrong)
 
 
 def test_what_the_values_contradict(sources: Sources, tmp_path: Path) -> None:
     folder = stock(sources, Mega("gpt", 2, 1))
     replicated = GPT.replace('layout = "Shard"\naxis = "tp"\ndim = 1', 'layout = "Replicate"')
-    found = said(check_rules(folder, write(tmp_path, replicated)))
-    assert len(found) == 4 and all("but the ranks hold different values" in line for line in found)
-    cut = GPT.replace('layout = "Replicate"', 'layout = "Shard"\naxis = "tp"\ndim = 0')
-    found = said(check_rules(folder, write(tmp_path, cut)))
-    assert all("every rank holds the same values" in line for line in found)
-    assert {line.partition(":")[0] for line in found} >= {
-        "embedding.position_embeddings.weight",
-        "decoder.final_layernorm.bias",
-    }
+    found = ucp.verify(folder, deep=True, rules=write(tmp_path, replicated)).findings
+    names = {one.parameter for one in found if "copies" in one.what}
+    assert len(names) == 4 and all(name.endswith(("proj.weight", "fc2.weight")) for name in names)
 
 
-def test_unmatched_doubly_matched_and_unused(
+def test_unmatched_and_doubly_matched(
     sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The dry run names what is wrong, with what to do."""
     folder = stock(sources, Mega("gpt", 2, 1))
-    text = (
-        GPT.replace("|output_layer)", ")").replace("embedding\\.position_embeddings\\.weight|", "")
-        + "[[rule]]\npattern = 'decoder\\.layer\\.\\d+\\.mlp\\.linear_fc1\\.weight'\nlayout = "
-        "'Replicate'\n"
-        + "[[rule]]\npattern = 'decoder\\.layers\\.1\\.mlp\\.linear_fc1\\.bias'\nlayout = "
-        "'Replicate'\n"
-    )
-    rules = write(tmp_path, text)
-    found = said(check_rules(folder, rules))
-    unmatched = [
-        line.partition(":")[0]
-        for line in found
-        if "no rule matches" in line and "the nearest is" in line
-    ]
-    assert sorted(unmatched) == ["embedding.position_embeddings.weight", "output_layer.weight"]
-    assert [
-        line
-        for line in found
-        if line.startswith("decoder.layers.1.mlp.linear_fc1.bias: two rules match")
-    ]
-    unused = [line for line in found if "a rule matches no parameter" in line]
-    assert len(unused) == 1 and "linear_fc1.weight" in unused[0].partition("nearest")[2]
-    assert len(found) == 4
-    assert main(["rules", str(folder), "--check", rules, "--json"]) == 1
-    assert len(json.loads(capsys.readouterr().out)["findings"]) == 4
-    assert main(["rules", str(folder), "--check", rules]) == 1
-    assert "4 findings" in capsys.readouterr().out
-    with pytest.raises(RuleError, match="rule"):
-        ucp.describe(folder, rules=rules)
+    few = write(tmp_path, GPT.replace("|output_layer)", ")"))
+    assert main(["plan", str(folder), "--mesh", "dp=2,zero=1", "--rules", few]) == 2
+    shown = capsys.readouterr().err
+    assert "no rule matches" in shown and "output_layer.weight" in shown
+    assert "the nearest is" in shown and few in shown
+    text = GPT + "[[rule]]\npattern = 'decoder\\.layers\\.1\\.mlp\\.linear_fc1\\.bias'\n"
+    twice = refused(folder, write(tmp_path, text + "layout = 'Replicate'\n"))
+    assert "two rules match" in twice and "decoder.layers.1.mlp.linear_fc1.bias" in twice
 
 
 # ------------------------------------------------ checkpoints that say how they are cut
@@ -169,12 +143,10 @@ def test_unmatched_doubly_matched_and_unused(
 def test_rules_that_contradict_a_manifest_are_refused(sources: Sources, tmp_path: Path) -> None:
     folder = Path(sources.get(2, Mega("llama", 2, 1))) / "filled"
     good = write(tmp_path, LLAMA)
-    assert specs(folder, good) == specs(folder) and said(check_rules(folder, good)) == []
+    assert specs(folder, good) == specs(folder)
     wrong = write(tmp_path, LLAMA.replace("parts = 2", "parts = [16, 32]"), "wrong.toml")
     with pytest.raises(RuleError, match="contradicts the manifest in the layout"):
         ucp.describe(folder, rules=wrong)
-    found = said(check_rules(folder, wrong))
-    assert len(found) == 2 and all("contradicts the manifest" in line for line in found)
 
 
 def test_at_tp1_rules_add_layouts(sources: Sources, tmp_path: Path) -> None:
@@ -207,7 +179,6 @@ def test_rules_win_over_stock_patterns_and_notes_say_so(
     rules = write(tmp_path, RULES[family])
     with open_checkpoint(folder, rules=rules) as checkpoint:
         assert checkpoint.notes == []
-    assert said(check_rules(folder, rules)) == []
     text = (
         RULES[family]
         .replace('along = [["tp", 1]]', 'along = [["tp", 0]]')
@@ -222,10 +193,6 @@ def test_rules_win_over_stock_patterns_and_notes_say_so(
     assert (
         note in ucp.verify(folder, rules=wrong).notes
         and ucp.verify(folder, rules=rules).notes == ()
-    )
-    found = said(check_rules(folder, wrong))
-    assert len(found) == 4 and all(
-        "contradicts universal_checkpoint_info" in line for line in found
     )
 
 
@@ -248,7 +215,6 @@ def test_a_stock_pipeline(
     rules = write(tmp_path, text)
     with pytest.raises(UnsupportedError, match="pipeline"):
         ucp.describe(folder)
-    assert said(check_rules(folder, rules)) == []
     other = Path(sources.get(1, Staged(family, 1, 1, tied=tied), more=0)) / "filled"
     assert ucp.diff(folder, other, rules=rules) == []
     check_wrong_pipelines(folder, other, tmp_path, text)
@@ -258,15 +224,11 @@ def check_wrong_pipelines(folder: Path, other: Path, tmp_path: Path, text: str) 
     """Names that meet, names that are missing, layers that are one off."""
     few = text.replace("[123])", "[12])")
     doubled = few + "[[pipeline]]\npattern = '3\\.(?P<rest>.+)'\nname = 'decoder.layers.1.{rest}'\n"
-    found = said(check_rules(folder, write(tmp_path, doubled)))
-    assert len(found) == 1 and "two parameters of the pipeline get one canonical name" in found[0]
+    said = refused(folder, write(tmp_path, doubled))
+    assert "two parameters of the pipeline get one canonical name" in said
     missing = write(tmp_path, few)
-    found = said(check_rules(folder, missing))
-    assert len(found) > 3 and all(
-        line.startswith("3.") and "no [[pipeline]] entry matches" in line for line in found
-    )
-    with pytest.raises(RuleError, match=r"no .* entry matches"):
-        ucp.describe(folder, rules=missing)
+    said = refused(folder, missing)
+    assert "no [[pipeline]] entry matches" in said and "parameter: 3." in said
     shifted = write(tmp_path, text.replace("position-1", "position-0"))
     found = ucp.diff(folder, other, rules=shifted)
     layers = {one.parameter.split(".")[2] for one in found if one.what == "parameter"}
@@ -291,7 +253,7 @@ def test_a_pipeline_that_lists_its_parameters_elsewhere(
         )[0]
     )
     rules = write(tmp_path, text)
-    assert said(check_rules(folder, rules)) == [] and ucp.diff(folder, other, rules=rules) == []
+    assert ucp.diff(folder, other, rules=rules) == []
     found = specs(folder, rules)
     assert found == {name: replace(spec, extent=None) for name, spec in specs(other).items()}
     assert {spec.kind for spec in found.values()} == (
@@ -341,16 +303,6 @@ def test_rules_for_another_model(sources: Sources, tmp_path: Path) -> None:
                 tmp_path, "format = 1\n[[rule]]\npattern = 'bert\\..*'\nlayout = 'Replicate'\n"
             ),
         )
-
-
-def test_without_a_file_there_is_nothing_to_check(
-    sources: Sources, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = stock(sources, Mega("llama", 2, 1))
-    with pytest.raises(UsageError, match="none is drafted any more"):
-        ucp.rules(folder)
-    assert main(["rules", str(folder)]) == 2
-    assert "inspect --all" in capsys.readouterr().err
 
 
 def test_inspect_lists_what_a_file_of_rules_needs(

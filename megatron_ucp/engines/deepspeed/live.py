@@ -185,10 +185,6 @@ class LiveEngine(LiveShards):
     def prepare(self) -> None:
         self.wrapper.prepare()
 
-    def give_up(self) -> None:
-        super().give_up()
-        self.wrapper.prepare()
-
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():
             live = self._live[number]

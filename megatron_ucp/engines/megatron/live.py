@@ -168,10 +168,6 @@ class LiveMegatron(LiveShards):
         for live in self._live.values():
             live.join(MASTER)
 
-    def give_up(self) -> None:
-        super().give_up()
-        self.wait_for_gathers()
-
     def wait_for_gathers(self) -> None:
         """Until no weights of other ranks are on their way. Begins no gather: of a group of buckets
         with one under way megatron-core's call waits for it and does nothing else."""
@@ -294,9 +290,6 @@ class CurrentStates:
 
     def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
         return self.live.read(slot, first, last)
-
-    def give_up(self) -> None:
-        self.live.give_up()
 
     def require_unstepped(self) -> None:
         """Raises SaveError where an optimizer has stepped since: what was read meanwhile may be of

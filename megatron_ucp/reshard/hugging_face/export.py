@@ -21,8 +21,6 @@ from megatron_ucp.core.tensor_parts import TensorPart, state_in, weights_manifes
 from megatron_ucp.errors import (
     NotFoundError,
     SaveError,
-    StoreError,
-    UcpError,
     UnsupportedError,
     UsageError,
     some_of,
@@ -116,36 +114,26 @@ class Exported:
 # What lies beside the weights of an exported model: config.json, and the files that the model's
 # own folder has for its tokenizer, its processor, generating, and code of its own.
 #
-# A file is copied where its kind is one that such folders have and that holds no weights and
-# nothing of a training. Every other file is named in a note, so that nothing is left out in
-# silence.
+# Files whose names are known are copied. Every other one is named in a note, so that nothing is
+# left out in silence, but for what holds weights or is of a training.
 
 
 LIST_FILE = "ucp_export.json"  # what an export wrote: name of the file -> bytes
 MOST_BYTES = 2**28  # of a file that is copied; the largest tokenizers have 40 MB
 _MOST_NAMED = 40
-_FOLDERS = ("additional_chat_templates",)  # what transformers itself puts into a folder of its own
+_TEMPLATES = "additional_chat_templates"  # the folder that transformers itself makes in a folder
 
-# Written anew by the export, or of weights in this or another program's form.
-_WEIGHTS = re.compile(
-    r"(?:adapter_)?config\.json|adapter_model\..+|.+\.index\.json|"
-    r".+\.(?:safetensors|bin|pt|pth|ckpt|distcp|gguf|ggml|h5|msgpack|onnx|onnx_data|npz|npy|tflite|nemo)"
-)
-# Of a run, a trainer or DeepSpeed.
-_TRAINING = re.compile(
-    r"latest(?:_universal|_checkpointed_iteration\.txt)?|zero_to_\w+\.py|trainer_state\.json|"
-    r"(?:\w+_)?(?:results|metrics)\.json|ds_config.*\.json|ucp_.+\.json|.+\.(?:pkl|pickle|log)|"
-    r"events\.out\.tfevents.*"
-)
-# Kinds of files that tokenizers, processors and model cards have.
-_COPIED = re.compile(
-    r".+\.(?:json|txt|model|jinja|jinja2|tiktoken|bpe|spm|vocab|merges|codes|tsv|csv|md|proto)|"
-    r"LICEN[CS]E.*|NOTICE.*|README.*|USAGE.*"
-)
-_CODE = re.compile(r".+\.py")
 _TOKENIZER = re.compile(
-    r"tokenizer.*|.*vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|"
-    r"chat_template\..+|.+\.(?:model|tiktoken|bpe|spm|codes)|normalizer\.json"
+    r"tokenizer.*|.*vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|tekken\.json|"
+    r"chat_template\..+|(?:.+/)?.+\.(?:jinja|model|tiktoken|bpe|spm)|normalizer\.json"
+)
+_OTHERS = re.compile(r"generation_config\.json|.*processor.*\.json|LICEN[CS]E.*|NOTICE.*|README.*")
+# Written anew by the export, weights in any program's form, a trainer's or DeepSpeed's.
+_NOT_OF_A_MODEL = re.compile(
+    r"\..+|__pycache__/|(?:adapter_)?config\.json|adapter_model\..+|.+\.index\.json|latest.*|"
+    r".+\.(?:safetensors|bin|pt|pth|ckpt|distcp|gguf|ggml|h5|msgpack|onnx|onnx_data|npz|npy|tflite)|"
+    r"(?:global_step|checkpoint-|iter_|epoch|step)\w*/|zero_to_\w+\.py|trainer_state\.json|"
+    r"(?:\w+_)?(?:results|metrics)\.json|ds_config.*\.json|ucp_.+\.json|.+\.(?:pkl|pickle|log|nemo)"
 )
 
 
@@ -167,10 +155,11 @@ def beside_weights(
     no tokenizer."""
     files: dict[str, str | Location] = {}
     left: list[str] = []
+    code = {*_code_of(twin.config or {})}
     for folder in (tokenizer, *models):
         if folder is None:
             continue
-        found, more = _copied(location(plain_path(folder)))
+        found, more = _copied(location(plain_path(folder)), bool(code))
         if folder is tokenizer and not any(map(_TOKENIZER.fullmatch, found)):
             raise NotFoundError(
                 "the folder that was given for the tokenizer has no file of one",
@@ -192,51 +181,38 @@ def beside_weights(
         files.setdefault("generation_config.json", _json_of({"_from_model_config": True, **tokens}))
     left = [*dict.fromkeys(left)]
     notes = [f"not copied: {some_of(left, _MOST_NAMED)}"] if left else []
-    return Beside(files, (*notes, *_code_that_lacks(twin, files)))
+    if lost := sorted(code - {*files}):
+        notes.append(
+            f"auto_map of {CONFIG_FILE} names {some_of(lost)}, which the export lacks: export with "
+            "the model's folder as --config (Python: config=)"
+        )
+    return Beside(files, tuple(notes))
 
 
-def _copied(folder: Location) -> tuple[dict[str, str | Location], list[str]]:
+def _copied(folder: Location, has_code: bool) -> tuple[dict[str, str | Location], list[str]]:
     """The files of a folder that are copied, by their names there, and the names of others, with
-    the reason where the name does not show it. Weights and training states are in neither."""
+    the reason where the name does not show it. Where the model has code, all of it is copied."""
     copied: dict[str, str | Location] = {}
     left: list[str] = []
-    code: dict[str, str | Location] = {}
     for name, path in _entries(folder):
-        if reason := _reason_to_leave(name, path, folder):
+        is_known = _TOKENIZER.fullmatch(name) or _OTHERS.fullmatch(name)
+        reason = _reason_to_leave(name, path, folder)
+        if reason or not (is_known or (has_code and name.endswith(".py"))):
             left.append(f"{name}{reason}")
-        elif _CODE.fullmatch(name):
-            code[name] = path
-        elif _COPIED.fullmatch(name):
-            copied[name] = path
         else:
-            left.append(name)
-    # a script of the training, where no config says that the model has code of its own
-    if code and _says_code(folder):
-        return {**copied, **code}, left
-    return copied, sorted([*left, *code])
+            copied[name] = path
+    return copied, left
 
 
 def _entries(folder: Location) -> Iterator[tuple[str, Location]]:
-    """What of a folder is no weight, no training state and not hidden, in the order of names; of
-    the folders in it those alone that transformers writes are entered."""
+    """What a folder has of a model beside its weights, in the order of names; a folder's name ends
+    with a slash."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name.startswith(".") or path.name == "__pycache__":
-            continue
-        if path.is_dir():
-            if path.name in _FOLDERS and not path.is_symlink():
-                yield from ((f"{path.name}/{one.name}", one) for one in sorted(path.iterdir()))
-            elif not _is_training_folder(path):
-                yield f"{path.name}/", path
-        elif not (_WEIGHTS.fullmatch(path.name) or _TRAINING.fullmatch(path.name)):
-            yield path.name, path
-
-
-def _is_training_folder(path: Location) -> bool:
-    """Whether a folder is a tag, or a trainer's checkpoint, which has no file of the model."""
-    return bool(re.fullmatch(r"(global_step|checkpoint-|iter_|epoch|step)\w*", path.name)) or any(
-        one.name.endswith("_states.pt") or one.name in ("latest", ".metadata")
-        for one in path.iterdir()
-    )
+        name = f"{path.name}/" if path.is_dir() else path.name
+        if path.name == _TEMPLATES and path.is_dir() and not path.is_symlink():
+            yield from ((f"{name}{one.name}", one) for one in sorted(path.iterdir()))
+        elif not _NOT_OF_A_MODEL.fullmatch(name):
+            yield name, path
 
 
 def _reason_to_leave(name: str, path: Location, folder: Location) -> str:
@@ -257,21 +233,6 @@ def _reason_to_leave(name: str, path: Location, folder: Location) -> str:
     return ""
 
 
-def _says_code(folder: Location) -> bool:
-    """Whether a config of the folder names code beside it."""
-    return any(True for path in folder.glob("*config.json") for _ in _code_of(_tree(path)))
-
-
-def _tree(path: Location) -> Mapping[str, Any]:
-    """A config, or nothing of what is none: others say what is wrong with it."""
-    try:
-        return read_json(path) if path.is_file() else {}
-    except StoreError:
-        raise
-    except UcpError:
-        return {}
-
-
 def _code_of(config: Mapping[str, Any]) -> Iterator[str]:
     """The files of code that `auto_map` of a config names; one of another repository has its name
     before two dashes, and lies there."""
@@ -280,17 +241,6 @@ def _code_of(config: Mapping[str, Any]) -> Iterator[str]:
         for one in said if isinstance(said, list | tuple) else [said]:
             if isinstance(one, str) and "--" not in one and "." in one:
                 yield f"{one.rpartition('.')[0].replace('.', '/')}.py"
-
-
-def _code_that_lacks(twin: Twin, files: Mapping[str, object]) -> list[str]:
-    """A note of the code that config.json names and the new folder lacks."""
-    lost = sorted({*_code_of(twin.config or {})} - {*files})
-    if not lost:
-        return []
-    return [
-        f"auto_map of {CONFIG_FILE} names {some_of(lost)}, which the export lacks: export with the "
-        "model's folder as --config (Python: config=)"
-    ]
 
 
 def _json_of(tree: Mapping[str, Any]) -> str:
