@@ -1,15 +1,13 @@
 """Experts in DeepSpeed's files and in live modules: a rank numbers its own from 0, files number
 those of the whole layer."""
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_ucp.core.manifest import Order
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, EXPERT_RANK, Coords, Mesh, on_stage
-from megatron_ucp.errors import ModelMismatchError, StateMismatchError, UnsupportedError
+from megatron_ucp.errors import ModelMismatchError, UnsupportedError
 
 # One module per expert: megatron-core's SequentialMLP, DeepSpeed's own layer.
 _EXPERT = re.compile(
@@ -208,50 +206,6 @@ class LocalExperts:
             return name
         rank, number = divmod(part.number, self.counts[part.layer])
         return part.at(number) if rank == self.index else None
-
-
-def for_experts(order: Order, counts: Mapping[str, int], file: str) -> list[list[str]]:
-    """The order of each group's parameters for a rank that has other numbers of experts of each
-    layer than the one whose order it is.
-
-    Raises StateMismatchError where a group does not list a layer's experts one after the other.
-    """
-    return [
-        [name for block in _blocks(names) for name in _resized(block, counts, file)]
-        for names in order
-    ]
-
-
-def _blocks(names: Iterable[str]) -> Iterator[list[str]]:
-    """Runs of names: of one layer's experts, or of no expert."""
-    for _, run in itertools.groupby(names, lambda name: (p := expert_name(name)) and p.layer):
-        yield list(run)
-
-
-def _resized(block: Sequence[str], counts: Mapping[str, int], file: str) -> list[str]:
-    parts = [part for part in map(expert_name, block) if part is not None]
-    if not parts or len({part.number for part in parts}) == counts.get(parts[0].layer):
-        return list(block)
-    rests = [part.rest for part in parts if part.number == parts[0].number]
-    if parts != [
-        replace(parts[0], number=number, rest=rest)
-        for number in range(len(parts) // len(rests))
-        for rest in rests
-    ]:
-        raise StateMismatchError(
-            "the order in which the run's optimizer listed its experts is not known",
-            file=file,
-            parameter=block[0],
-            expected="a group that lists the experts of a layer one after the other",
-            found=", ".join(block[:3]),
-            fix="load at the expert-parallel size of the run, or save with a manifest "
-            "(megatron_ucp.attach)",
-        )
-    return [
-        replace(parts[0], number=number, rest=rest).name
-        for number in range(counts.get(parts[0].layer, 0))
-        for rest in rests
-    ]
 
 
 def ranks_of(local: Mapping[str, int], whole: Mapping[str, int], file: str) -> int:

@@ -115,8 +115,7 @@ class CallerModel:
     `renamed` the names in the state dict of the caller's model that are others than its
     parameters and buffers have, with those; `classes` are those that the caller's own plain values
     have, by module and name (None: all that a file names may stand as names);
-    `shapes`: of what the caller's first tensor-parallel rank has of each parameter, where its
-    optimizer sorted by them; `registered`: the templates of the parameters of a model of
+    `registered`: the templates of the parameters of a model of
     megatron-core's in the order in which it registers them (see `formats/megatron/buffers`)."""
 
     order: Order | None = None
@@ -127,7 +126,6 @@ class CallerModel:
     like: Manifest | None = None
     tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None = None
     weights: bool = False
-    shapes: Mapping[str, Ints] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     classes: frozenset[str] | None = frozenset()
     registered: Sequence[str] = ()
@@ -205,20 +203,17 @@ class Checkpoint(ABC):
         """The open file of a full path."""
         return self.file(self.folder.name_of(path))
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        """Compares one file with the others. `allow` names what may be ("stale" and "positions" are
-        asked here); `optimizer` says whether its states are wanted. Raises ForeignFileError for a
-        file of another run, step or mesh, StateMismatchError where nothing in it says whose its
-        states are, DamagedFileError.
+    def check(self, name: str, allow: Collection[str] = ()) -> None:
+        """Compares one file with the others. `allow` names what may be ("stale" is asked here).
+        Raises ForeignFileError for a file of another run, step or mesh, StateMismatchError where
+        nothing in it says whose its states are, DamagedFileError.
 
         Most formats compare files when the folder is opened, so that opening one is all that is
         left.
         """
         self.file(name)
 
-    def check_all(
-        self, names: Sequence[str], allow: Collection[str] = (), optimizer: bool = True
-    ) -> None:
+    def check_all(self, names: Sequence[str], allow: Collection[str] = ()) -> None:
         """As `check`, for several files; an object store sends what some of them need at once."""
         for at in range(0, len(names), _CHECKED_AT_ONCE):
             some = names[at : at + _CHECKED_AT_ONCE]
@@ -230,7 +225,7 @@ class Checkpoint(ABC):
             except UcpError:  # who checks the file says it
                 pass
             for name in some:
-                self.check(name, allow, optimizer)
+                self.check(name, allow)
 
     def will_check(self, names: Collection[str], allow: Collection[str]) -> None:
         """Says what of these files is read when they are checked. A hint, as `will_place`."""

@@ -620,7 +620,7 @@ def _check_files(source: Checkpoint, options: LoadOptions, engine: Engine) -> Pe
     rank, world = agree.world()
     optimizer = options.optimizer and engine.has_optimizer
     own = source.file_names[rank::world]
-    source.check_all(own, options.allow, optimizer)
+    source.check_all(own, options.allow)
     if optimizer:
         refuse_lost_moments(source.manifest, str(source.folder))
     return differing(source, own)

@@ -84,9 +84,6 @@ TABLE = {
         "copies that differed between ranks are loaded: elsewhere than on those ranks, one of them",
         OF_LOADS | {CONVERT},
     ),
-    "positions": Allowance(
-        "states in stage-0 files without a manifest are taken in the order of the groups", OF_FILES
-    ),
     "scheduler": Allowance(
         "the engine's scheduler may get the state of one of another class",
         needs=SCHEDULER,

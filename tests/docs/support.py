@@ -15,7 +15,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]] = {
             ("optimizer offloaded to the CPU", Y, Y, Y, Y, "engines/test_features"),
             (
                 "files without a manifest (plain DeepSpeed)",
-                "✓ (in fp32 at stage 0 perhaps with `positions`)",
+                "⚠ (at ZeRO 0 the weights alone)",
                 "",
                 Y,
                 Y,

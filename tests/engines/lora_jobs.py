@@ -179,13 +179,15 @@ def resume(
     excluded: bool | set[str],
     fault: str = "",
     dtype: str = "fp32",
+    **options: Any,
 ) -> dict[str, Any]:
     """Another seed's adapter, then the checkpoint's, whose canonical state is `want`. `excluded`:
     whether it lacks the frozen weights, or what is allowed to it."""
     engine = make(kind, zero, 8, dtype)
     fresh = canonical(engine)
     lacking = {"missing"} if excluded else set[str]()
-    ucp.load(engine, folder, tag="tag", allow=excluded if isinstance(excluded, set) else lacking)
+    allow = excluded if isinstance(excluded, set) else lacking
+    ucp.load(engine, folder, tag="tag", allow=allow, **options)
     if fault:
         plant_fault(engine, fault)
     found = {"tag": differences(want, canonical(engine))}

@@ -212,10 +212,10 @@ def save_refused(setup: Moe, folder: str, state: dict[str, Any] | None = None) -
     return tensor_jobs.refusal(engine, saving)
 
 
-def load_refused(setup: Moe, folder: str) -> str:
+def load_refused(setup: Moe, folder: str, **options: Any) -> str:
     """What a load says of the tag `trained`."""
     engine = make(setup, attach=False)
-    return tensor_jobs.refusal(engine, lambda: ucp.load(engine, folder, tag="trained"))
+    return tensor_jobs.refusal(engine, lambda: ucp.load(engine, folder, tag="trained", **options))
 
 
 def unnamed(setup: Moe, folder: str) -> str:

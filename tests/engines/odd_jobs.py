@@ -93,12 +93,12 @@ def cross(
     natives: bool = True,
 ) -> dict[str, Any]:
     """A save of an attached engine and one of stock's, and loads of both at several stages; by
-    stock's own load too at the stage of the save."""
+    stock's own load too at the stage of the save. Stock's files of stage 0 are for that alone."""
     found: dict[str, Any] = {}
     for kind in ("attached", "stock"):
         own = Path(folder) / kind
         want = saved(net, own, source, kind == "attached", change, dtype)
-        for zero in targets:
+        for zero in targets if source or kind == "attached" else ():
             key = f"{kind} {source} to {zero}"
             found[key] = loaded(net, own, zero, want, change, dtype=dtype)
         if natives:

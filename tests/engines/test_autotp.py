@@ -171,34 +171,6 @@ def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, pair: str) -
     check(sources.resume(target_ranks, replace(target, seed=9), stock))
 
 
-UNNAMED: list[tuple[Run, Run]] = [
-    ((2, muon(2, 0, dtype="bf16")), (1, muon(1, 0, dtype="bf16"))),
-    ((2, muon(2, 0, dtype="fp16")), (4, muon(4, 0, dtype="fp16"))),
-]
-
-
-@pytest.mark.parametrize(("source", "target"), UNNAMED)
-def test_muon_at_stage_0_without_a_manifest(
-    sources: Sources, tmp_path: Path, source: Run, target: Run
-) -> None:
-    """Muon listed the parameters by the shapes of their shares, which are others here."""
-    folder = Path(sources.get(*source, more=0))
-    stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
-    check(sources.resume(target[0], replace(target[1], seed=9), stock))
-
-
-@pytest.mark.parametrize("allow", [(), ("positions",)])
-def test_an_order_that_nobody_knows(sources: Sources, tmp_path: Path, allow: Any) -> None:
-    """Square matrices, of which half the rows or half the columns are left: Muon put one kind
-    before the other here, and left them as they came there."""
-    folder = Path(sources.get(1, muon(1, 0), more=0))
-    stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
-    job = kinds.attempt
-    for rank in sources.ranks.run(2, job, muon(2, 0), str(stock), "filled", allow=allow):
-        assert rank["error"] == "StateMismatchError" and rank["unchanged"]
-        assert all(word in rank["message"] for word in ("order is not known", "o_proj", "q_proj"))
-
-
 FAULTS = [(fault, fault in OF_MUON) for fault in PLANTS]
 
 

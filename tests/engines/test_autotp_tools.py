@@ -163,12 +163,3 @@ def test_files_without_a_manifest_resume(sources: Sources, stock: Any, tmp_path:
     setup = Auto("llama", 4, 2, seed=9)
     found = sources.resume(4, setup, str(folder.parent), tags=("trained",))
     assert all(rank["differences"]["trained"] == [] for rank in found)
-
-
-def test_stage_0_without_a_manifest(sources: Sources, stock: Any) -> None:
-    """Nothing but the order of the groups names the optimizer's states there."""
-    folder, _ = stock("llama", (4, 4, 0))
-    shutil.copy(Path(saved(sources, "llama", (4, 4, 0))) / "oracle.pt", folder.parent)
-    setup = Auto("llama", 2, 1, seed=9)
-    found = sources.resume(2, setup, str(folder.parent), tags=("trained",), allow=("positions",))
-    assert all(rank["differences"]["trained"] == [] for rank in found)

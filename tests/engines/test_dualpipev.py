@@ -26,7 +26,7 @@ def test_it_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
         assert message.startswith("UnsupportedError") and "two separate runs of layers" in message
     for rank in ranks.run(2, folded_jobs.load, 0, str(tmp_path)):
         assert rank["error"].startswith("UnsupportedError")
-        assert "nothing says which stage keeps which" in rank["error"]
+        assert "nothing says whose they are" in rank["error"]
 
 
 def test_its_files_of_zero_1_name_their_parameters(ranks: RankPool, tmp_path: Path) -> None:

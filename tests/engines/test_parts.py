@@ -135,7 +135,6 @@ ACTS = {
     "vocab": "LSMDH",
     "missing": "LSMDH",
     "stale": "LSMD CE",
-    "positions": "LSMD",
     "scheduler": "LS H",
     "optimizer": "L DH",
     "values": "LSMDH",

@@ -193,7 +193,7 @@ def test_frozen_parameters_and_buffers(sources: Sources, origin: Mesh, target: M
         ("llama", (2, 2, 1, 1), (0, 1, 2, 2), "fp32"),
         ("llama", (2, 2, 1, 1), (2, 1, 1, 0), "fp32"),
         ("gpt", (2, 1, 2, 0), (2, 2, 1, 0), "bf16"),
-        ("gpt", (0, 2, 1, 0), (4, 1, 1, 1), "fp32"),
+        ("gpt", (0, 2, 1, 1), (4, 1, 1, 1), "fp32"),
     ],
     ids=show,
 )
@@ -214,7 +214,7 @@ def test_a_stock_pipeline_without_zero_is_refused_by_name(sources: Sources) -> N
     given: dict[str, Any] = {"attach": False, "family": "llama"}
     for rank in sources.ranks.run(2, *job, **given):
         assert rank["error"] == "UnsupportedError" and rank["unchanged"]
-        assert "nothing says which stage keeps which" in rank["message"]
+        assert "nothing says whose they are" in rank["message"]
     given |= {"allow": {"weights"}, "load_optimizer_states": False}
     for rank in sources.ranks.run(2, *job, **given):
         assert rank["error"] is None and not rank["unchanged"], rank["message"]

@@ -1,127 +1,55 @@
-"""Stage-0 files without a manifest keep optimizer states by position: they go to the parameters
-that they are of, or nowhere."""
+"""Stage-0 files without a manifest keep optimizer states by position: an engine refuses them by
+name, and takes the weights beside them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines import kinds, position_jobs, resume_jobs
-from tests.engines.model import Setup
-from tests.engines.sources import Sources, check
+from megatron_ucp.errors import StateMismatchError, UcpError
+from megatron_ucp.formats.checkpoint import CallerModel
+from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.folder import LocalFolder
+from tests.engines import kinds, resume_jobs
+from tests.engines.model import Setup, Twins
+from tests.engines.sources import Sources
 from tests.engines.test_resume import evaluating
 
 pytestmark = pytest.mark.ranks
-NOTE = "matched by position"
 LEFT, RIGHT = "left.weight", "right.weight"
 KINDS = [("fp32", "AdamW"), ("bf16", "AdamW"), ("fp16", "AdamW"), ("bf16", "FusedAdam")]
-KINDS_WITH_MASTERS = KINDS[1:]
 
 
-def twins(dtype: str, optimizer: str = "AdamW", seed: int = 1, **extra: Any) -> Setup:
-    return Setup(0, dtype, optimizer, groups=1, seed=seed, net="Twins", extra=extra)
+def source(sources: Sources, dtype: str, optimizer: str) -> tuple[str, Setup]:
+    setup = Setup(0, dtype, optimizer)
+    folder = sources.get(2, setup, attach=False, more=0, filled=False)
+    return folder, Setup(0, dtype, optimizer, seed=9)
 
 
-def source(sources: Sources, setup: Setup, **kwargs: Any) -> str:
-    return sources.get(2, setup, attach=False, more=0, filled=False, **kwargs)
-
-
-def resume(sources: Sources, setup: Setup, folder: str, **options: Any) -> list[dict]:
-    return sources.resume(1, setup, folder, tags=("trained",), **options)
-
-
-def refused(sources: Sources, setup: Setup, folder: str, *words: str, **options: Any) -> None:
-    (rank,) = sources.ranks.run(1, kinds.attempt, setup, folder, tag="trained", **options)
-    assert rank["error"] == "StateMismatchError", rank
-    assert all(word in rank["message"] for word in ("what to do:", *words)), rank["message"]
-    assert rank["unchanged"]
-
-
-def notes(found: list[dict]) -> list[str]:
-    return [note for note in found[0]["reports"]["trained"].notes if NOTE in note]
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(("dtype", "optimizer"), KINDS)
+def test_states_without_names_are_refused(
+    sources: Sources, dtype: str, optimizer: str, zero: int
+) -> None:
+    folder, _ = source(sources, dtype, optimizer)
+    target = Setup(zero, dtype, seed=9)
+    for options in ({}, {"load_optimizer_states": False}):
+        job = kinds.attempt, target, folder, "trained"
+        for rank in sources.ranks.run(2, *job, **options):
+            assert rank["error"] == "UnsupportedError" and rank["unchanged"], rank["message"]
+            wanted = ("nothing says whose they are", "megatron_ucp.attach", "--allow weights")
+            assert all(word in rank["message"] for word in wanted), rank["message"]
 
 
 @pytest.mark.parametrize(("dtype", "optimizer"), KINDS)
-def test_the_order_of_the_run_is_taken_and_said(
-    sources: Sources, dtype: str, optimizer: str
-) -> None:
-    folder = source(sources, twins(dtype, optimizer))
-    found = resume(sources, twins(dtype, optimizer, seed=9), folder)
-    check(found)
-    assert len(notes(found)) == 1
-    named = sources.get(2, twins(dtype, optimizer), more=0, filled=False)
-    assert notes(resume(sources, twins(dtype, optimizer, seed=9), named)) == []
-
-
-@pytest.mark.parametrize(("dtype", "optimizer"), KINDS)
-def test_two_of_one_shape_in_another_order_are_refused(
-    sources: Sources, dtype: str, optimizer: str
-) -> None:
-    folder = source(sources, twins(dtype, optimizer))
-    other = twins(dtype, optimizer, seed=9, swapped=(LEFT, RIGHT))
-    refused(sources, other, folder, *((LEFT,) if dtype == "fp32" else (RIGHT, "masters")))
-
-
-@pytest.mark.parametrize(("dtype", "optimizer"), KINDS)
-def test_another_one_of_two_is_frozen(sources: Sources, dtype: str, optimizer: str) -> None:
-    folder = source(sources, twins(dtype, optimizer, frozen=LEFT))
-    other = twins(dtype, optimizer, seed=9, frozen=RIGHT)
-    refused(sources, other, folder, LEFT, "frozen" if dtype == "fp32" else "masters")
-
-
-@pytest.mark.parametrize("how", [{"swapped": (LEFT, RIGHT)}, {"frozen": LEFT}])
-@pytest.mark.parametrize(("dtype", "optimizer"), KINDS_WITH_MASTERS)
-def test_masters_show_any_order(
-    sources: Sources, dtype: str, optimizer: str, how: dict[str, Any]
-) -> None:
-    folder = source(sources, twins(dtype, optimizer, **how))
-    check(resume(sources, twins(dtype, optimizer, seed=9, **how), folder))
-
-
-@pytest.mark.parametrize("how", [{"swapped": (LEFT, RIGHT)}, {"frozen": LEFT}])
-def test_in_fp32_another_order_needs_a_word(sources: Sources, how: dict[str, Any]) -> None:
-    folder, target = source(sources, twins("fp32", **how)), twins("fp32", seed=9, **how)
-    refused(sources, target, folder, 'allow={"positions"}')
-    found = resume(sources, target, folder, allow=("positions",))
-    check(found)
-    assert len(notes(found)) == 1
-
-
-def test_the_word_takes_a_wrong_order_too(sources: Sources) -> None:
-    """Negative control: nothing in the file shows it, and the comparison of these tests does."""
-    folder = source(sources, twins("fp32"))
-    other = twins("fp32", seed=9, swapped=(LEFT, RIGHT))
-    (rank,) = resume(sources, other, folder, allow=("positions",))
-    wrong = {f"full ('{name}', '{key}')" for name in (LEFT, RIGHT) for key in MOMENTS}
-    assert set(rank["differences"]["trained"]) == wrong
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def test_masters_that_were_changed_on_purpose_show_nothing(sources: Sources) -> None:
-    folder = source(sources, twins("bf16"))
-    other = twins("bf16", seed=9, swapped=(LEFT, RIGHT))
-    refused(sources, other, folder, "masters", allow=("positions",))
-    refused(sources, other, folder, 'allow={"positions"}', allow=("stale",))
-    (rank,) = resume(sources, other, folder, allow=("stale", "positions"))
-    assert rank["differences"]["trained"]
-
-
-def test_two_parameters_with_the_same_weights(sources: Sources) -> None:
-    """Rounding hides which master is whose."""
-    folder = sources.get(1, twins("bf16"), position_jobs.save_alike)
-    check(resume(sources, twins("bf16", seed=9), folder))
-    other = twins("bf16", seed=9, swapped=(LEFT, RIGHT))
-    refused(sources, other, folder, "the same weights", LEFT)
-
-
-def test_weights_alone_need_no_order_in_fp32(sources: Sources) -> None:
-    folder = source(sources, twins("fp32"))
-    other = twins("fp32", seed=9, swapped=(LEFT, RIGHT))
-    (rank,) = resume(sources, other, folder, load_optimizer_states=False)
+def test_the_weights_alone_are_taken(sources: Sources, dtype: str, optimizer: str) -> None:
+    folder, target = source(sources, dtype, optimizer)
+    options: dict[str, Any] = {"load_optimizer_states": False, "allow": ("weights",)}
+    (rank,) = sources.resume(1, target, folder, tags=("trained",), **options)
     kinds = {line.partition(" ")[0] for line in rank["differences"]["trained"]}
     assert not kinds & {"weights", "values"}
-    assert "weights left.weight" in rank["before"]["trained"]
+    assert any("weights " in line for line in rank["before"]["trained"])
+    assert any("the weights alone" in note for note in rank["notes"]["trained"])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -130,3 +58,57 @@ def test_an_engine_without_an_optimizer_takes_the_weights(sources: Sources, dtyp
     job = resume_jobs.evaluate
     for rank in sources.ranks.run(2, job, evaluating(0, dtype), folder):
         assert rank["wrong"] == [] and rank["count"] >= 8 and rank["finite"]
+
+
+# ---- Megatron-DeepSpeed's program, whose files of stage 0 are read in the order of its model
+
+
+class OfProgram(NativeCheckpoint):
+    """Such files; `stock/test_megatron_deepspeed` reads those of the program itself."""
+
+    def require_named(self) -> None:
+        return
+
+
+def twins(sources: Sources, dtype: str, **extra: Any) -> Path:
+    setup = Setup(0, dtype, groups=1, net="Twins", extra=extra)
+    return Path(sources.get(2, setup, attach=False, more=0, filled=False), "trained")
+
+
+def checked(folder: Path, *order: str, allow: set[str] | None = None) -> str:
+    """What the check of the file says, where the caller's only group has the matrices of one shape
+    in this order."""
+    trained = [name for name, param in Twins().named_parameters() if param.requires_grad]
+    turn = dict(zip((LEFT, RIGHT), order, strict=True))
+    told = CallerModel([[turn.get(name, name) for name in trained]])
+    with OfProgram(LocalFolder(folder), told) as checkpoint:
+        assert any("matched by position" in note for note in checkpoint.notes)
+        try:
+            checkpoint.check(checkpoint.main_file.rpartition("/")[2], allow or set())
+        except UcpError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_order_of_the_model_is_the_only_one(sources: Sources, dtype: str) -> None:
+    folder = twins(sources, dtype)
+    assert checked(folder, LEFT, RIGHT) == ""
+    said = checked(folder, RIGHT, LEFT)
+    assert "nothing in it shows whose they are" in said and LEFT in said
+
+
+def test_masters_of_other_weights_are_seen(sources: Sources) -> None:
+    folder = twins(sources, "bf16", swapped=(LEFT, RIGHT))
+    assert "the master weights are not those of the model file" in checked(folder, LEFT, RIGHT)
+    assert checked(folder, LEFT, RIGHT, allow={"stale"}) == ""
+
+
+def test_a_frozen_parameter_is_refused(sources: Sources) -> None:
+    folder = twins(sources, "bf16", frozen=LEFT)
+    order = [n for n, p in Twins().named_parameters() if p.requires_grad and n != LEFT]
+    with (
+        OfProgram(LocalFolder(folder), CallerModel([order])) as checkpoint,
+        pytest.raises(StateMismatchError, match="a frozen parameter"),
+    ):
+        checkpoint.check("mp_rank_00_model_states.pt")

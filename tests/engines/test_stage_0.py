@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engines import jobs, position_jobs
+from tests.engines import empty_jobs, jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, check
 
@@ -19,11 +19,10 @@ def load(sources: Sources, folder: str, ranks: int, target: Setup, **options: ob
     return sources.resume(ranks, replace(target, seed=9), folder, tags=("trained",), **options)
 
 
-@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("world", [2, 4, 1])
-def test_a_model_in_bf16_under_an_fp32_config(sources: Sources, world: int, named: bool) -> None:
+def test_a_model_in_bf16_under_an_fp32_config(sources: Sources, world: int) -> None:
     """Its weights are the masters, and moments are bf16, too."""
-    folder = sources.get(2, LOW, more=0, filled=False, attach=named)
+    folder = sources.get(2, LOW, more=0, filled=False)
     check(load(sources, folder, world, LOW))
 
 
@@ -39,7 +38,6 @@ def test_a_planted_bit_in_it_is_seen(sources: Sources) -> None:
         assert rank["differences"]["trained"]
 
 
-@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("steps", [3, 0])
 @pytest.mark.parametrize(
     ("source", "target"),
@@ -51,10 +49,10 @@ def test_a_planted_bit_in_it_is_seen(sources: Sources) -> None:
     ],
 )
 def test_a_parameter_without_elements(  # ZeRO-3 can't gather one: torch.cat of nothing
-    sources: Sources, source: Setup, target: Setup, steps: int, named: bool
+    sources: Sources, source: Setup, target: Setup, steps: int
 ) -> None:
-    folder = sources.get(2, source, more=0, filled=False, attach=named, steps=steps)
-    job = position_jobs.resume_empty
+    folder = sources.get(2, source, more=0, filled=False, steps=steps)
+    job = empty_jobs.resume_empty
     for rank in sources.ranks.run(1, job, replace(target, seed=9), folder):
         assert rank["after"] == [] and len(rank["before"]) >= 8
         assert rank["shape"] == (0, 7) and rank["steady"]

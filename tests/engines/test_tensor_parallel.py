@@ -160,7 +160,7 @@ def test_the_comparison_sees_a_planted_fault(sources: Sources, fault: str) -> No
     [
         ((2, 2, 1), (1, 2, 3)),
         ((2, 2, 3), (4, 1, 1)),
-        ((2, 1, 0), (1, 1, 2)),
+        ((2, 1, 1), (1, 1, 2)),
         ((1, 2, 1), (2, 1, 1)),
     ],
     ids=show,

@@ -18,6 +18,7 @@ from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard.check import read_state
 from tests.engines.model import Net, Setup, param_groups
 from tests.formats.golden.make_older import FOLDER, ULYSSES, VERSIONS, cases_of, values_of
+from tests.formats.test_golden import InOrder
 
 # a bf16 optimizer that 0.17 to 0.18.4 did not save
 LOST = {(v, c) for v in ("0.17.6", "0.18.2") for c in ("zero0_bf16", "bf16_optimizer")}
@@ -45,7 +46,9 @@ def order() -> list[list[str]]:
 
 def opened(folder: Path) -> NativeCheckpoint:
     plain = not [*folder.glob("*optim_states.pt")]
-    return NativeCheckpoint(LocalFolder(folder), told=CallerModel(order() if plain else None))
+    if plain:
+        return InOrder(LocalFolder(folder), CallerModel(order()))
+    return NativeCheckpoint(LocalFolder(folder))
 
 
 def differences(checkpoint: NativeCheckpoint) -> list[tuple[str, str]]:

@@ -19,7 +19,6 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.checkpoint import CallerModel
-from megatron_ucp.formats.deepspeed.run import group_order
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state
 
@@ -246,9 +245,7 @@ def told_of(folder: Path) -> CallerModel:
     with open_checkpoint(folder) as read:
         manifest = read.manifest
         renamed = manifest.run.get(RENAMED) or {}
-        at = manifest.mesh.holding(False)[0]
-        order = group_order(manifest, at) if manifest.mesh.pp == 1 else None
-    return CallerModel(order, manifest.by_name, manifest.names, renamed=renamed)
+    return CallerModel(None, manifest.by_name, manifest.names, renamed=renamed)
 
 
 def plain_of(folder: Path) -> Path:

@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
+from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed import native
@@ -55,17 +55,20 @@ QUICK = {"megatron/legacy_tp2pp2", "megatron/td_dpr_dp2_bf16"}
 
 
 def save_of(case: str, scratch: Path) -> Save:
-    """A save of the repository. Of stage 0 an engine tells the order of the parameters."""
+    """A save of the repository."""
     source, told = GOLDEN / case, CallerModel()
-    if case.startswith("zero0"):
-        with numpy.load(GOLDEN / f"{case}.npz") as arrays:
-            told = CallerModel(json.loads(str(arrays["json"]))["order"])
     inner = next(source.glob("iter_*"), source)
     copy = scratch / "copied" / inner.name
     shutil.copytree(inner, copy)
     if case.startswith("attached"):
         told = told_of(copy)
     return Save(linked(copy, scratch / "run", inner.name), inner.name, told)
+
+
+def is_unnamed(case: str, fault: str) -> bool:
+    """Whether it is about states of stage 0 that lost their names with the manifest: the weights
+    are left then, and an engine refuses the rest by name (see `engines/test_positions`)."""
+    return case in ("attached_zero0_fp32", "stage 0") and fault.startswith(f"file {FILE_NAME}:")
 
 
 def slow_but(cases: list[str], quick: set[str]) -> list[object]:
@@ -84,7 +87,7 @@ def slow_but(cases: list[str], quick: set[str]) -> list[object]:
 )
 def test_what_is_missing_is_missed_by_every_verb(case: str, tmp_path: Path) -> None:
     table = Table(save_of(case, tmp_path), tmp_path)
-    assert table.wrong() == []
+    assert [fault for fault in table.wrong() if not is_unnamed(case, fault)] == []
     assert table.cases >= len({*table.save.folder.rglob("*")}) > 0
     # of DeepSpeed's and Megatron's own files every one is needed
     assert {re.sub(r"\d+", "N", one) for one in table.spare} <= {"file ucp_manifest.json"}
@@ -137,7 +140,7 @@ def test_a_conversion_of_which_something_is_missing(kind: str, plain: bool, tmp_
     if plain:
         plain_of(made)
     table = Table(Save(linked(made, tmp_path / "run", "s1"), "s1", told), tmp_path)
-    assert table.wrong() == []
+    assert [fault for fault in table.wrong() if not is_unnamed(kind, fault)] == []
     assert table.cases > 0
 
 

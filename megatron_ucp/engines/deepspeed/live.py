@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.join_ranks import AllRanks, check_replicas
 from megatron_ucp.core.manifest import Manifest
@@ -40,10 +39,8 @@ from megatron_ucp.engines.pt_files import RankFiles
 from megatron_ucp.engines.values import named_in
 from megatron_ucp.families.family import Model
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
-from megatron_ucp.formats.deepspeed.files import at_tp
 from megatron_ucp.formats.deepspeed.optimizers import (
     MOMENTUM,
-    is_used,
     other_steps,
     steps_matrices,
 )
@@ -102,22 +99,13 @@ class LiveEngine(LiveShards):
         classes = frozenset(
             name for kept in saved_by_engine(self.engine) for name in named_in(kept.value)
         )
-        shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
             module = self.engine.module
             names = reader(lambda: config_of(module), self.manifest, class_name(module))
             told = CallerModel(like=self.manifest, tensors=names, renamed=self.shard.renamed)
         else:
             told = told_by(model, self.manifest)
-        return replace(told, order=order, shapes=shapes, classes=classes)
-
-    def _local_shapes(self) -> dict[str, Ints]:
-        """Of what the first tensor-parallel rank has of every parameter: Muon sorts by them."""
-        first = self.manifest.mesh.place(at_tp(0))
-        return {
-            spec.name: spec.layout.local_shape(spec.name, spec.shape, first)
-            for spec in self.manifest.params
-        }
+        return replace(told, order=order, classes=classes)
 
     # ------------------------------------------------ places
 

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megatron_ucp.core.experts import expert_place, file_rank
@@ -13,9 +14,8 @@ from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import same
-from megatron_ucp.errors import ForeignFileError
+from megatron_ucp.errors import ForeignFileError, StateMismatchError
 from megatron_ucp.formats.byte_files import ByteFile, Record, Where
-from megatron_ucp.formats.deepspeed.by_position import by_position, check_positions
 from megatron_ucp.formats.deepspeed.files import TagFolder
 from megatron_ucp.formats.deepspeed.manifest import difference, require_equal, shares
 from megatron_ucp.formats.deepspeed.optimizers import Contents, sharing
@@ -42,7 +42,6 @@ def check_file(
     run: NativeRun,
     name: str,
     allow: Collection[str] = (),
-    optimizer: bool = True,
 ) -> None:
     """Compares one file with the structure; see `Checkpoint.check`. Raises ForeignFileError for a
     file of another run, step or mesh, StateMismatchError where nothing says whose states are in
@@ -57,12 +56,43 @@ def check_file(
         _check_expert_optimizer(run, name)
     elif name in run.names.model.values():
         mp = _check_model_file(run, name)
-        if by_position(run):
-            check_positions(run, mp, allow, optimizer)
+        if run.lies_by_position:
+            _check_positions(run, mp, allow)
     else:
         run.file(name)
         if name in {*run.names.layers.values(), *run.names.experts.values()}:
             run.weights.check(name)
+
+
+def _check_positions(run: NativeRun, mp: int, allow: Collection[str]) -> None:
+    """Of states that lie by position: whether the engine's groups list their parameters in the
+    order of the model file, as Megatron-DeepSpeed's program does, and no frozen parameter has the
+    shape of a trained one; where there are masters, whether they are the weights of the same name.
+    Raises StateMismatchError, ForeignFileError."""
+    rank, module = run.rank_of_file(0, mp), list(run.weights.module(mp))
+    contents = run.stages[run.place_of_rank(rank)]
+    members = [(m.group, m.param) for b in contents.buffers for m in b.members]
+    params = run.manifest.by_name
+    shapes = {params[name].shape for _, name in members}
+    frozen = [p.name for p in params.values() if p.kind == "frozen" and p.shape in shapes]
+    wrong = [
+        other
+        for (group, one), (next_group, other) in pairwise(members)
+        if group == next_group and module.index(one) > module.index(other)
+    ]
+    if wrong or frozen:
+        raise StateMismatchError(
+            "the file keeps the optimizer's states by position, and nothing in it shows whose they "
+            "are",
+            file=run.full_path(run.model_of(mp)),
+            parameter=(wrong + frozen)[0],
+            expected="groups in the order of the model file, and no frozen parameter of one shape",
+            found="another order" if wrong else "a frozen parameter",
+            fix="build the optimizer's groups as the run that saved it did, with the same "
+            "parameters frozen, or save with a manifest (megatron_ucp.attach)",
+        )
+    if contents.format.masters_key and "stale" not in allow:
+        check_weights(run, rank, sys.maxsize, RUNS, RUN_ELEMS)
 
 
 def _check_expert_optimizer(run: NativeRun, name: str) -> None:

@@ -298,9 +298,10 @@ def _told_ties(run: NativeRun, flat: Collection[str], known: Collection[str]) ->
     for tie in like.ties if like is not None else ():
         names = (tie.canonical, *tie.aliases)
         held = [name for name in names if isinstance(module.get(name), TensorRef)]
-        first = next((name for name in held if name in flat), None)
-        copies = tuple(name for name in held if name not in flat and name not in known)
-        if first is None or not copies:
+        # of the weights alone none is flattened
+        first = next((name for name in held if name in flat or not flat), "")
+        copies = tuple(name for name in held if name not in {*flat, *known, first})
+        if not first or not copies:
             continue
         for name in copies:
             if not all(_is_copy(run, first, name, tp) for tp in range(run.mesh.tp)):

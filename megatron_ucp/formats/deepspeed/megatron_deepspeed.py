@@ -29,21 +29,22 @@ def arguments_of(saved: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", state) if isinstance(state, Mapping) else {}
 
 
-def _are_of_program(arguments: Mapping[str, Any]) -> bool:
+def are_of_program(arguments: Mapping[str, Any]) -> bool:
+    """Whether these are the arguments of Megatron-DeepSpeed's program."""
     return arguments.keys() >= _OF_PROGRAM
 
 
 def kept_by_each_rank(client_state: Mapping[Any, Any]) -> frozenset[str]:
     """Keys of the client state of which each model-parallel rank of the program has its own value.
     The program's own universal load takes that of any rank on another mesh, and seeds anew."""
-    is_program = _are_of_program(arguments_of(client_state.get(ARGUMENTS_KEY)))
+    is_program = are_of_program(arguments_of(client_state.get(ARGUMENTS_KEY)))
     return frozenset({ARGUMENTS_KEY, "rng_state"}) if is_program else frozenset()
 
 
 def is_pipeline(client_state: Mapping[Any, Any]) -> bool:
     """Whether the program's model is DeepSpeed's PipelineModule, on one stage too."""
     arguments = arguments_of(client_state.get(ARGUMENTS_KEY))
-    return _are_of_program(arguments) and arguments.get("no_pipeline_parallel") is False
+    return are_of_program(arguments) and arguments.get("no_pipeline_parallel") is False
 
 
 def on_mesh(client_state: Mapping[Any, Any], mesh: Mesh, pipeline: bool) -> Mapping[Any, Any]:
@@ -105,7 +106,7 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
     embedding gives cosines and sines, its attention wants angles), but where DeepSpeed's Ulysses
     applies them in flash attention.
     """
-    if not _are_of_program(arguments):
+    if not are_of_program(arguments):
         return {}
     out = {name: arguments.get(name) for name in _AS_IN_MEGATRON}
     said = cast("Mapping[str, Any]", info) if isinstance(info, Mapping) else {}
@@ -187,6 +188,6 @@ _IN_PIPE = re.compile(r"(?:tied_modules|\d+)\.")
 def rules_of(arguments: Mapping[str, Any]) -> RuleSet | None:
     """The rules that come with the package for a run with these arguments; None where they don't
     decide it, and for another program's."""
-    order = order_of(arguments) if _are_of_program(arguments) else ""
+    order = order_of(arguments) if are_of_program(arguments) else ""
     gated = "_swiglu" if arguments.get("swiglu") else ""
     return read_rules(f"megatron_deepspeed_{order}{gated}") if order else None

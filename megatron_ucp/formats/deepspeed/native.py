@@ -20,7 +20,6 @@ from megatron_ucp.errors import ForeignFileError, UnsupportedError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import Where
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras
-from megatron_ucp.formats.deepspeed.by_position import MATCHED, by_position
 from megatron_ucp.formats.deepspeed.checks import (
     TrainedWeights,
     check_file,
@@ -46,6 +45,10 @@ from megatron_ucp.formats.per_rank import PER_RANK, OwnValues, PerRank
 from megatron_ucp.formats.pt.refs import TensorRef
 
 _WEIGHTS_ALONE = "the weights alone were looked at, as allowed: master weights begin as these"
+_BY_POSITION = (
+    "optimizer states were matched by position, in the order of Megatron-DeepSpeed's model: files "
+    "of stage 0 without a manifest name no parameters of theirs"
+)
 
 
 class NativeCheckpoint(NativeRun):
@@ -59,9 +62,8 @@ class NativeCheckpoint(NativeRun):
         self,
         folder: Folder,
         told: CallerModel | None = None,
-        skip_unnamed_optimizer: bool = False,
     ) -> None:
-        super().__init__(folder, told or CallerModel(), skip_unnamed_optimizer)
+        super().__init__(folder, told or CallerModel())
         self._used: dict[tuple[int, int, bool], int] = {}  # see `_used_elems`
         with self.closed_on_failure():
             if is_universal(folder):
@@ -105,7 +107,7 @@ class NativeCheckpoint(NativeRun):
             *self.path_notes,
             *([_WEIGHTS_ALONE] if self.told.weights else []),
             *self.layouts.notes,
-            *([MATCHED] if by_position(self) else []),
+            *([_BY_POSITION] if self.lies_by_position else []),
             *said_of(self.manifest),
             *said_of_side_data(self.weights.side_data()),
             *notes_of_keys(self.meta),
@@ -120,10 +122,10 @@ class NativeCheckpoint(NativeRun):
     def copies(self) -> TrainedWeights | None:
         return trained_weights(self)
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+    def check(self, name: str, allow: Collection[str] = ()) -> None:
         # before any comparison of this rank's files: the cause, not what follows from it
         refuse_unusable(self.manifest, self.main_file, allow)
-        check_file(self, name, allow, optimizer)
+        check_file(self, name, allow)
 
     def will_check(self, names: Collection[str], allow: Collection[str]) -> None:
         will_check_files(self, names, allow)
@@ -215,4 +217,4 @@ class NativeFormat:
         return True
 
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
-        return NativeCheckpoint(folder, told, told.order is None)
+        return NativeCheckpoint(folder, told)

@@ -89,36 +89,6 @@ def in_its_order(
     return tuple(out)
 
 
-def as_listed(
-    shapes: Sequence[dict[str, Ints]],
-    groups: Sequence[Mapping[str, Any]],
-    told: Mapping[str, Ints],
-    file: str,
-) -> list[dict[str, Ints]]:
-    """Each group's parameters as the optimizer that wrote a file listed them, which sorted those
-    that Muon steps by the rank-local `shapes` there. They come in the order of an engine that
-    sorted by its own, `told`. Raises StateMismatchError where parameters had one shape there and
-    have others in the engine: nobody knows then which one the client listed first."""
-    out = list(shapes)
-    for number, named in enumerate(shapes):
-        if number >= len(groups) or not steps_matrices(groups[number]):
-            continue
-        out[number] = {name: named[name] for name in _sorted(list(named), named)}
-        for one, other in pairwise(out[number]):
-            if named[one] == named[other] and told.get(one) != told.get(other):
-                raise StateMismatchError(
-                    "the file names no parameters of a group that Muon steps, and their order is "
-                    "not known on this mesh",
-                    file=file,
-                    parameter=f"{one} and {other}",
-                    expected="shapes of a rank that differ, or are the same in the engine too",
-                    found=f"{named[one]}, in the engine {told[one]} and {told[other]}",
-                    fix="load it on the tensor-parallel size of the run that saved it, or save "
-                    "with a manifest (megatron_ucp.attach)",
-                )
-    return out
-
-
 def _sorted(names: Sequence[str], shapes: Mapping[str, Ints]) -> list[str]:
     return sorted(names, key=lambda name: shapes[name], reverse=True)
 

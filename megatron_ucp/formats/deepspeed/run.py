@@ -14,7 +14,6 @@ from megatron_ucp.core.experts import (
     counts_of,
     etp_of,
     file_rank,
-    for_experts,
 )
 from megatron_ucp.core.join_ranks import Stage, join
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest, Order
@@ -23,7 +22,6 @@ from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
-    NotFoundError,
     UnsupportedError,
 )
 from megatron_ucp.formats import expect
@@ -42,6 +40,7 @@ from megatron_ucp.formats.deepspeed.files import (
 from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, pipe_keys, renamed
 from megatron_ucp.formats.deepspeed.lost_states import refuse_mics, saved_no_bf16_optimizer
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
+    are_of_program,
     arguments_of,
     order_of,
     rules_for,
@@ -51,7 +50,6 @@ from megatron_ucp.formats.deepspeed.optimizers import (
     OptimizerFile,
     OptimizerTree,
     PlainFile,
-    as_listed,
     check_momentum,
     reader_for,
 )
@@ -80,16 +78,13 @@ class NativeRun(TagFolder):
     """A tag folder with DeepSpeed's own files, and what follows from them: each property from
     those that it asks for, when it is asked for. Any of them may raise a UcpError.
 
-    `told` is what the caller knows and files may not say: the order of the parameters in files of
-    stage 0 without a manifest, whole shapes, layouts, names of a pipeline. With
-    `skip_unnamed_optimizer` such a file is read without its optimizer where nobody knows the order.
+    `told` is what the caller knows and files may not say: whole shapes, layouts, names of a
+    pipeline, the order of the parameters in Megatron-DeepSpeed's files of stage 0. A file of stage
+    0 without a manifest is read without its optimizer where nobody knows the order.
     """
 
-    def __init__(
-        self, folder: Folder, told: CallerModel, skip_unnamed_optimizer: bool = False
-    ) -> None:
+    def __init__(self, folder: Folder, told: CallerModel) -> None:
         super().__init__(folder, told.classes, told.weights)
-        self._skips_unnamed = skip_unnamed_optimizer
         with self.closed_on_failure():
             self.told = self._told_of_weights(told) if told.weights else told
             self.model_name = self.names.first_model
@@ -470,16 +465,12 @@ class NativeRun(TagFolder):
     @cached_property
     def stages(self) -> Sequence[Contents]:
         """The optimizer of the first rank of each of the `places`."""
-        order = self._order_of_run()
-        if order is not None:
-            self._require_one_stage()
+        self.require_named()
         out: list[Contents] = []
         for at in self.places:
             rank = self.mesh.rank_of(at, 0)
-            if self.recorded is not None:
-                wanted = group_order(self.recorded, at)
-            else:
-                wanted = self._renumbered(order, rank)
+            recorded = self.recorded
+            wanted = self.told.order if recorded is None else group_order(recorded, at)
             out.append(self._first_of_place(rank, wanted))
             if out[0].keeper != out[-1].keeper:
                 raise ForeignFileError(
@@ -511,28 +502,34 @@ class NativeRun(TagFolder):
         """The optimizer of the first place of a pipeline stage."""
         return self.stages[[stage_of(at) for at in self.places].index(stage)]
 
-    def _require_one_stage(self) -> None:
-        """Raises UnsupportedError for a pipeline of stage 0 without a manifest: its optimizer files
-        say how many parameters each stage steps, and not which."""
-        if self.recorded is not None or self.names.optimizer or self.mesh.pp == 1:
-            return
-        tree, file = (None, "") if self.told.weights else self.optimizer_of(0)
-        if tree is not None:
+    @cached_property
+    def lies_by_position(self) -> bool:
+        """Whether an engine wants optimizer states whose names no file says: those of stage 0
+        without a manifest."""
+        told = self.told.order is not None and not self.told.weights
+        unnamed = told and self.recorded is None and not self.names.optimizer
+        return unnamed and self.optimizer_of(0)[0] is not None
+
+    def require_named(self) -> None:
+        """Raises UnsupportedError for states that lie by position, but for those of
+        Megatron-DeepSpeed's program: it lists parameters in the order of its model."""
+        is_listed = are_of_program(self.arguments) and not self.names.experts
+        if self.lies_by_position and (self.mesh.pp > 1 or not is_listed):
             raise UnsupportedError(
-                "the optimizer's states of a pipeline without ZeRO lie by position, and nothing "
-                "says which stage keeps which",
-                file=file,
-                expected="a manifest beside the files, or ZeRO stage 1",
-                found=f"{self.mesh.pp} stages",
-                fix="resume once on the same mesh with DeepSpeed's own load, then save with "
-                "megatron_ucp.attach, which writes the manifest; or take the weights alone: "
-                '--allow weights (Python: allow={"weights"}, load_optimizer_states=False)',
+                "optimizer states of ZeRO stage 0 lie by position, and nothing says whose they are",
+                file=self.full_path(self.optimizer_of_rank(0)[1]),
+                expected="a manifest beside the files, or ZeRO stage 1 to 3",
+                found=f"ZeRO stage 0, {self.mesh.pp} stages, no manifest",
+                fix="resume once with DeepSpeed's own load at the same tensor- and "
+                "pipeline-parallel size, then save with megatron_ucp.attach, which writes the "
+                'manifest; or take the weights alone: --allow weights (Python: allow={"weights"}, '
+                "load_optimizer_states=False)",
             )
 
     def _first_of_place(self, rank: int, wanted: Order | None) -> Contents:
         """What a place's first rank holds, in the order `wanted` where its file names nothing."""
         tree, name = self.optimizer_of_rank(rank)
-        unnamed = not self.names.optimizer and wanted is None and self._skips_unnamed
+        unnamed = not self.names.optimizer and wanted is None
         if tree is None or unnamed or self.told.weights:
             nothing = PlainFile(self.weight_dtype)
             return Contents(nothing, Keeper.NOBODY, (), (), LossScale(), ())
@@ -554,28 +551,11 @@ class NativeRun(TagFolder):
         check_momentum(contents.groups, contents.buffers, file)
         return contents
 
-    def _order_of_run(self) -> Order | None:
-        """The order that an engine told, for the first rank of this run, which may have other
-        numbers of experts."""
-        order = self.told.order
-        if order is None or self.recorded is not None or not self.names.experts:
-            return order
-        first = LocalExperts.among(self.expert_counts, self.mesh.ep, 0)
-        return for_experts(order, first.counts, str(self.folder))
-
-    def _renumbered(self, order: Order | None, rank: int) -> Order | None:
-        """The order at the first expert-parallel rank, for a rank with other experts."""
-        ep, _ = self.mesh.expert_place(rank)
-        if order is None or not ep:
-            return order
-        local = LocalExperts.among(self.expert_counts, self.mesh.ep, ep)
-        return [[local.whole_name(name) for name in names] for names in order]
-
     # ------------------------------------------------ the order in which parameters are flattened
 
     def _flattened(self, found: OptimizerTree, order: Order | None, rank: int) -> FlattenedShapes:
         """What each group flattens in the file of a rank. `order` has the names that files of stage
-        0 don't say. Raises DamagedFileError, NotFoundError."""
+        0 don't say. Raises DamagedFileError."""
         _, mp = self.file_place(rank)
         model = self.model_of(mp)
         file = self.full_path(model)
@@ -596,32 +576,13 @@ class NativeRun(TagFolder):
                 expected="param_shapes",
                 found="none",
             )
-        if order is None:
-            raise NotFoundError(
-                "a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
-                file=found.file,
-                expected=FILE_NAME,
-                found="no manifest",
-                fix="load it into an engine, which knows the order of its own groups",
-            )
-        return self._in_order(found, order, mp)
-
-    def _in_order(self, found: OptimizerTree, order: Order, mp: int) -> FlattenedShapes:
-        """What a file without shapes keeps, in an order that the caller told, or that the manifest
-        or the optimizer files say."""
         module = self.weights.module(mp % self.mesh.tp)
-        shapes = [{name: self.shape_of(module, name) for name in names} for names in order]
+        shapes = [{name: self.shape_of(module, name) for name in names} for names in order or ()]
         if self.uneven:  # a rank without a share of a parameter does not step it
             shapes = [
                 {n: shape for n, shape in named.items() if 0 not in shape} for named in shapes
             ]
-        if self.recorded is not None or self.names.optimizer:
-            return shapes
-        base = found.tree
-        if "optimizer_state_dict" in base:
-            base = expect.key(base, "optimizer_state_dict", dict, found.file)
-        groups = expect.each(base.get("param_groups"), dict, "param_groups", found.file)
-        return as_listed(shapes, groups, self.told.shapes or {}, found.file)
+        return shapes
 
     def _with_trained_experts(self, flat: FlattenedShapes, rank: int) -> FlattenedShapes:
         """A rank's order of parameters. DeepSpeed writes it for expert-parallel rank 0 alone: with

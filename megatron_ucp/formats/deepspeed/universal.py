@@ -312,10 +312,10 @@ class UniversalCheckpoint(TagFolder):
             error.parameter = name
             raise error
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+    def check(self, name: str, allow: Collection[str] = ()) -> None:
         """Opens a file. With the one that names them also: whether each frozen parameter and each
         buffer has its value, which stock's converter leaves out. Raises NotFoundError."""
-        super().check(name, allow, optimizer)
+        super().check(name, allow)
         if self.full_path(name) != self.main_file or "missing" in allow:
             return
         if lost := self._lost_values():
