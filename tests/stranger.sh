@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What somebody does who has a ZeRO-3 run and never heard of us: install, resume it on other numbers of ranks with the script
+# What somebody does who has a ZeRO-3 run and never heard of us: install, resume it on another number of ranks with the script
 # as it is, export, load, verify, compare. Stops at the first step that fails.
 #
 #   bash tests/stranger.sh PYTHON FOLDER     PYTHON is that of a virtual environment with torch, DeepSpeed and transformers
@@ -31,23 +31,21 @@ before="$(versions)"
 [ "$before" = "$(versions)" ] # the installation has left them alone
 "$python" -c 'import megatron_ucp, sys; print(megatron_ucp.__file__); sys.exit("site-packages" not in megatron_ucp.__file__)'
 
-say "resume on 3 ranks, and then on 1, the script unchanged"
-for count in 3 1; do
-    cp -r runs/stock "runs/on$count"
-    ranks "$count" -m megatron_ucp.run train.py --steps 5 --resume --out "runs/on$count" 2>&1 | tee "on$count.log"
-    grep "megatron_ucp: loaded step 3 .*dp=2,zero=3 -> .*dp=$count,zero=3; .*checksums of" "on$count.log"
-    grep "megatron_ucp: saved step 5 " "on$count.log"
-done
+say "resume on 1 rank, the script unchanged"
+cp -r runs/stock runs/on1
+ranks 1 -m megatron_ucp.run train.py --steps 5 --resume --out runs/on1 2>&1 | tee on1.log
+grep "megatron_ucp: loaded step 3 .*dp=2,zero=3 -> .*dp=1,zero=3; .*checksums of" on1.log
+grep "megatron_ucp: saved step 5 " on1.log
 [ "$(grep -c '^step [45]: loss' on1.log)" = 2 ]
 
 say "weights for transformers"
-megatron-ucp export-hf runs/on3 hf --verify
+megatron-ucp export-hf runs/on1 hf --verify
 "$python" -c 'from transformers import AutoModelForCausalLM; print(AutoModelForCausalLM.from_pretrained("hf").num_parameters())'
 
 say "whole, and the same"
-megatron-ucp ls runs/on3
-megatron-ucp verify runs/on3 --deep
-megatron-ucp diff runs/stock runs/on3 --limit 2 && exit 1 # two steps later
+megatron-ucp ls runs/on1
+megatron-ucp verify runs/on1 --deep
+megatron-ucp diff runs/stock runs/on1 --limit 2 && exit 1 # two steps later
 megatron-ucp convert runs/stock copy/checkpoint-3 --mesh dp=3
 megatron-ucp diff runs/stock copy/checkpoint-3
 say "done"

@@ -42,7 +42,7 @@ CAUSES = {
 }
 OFTEN = ("script", "exit3", "raise-last", "sigterm")
 DEFAULT = [
-    *(f"deepspeed:{end}:{4 if end == 'script' else 2}:1" for end in ENDS),
+    *(f"deepspeed:{end}:2:1" for end in ENDS),
     "stack:script:2:1",
 ]
 TWENTY = [

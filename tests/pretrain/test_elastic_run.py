@@ -54,6 +54,12 @@ def uninterrupted(ranks: RankPool, folder: Path, iterations: int) -> Losses:
     return dict(enumerate(losses, 1))
 
 
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, tmp_checkpoints: Path) -> Losses:
+    """The losses of a run of `LENGTH` iterations that nothing happened to."""
+    return uninterrupted(ranks, tmp_checkpoints / "whole", LENGTH)
+
+
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
@@ -85,10 +91,9 @@ def newest_step(memory: MemoryFolder) -> int:
 
 
 @pytest.mark.ranks
-def test_two_ranks_go_on_as_one(ranks: RankPool, tmp_path: Path) -> None:
+def test_two_ranks_go_on_as_one(whole: Losses, tmp_path: Path) -> None:
     """A node dies with its rank: the other one goes on alone, from the newest save, with every loss
     as if nothing had happened."""
-    want = uninterrupted(ranks, tmp_path / "whole", LENGTH)
     with Nodes(tmp_path) as nodes:
         stays, dies = (nodes.start(1, saving(tmp_path, LENGTH)) for _ in range(2))
         log = tmp_path / "log.jsonl"
@@ -97,17 +102,16 @@ def test_two_ranks_go_on_as_one(ranks: RankPool, tmp_path: Path) -> None:
         assert nodes.wait(stays, 100) == 0, stays.log.read_text()[-3000:]
     starts = read(log)
     assert [start.entry["ranks"] for start in starts] == [2, 1]
-    assert not wrong_losses(starts, want)
+    assert not wrong_losses(starts, whole)
     (lost,) = lost_steps(starts)
     assert 0 <= lost <= INTERVAL and starts[1].entry["after_iteration"] >= INTERVAL
-    assert wrong_losses(starts, {i: loss + 1e-4 for i, loss in want.items()})  # negative control
+    assert wrong_losses(starts, {i: loss + 1e-4 for i, loss in whole.items()})  # negative control
 
 
 @pytest.mark.ranks
-def test_steps_in_memory_are_newer_than_the_save(ranks: RankPool, tmp_path: Path) -> None:
+def test_steps_in_memory_are_newer_than_the_save(whole: Losses, tmp_path: Path) -> None:
     """Both ranks are killed, long after the only save: what the machine had kept by then goes on,
     or what it kept since."""
-    want = uninterrupted(ranks, tmp_path / "whole", LENGTH)
     script = [*saving(tmp_path, LENGTH), "--save-interval", "1000", "--keep-memory-every", "1"]
     memory = MemoryFolder(tmp_path / "out")
     try:
@@ -127,7 +131,7 @@ def test_steps_in_memory_are_newer_than_the_save(ranks: RankPool, tmp_path: Path
     assert starts[1].entry["after_iteration"] >= kept > 8 and lost >= 0, said[-3000:]
     assert said.count("the one before it is still under way") <= len(starts)
     assert "from memory: step" in said and "the newest tag on disk is of step 1" in said
-    assert not wrong_losses(starts, want)
+    assert not wrong_losses(starts, whole)
 
 
 ENGINES = {
