@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_ucp import __version__, say
-from megatron_ucp.cli.launched import Launched, is_launched
+from megatron_ucp.cli.launched import form, is_launched, launched
 from megatron_ucp.cli.output import EXIT_CODES, UNUSABLE, Parser, add_options, nearest, print_json
 from megatron_ucp.cli.verbs import VERBS
 from megatron_ucp.errors import DamagedFileError, RankError, UcpError, UsageError
@@ -71,13 +71,13 @@ def _flushed(words: list[str]) -> int:
     command = next((word for word in words if not word.startswith("-")), "")
     if command not in _SHARED or not is_launched():
         return _run_and_flush(words)
-    with Launched(lambda told: _tell(told, words, is_rank_0=False), UNUSABLE) as ranks:
-        return _run_and_flush(words, ranks)
+    with launched() as rank:
+        return _run_and_flush(words, rank)
 
 
-def _run_and_flush(words: list[str], ranks: Launched | None = None) -> int:
+def _run_and_flush(words: list[str], rank: int | None = None) -> int:
     try:
-        return _run(words, ranks)
+        return _run(words, rank)
     finally:
         sys.stdout.flush()
 
@@ -88,32 +88,25 @@ def _forget_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(words: list[str], ranks: Launched | None = None) -> int:
-    """The exit code of the command, which `ranks` share. Everything that can go wrong is told as an
-    error of ours; what is the same on all ranks, by rank 0."""
-    is_rank_0 = ranks is None or ranks.rank == 0
+def _run(words: list[str], rank: int | None = None) -> int:
+    """The exit code of the command, of which this process may be one `rank` of several. Everything
+    that can go wrong is told as an error of ours; what is the same on all ranks, by rank 0."""
     try:
-        if ranks is not None:
-            ranks.form()
+        if rank is not None:
+            form()
         if words and not words[0].startswith("-"):
             _require_command(words[0])
         args = _parser(COMPLETION in words).parse_args(words)
         if args.run is None:
             _parser().print_help()
             return 0
-        args.ranks = ranks is not None
+        args.ranks = rank is not None
         with say.by_command_line(args.quiet):
             return int(args.run(args))
-    except RankError as error:
-        told = error if ranks is None else ranks.name_gone(error)
     except UcpError as error:
-        if not is_rank_0:
+        if rank and not isinstance(error, RankError):
             return UNUSABLE
         told = error
-    except KeyboardInterrupt:
-        if ranks is None or ranks.lost is None:
-            raise
-        told = ranks.lost
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -128,7 +121,7 @@ def _run(words: list[str], ranks: Launched | None = None) -> int:
             "there is not enough memory for what the checkpoint asks for",
             fix="use a larger machine; if the checkpoint is small, distrust it",
         )
-    _tell(told, words, is_rank_0)
+    _tell(told, words, not rank)
     return UNUSABLE
 
 

@@ -185,7 +185,10 @@ def packed(value: Any) -> bytes:
 
 def unpacked(data: bytes) -> Any:
     """The value in a message of one of our own ranks."""
-    return pickle.loads(zlib.decompress(data[1:]) if data[:1] == b"z" else data[1:])
+    try:
+        return pickle.loads(zlib.decompress(data[1:]) if data[:1] == b"z" else data[1:])
+    except (pickle.UnpicklingError, EOFError, zlib.error) as error:  # of a rank that died
+        raise RuntimeError("a message between ranks did not arrive whole") from error
 
 
 def _head(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Conversions by processes as torchrun starts them, one of which dies, hangs or has no room.
+"""Conversions by processes as torchrun starts them, one of which dies or has no room.
 
     python -m tests.reshard.launched SOURCE FOLDER full kill --trials 10 --seed 1
 
@@ -23,14 +23,14 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command sets it, before to
 
 import torch.distributed
 
-from megatron_ucp.cli import launched, main
+from megatron_ucp.cli import main
 from megatron_ucp.reshard import folder as module
 from megatron_ucp.reshard.convert import convert  # before the fork, as are torch and the rest
 from tests.reshard.killed import WROTE
 
 LOADED = (convert, torch.distributed)
 WAYS = (["--to", "universal"], ["--mesh", "dp=4,zero=3"], ["--mesh", "dp=2,zero=1"])
-WHAT = ("whole", "flag", "full", "missing", "stop", "kill")
+WHAT = ("whole", "flag", "full", "kill")
 Words = Sequence[str]
 
 
@@ -69,18 +69,21 @@ class Trial:
         finally:
             os._exit(code)
 
-    def end(self, within_s: float = 60.0, stopped: Sequence[int] = ()) -> dict[str, Any]:
-        """What all processes did: exit codes, texts, and how long after the start they ended. Those
-        that hang are killed, and have the code None."""
+    def end(self, within_s: float = 60.0) -> dict[str, Any]:
+        """What all processes did: exit codes, texts, and how long after the start they ended. When
+        one was killed all others are ended, as torchrun does it. Those that hang are killed, and
+        have the code None."""
         codes: dict[int, int | None] = {}
         while len(codes) < self.world and time.monotonic() < self.started + within_s:
-            if len(codes) == self.world - len(stopped):
-                break
             for rank, pid in enumerate(self.pids):
                 if rank not in codes:
                     done, status = os.waitpid(pid, os.WNOHANG)
                     if done:
                         codes[rank] = os.waitstatus_to_exitcode(status)
+                        if codes[rank] == -signal.SIGKILL:
+                            time.sleep(1)
+                            for other in {*range(self.world)} - {*codes}:
+                                os.kill(self.pids[other], signal.SIGTERM)
             time.sleep(0.01)
         seconds = time.monotonic() - self.started
         for rank, pid in enumerate(self.pids):
@@ -117,9 +120,8 @@ def main_() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     dice = random.Random(args.seed)
-    launched._SILENT_S, launched._MEET_S = 4.0, 4.0
     for what in args.what:
-        if what in ("kill", "stop"):
+        if what == "kill":
             module.FileOnItsWay.wrote = slowly
         for number in range(args.trials if what == "kill" else 1):
             print(json.dumps(trial(args, what, number, dice)), flush=True)
@@ -138,16 +140,14 @@ def trial(args: Any, what: str, number: int, dice: random.Random) -> dict[str, A
         words += ["--latestt"]
     if what == "full":
         before[2] = small_disk
-    if what == "missing":
-        before[1] = lambda: os._exit(7)
-    if what in ("kill", "stop") and way not in LASTS:
+    if what == "kill" and way not in LASTS:
         whole = [*words[:2], str(args.folder / f"calm{way}"), *words[3:]]
         LASTS[way] = Trial(log / f"calm{way}", whole, world, {}).end()["s"]
     started = Trial(log / name, words, world, before)
-    if what in ("kill", "stop"):
-        time.sleep(LASTS[way] * (dice.uniform(0.1, 1.0) if what == "kill" else 0.5))
-        os.kill(started.pids[victim], signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-    found = started.end(stopped=[victim] if what == "stop" else [])
+    if what == "kill":
+        time.sleep(LASTS[way] * dice.uniform(0.1, 1.0))
+        os.kill(started.pids[victim], signal.SIGKILL)
+    found = started.end()
     there, left = output.exists(), output.with_name(f".{output.name}.saving").exists()
     return {**found, "what": what, "victim": victim, "there": there, "left": left}
 
