@@ -6,20 +6,16 @@ has a few messages for each pair of ranks, in an order that both know. So a late
 of tensors, and nothing else. Buffers for messages are made once: two of each kind, so that a round
 is packed while the one before it is on its way.
 
-Messages go as their backend does it best. From devices all messages of a round are one all-to-all.
-From a CPU each goes by itself. A rank that may read the memory of another one's process needs no
-rounds of that one: it reads what it takes from where it lies, after one byte that says that it is
-there. Where two ranks of a machine may not, values go through memory that both have mapped.
+Messages go as their backend does it best: from devices all messages of a round are one all-to-all,
+from a CPU each goes by itself.
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from isal import isal_zlib
@@ -32,17 +28,6 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.execute import OfOp, TensorOf, bytes_of, copy_run
 from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of
-from megatron_ucp.reshard.process_memory import (
-    Address,
-    LyingAt,
-    is_readable,
-    lying_at,
-    mapped,
-    new_mark,
-    offered,
-    read_runs,
-)
-from megatron_ucp.reshard.threads import in_own_threads
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -58,8 +43,6 @@ EXTRA_BYTES = 256 * 2**20
 _MOST_BYTES, _LEAST_BYTES = 32 * 2**20, 2**18  # of a round, whatever the number of ranks
 _ALONE_BYTES = 2**18  # of a copy that gets a message of its own: it may need no buffer
 _ALIGN_BYTES = 64  # each message begins at so many bytes
-# tags of bytes: shared memory was read, and may be filled again; memory may be read where it lies
-_READ, _READY = 1, 2
 
 
 def round_bytes(world: int) -> int:
@@ -99,15 +82,11 @@ class _Pair:
 @dataclass(slots=True)
 class _Message:
     """What goes between this rank and a peer at once: `memory` is sent, or filled, and `pairs` are
-    copied before, or after it. The process group carries `sent`: that memory, or one byte where
-    both ranks have mapped it. `is_reused`: a later message lies in the same shared memory, or an
-    earlier one did where this one is sent; who read it says so first."""
+    copied before, or after it."""
 
     peer: int
     memory: torch.Tensor
-    sent: torch.Tensor
     pairs: list[_Pair] = field(default_factory=list[_Pair])
-    is_reused: bool = False
 
 
 @dataclass(slots=True)
@@ -132,38 +111,25 @@ class KeptMoves:
         self._is_one_exchange = is_one_exchange(self._device)
         self._zeros: list[torch.Tensor] = []
         self._own: list[_Pair] = []
-        self._reads: dict[int, list[_Read]] = {}  # by the giver
-        self._mark = new_mark()
         others: dict[int, list[_Taken]] = {}
         with agree.together():
             for one in parts:
                 self._plan(one, into, others)
-        kept = agree.KeptBack()
-        lying = self._lying_at(others, kept)
         with agree.gathering() as block:
-            kept.raise_kept()
-            read = self._read_in_place(others, lying)
-            left = {giver: rows for giver, rows in others.items() if giver not in read}
-            taken = [*self._rounds(left, round_bytes(self.world))]
-            block.value = len(taken)
+            self._taken = [*self._rounds(others, round_bytes(self.world))]
+            block.value = len(self._taken)
         self.rounds = max(block.values)
-        self._taken: list[dict[int, list[_Taken]]] = [*taken, read]
-        self._asked, gives, takes = self._shared(_by_giver(taken))
-        # who asked for addresses, and for no message, reads
-        self._read_by = {rank: r for rank, r in self._read_by.items() if rank not in self._asked}
+        # what each other rank asks this one for
+        self._asked = agree.delivered(_by_giver(self._taken)) if self.rounds else {}
         with agree.together():
-            coming = [self._to_come(taken, number, gives) for number in range(self.rounds)]
-            going = [self._to_go(number, takes) for number in range(self.rounds)]
+            coming = [self._to_come(number) for number in range(self.rounds)]
+            going = [self._to_go(number) for number in range(self.rounds)]
             (self._coming, came), (self._going, sent) = map(self._buffers, (coming, going))
             splits = [[*map(self._splits, rounds)] for rounds in (coming, going)]
             exchanges = [*zip(came, sent, *splits, strict=True)]
             self._exchanges = exchanges if self._is_one_exchange else []
         self.read_bytes = sum(one.memory.nbytes for row in self._coming for one in row)
-        self.read_bytes += sum(one.size_bytes for reads in self._reads.values() for one in reads)
         self.sent_bytes = sum(one.memory.nbytes for row in self._going for one in row)
-        self.sent_bytes += sum(
-            self._size(one) for rows in self._read_by.values() for one, _ in rows
-        )
         others_into = [one.into for row in self._taken for rows in row.values() for one in rows]
         filled = [*(pair.into for pair in self._own), *others_into]
         self.filled_bytes = sum(map(_bytes_of, filled))
@@ -194,56 +160,6 @@ class KeptMoves:
                 else:
                     others.setdefault(giver, []).append(_Taken(name, asked, view, lost))
 
-    def _lying_at(
-        self, others: Mapping[int, Sequence[_Taken]], kept: agree.KeptBack
-    ) -> dict[int, LyingAt]:
-        """Where in the memories of other processes of this machine what this rank takes lies, by
-        the giver. Collective; an error is `kept`."""
-        # elements that others may read here, by the taker; the views keep their memory
-        self._read_by: dict[int, list[tuple[Asked, torch.Tensor]]] = {}
-        machines = self._held.machines
-        if self._is_one_exchange or len({*machines}) == self.world:
-            return {}
-        wished = {
-            giver: [one.asked for one in rows]
-            for giver, rows in others.items()
-            if machines[giver] == machines[self.rank]
-            and all(_is_worth_reading(self._runs(one.asked)) for one in rows)
-        }
-        told: dict[int, LyingAt] = {}
-        for taker, every in agree.delivered(wished).items():
-            with kept:
-                views = [self._held.values(one.side, one.shape) for one in every]
-                if all(view.device.type == "cpu" for view in views):
-                    self._read_by[taker] = [*zip(every, views, strict=True)]
-                    told[taker] = lying_at(self._mark, views)
-        return agree.delivered(told)
-
-    def _read_in_place(
-        self, others: Mapping[int, list[_Taken]], lying: Mapping[int, LyingAt]
-    ) -> dict[int, list[_Taken]]:
-        """What this rank reads from where it lies, by the giver: all that it takes of one, or
-        nothing."""
-        for giver, there in lying.items():
-            if is_readable(there):
-                both = zip(others[giver], there.starts, strict=True)
-                self._reads[giver] = [self._read(there, *one) for one in both]
-        return {giver: others[giver] for giver in self._reads}
-
-    def _runs(self, asked: Asked) -> tuple[Any, int]:
-        return _runs(asked, ITEMSIZE[self._held.dtype(asked.side.slot)])
-
-    def _read(self, there: LyingAt, taken: _Taken, start: int) -> "_Read":
-        dtype = getattr(torch, self._held.dtype(taken.asked.side.slot))
-        is_as_it_lies = (
-            taken.lost is None
-            and taken.into.dtype == dtype
-            and taken.into.device.type == "cpu"
-            and taken.into.is_contiguous()
-        )
-        size, runs = self._size(taken.asked), self._runs(taken.asked)
-        return _Read(there, start, runs, size, taken, None if is_as_it_lies else dtype)
-
     def _rounds(
         self, others: Mapping[int, Sequence[_Taken]], most: int
     ) -> Iterator[dict[int, list[_Taken]]]:
@@ -267,83 +183,41 @@ class KeptMoves:
     def _size(self, asked: Asked) -> int:
         return self._held.bytes_of(asked.side, asked.shape)
 
-    def _shared(self, wished: "_Rounds") -> tuple["_Rounds", "_Memories", "_Memories"]:
-        """What each other rank asks this one for; and memory that it shares with those that give,
-        and with those that take. Two ranks share none where one can't map it. Collective."""
-        if not self.rounds:
-            return {}, {}, {}
-        with ExitStack() as files:
-            made = {} if self._is_one_exchange else self._offers(wished, files)
-            given = {giver: (rows, made.get(giver, (None,))[0]) for giver, rows in wished.items()}
-            came = agree.delivered(given)
-            found = {taker: mapped(where) for taker, (_, where) in came.items() if where}
-            takes = {taker: one.chunk(2) for taker, one in found.items() if one is not None}
-            told = agree.delivered(dict.fromkeys(takes, True)) if not self._is_one_exchange else {}
-        gives = {giver: one.chunk(2) for giver, (_, one) in made.items() if giver in told}
-        return {taker: rows for taker, (rows, _) in came.items()}, gives, takes
-
-    def _offers(
-        self, wished: "_Rounds", files: ExitStack
-    ) -> dict[int, tuple[Address, torch.Tensor]]:
-        """Memory for two rounds of each giver, and where that rank finds it."""
-        made: dict[int, tuple[Address, torch.Tensor]] = {}
-        for giver, rounds in wished.items():
-            size = max(sum(map(self._size, row)) for row in rounds)
-            if (one := offered(2 * (size + -size % _ALIGN_BYTES), files)) is not None:
-                made[giver] = one
-        return made
-
-    def _messages(
-        self, rows: Sequence[Any], asked_of: Callable[[Any], Asked], shared: Sequence[torch.Tensor]
-    ) -> Iterator[Any]:
+    def _messages(self, rows: Sequence[Any], asked_of: Callable[[Any], Asked]) -> Iterator[Any]:
         """The copies of a round between two ranks, by the message that they are in: both find the
         same ones. All of them are in one, where that is copied anyway."""
         small: list[Any] = []
         for one in rows:
-            is_copied = self._is_one_exchange or shared
-            if not is_copied and self._size(asked_of(one)) >= _ALONE_BYTES:
+            if not self._is_one_exchange and self._size(asked_of(one)) >= _ALONE_BYTES:
                 yield [one]
             else:
                 small.append(one)
         if small:
             yield small
 
-    def _to_come(
-        self, taken: Sequence[Mapping[int, Sequence[_Taken]]], number: int, gives: "_Memories"
-    ) -> list["_Planned"]:
+    def _to_come(self, number: int) -> list["_Planned"]:
         """The messages that this rank gets in a round."""
-        row, after = (dict(*taken[one : one + 1]) for one in (number, number + 2))
+        row = self._taken[number] if number < len(self._taken) else {}
         return [
-            _Planned(
-                giver,
-                [(one.into, one.asked, one.lost) for one in rows],
-                gives.get(giver, ()),
-                is_reused=giver in after,
-                coming=True,
-            )
+            _Planned(giver, [(one.into, one.asked, one.lost) for one in rows], coming=True)
             for giver, every in row.items()
-            for rows in self._messages(every, lambda one: one.asked, gives.get(giver, ()))
+            for rows in self._messages(every, lambda one: one.asked)
         ]
 
-    def _to_go(self, number: int, takes: "_Memories") -> list["_Planned"]:
+    def _to_go(self, number: int) -> list["_Planned"]:
         """Those that it sends."""
         return [
-            _Planned(
-                taker,
-                [(self._held.values(one.side, one.shape), one, None) for one in rows],
-                takes.get(taker, ()),
-                is_reused=number >= 2,
-            )
+            _Planned(taker, [(self._held.values(one.side, one.shape), one, None) for one in rows])
             for taker, rounds in sorted(self._asked.items())
             if number < len(rounds)
-            for rows in self._messages(rounds[number], lambda one: one, takes.get(taker, ()))
+            for rows in self._messages(rounds[number], lambda one: one)
         ]
 
     def _buffers(
         self, rounds: Sequence[Sequence["_Planned"]]
     ) -> tuple[list[list[_Message]], list[torch.Tensor]]:
         """The messages of all rounds, and the memory of each round, in two buffers that take turns;
-        what is one run of memory where it lies, or goes through shared memory, needs none."""
+        what is one run of memory where it lies needs none."""
         sizes = [sum(map(self._room, row)) for row in rounds]
         memories = [
             torch.empty(max(sizes[turn::2], default=0), dtype=torch.uint8, device=self._device)
@@ -355,7 +229,7 @@ class KeptMoves:
             for one in row:
                 size = self._room(one)
                 own = memories[number % 2][at : at + size]
-                messages.append(self._message(one, one.shared[number % 2] if one.shared else own))
+                messages.append(self._message(one, own))
                 at += size
             out.append(messages)
         return out, [memories[number % 2][:size] for number, size in enumerate(sizes)]
@@ -373,7 +247,6 @@ class KeptMoves:
         return (
             not more
             and lost is None
-            and not planned.shared
             and not self._is_one_exchange
             and view.is_contiguous()
             and view.device.type == self._device.type
@@ -383,7 +256,7 @@ class KeptMoves:
 
     def _room(self, planned: "_Planned") -> int:
         """Bytes of a buffer that a message takes; the next one begins aligned."""
-        if planned.shared or self._is_run(planned):
+        if self._is_run(planned):
             return 0
         size = sum(self._size(asked) for _, asked, _ in planned.rows)
         return size + -size % _ALIGN_BYTES
@@ -391,7 +264,7 @@ class KeptMoves:
     def _message(self, planned: "_Planned", memory: torch.Tensor) -> _Message:
         if self._is_run(planned):
             run = planned.rows[0][0].reshape(-1).view(torch.uint8)
-            return _Message(planned.peer, run, run)
+            return _Message(planned.peer, run)
         at, pairs = 0, list[_Pair]()
         for view, asked, lost in planned.rows:
             size = self._size(asked)
@@ -399,10 +272,7 @@ class KeptMoves:
             run = memory[at : at + size].view(dtype).view(asked.shape)
             pairs.append(_Pair(view, run, lost) if planned.coming else _Pair(run, view))
             at += size
-        memory = memory[:at]
-        sent = _byte() if planned.shared else memory
-        is_reused = bool(planned.shared) and planned.is_reused
-        return _Message(planned.peer, memory, sent, pairs, is_reused)
+        return _Message(planned.peer, memory[:at], pairs)
 
     # ------------------------------------------------ each time
 
@@ -411,14 +281,12 @@ class KeptMoves:
         kept: agree.KeptBack,
         advance: Callable[[int], object] = bool,
     ) -> Lost:
-        """Fills this rank's memory. Collective: no agreement, only what has to move; others may
-        read this rank until the ranks agree on something. Returns how many finite values of which
-        parameters became none. A rank that fails still sends what others wait for; its first error
-        is `kept`, and what it sent then is undefined. `advance` counts bytes that are filled, in
-        several threads."""
+        """Fills this rank's memory. Collective: no agreement, only what has to move. Returns how
+        many finite values of which parameters became none. A rank that fails still sends what
+        others wait for; its first error is `kept`, and what it sent then is undefined. `advance`
+        counts bytes that are filled."""
         lost: dict[tuple[str, str], int] = {}
         works = self._post(0, kept)
-        told, ready = self._opened(kept)
         with kept:
             for one in self._zeros:
                 one.zero_()
@@ -426,14 +294,6 @@ class KeptMoves:
             with kept:
                 _copied([pair], lost)
                 advance(_bytes_of(pair.into))
-        for giver in self._reads:
-            with kept:
-                ready[giver].wait()
-        reads = [one for every in self._reads.values() for one in every]
-        with kept:
-            size_bytes = sum(one.size_bytes for one in reads)
-            for found in in_own_threads(lambda one: one.fill(advance), reads, size_bytes):
-                _add(found, lost)
         for number in range(self.rounds):
             following = self._post(number + 1, kept)
             for work in works:
@@ -443,38 +303,17 @@ class KeptMoves:
                 with kept:
                     _copied(message.pairs, lost)
                     advance(message.memory.nbytes)
-                if message.is_reused:
-                    with kept:
-                        following.append(dist.isend(_byte(), message.peer, tag=_READ))
             works = following
-        for work in told:
-            with kept:
-                work.wait()
         return lost
-
-    def _opened(self, kept: agree.KeptBack) -> tuple[list[Any], dict[int, Any]]:
-        """Tells others that what they read of this rank is there. Returns these messages, and those
-        of the givers."""
-        told: list[Any] = []
-        ready: dict[int, Any] = {}
-        for giver in self._reads:
-            with kept:
-                ready[giver] = dist.irecv(_byte(), giver, tag=_READY)
-        for taker in self._read_by:
-            with kept:
-                told.append(dist.isend(_byte(), taker, tag=_READY))
-        return told, ready
 
     # ------------------------------------------------ checksums
 
     def sums_given(self) -> dict[int, list[int]]:
         """The CRC-32s of all elements that each other rank asks this one for, in that order."""
-        messages = {
+        return {
             taker: [_crc32(self._held.values(one.side, one.shape)) for row in rounds for one in row]
             for taker, rounds in self._asked.items()
         }
-        reads = {taker: [_crc32(view) for _, view in rows] for taker, rows in self._read_by.items()}
-        return messages | reads
 
     def compared(self, given: Mapping[int, Sequence[int]]) -> tuple[int, list[str]]:
         """Compares what was filled with the source: bytes whose sums are the same, and the
@@ -506,16 +345,13 @@ class KeptMoves:
         going, coming = self._row(self._going, number), self._row(self._coming, number)
         for message in () if self._is_one_exchange else coming:
             with kept:
-                works.append(dist.irecv(message.sent, message.peer))
+                works.append(dist.irecv(message.memory, message.peer))
         for message in going:
-            with kept:
-                if message.is_reused:
-                    dist.recv(_byte(), message.peer, tag=_READ)
             with kept:
                 _copied(message.pairs, {})
             with kept:
                 if not self._is_one_exchange:
-                    works.append(dist.isend(message.sent, message.peer))
+                    works.append(dist.isend(message.memory, message.peer))
         for exchange in self._exchanges[number : number + 1]:
             with kept:
                 works.append(dist.all_to_all_single(*exchange, async_op=True))
@@ -525,17 +361,11 @@ class KeptMoves:
 @dataclass(slots=True)
 class _Planned:
     """A message before it has memory: views of this rank with the elements that are asked for, and
-    what may be lost of them; both buffers that the two ranks have mapped, if they have any."""
+    what may be lost of them."""
 
     peer: int
     rows: list[tuple[torch.Tensor, Asked, tuple[str, str] | None]]
-    shared: Sequence[torch.Tensor]
-    is_reused: bool
     coming: bool = False
-
-
-_Rounds = Mapping[int, Sequence[Sequence[Asked]]]  # what ranks are asked for, round by round
-_Memories = Mapping[int, Sequence[torch.Tensor]]  # two buffers that this rank shares with another
 
 
 def _by_giver(
@@ -560,64 +390,6 @@ def _copied(pairs: Sequence[_Pair], lost: dict[tuple[str, str], int]) -> None:
 def _add(found: Lost, lost: dict[tuple[str, str], int]) -> None:
     for what, count in found.items():
         lost[what] = lost.get(what, 0) + count
-
-
-def _byte() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
-
-
-# ---- memory of another process
-
-
-_LEAST_RUN_BYTES = 1024  # the system looks up each run of memory by itself
-
-
-class _Read:
-    """What is read from the memory of a giver's process; by way of memory in its `dtype` where it
-    can't be read to where it goes as it lies (None: it can)."""
-
-    def __init__(
-        self,
-        there: LyingAt,
-        start: int,
-        runs: tuple[Any, int],
-        size_bytes: int,
-        taken: _Taken,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.size_bytes = size_bytes
-        self._there, self._taken, self._dtype = there, taken, dtype
-        firsts, run_bytes = runs
-        self._runs = np.empty((len(firsts), 2), np.uintp)
-        self._runs[:, 0], self._runs[:, 1] = firsts + start, run_bytes
-
-    def fill(self, advance: Callable[[int], object]) -> Lost:
-        """Fills it; returns what was lost. Raises BrokenError where the process is gone."""
-        into, dtype, lost = self._taken.into, self._dtype, dict[tuple[str, str], int]()
-        there = into if dtype is None else torch.empty(self._taken.asked.shape, dtype=dtype)
-        read_runs(self._there, self._runs, there)
-        if dtype is not None:
-            _copied([_Pair(into, there, self._taken.lost)], lost)
-        advance(self.size_bytes)
-        return lost
-
-
-def _is_worth_reading(runs: tuple[Any, int]) -> bool:
-    starts, run_bytes = runs
-    return len(starts) == 1 or run_bytes >= _LEAST_RUN_BYTES
-
-
-def _runs(asked: Asked, itemsize: int) -> tuple[Any, int]:
-    """Elements as runs that follow each other in memory: how many bytes after the first element
-    each begins, and the bytes of one."""
-    elems, dims = 1, [*zip(asked.shape, asked.side.strides, strict=True)]
-    while dims and (dims[-1][0] == 1 or dims[-1][1] == elems):
-        elems *= dims.pop()[0]
-    starts = np.zeros(1, np.uintp)
-    for length, stride in dims:
-        steps = np.arange(length, dtype=np.uintp) * np.uintp(stride * itemsize)
-        starts = (starts[:, None] + steps).reshape(-1)
-    return starts, elems * itemsize
 
 
 # ---- copies

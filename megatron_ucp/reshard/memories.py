@@ -117,12 +117,9 @@ class Holdings:
 
     def values(self, side: Side, shape: Ints) -> torch.Tensor:
         """Elements of this rank's memory."""
-        flat = self.lies_in(side, shape)
+        last = side.offset + span(shape, side.strides)
+        flat = self.engine.read(side.slot, side.offset, last)
         return torch.as_strided(flat, shape, side.strides, flat.storage_offset())
-
-    def lies_in(self, side: Side, shape: Ints) -> torch.Tensor:
-        """The memory from the first of such elements to the last one."""
-        return self.engine.read(side.slot, side.offset, side.offset + span(shape, side.strides))
 
     def bytes_of(self, side: Side, shape: Ints) -> int:
         """How many such elements take."""

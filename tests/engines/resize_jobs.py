@@ -1,8 +1,6 @@
 """What the ranks do in the tests of resizes: one engine trains, another one on another mesh goes on
 from its memory."""
 
-import errno
-import gc
 import json
 import os
 import signal
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.deepspeed import optimizer
-from megatron_ucp.reshard import kept_moves, process_memory
+from megatron_ucp.reshard import kept_moves
 from tests.connected import connect
 from tests.engines import canonical as zero_states
 from tests.engines import model, stack_states
@@ -89,92 +87,32 @@ def _pair(
 # ------------------------------------------------ how messages go
 
 
-def _nothing_found(address: Any) -> Any:
-    """What a rank in another container sees: its own memory alone."""
-    return _found(address) if f"/{os.getpid()}/" in address.path else None
-
-
-def _no_room(file: int, offset: int, size: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _other_memory(process: int, runs: Any, into: torch.Tensor) -> bool:
-    """What a rank reads where the number of another rank's process is that of a stranger."""
-    into.zero_()
-    return True
-
-
-def _refused(*_: Any) -> int:
-    return -1
-
-
-_found, _Moves = kept_moves.mapped, kept_moves.KeptMoves
-_NO_READS = process_memory, "_reader", lambda: None, None
-# name -> what is otherwise than it would be here, on which ranks (None: on all)
-WAYS: dict[str, list[tuple[Any, str, Any, int | None]]] = {
-    "reads": [],
-    "one rank may not read": [(process_memory, "_reader", lambda: _refused, 1)],
-    "one rank sees other processes": [(process_memory, "_is_read", _other_memory, 1)],
-    "runs too short": [(kept_moves, "_is_worth_reading", lambda runs: False, 1)],
-    "no exchange": [(optimizer, "exchange_partitions", lambda *_: True, None)],
-    "memory": [_NO_READS],
-    "paired sends": [_NO_READS, (kept_moves, "offered", lambda *_: None, None)],
-    "one exchange": [(kept_moves, "is_one_exchange", lambda device: True, None)],
-    "no room on one rank": [_NO_READS, (os, "posix_fallocate", _no_room, 1)],
-    "one rank in another container": [_NO_READS, (kept_moves, "mapped", _nothing_found, 1)],
+_Moves = kept_moves.KeptMoves
+# name -> what is otherwise than it would be here
+WAYS: dict[str, list[tuple[Any, str, Any]]] = {
+    "paired sends": [],
+    "one exchange": [(kept_moves, "is_one_exchange", lambda device: True)],
+    "no broadcast": [(optimizer, "broadcast_each", lambda *_: None)],
 }
 
 
 def by_way(source: Any, target: Any, way: str, window: int, **options: Any) -> dict[str, Any]:
-    """As `pair`, with provenance values, and messages that go in some way; how those from here went
-    to each other rank, and what is left of memory that ranks shared."""
-    went: dict[int, set[str]] = {}
+    """As `pair`, with provenance values, and messages that go in some way; to whom how many went,
+    and whether in one exchange."""
+    went: dict[int, set[bool]] = {}
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         _made(self, *args, **kwargs)
         for message in (one for row in self._going for one in row):
-            sent = "memory" if message.sent is not message.memory else "paired sends"
-            went.setdefault(message.peer, set()).add("one exchange" if self._exchanges else sent)
-        for taker in self._read_by:
-            went.setdefault(taker, set()).add("reads")
+            went.setdefault(message.peer, set()).add(bool(self._exchanges))
 
     _made = _Moves.__init__
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(_Moves, "__init__", made))
-        for where, name, value, rank in WAYS[way]:
-            if rank in (None, dist.get_rank()):
-                patches.enter_context(mock.patch.object(where, name, value))
+        for where, name, value in WAYS[way]:
+            patches.enter_context(mock.patch.object(where, name, value))
         found = pair(source, target, True, window=window, **options)
-    gc.collect()
-    files = [Path("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")]
-    left = [os.readlink(one) for one in files if one.is_symlink()]
-    left += Path("/proc/self/maps").read_text().splitlines()
-    return found | {"went": went, "shared": [one for one in left if "megatron_ucp_" in one]}
-
-
-def hasty(source: Any, target: Any, waits: bool) -> dict[str, Any]:
-    """One rank is slow to read what another one gives it, who fills the same memory each time:
-    when it was read, where it `waits` for that, else as soon as it can."""
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        _made(self, *args, **kwargs)
-        for message in (one for rows in (self._going, self._coming) for row in rows for one in row):
-            message.is_reused &= waits
-
-    def copied(pairs: Any, lost: Any) -> None:
-        time.sleep(0.02 if dist.get_rank() == 0 else 0)
-        _copied(pairs, lost)
-
-    _made = _Moves.__init__
-    with (
-        mock.patch.object(_Moves, "__init__", made),
-        mock.patch.object(kept_moves, "_copied", copied),
-        mock.patch.object(*_NO_READS[:3]),
-    ):
-        try:
-            return pair(source, target, True, window=256)
-        except ucp.UcpError as error:
-            return {"said": f"{type(error).__name__}: {error}"}
+    return found | {"went": went}
 
 
 def look(found: dict[str, Any], kind: Kind, engine: Any, want: Any, compare: Any) -> None:
@@ -408,8 +346,7 @@ def weights_alone(source: Any, target: Any) -> dict[str, Any]:
 
 
 def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
-    """One rank is killed while elements move, in a hold or in a load, or as it reads those of
-    others, who read its own. Each of the others writes
+    """One rank is killed while elements move, in a hold or in a load. Each of the others writes
     what it was told, how long after the death, and whether its own engine is as it was."""
     one, other = kind_of(source), kind_of(target)
     engine = one.make(source)
@@ -427,8 +364,8 @@ def dies(source: Any, target: Any, rank: int, folder: str, moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     dist.barrier()
-    where = (kept_moves._Read, "fill") if moment == "read" else (kept_moves.KeptMoves, "_post")
-    with mock.patch.object(*where, killed) if dist.get_rank() == rank else nothing():
+    is_dead = dist.get_rank() == rank
+    with mock.patch.object(kept_moves.KeptMoves, "_post", killed) if is_dead else nothing():
         said = refusal_of(doing, "nothing was told")
     seconds = time.time() - float((file / "death").read_text())
     same = all(map(torch.equal, own, _own_tensors(engine)))

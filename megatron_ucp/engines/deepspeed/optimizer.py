@@ -13,8 +13,6 @@ from megatron_ucp.engines.live import params_of, parts_of
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.formats.deepspeed.optimizers import steps_matrices, uncut_states
-from megatron_ucp.reshard.messages import GroupRanks
-from megatron_ucp.reshard.process_memory import exchange_partitions
 
 # ---- partitions
 #
@@ -26,22 +24,9 @@ def on_cpu(partitions: Sequence[torch.Tensor]) -> bool:
     return all(partition.device.type == "cpu" for partition in partitions)
 
 
-def exchange_each(rows: Sequence[tuple[Sequence[torch.Tensor], Any]]) -> None:
-    """Gives every rank of a group all partitions of each buffer, which are listed in the order of
-    the group's ranks; each one is written where it is. For those on the CPU. Collective.
-
-    Ranks that can read each other's memory do; broadcasts through sockets take twice the time.
-    """
-    for group in dict.fromkeys(group for _, group in rows):
-        buffers = [partitions for partitions, own in rows if own is group]
-        alone = torch.distributed.get_world_size(group) == 1
-        if not alone and not exchange_partitions(buffers, GroupRanks(group)):
-            for partitions in buffers:
-                broadcast_each(partitions, group)
-
-
 def broadcast_each(partitions: Sequence[torch.Tensor], group: Any) -> None:
-    """As `exchange_each`, of one buffer, through the process group.
+    """Gives every rank of a group all partitions of a buffer, which are listed in the order of the
+    group's ranks; each one is written where it is. For those on the CPU. Collective.
 
     gloo's all-gather collects in fresh memory of the whole buffer's size first. Broadcasts take a
     quarter of its time, and a load needs no memory on top of the engine's own.
@@ -188,7 +173,8 @@ class LiveZero12(Wrapper):
             # as `update_lp_params`, in place
             for master, _, _, partitions, _, ranks in rows:
                 partitions[rank_in(ranks)].data.copy_(master.data)
-            exchange_each([(partitions, ranks) for _, _, _, partitions, _, ranks in rows])
+            for _, _, _, partitions, _, ranks in rows:
+                broadcast_each(partitions, ranks)
         else:
             self.opt.update_lp_params()
         self.opt._link_all_hp_params()

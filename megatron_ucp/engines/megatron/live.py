@@ -12,7 +12,7 @@ from megatron_ucp.core.manifest import BufferPart, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.deepspeed.optimizer import exchange_each, on_cpu
+from megatron_ucp.engines.deepspeed.optimizer import broadcast_each, on_cpu
 from megatron_ucp.engines.live import (
     LiveShards,
     built_groups,
@@ -196,13 +196,11 @@ class LiveMegatron(LiveShards):
             if not on_cpu([bucket.param_data for group in groups for bucket in group.buckets]):
                 chunk.start_param_sync(force_sync=True)
                 continue
-            rows: list[tuple[Sequence[torch.Tensor], Any]] = []
             for group in groups:
                 ranks = group.intra_distributed_optimizer_instance_group
                 for bucket in group.buckets:
-                    rows.append((bucket.param_data.tensor_split(ranks.size()), ranks))
+                    broadcast_each(bucket.param_data.tensor_split(ranks.size()), ranks)
                 group.param_gather_dispatched = True
-            exchange_each(rows)
 
     @torch.no_grad()
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
