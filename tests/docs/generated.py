@@ -204,14 +204,9 @@ def error_classes(word: str) -> str:
 
 
 def support_table(word: str) -> str:
-    """What is supported; files of tests in the last column, or below where they are the same."""
+    """What is supported. `support.TABLES` names the tests of each row too."""
     head, rows = support.TABLES[word]
-    tests = [", ".join(f"`{name}`" for name in row[-1].split(", ")) for row in rows]
-    if len({*tests}) == 1:
-        return f"{table(('', *head), [row[:-1] for row in rows])}\n\nTests: {tests[0]}."
-    return table(
-        ("", *head, "tests"), [(*row[:-1], test) for row, test in zip(rows, tests, strict=True)]
-    )
+    return table(("", *head), [row[:-1] for row in rows])
 
 
 # ---- benchmarks
