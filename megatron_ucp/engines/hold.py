@@ -31,10 +31,8 @@ from megatron_ucp.reshard.load import resume_from_memory
 from megatron_ucp.reshard.memory_layout import (
     HostMemory,
     MemorySink,
-    Takers,
-    on_mesh,
+    on_the_first,
     ranks_that_stay,
-    spread,
 )
 from megatron_ucp.reshard.options import check_switch
 from megatron_ucp.reshard.transfer import TransferRun, transfer
@@ -168,10 +166,10 @@ def hold(
 
     Args:
         engine: An attached engine; None in a process that joins the new world and has nothing.
-        mesh: The mesh to come, such as "dp=3,zero=3": what is held is laid out as it needs it.
-            Without one, and with fewer `ranks`, whole tensors are spread over them.
+        mesh: The mesh to come, such as "dp=3,zero=3": as many ranks stay as it has.
         ranks: How many ranks stay: the first ones of this world. The others keep nothing, and may
-            leave. Default: as many as the mesh has, else all.
+            leave; what they alone have is dealt to those that stay. Default: as many as the mesh
+            has, else all.
         client_state: Values of the program, as of `save_checkpoint`; `load` gives them back.
         loader: The data loader whose position is kept. Default: that of `attach`.
         rng: Whether random states are kept. Default: as `attach` was told, else true.
@@ -309,30 +307,18 @@ def params_of(engine: Any) -> set[int]:
 def _held(lent: MemoryRun, mesh: Mesh | None, ranks: int | None) -> MemoryRun:
     """Collective."""
     here = agree.collect(lent.holder.parts)
-    with agree.together():
-        run, takers = _layout(lent.known, mesh, ranks, here)
+    run, stay = lent.known, ranks_that_stay(mesh, ranks, agree.world()[1])
+    takers = on_the_first(run.manifest, here, stay)
     memory = HostMemory(run.manifest, takers[agree.world()[0]])
     source = SharedMemories(run.name, lent.holder)
     sink = MemorySink(memory, recorded_in(run.original.run))
     with say.progress("hold") as advance:
         done = transfer(source, sink, run=TransferRun(progress=advance)).done
     held = MemoryRun(run, memory, _owners(takers), _one_id())
-    kept, moved, stay = agree.total(done, source.read_bytes, int(done > 0))
-    amounts = f"{say.amount(kept)} on {stay} ranks, {say.amount(moved)} of it from others"
+    kept, moved, keepers = agree.total(done, source.read_bytes, int(done > 0))
+    amounts = f"{say.amount(kept)} on {keepers} ranks, {say.amount(moved)} of it from others"
     say.ended(f"held {run.name} in memory: {amounts}", run.notes)
     return held
-
-
-def _layout(
-    run: RunInMemory, mesh: Mesh | None, ranks: int | None, here: Takers
-) -> tuple[RunInMemory, Takers]:
-    """Where what is held lies. Raises a UcpError."""
-    world = agree.world()[1]
-    stay = ranks_that_stay(mesh, ranks, world)
-    planned = None if mesh is None else on_mesh(run, mesh, world)
-    if planned is not None and mesh is not None and mesh.world <= world:
-        return planned
-    return (run, here) if stay == world else spread(run, stay, world)
 
 
 def _one_id() -> str:

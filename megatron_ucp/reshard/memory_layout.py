@@ -2,17 +2,15 @@
 it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 
-from megatron_ucp.core.manifest import SAVED_ON, BufferPart, Manifest
+from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, UsageError
-from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES
@@ -27,14 +25,6 @@ from megatron_ucp.reshard.fingerprint import (
     table_of,
 )
 from megatron_ucp.reshard.kept_moves import SharedMemories
-from megatron_ucp.reshard.match import scheduler_for
-from megatron_ucp.reshard.memories import evenly
-from megatron_ucp.reshard.target import (
-    Conversion,
-    SourceSettings,
-    target_manifest,
-    universal_manifest,
-)
 from megatron_ucp.reshard.transfer import Lost, Proved, SinkPart, TransferRun
 
 # ---- layouts
@@ -45,30 +35,18 @@ from megatron_ucp.reshard.transfer import Lost, Proved, SinkPart, TransferRun
 Takers = Sequence[Sequence[BufferPart]]  # the parts that each rank of the world keeps
 
 
-def on_mesh(run: RunInMemory, mesh: Mesh, world: int) -> tuple[RunInMemory, Takers]:
-    """A run as DeepSpeed lays it out on a mesh, whose rank r is rank r of the world now. Raises a
-    UcpError where nobody knows how that mesh holds the run."""
-    wanted = _wanted(run, Target(mesh).with_zero_of(run.original.mesh))
-    manifest = target_manifest(wanted)
-    stay = wanted.target.mesh.world
-    takers = [manifest.parts_of(rank) if rank < stay else [] for rank in range(world)]
-    return _laid_out(run, manifest), takers
-
-
-def spread(run: RunInMemory, ranks: int, world: int) -> tuple[RunInMemory, Takers]:
-    """Whole tensors, as many bytes on each of the first ranks as on the others. For any engine and
-    mesh to come. Raises a UcpError."""
-    manifest = universal_manifest(_wanted(run, Target(Mesh())))
-    said = {**run.original.run, SAVED_ON: str(run.original.mesh)}
-    manifest = replace(manifest, run=said)
-    parts = [(number, (), 0) for number in range(len(manifest.buffers))]
-    sizes = [_bytes_of(manifest, part) for part in parts]
-    nobody: set[int] = set()
-    owners = evenly([(size, nobody) for size in sizes], ranks)
-    takers: list[list[BufferPart]] = [[] for _ in range(world)]
-    for part, owner in zip(parts, owners, strict=True):
-        takers[owner].append(part)
-    return _laid_out(run, manifest), takers
+def on_the_first(manifest: Manifest, here: Takers, stay: int) -> Takers:
+    """What the first ranks of a world keep: what each has, and what the others alone have, as many
+    bytes on each as can be. `here` are the parts that ranks have."""
+    kept = [[*parts] for parts in here[:stay]]
+    sizes = [sum(_bytes_of(manifest, part) for part in parts) for parts in kept]
+    held = {part for parts in kept for part in parts}
+    left = dict.fromkeys(part for parts in here[stay:] for part in parts if part not in held)
+    for part in sorted(left, key=lambda part: -_bytes_of(manifest, part)):
+        rank = min(range(stay), key=sizes.__getitem__)
+        kept[rank].append(part)
+        sizes[rank] += _bytes_of(manifest, part)
+    return [*kept, *([] for _ in here[stay:])]
 
 
 def _bytes_of(manifest: Manifest, part: BufferPart) -> int:
@@ -137,22 +115,6 @@ class _Work:
         rank = self._least(ranks)
         self._bytes[rank] += size
         return rank
-
-
-def _wanted(run: RunInMemory, target: Target) -> Conversion:
-    return SourceSettings(run, False).wanted(target, None)
-
-
-def _laid_out(run: RunInMemory, manifest: Manifest) -> RunInMemory:
-    """A run whose elements will lie as a manifest says; with what its scheduler keeps for each
-    group in the order of that manifest's groups."""
-    firsts: dict[int, str] = {}
-    for _, member, group in manifest.stepped():
-        firsts.setdefault(group, member.param)
-    held = run.original
-    origins = [held.group_number(firsts[number]) for number in range(len(manifest.groups))]
-    scheduler = scheduler_for(run.state.scheduler, origins, len(held.groups))
-    return replace(run, manifest=manifest, state=replace(run.state, scheduler=scheduler))
 
 
 def ranks_that_stay(mesh: Mesh | None, ranks: int | None, world: int) -> int:

@@ -267,7 +267,6 @@ def _impossible(handle: Any) -> dict[str, Callable[[], Any]]:
         "too many ranks": lambda: ucp.hold(handle, ranks=world + 1),
         "two numbers": lambda: ucp.hold(handle, mesh=f"dp={world}", ranks=world - 1),
         "no mesh": lambda: ucp.hold(handle, mesh="dq=2"),
-        "nobody declared cuts": lambda: ucp.hold(handle, mesh=f"tp={world}"),
         "ranks differ": lambda: ucp.hold(handle, ranks=1 + dist.get_rank() % 2),
         "not attached": lambda: ucp.hold(torch.nn.Linear(1, 1)),
         "into itself": lambda: ucp.resize(handle, handle),
