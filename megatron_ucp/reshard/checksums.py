@@ -94,24 +94,18 @@ def _tables(size_bytes: int) -> Any:
 
 # ---- known sums
 #
-# Memory that was summed as it was read or written.
+# Memory that was summed as it was written.
 
 
 class KnownSums:
-    """CRC-32s of runs of memory that were summed as they were read into it, or written from it:
-    whoever sums that memory next need not look at it again. Several threads may use one.
-
-    `edges` are addresses at which what is written is summed apart, such as where a parameter
-    begins; runs that were read are those that were filled at once.
+    """CRC-32s of runs of memory that were summed as they were written to a file: whoever sums that
+    memory next need not look at it again. Several threads may use one. `edges` are addresses at
+    which memory is summed apart, such as where a parameter begins.
     """
 
     def __init__(self, edges: Iterable[int] = ()) -> None:
         self._edges = sorted({*edges})
         self._runs: dict[int, tuple[int, int]] = {}  # first byte -> bytes, CRC-32
-
-    def add(self, first_byte: int, size_bytes: int, crc: int) -> None:
-        """Notes a run of memory."""
-        self._runs[first_byte] = size_bytes, crc
 
     def crc32(self, data: Any, first_byte: int) -> int:
         """The CRC-32 of bytes that lie at `first_byte`, or are a copy of those that do."""
@@ -119,7 +113,7 @@ class KnownSums:
         inside = self._edges[bisect_right(self._edges, first_byte) : bisect_left(self._edges, end)]
         for low, high in pairwise((first_byte, *inside, end)):
             own = int(crc32(data[low - first_byte : high - first_byte]))
-            self.add(low, high - low, own)
+            self._runs[low] = high - low, own
             crc = int(crc32_combine(crc, own, high - low))
         return crc
 

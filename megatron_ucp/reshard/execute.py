@@ -21,7 +21,7 @@ from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.byte_files import ByteFile, Record, Where
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
-from megatron_ucp.reshard.checksums import CRC_CHUNK_BYTES, KnownSums, SummedRun
+from megatron_ucp.reshard.checksums import CRC_CHUNK_BYTES, SummedRun
 from megatron_ucp.reshard.findings import Progress
 
 # ---- pages
@@ -105,12 +105,11 @@ def execute(
     over_gaps: int = 1,
     staging: "Staging | None" = None,
     progress: Progress | None = None,
-    known: KnownSums | None = None,
 ) -> Counts:
     """Fills every wanted slot. `target` gives the flat tensor of a slot (any device, any dtype of
     the plan). `staging` is kept from one call to the next where there are many. `progress` is told
     the bytes after each record. The CRC-32 of what is read of a record is noted where one of the
-    operations on it `is_summed`; `known` takes those of memory that one run fills as it is.
+    operations on it `is_summed`.
 
     Rows with gaps between them are read for themselves, as what lies between is for other ranks;
     over short gaps where that takes at most `over_gaps` times the bytes that are wanted. Raises
@@ -118,7 +117,7 @@ def execute(
     """
     places = {slot: locate(slot) for slot in plan.sources}
     tensor_of, staging = functools.cache(target), staging or Staging()
-    reading = _Reading(places, tensor_of, staging, is_summed, over_gaps, known)
+    reading = _Reading(places, tensor_of, staging, is_summed, over_gaps)
     ordered = sorted(plan.ops, key=reading.file_order)
     advance, ahead = _advancing(plan, places, progress), _Ahead(ordered, places)
     reading.advance = ahead.advance
@@ -286,22 +285,17 @@ def read_run(
     counts: Counts,
     checksums: bool = True,
     advance: Callable[[int], object] = bool,
-    sink: Callable[[int, int], object] | None = None,
 ) -> None:
     """Reads a contiguous run, in the bytes of its record, into memory, and notes its CRC-32.
-    `advance` is told how many bytes `counts` has, before each piece that is read; `sink` the bytes
-    and their CRC-32, whether the record has one or not."""
+    `advance` is told how many bytes `counts` has, before each piece that is read."""
     size, before, crc = len(into), counts.read_bytes, 0
     counts.read_bytes += size
     is_compared = checksums and bool(where.record.crc32)
-    is_summed = is_compared or sink is not None
     for at in range(0, size, CRC_CHUNK_BYTES):
         advance(before + at)
         chunk = into[at : at + CRC_CHUNK_BYTES]
         where.file.read_into(where.record, offset_bytes + at, chunk)
-        crc = isal_zlib.crc32(chunk, crc) if is_summed else 0
-    if sink is not None:
-        sink(size, crc)
+        crc = isal_zlib.crc32(chunk, crc) if is_compared else 0
     if not is_compared:
         counts.unsummed_bytes += size
         return
@@ -427,12 +421,11 @@ class _Reading:
         staging: Staging,
         is_summed: OfOp,
         over_gaps: int,
-        known: KnownSums | None,
     ) -> None:
         self.counts = Counts()
         self.advance: Callable[[int], object] = bool
         self._places, self._target, self._staging = places, target, staging
-        self._is_summed, self._over_gaps, self._known = is_summed, over_gaps, known
+        self._is_summed, self._over_gaps = is_summed, over_gaps
 
     def file_order(self, op: Op) -> tuple[str, int, int]:
         """Where an operation reads first: the record, and the byte."""
@@ -467,17 +460,12 @@ class _Reading:
             return _blocks_of(op.source, op.shape, where, out, most, self._over_gaps)
         if way == "run":
             start = _byte_offset(where, op.source)
-            sink = self._sink(out)
-            read_run(where, start, bytes_of(out), self.counts, checksums, self.advance, sink)
+            read_run(where, start, bytes_of(out), self.counts, checksums, self.advance)
         else:
             first_byte = op.target.offset * tensor.element_size()
             into = _Rows(bytes_of(tensor), first_byte, op.target.strides)
             _read_rows(where, op.source, op.shape, into, self.counts)
         return ()
-
-    def _sink(self, out: torch.Tensor) -> Callable[[int, int], object] | None:
-        """What takes the sum of a run that fills a tensor."""
-        return None if self._known is None else functools.partial(self._known.add, out.data_ptr())
 
     def _mean(self, op: Mean, out: torch.Tensor) -> None:
         if not out.dtype.is_floating_point:

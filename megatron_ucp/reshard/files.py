@@ -140,9 +140,7 @@ class SharedFiles(FileSource):
         of records of which an operation `is_summed`."""
         plan, where = joined([one.plan for one in parts]), self.places.__getitem__
         summed: OfOp = is_summed if self._checksums else lambda _: False
-        self._counts += execute(
-            plan, where, into, is_summed=summed, progress=run.progress, known=run.known
-        )
+        self._counts += execute(plan, where, into, is_summed=summed, progress=run.progress)
 
     def fill_window(self, plan: Plan, memory: torch.Tensor, is_summed: OfOp) -> None:
         """Fills a window of a slot by the plan of that window."""

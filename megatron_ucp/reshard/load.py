@@ -34,7 +34,6 @@ from megatron_ucp.formats.registry import find_checkpoint, open_folder
 from megatron_ucp.formats.store import folder_at, look_once
 from megatron_ucp.formats.tags import FoundTag
 from megatron_ucp.reshard import agree, read_once
-from megatron_ucp.reshard.checksums import KnownSums
 from megatron_ucp.reshard.engine import (
     Engine,
     FingerprintCheck,
@@ -264,7 +263,6 @@ class EngineSink:
         plans = [one.plan for one in parts]
         self._read = source, joined(plans)
         into, own_sum = self.engine.tensor, lambda op: self._vouched_for(op) is None
-        run.known = KnownSums() if self._recorded else None
         if isinstance(source, SharedFiles):
             read_once.fill(source, parts, into, run, own_sum, self.options.read)
         else:
@@ -278,7 +276,6 @@ class EngineSink:
                 only=self._is_compared,
                 sizes=self._sizes,
                 copies=True,
-                known=run.known,
             )
 
     def _vouched_for(self, op: Op) -> StateKey | None:

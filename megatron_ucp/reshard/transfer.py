@@ -25,7 +25,6 @@ from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import InexactError, PlanError, SaveError, some_of
 from megatron_ucp.formats.checkpoint import Readable
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.checksums import KnownSums
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 from megatron_ucp.reshard.findings import Progress
@@ -291,12 +290,10 @@ class Sink(AbstractContextManager[Any], Protocol[Given]):
 @dataclass
 class TransferRun:
     """How far a transfer is. Several threads use one. After a failure of one of them, and after
-    Ctrl-C, it is `stopped`, and the others raise at their next window. `known` takes the sums of
-    memory that is filled as it was read."""
+    Ctrl-C, it is `stopped`, and the others raise at their next window."""
 
     total: int = 0
     progress: Progress | None = None
-    known: KnownSums | None = None
     done: int = 0
     stopped: threading.Event = field(default_factory=threading.Event)
     _lock: Any = field(default_factory=threading.Lock)

@@ -4,11 +4,13 @@ import os
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
@@ -21,7 +23,7 @@ from megatron_ucp.reshard.folder import RangeWriter
 from megatron_ucp.reshard.options import WAYS
 from tests.engines.background_jobs import slowly
 from tests.engines.canonical import canonical, differences, everywhere
-from tests.engines.kinds import attached, kind_of, state_after_load
+from tests.engines.kinds import attached, kind_of, refusal_of, state_after_load
 from tests.engines.model import Setup, make_engine, train
 from tests.engines.save_jobs import listing
 
@@ -304,3 +306,22 @@ def summed_again(source: Setup, target: Setup, folder: str) -> dict[str, int]:
     engine.destroy()
     fresh.destroy()
     return out
+
+
+def flipped_once_read(setup: Setup, folder: str, rank: int | None) -> str:
+    """A load after whose reads one bit flips in the memory of a rank: what is said."""
+    from megatron_ucp.reshard import files
+
+    stock, engine = files.execute, attached(setup)
+
+    def execute(plan: Any, where: Any, into: Any, **options: Any) -> Any:
+        counts = stock(plan, where, into, **options)
+        slot, _ = plan.wants[0]
+        into(slot).view(torch.uint8)[3] ^= 1
+        return counts
+
+    is_hit = dist.get_rank() == rank
+    with mock.patch.object(files, "execute", execute) if is_hit else nullcontext():
+        said = refusal_of(lambda: ucp.load(engine, folder))
+    engine.destroy()
+    return said

@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,16 @@ def test_conversions_and_meshes_keep_it(ranks: RankPool, tmp_path: Path) -> None
 
 
 # ------------------------------------------------ faults
+
+
+@pytest.mark.ranks
+def test_a_bit_that_flips_in_memory_once_it_was_read(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, direct_jobs.fingerprints, SOURCE, str(tmp_path), SOURCE)
+    for rank in (None, 1):
+        job, setup = direct_jobs.flipped_once_read, replace(SOURCE, seed=9)
+        for said in ranks.run(2, job, setup, str(tmp_path), rank):
+            is_seen = said.startswith("ForeignFileError: ") and "is not what was saved" in said
+            assert is_seen == (rank is not None), said
 
 
 @dataclass
@@ -339,11 +349,11 @@ def test_a_load_says_how_much_was_compared(sources: Sources, tmp_path: Path) -> 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [1, 3])
-def test_what_was_summed_as_it_was_read_or_written_is_not_summed_again(
+def test_what_was_summed_as_it_was_written_is_not_summed_again(
     ranks: RankPool, tmp_path: Path, zero: int
 ) -> None:
     target = Setup(zero, "bf16", seed=9)
     for found in ranks.run(2, direct_jobs.summed_again, SOURCE, target, str(tmp_path)):
-        assert min(found["stock"], found["engine"]) > 3000
-        assert found["background"] == found["load"] == 0
+        assert min(found["stock"], found["engine"], found["load"]) > 3000
+        assert found["background"] == 0
         assert found["direct"] < 200  # copies of what the first rank writes, which may differ
