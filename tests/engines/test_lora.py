@@ -242,7 +242,10 @@ def test_names_that_are_not_pefts() -> None:
     for wrong in (
         of(f"{inner}.vera_lambda_b.default"),
         of(*pairs),
-        of("prompt_encoder.default.embedding.weight", "prompt_encoder.default.mlp.0.weight"),
+        of("prompt_encoder.default.embedding.weight"),
+        of(f"{inner}.ia3_l.default"),
+        of(f"{inner}.trainable_tokens_delta.default"),
+        of(*(f"{inner}.lora_{part}.default" for part in "ABE")),
     ):
         with pytest.raises(UnsupportedError):
             adapter_of(wrong, "")
