@@ -172,10 +172,8 @@ def check_adapter_config(
     """Raises ModelMismatchError where an adapter_config.json is of another adapter,
     DamagedFileError for one that says no ranks."""
     patterns: Any = config.get("rank_pattern") or {}
-    kind, said = (
-        config.get("peft_type"),
-        [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])],
-    )
+    kind = config.get("peft_type")
+    said = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
     if kind == "LORA" and not all(isinstance(rank, int) for rank in said):
         raise _no_number("rank", file, f"r {config.get('r')!r}, rank_pattern {patterns!r}")
     found = {
