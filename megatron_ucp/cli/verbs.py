@@ -291,7 +291,7 @@ def run_convert(args: Any) -> int:
 
 _EXPORT_OPTIONS = (
     *("dtype", "max_shard_size", "tag", "rules", "config", "family"),
-    *("tokenizer", "merge", "verify", "force", "ranks"),
+    *("tokenizer", "verify", "force", "ranks"),
 )
 _EXPORT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -560,7 +560,6 @@ DeepSpeed nor Megatron is needed.""",
             "adapter_config.json); tokenizer files are copied from there. Default: what the "
             "checkpoint says, else the file beside it",
             "--tokenizer FOLDER": "copy the tokenizer files of this folder",
-            "--merge BASE": "refused: the adapter is written, and peft merges it",
             "--verify": "read the files back and compare them with the checkpoint, bit by bit",
             "--force": "replace OUTPUT, if this command wrote it and nobody changed it since",
         },

@@ -116,21 +116,18 @@ def first_slot(manifest: Manifest, place: HeldAt, state: str) -> Slot:
     return Slot(place.buffer, place.cut, buffer.owners(member, 0, 1)[0], state)
 
 
-def read_copy(
+def _read_copy(
     checkpoint: Checkpoint, place: HeldAt, state: str, dtype: str, low: int, high: int
 ) -> bytes:
     """Elements [low, high) of what a place holds of a parameter."""
     buffer = checkpoint.manifest.buffers[place.buffer].of(state)
     member = buffer.members[place.member]
-    size, out = ITEMSIZE[dtype], bytearray()
+    out = bytearray()
     for part in buffer.owners(member, low, high) if low < high else ():
         first, last = buffer.owned(member, part)
         first, last = max(first, low), min(last, high)
-        where = checkpoint.where(Slot(place.buffer, place.cut, part, state))
-        block = memoryview(bytearray((last - first) * size))
-        at = where.offset_bytes + buffer.offset(member, part, first) * size
-        where.file.read_into(where.record, at, block)
-        out += block
+        slot = Slot(place.buffer, place.cut, part, state)
+        out += _read(checkpoint, slot, buffer.offset(member, part, first), last - first, dtype)
     return bytes(out)
 
 
@@ -566,8 +563,8 @@ def _differ(checkpoint: Checkpoint, one: HeldAt, other: HeldAt, state: str, dtyp
     size = checkpoint.manifest.member(one.buffer, one.member).size
     step = _BLOCK_BYTES // ITEMSIZE[dtype]
     return any(
-        read_copy(checkpoint, one, state, dtype, low, min(low + step, size))
-        != read_copy(checkpoint, other, state, dtype, low, min(low + step, size))
+        _read_copy(checkpoint, one, state, dtype, low, min(low + step, size))
+        != _read_copy(checkpoint, other, state, dtype, low, min(low + step, size))
         for low in range(0, size, step)
     )
 

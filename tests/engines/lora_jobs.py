@@ -68,23 +68,6 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "bias of factors": ("LoraConfig", {"target_modules": ["q_proj"], "lora_bias": True}),
     "whole layers beside": ("LoraConfig", {"target_modules": ["q_proj"]}),
     "biases that no config says": ("LoraConfig", {"target_modules": ["c_attn"]}),
-    "tokens alone": ("TrainableTokensConfig", {"token_indices": [1, 3]}),
-    "ia3": (
-        "IA3Config",
-        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-    ),
-    "loha": ("LoHaConfig", {"r": 2, "target_modules": ["q_proj"]}),
-    "lokr": ("LoKrConfig", {"r": 2, "target_modules": ["q_proj"]}),
-    "oft": ("OFTConfig", {"r": 0, "oft_block_size": 4, "target_modules": ["q_proj"]}),
-    "boft": ("BOFTConfig", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
-    "hra": ("HRAConfig", {"r": 2, "target_modules": ["q_proj"]}),
-    "adalora": (
-        "AdaLoraConfig",
-        {"target_modules": ["q_proj"], "total_step": 100, "tinit": 10, "tfinal": 10},
-    ),
-    "prefix": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
-    "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
-    "prompt": ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
 }
 # what is trained beside the adapter, set by hand, by a part of its name
 BESIDE = {

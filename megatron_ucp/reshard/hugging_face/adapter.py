@@ -23,29 +23,14 @@ from megatron_ucp.errors import (
 PREFIX = "base_model.model."  # peft's wrappers, before the names of the base model
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _MAGNITUDE = "lora_magnitude_vector"  # of DoRA; its file's name has no ".weight"
-# What each kind of adapter trains, by the kind's name in adapter_config.json. Files of these kinds
-# hold no more than what was trained.
-_KINDS = {
-    "LORA": rf"{'|'.join(FACTORS)}|{_MAGNITUDE}",
-    "ADALORA": r"lora_[ABE]",
-    "IA3": r"ia3_l",
-    "LOHA": r"hada_\w+",
-    "LOKR": r"lokr_\w+",
-    "OFT": r"oft_R",
-    "BOFT": r"boft_[Rs]",
-    "HRA": r"hra_u",
-    "LN_TUNING": r"ln_tuning_layers",
-    "TRAINABLE_TOKENS": r"trainable_tokens_delta",  # _TOKENS
-}
+_TOKENS = "trainable_tokens_delta"
 _PART = re.compile(
-    rf"(?P<module>.+)\.(?P<part>{'|'.join(_KINDS.values())})\.(?P<adapter>[^.]+)"
+    rf"(?P<module>.+)\.(?P<part>{'|'.join(FACTORS)}|{_MAGNITUDE}|{_TOKENS})\.(?P<adapter>[^.]+)"
     r"(?P<rest>\.weight|\.bias)?"
 )
+# Of AdaLoRA, whose factors have the names of LoRA's, and of prompts that are trained.
+_OTHER_KINDS = re.compile(r".+\.lora_E\..+|prompt_encoder\..+")
 _WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
-_TOKENS = "trainable_tokens_delta"
-# Prompts that are trained as they are used. What makes prompts of other numbers is not in a file.
-_PROMPTS = re.compile(r"prompt_encoder\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
-_PROMPT_KINDS = ("PROMPT_TUNING", "PREFIX_TUNING")
 # What peft put around a base model's own parameters.
 _WRAPPED = re.compile(r"(?P<module>.+)\.(base_layer|original_module)\.(?P<rest>[^.]+)")
 # Tables of tokens that peft's files hold as they are, frozen, where an adapter is on them.
@@ -72,7 +57,6 @@ class Adapter:
     biases: list[str] = field(default_factory=list[str])
     beside: list[str] = field(default_factory=list[str])
     tables: list[str] = field(default_factory=list[str])
-    prompts: bool = False
 
     def left_out(self, config: Mapping[str, Any] | None) -> list[str]:
         """What was trained and is not in peft's file of this config."""
@@ -83,19 +67,16 @@ class Adapter:
 def adapter_of(manifest: Manifest, file: str) -> Adapter | None:
     """The adapter that a checkpoint holds; None where peft did not wrap the model.
 
-    Raises UnsupportedError for several adapters, and for one of a kind whose files hold more than
-    what was trained; ModelMismatchError for one of which a part was not saved.
+    Raises UnsupportedError for several adapters, and for one of another kind than LoRA and DoRA;
+    ModelMismatchError for one of which a part was not saved.
     """
     kinds = {spec.name: spec.kind for spec in manifest.params}
-    prompts = [name for name in kinds if _PROMPTS.fullmatch(name)]
-    if not prompts and not any(name.startswith(PREFIX) for name in kinds):
+    others = [name for name in kinds if _OTHER_KINDS.fullmatch(name)]
+    if not others and not any(name.startswith(PREFIX) for name in kinds):
         return None  # other implementations of adapters: names are what they are
-    if prompts:
-        return _prompts(prompts, kinds, file)
-    if not any(map(_PART.fullmatch, kinds)):
-        raise _unsupported(
-            "the adapter is of a kind whose files hold more than it trains", kinds, file
-        )
+    parts = {match["part"] for match in map(_PART.fullmatch, kinds) if match}
+    if others or not parts - {_TOKENS}:
+        raise _unsupported("the adapter is neither LoRA nor DoRA", others or kinds, file)
     found, names = Adapter(), set[str]()
     for name, kind in kinds.items():
         if match := _PART.fullmatch(name) or _WHOLE.fullmatch(name):
@@ -124,17 +105,6 @@ def _add_tables(found: Adapter, kinds: Mapping[str, str]) -> None:
             found.files[table] = table
         elif _TABLES.fullmatch(module):
             found.tables.append(table)
-
-
-def _prompts(names: list[str], kinds: Mapping[str, str], file: str) -> Adapter:
-    """An adapter that is the embeddings of a prompt."""
-    adapters = {match["adapter"] for name in names if (match := _PROMPTS.fullmatch(name))}
-    if len(names) > 1:
-        what = "several adapters" if len(adapters) > 1 else "an encoder of prompts"
-        raise _unsupported(f"the checkpoint holds {what}", names, file)
-    (name,), (adapter,) = names, adapters
-    beside = [n for n, kind in kinds.items() if kind == "trainable" and n != name]
-    return Adapter(adapter, {name: "prompt_embeddings"}, beside=beside, prompts=True)
 
 
 def _add(found: Adapter, name: str, match: re.Match[str]) -> None:
@@ -190,7 +160,7 @@ def _unsupported(problem: str, names: Iterable[str], file: str) -> UnsupportedEr
     return UnsupportedError(
         problem,
         file=file,
-        expected=f"one adapter of {', '.join([*_KINDS, *_PROMPT_KINDS])}",
+        expected="one adapter, LoRA or DoRA",
         found=some_of(listed),
         fix="write it with peft's own save_pretrained",
     )
@@ -202,43 +172,23 @@ def check_adapter_config(
     """Raises ModelMismatchError where an adapter_config.json is of another adapter,
     DamagedFileError for one that says no ranks."""
     patterns: Any = config.get("rank_pattern") or {}
-    said = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
-    if config.get("peft_type") == "LORA" and not all(isinstance(rank, int) for rank in said):
-        raise _no_number("rank", file, f"r {config.get('r')!r}, rank_pattern {patterns!r}")
     kind = config.get("peft_type")
+    said = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
+    if kind == "LORA" and not all(isinstance(rank, int) for rank in said):
+        raise _no_number("rank", file, f"r {config.get('r')!r}, rank_pattern {patterns!r}")
     found = {
         manifest.by_name[param].shape[0]
         for parts in adapter.factors.values()
         for part, param in parts.items()
         if part in ("lora_A", "lora_embedding_A")
     }
-    if kind == "LORA" and not _are_ranks(found, {*said}, config):
+    if kind != "LORA" or not _are_ranks(found, {*said}, config):
         raise ModelMismatchError(
             "the config is of another adapter than the checkpoint's",
             file=file,
             expected=f"LORA of rank {', '.join(map(str, sorted(found)))}",
             found=f"{kind} of rank {config.get('r')}",
             fix="give the adapter_config.json of the run",
-        )
-    trained = {part.partition(".")[0] for parts in adapter.factors.values() for part in parts}
-    trained -= {_TOKENS} if kind == "LORA" else set()
-    pattern = _KINDS.get(str(kind))
-    fits = kind in _PROMPT_KINDS if adapter.prompts else pattern is not None
-    if not fits or any(not re.fullmatch(str(pattern), part) for part in trained):
-        raise ModelMismatchError(
-            "the config is of another kind of adapter than the checkpoint's",
-            file=file,
-            expected=f"the kind that trains {some_of(sorted(trained) or ['prompts'])}",
-            found=kind,
-            fix="give the adapter_config.json of the run",
-        )
-    if kind == "ADALORA" and patterns:
-        raise UnsupportedError(
-            "the adapter's ranks were cut in training, and peft's files have those that are left",
-            file=file,
-            expected="an adapter_config.json without a rank_pattern",
-            found=f"AdaLoRA with rank_pattern {patterns!r}"[:200],
-            fix="write it with peft's own save_pretrained",
         )
 
 

@@ -496,7 +496,6 @@ def export_hf(
     config: str | Path | None = None,
     family: str = "",
     tokenizer: str | Path | None = None,
-    merge: object = None,
     verify: bool = False,
     force: bool = False,
     allow: Collection[str] = (),
@@ -521,7 +520,6 @@ def export_hf(
             what the checkpoint says, else the file in the tag folder or in the one above.
         family: The model family, where neither the checkpoint nor its config says one.
         tokenizer: A folder whose tokenizer files are copied. Default: that of the config.
-        merge: Refused: peft itself merges the adapter that is written.
         verify: Whether to read the files back and compare them with the source, bit by bit.
         force: Whether to replace a folder that an earlier export wrote, and nobody changed.
         allow: What may happen besides exact copies and rounding: "mean", "stale", "weights".
@@ -541,14 +539,6 @@ def export_hf(
         >>> import megatron_ucp as ucp
         >>> assert ucp.export_hf("runs/llama", "hf", dtype="bf16", verify=True).loadable
     """
-    if merge is not None:
-        raise UsageError(
-            "an adapter is no longer merged into its base model here",
-            found=f"merge={merge!r}",
-            fix="export the adapter, then let peft merge it, which knows every form of adapter "
-            "(target_parameters, DoRA, ...): "
-            "PeftModel.from_pretrained(base, OUTPUT).merge_and_unload().save_pretrained(FOLDER)",
-        )
     asked = _Asked(dtype, max_shard_size, config, tokenizer, tag, rules, family)
     asked = replace(asked, verify=verify, force=force, allow=allow, ranks=ranks)
     if hasattr(src, LIVE_EXPORT):
