@@ -24,7 +24,7 @@ import megatron_ucp as ucp
 from benchmarks import frame
 from megatron_ucp.engines.deepspeed.optimizer import broadcast_each
 from pretrain.mcore import models
-from tests.engines.stack_jobs import (
+from tests.engines.megatron_jobs import (
     CONTENT,
     Engine,
     Mcore,

@@ -41,8 +41,8 @@ from megatron_ucp.engines.deepspeed.save import EngineSave
 from megatron_ucp.engines.pt_files import RankFiles
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import copy_run
-from tests.engines import stack_jobs
-from tests.engines.stack_background_jobs import attached
+from tests.engines import megatron_jobs
+from tests.engines.megatron_background_jobs import attached
 
 RANKS, EVEN_RANKS, Z1 = 2, 4, Mesh(1)
 COPY, FASTEST, TORCH = "copy in memory", "copy in memory fastest", "torch's async_save"
@@ -246,14 +246,14 @@ def stack_saves(folder: str, size: dict[str, Any], repetitions: int) -> frame.Se
     wait, with a sync behind them. Not in turns: megatron-core's forks, and whoever then writes a
     page for the first time pays for it."""
     model = Large("gpt", dtype="bf16", tied=True, **size)
-    engine = attached(stack_jobs.make(model), save="background")
-    stack_jobs.train(engine, 1)
+    engine = attached(megatron_jobs.make(model), save="background")
+    megatron_jobs.train(engine, 1)
 
     def ours() -> None:
-        ucp.save(engine.handle, Path(folder), arguments=stack_jobs.arguments(engine))
+        ucp.save(engine.handle, Path(folder), arguments=megatron_jobs.arguments(engine))
 
     def stock() -> None:
-        stack_jobs.stock_save(engine, Path(folder))
+        megatron_jobs.stock_save(engine, Path(folder))
 
     def save(way: str, call: Callable[[], None], finish: Callable[[], Any]) -> dict[str, float]:
         started = time.perf_counter()
@@ -265,7 +265,7 @@ def stack_saves(folder: str, size: dict[str, Any], repetitions: int) -> frame.Se
 
     def after() -> None:
         frame.remove(folder)
-        stack_jobs.train(engine, 1)
+        megatron_jobs.train(engine, 1)
 
     seconds: frame.Seconds = {}
     for way, call, finish in (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
-from tests.engines import stack_jobs
+from tests.engines import megatron_jobs
 from tests.engines.canonical import canonical, differences
 from tests.engines.kinds import refusal_of
 from tests.engines.model import Setup, make_engine, train
@@ -97,12 +97,12 @@ def stack(folder: str) -> dict[str, Any]:
     """As `differing`, of megatron-core's own stack; and a load under inference mode, after which
     it trains as before."""
     rank = torch.distributed.get_rank()
-    engine = stack_jobs.make(stack_jobs.Mcore(layers=2))
-    stack_jobs.train(engine, 1)
-    stack_jobs.settle(engine)
+    engine = megatron_jobs.make(megatron_jobs.Mcore(layers=2))
+    megatron_jobs.train(engine, 1)
+    megatron_jobs.settle(engine)
     handle = engine.handle
     ucp.save(handle, folder)
-    want = stack_jobs.train(engine, 2, first=1)
+    want = megatron_jobs.train(engine, 2, first=1)
     found: dict[str, Any] = {}
     for name in ("load_optimizer_states", "load_module_only"):
         found[name] = refusal_of(partial(ucp.load, handle, folder, **{name: bool(rank)}))
@@ -112,6 +112,6 @@ def stack(folder: str) -> dict[str, Any]:
     found["save keep_latest"] = refusal_of(partial(ucp.save, handle, folder, keep_latest=1 + rank))
     with torch.inference_mode():
         ucp.load(handle, folder)
-    found["equal"] = stack_jobs.train(engine, 2, first=1) == want
-    stack_jobs.close(engine)
+    found["equal"] = megatron_jobs.train(engine, 2, first=1) == want
+    megatron_jobs.close(engine)
     return found

@@ -20,9 +20,7 @@ from pretrain.mcore import models
 from pretrain.mcore.chunks import Stack, Stages
 from tests.engines.encoder_models import bert, forward_of, losses_of, t5
 from tests.engines.hybrid_models import PATTERNS, hybrid, on_cpu, with_latent_attention
-from tests.engines.planted_layouts import PLANTS
-from tests.engines.recurrent_models import delta_net, kernels_on_cpu
-from tests.engines.stack_jobs import (
+from tests.engines.megatron_jobs import (
     BATCH,
     SEQUENCE,
     VOCAB,
@@ -33,6 +31,8 @@ from tests.engines.stack_jobs import (
     stock_save,
     train,
 )
+from tests.engines.planted_layouts import PLANTS
+from tests.engines.recurrent_models import delta_net, kernels_on_cpu
 
 HIDDEN = 16
 

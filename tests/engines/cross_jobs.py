@@ -1,4 +1,4 @@
-"""What the ranks do in the tests between the two engines: the models of `stack_jobs` under
+"""What the ranks do in the tests between the two engines: the models of `megatron_jobs` under
 DeepSpeed."""
 
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from pretrain.mcore import models, pipeline
-from tests.engines import stack_states, tensor_jobs
+from tests.engines import megatron_states, tensor_jobs
 from tests.engines.kinds import KINDS, Kind
+from tests.engines.megatron_jobs import BATCH, Mcore
 from tests.engines.model import config_of
-from tests.engines.stack_jobs import BATCH, Mcore
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ KINDS[Zero] = Kind(
     make,
     tensor_jobs.train,
     close=tensor_jobs.close,
-    differences=stack_states.compare,
+    differences=megatron_states.compare,
     trains_on=True,
     stale_steps=1,
 )

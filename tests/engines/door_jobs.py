@@ -19,8 +19,8 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.messages import DefaultRanks
 from tests.engines import model, tensor_jobs
 from tests.engines.kinds import kind_of
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.model import SEQUENCE, VOCAB, Setup
-from tests.engines.stack_jobs import Mcore
 from tests.engines.tensor_jobs import Mega
 
 # ------------------------------------------------ unusable engines

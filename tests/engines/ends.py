@@ -76,8 +76,8 @@ class Training:
         if args.end == "warned":
             own["on_error"] = "warn"
         from tests.engines.kinds import attached, kind_of
+        from tests.engines.megatron_jobs import Mcore
         from tests.engines.model import Setup
-        from tests.engines.stack_jobs import Mcore
 
         stack = Mcore(layers=2, style="constant")
         setup = Setup(2, "bf16") if args.engine == "deepspeed" else stack

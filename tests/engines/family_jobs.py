@@ -17,8 +17,8 @@ from pretrain.mcore import models
 from tests.engines import any_models
 from tests.engines.any_models import BIASED, LATENT, SHARED, AnyModel
 from tests.engines.encoder_models import forward_of, windows_on_cpu
-from tests.engines.stack_jobs import Engine, close, stock_save
-from tests.engines.stack_jobs import train as train_on_cpu
+from tests.engines.megatron_jobs import Engine, close, stock_save
+from tests.engines.megatron_jobs import train as train_on_cpu
 
 _LIKE = {
     **{**LATENT, **SHARED, **BIASED},

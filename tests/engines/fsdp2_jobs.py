@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines import cross_jobs, stack_jobs, tensor_jobs
+from tests.engines import cross_jobs, megatron_jobs, tensor_jobs
 from tests.engines.autotp_states import canonical, tensor_place
-from tests.engines.stack_states import canonical as of_stack
+from tests.engines.megatron_states import canonical as of_stack
 from tests.formats import fsdp2_program as program
 
 
@@ -132,47 +132,47 @@ def pass_on(zero: int, tp: int, folder: str, out: str) -> None:
 
 def pass_on_stack(tp: int, folder: str, out: str) -> None:
     """Loads a folder into megatron-core's own stack, and saves it there."""
-    engine = stack_jobs.make(replace(stack_of(tp), seed=9))
+    engine = megatron_jobs.make(replace(stack_of(tp), seed=9))
     ucp.load(engine.handle, folder)
-    stack_jobs.write(engine, Path(out), "ours")
-    stack_jobs.close(engine)
+    megatron_jobs.write(engine, Path(out), "ours")
+    megatron_jobs.close(engine)
 
 
-def stack_of(tp: int = 1) -> stack_jobs.Mcore:
-    return stack_jobs.Mcore(tp=tp, layers=2, clip=0.0, style="constant", seed=5)
+def stack_of(tp: int = 1) -> megatron_jobs.Mcore:
+    return megatron_jobs.Mcore(tp=tp, layers=2, clip=0.0, style="constant", seed=5)
 
 
 def start(folder: str) -> None:
     """Exports a model of megatron-core's as the folder that all runs begin with."""
-    engine = stack_jobs.make(stack_of())
+    engine = megatron_jobs.make(stack_of())
     ucp.export_hf(engine.handle, folder, dtype="float32")
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
 
 
 def resume_stack(
     tp: int, folder: str, steps: int = 0, first: int = 3, save: str = "", **options: Any
 ) -> dict[str, Any]:
-    engine = stack_jobs.make(replace(stack_of(tp), seed=9))
+    engine = megatron_jobs.make(replace(stack_of(tp), seed=9))
     try:
         report = ucp.load(engine.handle, folder, **options)
     except ucp.UcpError as error:
-        stack_jobs.close(engine)
+        megatron_jobs.close(engine)
         return {"error": f"{type(error).__name__}: {error}"}
     found = {"states": of_stack(engine), "notes": report.notes, "error": ""}
-    found["losses"] = stack_jobs.train(engine, steps, first)
+    found["losses"] = megatron_jobs.train(engine, steps, first)
     if save:
-        stack_jobs.write(engine, Path(save), "ours")
-    stack_jobs.close(engine)
+        megatron_jobs.write(engine, Path(save), "ours")
+    megatron_jobs.close(engine)
     return found
 
 
 def train_stack(tp: int, folder: str, model: str, steps: int = 3, more: int = 0) -> Any:
     """Begins with a folder of transformers, trains, saves."""
-    engine = stack_jobs.make(stack_of(tp))
+    engine = megatron_jobs.make(stack_of(tp))
     ucp.load(engine.handle, model)
-    stack_jobs.train(engine, steps, 0)
+    megatron_jobs.train(engine, steps, 0)
     ucp.save(engine.handle, folder)
     found: dict[str, Any] = {"states": of_stack(engine)}
-    found["losses"] = stack_jobs.train(engine, more, steps)
-    stack_jobs.close(engine)
+    found["losses"] = megatron_jobs.train(engine, more, steps)
+    megatron_jobs.close(engine)
     return found

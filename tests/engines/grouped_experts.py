@@ -118,8 +118,8 @@ def grouped_experts(really: bool) -> Any:
 
 def export(setup: Any, folder: str) -> None:
     """The drawn weights of a model as a Hugging Face folder, from the memory of all ranks."""
-    from tests.engines import stack_jobs
+    from tests.engines import megatron_jobs
 
-    engine = stack_jobs.make(setup)
+    engine = megatron_jobs.make(setup)
     engine.handle.ucp_export_hf(folder)
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)

@@ -17,8 +17,8 @@ from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.engines import background as beside
 from megatron_ucp.formats.output_folder import manifest_of
 from tests.engines.kinds import attached, kind_of
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.model import Setup
-from tests.engines.stack_jobs import Mcore
 
 SETUPS = {"deepspeed": Setup(1), "stack": Mcore(layers=2, style="constant")}
 DEADLINE_S = 1.0

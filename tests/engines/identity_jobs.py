@@ -17,12 +17,12 @@ from megatron_ucp.engines import memory
 from megatron_ucp.engines.deepspeed.engine import attach_with
 from megatron_ucp.engines.memory import NODE
 from megatron_ucp.reshard import agree
-from tests.engines import stack_jobs
+from tests.engines import megatron_jobs
 from tests.engines.canonical import canonical
 from tests.engines.kinds import attached
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.memory_jobs import World, heard, make, memory_of
 from tests.engines.model import Setup, make_engine, train
-from tests.engines.stack_jobs import Mcore
 
 RUN_A, RUN_B = Setup(1), Setup(1, seed=9)
 FOLDER_OF_MEMORY = "a"
@@ -189,7 +189,7 @@ def two_stacks(folder: str) -> tuple[str, int]:
     os.environ[NODE] = FOLDER_OF_MEMORY
     first = make(world, folder, every=1)
     for step in range(2):
-        stack_jobs.train(first, 1, first=step)
+        megatron_jobs.train(first, 1, first=step)
         ucp.wait(first.handle)
     said, anew = "attached", partial(mock.patch, "pretrain.mcore.models.start")
     try:
@@ -198,13 +198,13 @@ def two_stacks(folder: str) -> tuple[str, int]:
     except ucp.UsageError as error:
         said = str(error)
     for step in (2, 3):
-        stack_jobs.train(first, 1, first=step)
+        megatron_jobs.train(first, 1, first=step)
         ucp.wait(first.handle)
     steps = ucp.report(first.handle).memory.steps
     first.handle.ucp.close()
     with anew():
         second = make(world, folder, every=1)
-    stack_jobs.close(second)
+    megatron_jobs.close(second)
     return said, steps
 
 

@@ -98,15 +98,15 @@ def save_tag(engine: Any, folder: Any, step: int) -> None:
 
 def save_latest(engine: Any, folder: Any, _: int) -> None:
     import megatron_ucp as ucp
-    from tests.engines.stack_jobs import arguments
+    from tests.engines.megatron_jobs import arguments
 
     ucp.save(engine.handle, folder, keep_latest=3, arguments=arguments(engine))
 
 
 def runs_of(name: str) -> Runs:
     """Of DeepSpeed's engines, or of megatron-core's stack."""
+    from tests.engines.megatron_jobs import Mcore
     from tests.engines.model import Setup
-    from tests.engines.stack_jobs import Mcore
 
     if name != "stack":
         meshes = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
@@ -271,7 +271,7 @@ def prepare() -> None:
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.utils.logger.setLevel("WARNING")
-    import tests.engines.stack_jobs  # noqa: F401 - before the forks
+    import tests.engines.megatron_jobs  # noqa: F401 - before the forks
 
 
 def trials_in_a_process(folder: Path, kinds: Sequence[str], *words: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import megatron_ucp as ucp
-from tests.engines.stack_jobs import Mcore, close, legacy_save, make, train
+from tests.engines.megatron_jobs import Mcore, close, legacy_save, make, train
 
 
 def by_stock(setup: Mcore, folder: str) -> None:

@@ -27,7 +27,7 @@ from megatron_ucp.engines.memory import NODE, MemoryFolder
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.reshard import agree
 from tests.connected import connect
-from tests.engines import stack_jobs
+from tests.engines import megatron_jobs
 from tests.engines.canonical import everywhere
 from tests.engines.kinds import attached, kind_of, refusal_of
 from tests.engines.model import SEQUENCE, Setup, make_engine, train
@@ -358,13 +358,13 @@ def all_options(folder: str) -> dict[str, Any]:
 
 def uncounted(folder: str) -> tuple[str, Any]:
     """A loop of Megatron-LM's kind that does not set the stack's iteration."""
-    engine = make(World(stack_jobs.Mcore(), ("a",)), folder, every=1)
+    engine = make(World(megatron_jobs.Mcore(), ("a",)), folder, every=1)
     with heard() as lines:
         for step in range(3):
-            stack_jobs.train(engine, 1, first=step)
+            megatron_jobs.train(engine, 1, first=step)
             engine.handle.iteration = 0
     found = ucp.report(engine.handle).memory
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
     return "\n".join(agree.gather(lines)[0]), found
 
 

@@ -21,7 +21,7 @@ from megatron_ucp.engines.deepspeed import optimizer
 from megatron_ucp.reshard import kept_moves
 from tests.connected import connect
 from tests.engines import canonical as zero_states
-from tests.engines import model, stack_states
+from tests.engines import megatron_states, model
 from tests.engines.canonical import everywhere
 from tests.engines.fingerprints import unchecked
 from tests.engines.kinds import Kind, kind_of, refusal_of
@@ -34,7 +34,7 @@ def compared(one: Any, other: Any) -> Callable[[dict[str, Any], dict[str, Any]],
     return (
         zero_states.differences
         if kind_of(one).fill is kind_of(other).fill
-        else (stack_states.compare)
+        else (megatron_states.compare)
     )
 
 
@@ -181,7 +181,7 @@ class _Run:
 
     def goes_on(self, setup: Any, engine: Any, held: Any) -> None:
         kind, compare = kind_of(setup), compared(setup, self.first)
-        own_schedule = compare is stack_states.compare
+        own_schedule = compare is megatron_states.compare
         handle = kind.handle(engine)
         report = ucp.load(handle, held, load_lr_scheduler_states=not own_schedule)
         self.want = everywhere(self.want)[0]

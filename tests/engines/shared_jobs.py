@@ -9,7 +9,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN, TAG
 from megatron_ucp.formats import output_folder
-from tests.engines.stack_jobs import Mcore, arguments, close, make, train
+from tests.engines.megatron_jobs import Mcore, arguments, close, make, train
 
 
 def folders(folder: str) -> list[str]:

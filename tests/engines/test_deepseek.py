@@ -19,7 +19,7 @@ from tests.engines import family_jobs
 from tests.engines.any_models import VOCAB, AnyModel
 from tests.engines.family_jobs import DEEPSEEK as KINDS
 from tests.engines.hf_twin import transformers
-from tests.engines.stack_jobs import SEQUENCE
+from tests.engines.megatron_jobs import SEQUENCE
 from tests.ranks import RankPool
 from tests.reshard import twins
 

@@ -21,7 +21,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.reshard.checksums import KnownSums, linear, of_runs, shifted, standard
-from tests.engines import direct_jobs
+from tests.engines import background_save_jobs
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega, Staged
@@ -96,7 +96,7 @@ def test_engine_files_and_an_engine_that_loaded_them_have_one(
     ranks: RankPool, tmp_path: Path, target: Setup
 ) -> None:
     for (engine, files, loaded), before in ranks.run(
-        2, direct_jobs.fingerprints, SOURCE, str(tmp_path), target
+        2, background_save_jobs.fingerprints, SOURCE, str(tmp_path), target
     ):
         assert engine.digest == files.digest
         assert engine.table == loaded.table
@@ -106,7 +106,7 @@ def test_engine_files_and_an_engine_that_loaded_them_have_one(
 
 @pytest.mark.ranks
 def test_conversions_and_meshes_keep_it(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(4, direct_jobs.fingerprints, SOURCE, str(tmp_path / "a"), SOURCE)
+    ranks.run(4, background_save_jobs.fingerprints, SOURCE, str(tmp_path / "a"), SOURCE)
     want = ucp.fingerprint(tmp_path / "a")
     assert len(want.table) == 11 and len(want.digest) == 64
     ucp.convert(tmp_path / "a", tmp_path / "native", target=ucp.Mesh(dp=3, zero=3))
@@ -122,9 +122,9 @@ def test_conversions_and_meshes_keep_it(ranks: RankPool, tmp_path: Path) -> None
 
 @pytest.mark.ranks
 def test_a_bit_that_flips_in_memory_once_it_was_read(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, direct_jobs.fingerprints, SOURCE, str(tmp_path), SOURCE)
+    ranks.run(2, background_save_jobs.fingerprints, SOURCE, str(tmp_path), SOURCE)
     for rank in (None, 1):
-        job, setup = direct_jobs.flipped_once_read, replace(SOURCE, seed=9)
+        job, setup = background_save_jobs.flipped_once_read, replace(SOURCE, seed=9)
         for said in ranks.run(2, job, setup, str(tmp_path), rank):
             is_seen = said.startswith("ForeignFileError: ") and "is not what was saved" in said
             assert is_seen == (rank is not None), said
@@ -221,7 +221,7 @@ def test_a_fault_in_any_file_is_named_by_a_load_onto_any_mesh(
         name = damaged(Path(source) / "filled", tmp_path / folder, number % 4, state, fault, dice)
         wanted[folder] = name, state
     for mesh, (world, setup) in MESHES.items():
-        job = direct_jobs.refused_loads
+        job = background_save_jobs.refused_loads
         for said in sources.ranks.run(world, job, setup, str(tmp_path), [*wanted]):
             for folder, (name, state) in wanted.items():
                 refused, unseen = said[folder]
@@ -250,7 +250,7 @@ def test_a_flipped_bit_under_an_old_checksum_names_the_file(
         path.write_bytes(data)
         files[state] = path.name
     for world, setup in MESHES.values():
-        job = direct_jobs.refused_loads
+        job = background_save_jobs.refused_loads
         for said in sources.ranks.run(world, job, setup, str(tmp_path), [*STATES]):
             for state in STATES:
                 refused, unseen = said[state]
@@ -261,7 +261,7 @@ def test_a_flipped_bit_under_an_old_checksum_names_the_file(
 
 @pytest.mark.ranks
 def test_steps_and_hyper_parameters_are_part_of_it(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, direct_jobs.fingerprints, SOURCE, str(tmp_path), SOURCE)
+    ranks.run(2, background_save_jobs.fingerprints, SOURCE, str(tmp_path), SOURCE)
     want = ucp.fingerprint(tmp_path)
     for key, value in (("lr", 0.5), ("step", 7.0)):
         settings = {name: dict(one) for name, one in want.settings.items()}
@@ -331,7 +331,7 @@ def test_a_load_says_how_much_was_compared(sources: Sources, tmp_path: Path) -> 
     folder = sources.get(2, SOURCE)
     shutil.copytree(f"{folder}/trained", tmp_path / "stock")
     (tmp_path / "stock" / FILE_NAME).unlink()
-    job = direct_jobs.reports
+    job = background_save_jobs.reports
     for whole, stock, wider, unchecked in sources.ranks.run(
         2, job, Setup(3, "bf16", seed=9), f"{folder}/trained", str(tmp_path / "stock")
     ):
@@ -353,7 +353,7 @@ def test_what_was_summed_as_it_was_written_is_not_summed_again(
     ranks: RankPool, tmp_path: Path, zero: int
 ) -> None:
     target = Setup(zero, "bf16", seed=9)
-    for found in ranks.run(2, direct_jobs.summed_again, SOURCE, target, str(tmp_path)):
+    for found in ranks.run(2, background_save_jobs.summed_again, SOURCE, target, str(tmp_path)):
         assert min(found["stock"], found["engine"], found["load"]) > 3000
         assert found["background"] == 0
         assert found["direct"] < 200  # copies of what the first rank writes, which may differ

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.engines import memory_jobs
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.memory_jobs import World, flip, unsay
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
-from tests.engines.stack_jobs import Mcore
 from tests.engines.tensor_jobs import Mega, Staged
 from tests.ranks import RankPool, RanksFailed
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.engines import read_once_jobs
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, check, check_fails
-from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_pairs import SOURCES
+from tests.engines.test_megatron_pairs import SOURCES
 
 pytestmark = pytest.mark.ranks
 TARGET = Setup(0, "bf16", seed=9)

@@ -10,9 +10,9 @@ import pytest
 from tests.engines import refit_jobs
 from tests.engines.autotp_jobs import Auto
 from tests.engines.cross_jobs import Zero
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
-from tests.engines.stack_jobs import Mcore
 from tests.engines.tensor_jobs import Mega, Staged
 from tests.ranks import RankPool, RanksFailed
 

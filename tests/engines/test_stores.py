@@ -8,8 +8,14 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.formats.store import WRITER_VARIABLE
-from tests.engines import direct_jobs, killed, stack_background_jobs, store_jobs, test_direct
-from tests.engines import test_stack_background as stacks
+from tests.engines import (
+    background_save_jobs,
+    killed,
+    megatron_background_jobs,
+    store_jobs,
+    test_background_save,
+)
+from tests.engines import test_megatron_background as stacks
 from tests.engines.canonical import differences
 from tests.engines.model import Setup
 from tests.engines.store_jobs import in_store
@@ -30,8 +36,8 @@ def small_parts(server: ObjectServer) -> dict[str, str]:
 def test_the_objects_are_the_files_of_the_disk(
     ranks: RankPool, object_server: ObjectServer, tmp_path: Path, engine: str
 ) -> None:
-    world, setup = test_direct.ENGINES[engine]
-    job = direct_jobs.saved_each_way
+    world, setup = test_background_save.ENGINES[engine]
+    job = background_save_jobs.saved_each_way
     ranks.run(world, job, setup, str(tmp_path / "disk"))
     environment = small_parts(object_server)
     ranks.run(world, in_store, environment, job, setup, RUN)
@@ -39,7 +45,7 @@ def test_the_objects_are_the_files_of_the_disk(
     object_server.ask("copy_out", prefix="bucket/run", folder=str(folder))
     (folder / "stock").rename(tmp_path / "of stock")
     (tmp_path / "disk" / "stock").rename(folder / "stock")
-    assert test_direct.check_alike(folder) > 10_000
+    assert test_background_save.check_alike(folder) > 10_000
     (folder / "stock").rename(tmp_path / "disk" / "stock")
     (tmp_path / "of stock").rename(tmp_path / "disk" / "direct of the store")
     for way in WAYS:
@@ -69,7 +75,7 @@ def test_a_stack_saves_the_files_of_the_disk(
     ranks: RankPool, object_server: ObjectServer, tmp_path: Path, engine: str
 ) -> None:
     world, setup = stacks.ENGINES[engine]
-    job = stack_background_jobs.saved_both_ways
+    job = megatron_background_jobs.saved_both_ways
     ranks.run(world, job, setup, str(tmp_path / "disk"))
     ranks.run(world, in_store, small_parts(object_server), job, setup, RUN)
     object_server.ask("copy_out", prefix="bucket/run", folder=str(tmp_path / "store"))

@@ -71,14 +71,14 @@ def pass_on_stack(tp: int, folder: str, out: str, steps: int = 0) -> dict[str, A
     """The same with megatron-core's own stack."""
     from dataclasses import replace
 
-    from tests.engines import stack_jobs
+    from tests.engines import megatron_jobs
 
-    engine = stack_jobs.make(replace(fsdp2_jobs.stack_of(tp), seed=9))
+    engine = megatron_jobs.make(replace(fsdp2_jobs.stack_of(tp), seed=9))
     report = ucp.load(engine.handle, folder)
     found: dict[str, Any] = {"notes": report.notes}
     ucp.save(engine.handle, out)
-    found["losses"] = stack_jobs.train(engine, steps, report.global_steps)
-    stack_jobs.close(engine)
+    found["losses"] = megatron_jobs.train(engine, steps, report.global_steps)
+    megatron_jobs.close(engine)
     return found
 
 

@@ -186,7 +186,7 @@ class Live:
     """megatron-core's own stack on every rank; what lies beside it is a save of it."""
 
     def __init__(self, folder: Path, large: bool) -> None:
-        from tests.engines.stack_jobs import Mcore, make, train
+        from tests.engines.megatron_jobs import Mcore, make, train
 
         self.engine = make(Mcore("gpt", pp=2, tied=True, layers=2, heads=2))
         train(self.engine, 1)
@@ -206,7 +206,7 @@ class Live:
         return is_unusable(self.engine)
 
     def close(self) -> None:
-        from tests.engines.stack_jobs import close
+        from tests.engines.megatron_jobs import close
 
         close(self.engine)
 
@@ -215,7 +215,7 @@ class LiveTwo(Live):
     """As `Live`, with another engine beside it, which is filled."""
 
     def __init__(self, folder: Path, large: bool) -> None:
-        from tests.engines.stack_jobs import Mcore, built, train
+        from tests.engines.megatron_jobs import Mcore, built, train
 
         super().__init__(folder, large)
         self.other = built(Mcore("gpt", pp=2, tied=True, layers=2, heads=2, seed=9))

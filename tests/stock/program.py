@@ -275,7 +275,7 @@ def _latent_attention_of_local_layers() -> None:
 
 def _built(args: Any, container: Any) -> Any:
     """The model with its optimizer and schedule, and what was loaded in them: as the tests of the
-    stack know an engine (see `tests.engines.stack_states`)."""
+    stack know an engine (see `tests.engines.megatron_states`)."""
     import megatron.training.training as training
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -389,7 +389,7 @@ def _trained(program: Any, iterations: int, before: int = 0) -> list[float]:
 
 
 def _state(program: Any) -> dict[str, Any]:
-    from tests.engines.stack_states import canonical
+    from tests.engines.megatron_states import canonical
 
     for chunk in program.stack.chunks if program.setup.distributed else ():
         chunk.start_param_sync(force_sync=True)
@@ -400,7 +400,7 @@ def _compared(program: Any, want: str) -> dict[str, Any]:
     """What differs from a saved state, and whether one bit that is planted would be seen."""
     import torch
 
-    from tests.engines.stack_states import compare, held
+    from tests.engines.megatron_states import compare, held
 
     expected = torch.load(want, weights_only=False)["state"]
     have = _state(program)
@@ -418,7 +418,7 @@ def _compared(program: Any, want: str) -> dict[str, Any]:
 def _with_masters_of_now(program: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A state, but for the masters."""
     from tests.engines.canonical import everywhere
-    from tests.engines.stack_states import _stepped_here
+    from tests.engines.megatron_states import _stepped_here
 
     full = {key: value.clone() for key, value in state["full"].items()}
     for own in everywhere(_stepped_here(program)):

@@ -12,13 +12,13 @@ import megatron_ucp as ucp
 from tests.engines import cross_jobs, tensor_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.kinds import attached
-from tests.engines.stack_jobs import Engine, Mcore, arguments, close, make, train
-from tests.engines.stack_states import held, numbered, plant_fault
+from tests.engines.megatron_jobs import Engine, Mcore, arguments, close, make, train
+from tests.engines.megatron_states import held, numbered, plant_fault
 
 
 @contextmanager
 def trained(setup: Mcore, steps: int) -> Any:
-    """An engine of either kind: what this package handles, and what `stack_states` takes."""
+    """An engine of either kind: what this package handles, and what `megatron_states` takes."""
     if isinstance(setup, Zero):
         engine = cross_jobs.make(setup)
         tensor_jobs.train(engine, steps, first=90)

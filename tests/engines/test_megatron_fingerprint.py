@@ -14,11 +14,11 @@ from isal.isal_zlib import crc32
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, FINGERPRINT
-from tests.engines import stack_fingerprint_jobs
+from tests.engines import megatron_fingerprint_jobs
 from tests.engines.cross_jobs import Zero
-from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_background import ENGINES, SMALL
-from tests.engines.test_stack_pairs import CONSTANT, MOE, show
+from tests.engines.megatron_jobs import Mcore
+from tests.engines.test_megatron_background import ENGINES, SMALL
+from tests.engines.test_megatron_pairs import CONSTANT, MOE, show
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -36,7 +36,7 @@ def test_engine_files_and_manifest_have_one(
 ) -> None:
     """In the background of the moment of the call, and nothing in the engine moves."""
     world, setup = ENGINES[engine]
-    for found in ranks.run(world, stack_fingerprint_jobs.saved, setup, str(tmp_path), way):
+    for found in ranks.run(world, megatron_fingerprint_jobs.saved, setup, str(tmp_path), way):
         assert found["own"].differences(found["files"]) == []
         assert found["own"].digest == found["files"].digest
         assert found["own"].table == recorded(tmp_path) and len(found["own"].table) > 10
@@ -60,8 +60,8 @@ def test_whoever_loads_it_has_the_same(
     ranks: RankPool, tmp_path: Path, source: str, world: int, target: Mcore
 ) -> None:
     own, setup = ENGINES[source]
-    want = ranks.run(own, stack_fingerprint_jobs.saved, setup, str(tmp_path))[0]["own"]
-    for found, before in ranks.run(world, stack_fingerprint_jobs.loaded, target, str(tmp_path)):
+    want = ranks.run(own, megatron_fingerprint_jobs.saved, setup, str(tmp_path))[0]["own"]
+    for found, before in ranks.run(world, megatron_fingerprint_jobs.loaded, target, str(tmp_path)):
         assert found.table == want.table
         assert before > 10, "the engine was equal before the load"
 
@@ -72,7 +72,7 @@ def test_the_smallest_fault_changes_it(ranks: RankPool) -> None:
         "two elements swapped": "mlp.linear_fc1.weight (exp_avg)",
     }
     (found,) = ranks.run(
-        1, stack_fingerprint_jobs.changed_by, SMALL, [*states, "one group's weight decay"]
+        1, megatron_fingerprint_jobs.changed_by, SMALL, [*states, "one group's weight decay"]
     )
     for fault, said in states.items():
         (changed,) = found[fault]
@@ -121,9 +121,9 @@ PLAIN = replace(SMALL, distributed=False)  # whose weights are the masters
 def test_a_changed_file_with_checksums_of_its_own_is_named(
     ranks: RankPool, tmp_path: Path, setup: Mcore, stored: str, state: str, target: Mcore
 ) -> None:
-    ranks.run(2, stack_fingerprint_jobs.saved, setup, str(tmp_path))
+    ranks.run(2, megatron_fingerprint_jobs.saved, setup, str(tmp_path))
     flip(tmp_path, f"{stored}embedding.word_embeddings.weight")
-    for said in ranks.run(2, stack_fingerprint_jobs.refused, target, str(tmp_path)):
+    for said in ranks.run(2, megatron_fingerprint_jobs.refused, target, str(tmp_path)):
         assert said.startswith("ForeignFileError"), said
         assert f"embedding.word_embeddings.weight ({state})" in said
         assert "CRC-32 of float32" in said
@@ -133,7 +133,7 @@ def test_a_changed_file_with_checksums_of_its_own_is_named(
     said = json.loads((tag / FILE_NAME).read_text())
     del said["run"][FINGERPRINT]
     (tag / FILE_NAME).write_text(json.dumps(said))
-    assert ranks.run(2, stack_fingerprint_jobs.refused, target, str(tmp_path)) == ["", ""], (
+    assert ranks.run(2, megatron_fingerprint_jobs.refused, target, str(tmp_path)) == ["", ""], (
         "nothing else sees it"
     )
 
@@ -149,7 +149,7 @@ def test_a_changed_file_with_checksums_of_its_own_is_named(
 def test_copies_that_differ_are_said(
     ranks: RankPool, tmp_path: Path, setup: Mcore, param: str
 ) -> None:
-    for found in ranks.run(2, stack_fingerprint_jobs.diverged, setup, param, str(tmp_path)):
+    for found in ranks.run(2, megatron_fingerprint_jobs.diverged, setup, param, str(tmp_path)):
         assert found["alike"] == ()
         (said,) = found["notes"]
         assert "copies of one parameter differ between ranks" in said and param in said

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ucp.core.mesh import Mesh
 from tests.engines.cross_jobs import Zero
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore
 from tests.share import LOSS_STEPS
 
 BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}

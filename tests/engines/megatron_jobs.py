@@ -13,11 +13,11 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from pretrain.mcore import models
 from pretrain.mcore.chunks import Buffers, Stages, build, run_batch
-from tests.engines import fused_adam, stack_states
+from tests.engines import fused_adam, megatron_states
 from tests.engines.grouped_experts import grouped_experts
 from tests.engines.kinds import KINDS, Kind, oracle_of
+from tests.engines.megatron_states import canonical, compare, fill, rank_folder
 from tests.engines.model import tokens_of
-from tests.engines.stack_states import canonical, compare, fill, rank_folder
 from tests.ranks import allow_fp16_on_cpu
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
@@ -421,9 +421,9 @@ def write(engine: Engine, folder: Path, kind: str) -> None:
 def plant(engine: Engine, fault: str) -> None:
     """One bit of the largest master of rank 0, whatever that has; else as `plant_fault`."""
     if fault != "one bit":
-        stack_states.plant_fault(engine, fault)
+        megatron_states.plant_fault(engine, fault)
     elif dist.get_rank() == 0:
-        masters = [master for _, _, _, master, _, _ in stack_states.held(engine)]
+        masters = [master for _, _, _, master, _, _ in megatron_states.held(engine)]
         max(masters, key=lambda one: one.numel()).data.view(torch.int32).view(-1)[0] ^= 1
 
 

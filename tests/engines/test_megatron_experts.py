@@ -11,13 +11,13 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.settings import FREQUENCY, as_one, every_of
-from tests.engines import kinds, stack_jobs
+from tests.engines import kinds, megatron_jobs
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_pairs import MOE
+from tests.engines.test_megatron_pairs import MOE
 from tests.ranks import Job
 
-RESUME, STOCK = kinds.resume, stack_jobs.stock_load
+RESUME, STOCK = kinds.resume, megatron_jobs.stock_load
 ALONE: dict[str, Any] = {"tp": 2, "etp": 1, **MOE}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines import alike_jobs
-from tests.engines.test_alike import require_said
+from tests.engines.test_options_differ import require_said
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks

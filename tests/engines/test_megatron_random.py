@@ -14,9 +14,9 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from pretrain.mcore import models
 from tests.engines.megatron_file_jobs import make
+from tests.engines.megatron_jobs import Mcore, random_states
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore, random_states
-from tests.engines.test_stack_golden import expected, go_on, start
+from tests.engines.test_megatron_golden import expected, go_on, start
 from tests.formats.megatron_files import GOLDEN, copied
 from tests.formats.megatron_random import RUNS, alike, key_of, replaced, saved_states
 from tests.ranks import RankPool

@@ -14,13 +14,13 @@ from megatron_ucp.engines.memory import MemoryOptions
 from megatron_ucp.engines.save import SaveOptions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard.options import WAYS
-from tests.engines import background_jobs, direct_jobs
+from tests.engines import background_jobs, background_save_jobs
 from tests.engines.autoep_jobs import Auto as AutoEP
 from tests.engines.autotp_jobs import Auto as AutoTP
-from tests.engines.direct_jobs import records
+from tests.engines.background_save_jobs import records
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
-from tests.engines.stack_jobs import Mcore
 from tests.engines.tensor_jobs import Mega, Staged
 from tests.engines.test_muon import muon
 from tests.ranks import RankPool, RanksFailed
@@ -75,7 +75,7 @@ def test_files_hold_what_stock_writes_of_the_same_moment(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
     world, setup = ENGINES[engine]
-    found = ranks.run(world, direct_jobs.saved_each_way, setup, str(tmp_path))
+    found = ranks.run(world, background_save_jobs.saved_each_way, setup, str(tmp_path))
     assert check_alike(tmp_path) > 10_000
     assert ucp.verify(tmp_path / "direct" / "tag").findings == ()
     tables = [ucp.describe(tmp_path / way).run["fingerprint"] for way in WAYS]
@@ -89,7 +89,7 @@ def test_files_hold_what_stock_writes_of_the_same_moment(
 
 def test_the_comparison_finds_a_bit(ranks: RankPool, tmp_path: Path) -> None:
     _, setup = ENGINES["stage 2"]
-    ranks.run(2, direct_jobs.saved_each_way, setup, str(tmp_path))
+    ranks.run(2, background_save_jobs.saved_each_way, setup, str(tmp_path))
     path = tmp_path / "direct" / "tag" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -99,7 +99,7 @@ def test_the_comparison_finds_a_bit(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_are_left_out_as_stock_does(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, direct_jobs.saved_each_way, Setup(2, "bf16"), str(tmp_path), True)
+    ranks.run(2, background_save_jobs.saved_each_way, Setup(2, "bf16"), str(tmp_path), True)
     check_alike(tmp_path)
     held = ucp.describe(tmp_path / "direct")
     assert not any(spec.kind == "frozen" for spec in held.params)
@@ -109,7 +109,7 @@ def test_ranks_that_hold_the_same_weights_write_equal_shares(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     setup = Setup(1, "bf16", net="Wider")
-    reports = ranks.run(4, direct_jobs.saved_each_way, setup, str(tmp_path))
+    reports = ranks.run(4, background_save_jobs.saved_each_way, setup, str(tmp_path))
     for stock, *ours in reports:
         for report in ours:
             assert report.bytes_by_rank == reports[0][1].bytes_by_rank
@@ -130,7 +130,7 @@ def spread(sizes: Sequence[int]) -> int:
 def test_ten_steps_before_the_writer_starts_change_nothing(
     ranks: RankPool, tmp_path: Path, setup: Setup
 ) -> None:
-    assert ranks.run(2, direct_jobs.trained_on, setup, str(tmp_path)) == [[], []]
+    assert ranks.run(2, background_save_jobs.trained_on, setup, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize(("zero", "way"), [(1, "direct"), (3, "background"), (0, "stock")])
@@ -138,7 +138,7 @@ def test_a_step_amid_the_taking_is_named(
     ranks: RankPool, tmp_path: Path, zero: int, way: str
 ) -> None:
     """What was taken is of two steps: nothing of it stays."""
-    for found in ranks.run(2, direct_jobs.torn, Setup(zero), str(tmp_path), way):
+    for found in ranks.run(2, background_save_jobs.torn, Setup(zero), str(tmp_path), way):
         first, second = found["said"]
         assert first.startswith("SaveError: the optimizer stepped while its state was taken")
         assert "'global_steps': 2.0" in first and "'global_steps': 3.0" in first
@@ -148,7 +148,9 @@ def test_a_step_amid_the_taking_is_named(
 def test_a_scalar_that_is_left_out_of_the_snapshot_is_found(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    ((said,), _) = ranks.run(2, direct_jobs.trained_on, Setup(1), str(tmp_path), plant=True)
+    ((said,), _) = ranks.run(
+        2, background_save_jobs.trained_on, Setup(1), str(tmp_path), plant=True
+    )
     assert "disagree in the scalars" in said and "step: 2.0" in said and "step: 12.0" in said
 
 
@@ -213,7 +215,9 @@ def test_a_rank_that_dies_while_it_writes_leaves_no_pointer(
 
 
 def test_a_writer_that_was_given_up_disturbs_no_later_save(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.run(2, direct_jobs.back_in_the_next_save, Setup(1, "bf16"), str(tmp_path))
+    found = ranks.run(
+        2, background_save_jobs.back_in_the_next_save, Setup(1, "bf16"), str(tmp_path)
+    )
     assert found == [["next"], ["next"]]
 
 
@@ -317,7 +321,9 @@ def test_only_an_engine_can_be_waited_for(what: object) -> None:
 def test_a_tag_with_the_name_of_a_pointer_is_refused_at_once(
     ranks: RankPool, tmp_path: Path, way: str
 ) -> None:
-    for said, left in ranks.run(2, direct_jobs.named_as_pointers, Setup(1), str(tmp_path), way):
+    for said, left in ranks.run(
+        2, background_save_jobs.named_as_pointers, Setup(1), str(tmp_path), way
+    ):
         assert len(said) == 3
         assert all("UsageError" in one and "the name of a pointer" in one for one in said), said
         assert left == ["global_step1", "latest"]
@@ -327,7 +333,7 @@ def test_a_tag_with_the_name_of_a_pointer_is_refused_at_once(
 def test_a_relative_path_means_what_it_meant_at_the_call(
     ranks: RankPool, tmp_path: Path, way: str
 ) -> None:
-    for here, away in ranks.run(2, direct_jobs.moved_away, Setup(1), str(tmp_path), way):
+    for here, away in ranks.run(2, background_save_jobs.moved_away, Setup(1), str(tmp_path), way):
         assert here == ["global_step1", "latest"] and away == ["here"]
     assert not ucp.verify(tmp_path / "here").findings
 
@@ -336,7 +342,9 @@ def test_a_relative_path_means_what_it_meant_at_the_call(
 def test_what_fails_inside_the_call_warns_too(
     ranks: RankPool, tmp_path: Path, on_error: str
 ) -> None:
-    for found in ranks.run(2, direct_jobs.refused_in_the_call, Setup(1), str(tmp_path), on_error):
+    for found in ranks.run(
+        2, background_save_jobs.refused_in_the_call, Setup(1), str(tmp_path), on_error
+    ):
         assert found["left"] == ["global_step1", "global_step3"], found
         if on_error == "raise":
             assert "SaveError" in found["said"] and found["returned"] is None

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.engines import step_jobs
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.model import Setup
-from tests.engines.stack_jobs import Mcore
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks

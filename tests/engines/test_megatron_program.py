@@ -17,10 +17,10 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import NotFoundError, UnsupportedError, UsageError
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.megatron_lm import load_checkpoint, save_checkpoint
-from tests.engines import stack_jobs
+from tests.engines import megatron_jobs
+from tests.engines.megatron_jobs import BATCH, Mcore
+from tests.engines.megatron_states import canonical, compare
 from tests.engines.memory_jobs import heard
-from tests.engines.stack_jobs import BATCH, Mcore
-from tests.engines.stack_states import canonical, compare
 from tests.ranks import RankPool
 
 
@@ -53,7 +53,7 @@ def flags(engine: Any, **others: Any) -> argparse.Namespace:
     }
     switches = "finetune no_load_optim no_load_rng no_save_optim no_save_rng"
     said |= dict.fromkeys([*switches.split(), "exit_on_missing_checkpoint"], False)
-    return argparse.Namespace(**{**vars(stack_jobs.arguments(engine)), **said, **others})
+    return argparse.Namespace(**{**vars(megatron_jobs.arguments(engine)), **said, **others})
 
 
 def give(args: argparse.Namespace) -> None:
@@ -90,7 +90,7 @@ def parts(engine: Any) -> tuple[Any, Any, Any]:
 def program(folder: str) -> None:
     """Saves, and loads as the flags say; all on two ranks."""
     kind = Mcore(layers=2)
-    engine = stack_jobs.make(kind)
+    engine = megatron_jobs.make(kind)
     give(args := flags(engine, load=folder, save=folder))
     assert load_checkpoint(*parts(engine)) == (0, 0)
     args.exit_on_missing_checkpoint = True
@@ -101,7 +101,7 @@ def program(folder: str) -> None:
     with pytest.raises(UsageError, match="don't see the same files"):
         load_checkpoint(*parts(engine))
     want = save_in_all_ways(engine, args, folder)
-    engine = stack_jobs.make(kind)
+    engine = megatron_jobs.make(kind)
     give(args := flags(engine, load=folder))
     before = {**canonical(engine), "counters": None}
     assert micro_batches() == 1
@@ -112,13 +112,13 @@ def program(folder: str) -> None:
     args.ckpt_step = 9
     with pytest.raises(NotFoundError, match="iter_0000009"):
         load_checkpoint(*parts(engine))
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
     check_weights_alone(kind, folder, want)
 
 
 def save_in_all_ways(engine: Any, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Saves iteration 2; others as `--non-persistent-ckpt-type` asks. What is in the engine."""
-    stack_jobs.train(engine, 2)
+    megatron_jobs.train(engine, 2)
     vars(args).update(consumed_train_samples=7, skipped_train_samples=1, consumed_valid_samples=3)
     for asked in ({"release": True}, {"non_persistent_ckpt": True}, {}):
         args.non_persistent_ckpt_type, args.no_save_optim = "local", not asked
@@ -131,7 +131,7 @@ def save_in_all_ways(engine: Any, args: argparse.Namespace, folder: str) -> dict
         save_checkpoint(iteration, *parts(engine), 12.5, non_persistent_ckpt=True)
     assert [p.name for p in Path(folder, "non_persistent").glob("iter*")] == ["iter_0000004"]
     retain(engine, args, f"{folder}/retained")
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
     return want
 
 
@@ -165,7 +165,7 @@ def check_weights_alone(kind: Mcore, folder: str, want: dict[str, Any]) -> None:
         ({"load": empty, "pretrained_checkpoint": folder}, 0),
     ]
     for others, iteration in cases:
-        engine = stack_jobs.make(kind)
+        engine = megatron_jobs.make(kind)
         give(args := flags(engine, **others))
         args.consumed_train_samples = 0
         schedule = engine.scheduler.state_dict()
@@ -177,7 +177,7 @@ def check_weights_alone(kind: Mcore, folder: str, want: dict[str, Any]) -> None:
         assert {state for _, state in have["full"]} == {"fp32"} and not have["scalars"]
         for name, values in want["weights"].items():
             assert torch.equal(have["weights"][name], values), name
-        stack_jobs.close(engine)
+        megatron_jobs.close(engine)
 
 
 def test_it_follows_the_flags(ranks: RankPool, tmp_path: Path) -> None:
@@ -191,20 +191,20 @@ def test_it_follows_the_flags(ranks: RankPool, tmp_path: Path) -> None:
 def in_background(folder: str) -> list[str]:
     """Saves with `--async-save`; what is missing of the last one in a run that loads it."""
     kind = Mcore(layers=2)
-    engine = stack_jobs.make(kind)
+    engine = megatron_jobs.make(kind)
     others = {"async_save": True, "save_retain_interval": 4}
     give(args := flags(engine, save=folder, load=folder, **others))
     for iteration in range(1, 7):
-        stack_jobs.train(engine, 1, first=iteration - 1)
+        megatron_jobs.train(engine, 1, first=iteration - 1)
         args.consumed_train_samples = iteration * BATCH
         save_checkpoint(iteration, *parts(engine), 12.5)
     want = {**canonical(engine), "counters": None}
-    stack_jobs.train(engine, 1, first=6)
+    megatron_jobs.train(engine, 1, first=6)
     assert load_checkpoint(*parts(engine)) == (6, 12.5), "the load waits for it"
     found = compare(want, {**canonical(engine), "counters": None})
     report = ucp.report(engine.optimizer._ucp_stack).save
     assert report.global_steps == 6 and report.blocked_seconds < report.seconds
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
     return found
 
 
@@ -219,8 +219,8 @@ def test_async_save(ranks: RankPool, tmp_path: Path) -> None:
 def another_format(folder: str) -> None:
     """`--ckpt-format` is followed or refused, at the start, and by a save that comes without a
     load; with `--async-save` too."""
-    engine = stack_jobs.make(Mcore(layers=2))
-    stack_jobs.train(engine, 1)
+    engine = megatron_jobs.make(Mcore(layers=2))
+    megatron_jobs.train(engine, 1)
     for others in ({"ckpt_format": "torch_dcp"}, {"ckpt_format": "zarr", "async_save": True}):
         give(flags(engine, save=folder, load=folder, **others))
         for call in (
@@ -235,7 +235,7 @@ def another_format(folder: str) -> None:
         assert load_checkpoint(*parts(engine)) == (0, 0), "a run that saves nothing may load"
     give(flags(engine, save=folder, ckpt_format="torch_dist"))
     save_checkpoint(1, *parts(engine), 12.5)
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
 
 
 def test_another_format_is_refused_before_anybody_trains(ranks: RankPool, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_another_format_is_refused_before_anybody_trains(ranks: RankPool, tmp_pa
 
 def older_files(folder: str) -> list[str]:
     """Under `--ckpt-format torch` Megatron-LM's own save gets all that the program gave."""
-    engine = stack_jobs.make(Mcore(layers=2))
+    engine = megatron_jobs.make(Mcore(layers=2))
     calls: list[Any] = []
     give(flags(engine, save=folder, load=folder, ckpt_format="torch", async_save=True))
     own: Any = types.ModuleType("megatron.training.checkpointing")
@@ -262,7 +262,7 @@ def older_files(folder: str) -> list[str]:
     assert more == {"non_persistent_ckpt": False, "release": True, "train_data_iterator": 7}
     with pytest.raises(UnsupportedError, match="loaded here, but not written"):
         ucp.save(ucp.attach_megatron(*parts(engine)), folder, ckpt_format="torch")
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
     return notes
 
 

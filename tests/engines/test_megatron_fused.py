@@ -11,14 +11,14 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.deepspeed.target import Target
-from tests.engines import cross_jobs, fused_adam, kinds, stack_jobs, tensor_jobs
+from tests.engines import cross_jobs, fused_adam, kinds, megatron_jobs, tensor_jobs
 from tests.engines.cross_jobs import Zero
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, show
+from tests.engines.test_megatron_pairs import BUCKETS, CONSTANT, MOE, show
 from tests.ranks import Job, RankPool
 
-RESUME, STOCK = kinds.resume, stack_jobs.stock_load
+RESUME, STOCK = kinds.resume, megatron_jobs.stock_load
 TE: dict[str, Any] = {"adam": "te"}
 SMALL: dict[str, Any] = {"layers": 2}
 SOURCES: dict[str, tuple[int, Any, str]] = {
@@ -116,7 +116,7 @@ VARIANTS: dict[str, Any] = {
 def refusals(folder: str) -> dict[str, str]:
     """What is said of each variant, of an optimizer that nobody knows, of a subclass, and of a save
     before the first step."""
-    engine = stack_jobs.make(Mcore(adam="subclass", layers=1))
+    engine = megatron_jobs.make(Mcore(adam="subclass", layers=1))
     chunks, optimizer = engine.stack.chunks, engine.optimizer
     (inner,) = optimizer.chained_optimizers
     said: dict[str, str] = {}
@@ -137,7 +137,7 @@ def refusals(folder: str) -> dict[str, str]:
     with pytest.raises(UnsupportedError, match=r"someone\.Shampoo") as unknown:
         ucp.attach_megatron(chunks, optimizer)
     said["unknown"] = str(unknown.value)
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
     return said
 
 
@@ -145,7 +145,7 @@ def refused_saves(engine: Any, folder: str) -> dict[str, str]:
     """What saves say of a subclass, of states without a step, and of a moment in bf16."""
     said: dict[str, str] = {}
     (inner,) = engine.optimizer.chained_optimizers
-    stack_jobs.train(engine, 1)
+    megatron_jobs.train(engine, 1)
     said["subclass"] = "; ".join(ucp.save(engine.handle, folder).notes)
     for group in inner.optimizer.param_groups:  # as after a load that made room for states
         del group["step"]

@@ -20,9 +20,18 @@ from megatron_ucp.reshard import folder as ranks_folder
 from tests.engines import kinds
 from tests.engines.background_jobs import background_for
 from tests.engines.kinds import state_after_load
+from tests.engines.megatron_jobs import (
+    Engine,
+    Mcore,
+    arguments,
+    attached,
+    close,
+    make,
+    settle,
+    train,
+)
+from tests.engines.megatron_states import canonical, compare
 from tests.engines.save_jobs import listing
-from tests.engines.stack_jobs import Engine, Mcore, arguments, attached, close, make, settle, train
-from tests.engines.stack_states import canonical, compare
 
 
 def saved_both_ways(setup: Mcore, folder: str, window: int = 0, **options: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines import shared_jobs
-from tests.engines.stack_jobs import Mcore
+from tests.engines.megatron_jobs import Mcore
 from tests.ranks import ROOT, RankPool
 
 SAVES = 15

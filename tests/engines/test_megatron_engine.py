@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.engines import stack_jobs
-from tests.engines.stack_jobs import Mcore
+from tests.engines import megatron_jobs
+from tests.engines.megatron_jobs import Mcore
 from tests.ranks import RankPool
 
 MOE = Mcore("mixtral", layers=2)
@@ -32,7 +32,7 @@ def of_one_rank(ranks: RankPool, setup: Mcore) -> list[float]:
     alone = Mcore(setup.family, layers=setup.layers, tied=setup.tied, distributed=False)
     key = repr(alone)
     if key not in ONE:
-        ONE[key] = ranks.run(1, stack_jobs.losses, alone)[0]
+        ONE[key] = ranks.run(1, megatron_jobs.losses, alone)[0]
     return ONE[key]
 
 
@@ -40,7 +40,7 @@ def of_one_rank(ranks: RankPool, setup: Mcore) -> list[float]:
 def test_losses_are_those_of_one_rank(ranks: RankPool, mesh: str) -> None:
     world, setup = MESHES[mesh]
     want = of_one_rank(ranks, setup)
-    found = ranks.run(world, stack_jobs.losses, setup)
+    found = ranks.run(world, megatron_jobs.losses, setup)
     assert all(one == found[0] for one in found)
     assert max(abs(a - b) for a, b in zip(want, found[0], strict=True)) <= 1e-5
     assert abs(want[0] - want[-1]) > 1e-3  # it learns
@@ -51,7 +51,7 @@ def test_in_bf16(ranks: RankPool) -> None:
     plain, shared = (
         ranks.run(
             2,
-            stack_jobs.losses,
+            megatron_jobs.losses,
             Mcore(dtype="bf16", distributed=distributed, clip=0.0),
         )[0]
         for distributed in (False, True)
@@ -63,7 +63,7 @@ def test_in_fp16(ranks: RankPool) -> None:
     """The loss is scaled, and the gradients are what they would be: without, epsilon would weigh
     256 times as much."""
     whole, half = (
-        ranks.run(2, stack_jobs.losses, Mcore(dtype=dtype, clip=0.0))[0]
+        ranks.run(2, megatron_jobs.losses, Mcore(dtype=dtype, clip=0.0))[0]
         for dtype in ("fp32", "fp16")
     )
     assert max(abs(a - b) for a, b in zip(whole, half, strict=True)) <= 2e-2

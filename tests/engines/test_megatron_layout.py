@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ucp.errors import UcpError
 from tests.engines.kinds import refusal_of
-from tests.engines.stack_jobs import Mcore, close, make, train
+from tests.engines.megatron_jobs import Mcore, close, make, train
 from tests.ranks import RankPool
 
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}

@@ -11,8 +11,8 @@ import pytest
 import megatron_ucp as ucp
 from tests.engines import door_jobs
 from tests.engines.door_jobs import SETTINGS
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.model import Setup
-from tests.engines.stack_jobs import Mcore
 from tests.engines.tensor_jobs import Mega
 from tests.ranks import RankPool
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines import grouped_experts, stack_jobs
+from tests.engines import grouped_experts, megatron_jobs
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore
 
 pytestmark = pytest.mark.ranks
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
@@ -28,8 +28,8 @@ GROUPED: dict[str, tuple[int, Mcore]] = {
 def test_the_layers_of_the_tests_compute_the_same(sources: Sources, kind: str) -> None:
     """Weights are drawn by canonical names, so that a wrong name is another model."""
     for ranks, setup in (PLAIN[kind], GROUPED[kind]):
-        (found, *_) = sources.ranks.run(ranks, stack_jobs.losses, setup)
-        (want, *_) = sources.ranks.run(1, stack_jobs.losses, Mcore(**MOE))
+        (found, *_) = sources.ranks.run(ranks, megatron_jobs.losses, setup)
+        (want, *_) = sources.ranks.run(1, megatron_jobs.losses, Mcore(**MOE))
         assert found == pytest.approx(want, rel=0, abs=1e-5)
 
 

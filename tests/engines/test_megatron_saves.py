@@ -11,17 +11,17 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.proof import is_rounded
-from tests.engines import kinds, stack_jobs, stack_own_jobs
+from tests.engines import kinds, megatron_jobs, megatron_own_jobs
 from tests.engines.cross_jobs import Zero
+from tests.engines.megatron_jobs import Mcore
+from tests.engines.megatron_states import canonical, compare
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore
-from tests.engines.stack_states import canonical, compare
-from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, show
+from tests.engines.test_megatron_pairs import BUCKETS, CONSTANT, MOE, show
 from tests.formats.megatron_files import by_torch, split
 from tests.ranks import RankPool, RanksFailed
 from tests.share import LOSS_STEPS
 
-RESUME, STOCK = kinds.resume, stack_jobs.stock_load
+RESUME, STOCK = kinds.resume, megatron_jobs.stock_load
 # layers with experts and without, one that sees every token, and routers' biases, which are buffers
 MIXTURE: dict[str, Any] = {"family": "mixtral", "every": 2, "shared": 8, "bias": True}
 # several buckets, and overlaps: of such runs stock's own writer loses elements
@@ -154,7 +154,7 @@ def test_an_export_of_the_memory_moves_none_of_it(
     ranks: RankPool, source: str, tmp_path: Path
 ) -> None:
     world, setup = SOURCES[source]
-    for before, after in ranks.run(world, stack_own_jobs.export_in_place, setup, str(tmp_path)):
+    for before, after in ranks.run(world, megatron_own_jobs.export_in_place, setup, str(tmp_path)):
         assert before and before == after
     ucp.export_hf(tmp_path / "saved", tmp_path / "files", dtype="float32")
     names = [path.name for path in (tmp_path / "files").iterdir()]
@@ -183,11 +183,11 @@ def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
 
 def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) -> None:
     setup = Mcore(**MIXTURE)
-    found = ranks.run(2, stack_own_jobs.own_buffers, setup, str(tmp_path))
+    found = ranks.run(2, megatron_own_jobs.own_buffers, setup, str(tmp_path))
     assert all(rank["same"] for rank in found) and found[0]["want"] != found[1]["want"]
     for rank in found:
         assert rank["error"].startswith("SaveError") and "mine" in rank["error"]
-    job = stack_own_jobs.load_own_buffers
+    job = megatron_own_jobs.load_own_buffers
     (refused,) = ranks.run(1, job, setup, str(tmp_path))
     assert refused.startswith("error: ") and "expert_bias" in refused
     (noted,) = ranks.run(1, job, setup, str(tmp_path), allow={"per_rank"})
@@ -197,7 +197,7 @@ def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) 
 def test_groups_of_other_rules_than_megatrons(ranks: RankPool, tmp_path: Path) -> None:
     """The files list no group's parameters, but the manifest beside them says them."""
     setup = Mcore(layers=2, style="constant")
-    job = stack_own_jobs.regrouped
+    job = megatron_own_jobs.regrouped
     assert ranks.run(2, job, setup, str(tmp_path)) == [([], []), ([], [])]
 
 
@@ -222,20 +222,20 @@ def clip(engine: Any) -> int:
 
 def clipped(folder: str, setup: Mcore) -> dict[str, Any]:
     """A save behind a step that clipped, with and without the flag that says so."""
-    engine = stack_jobs.make(setup)
-    stack_jobs.train(engine, 2)
+    engine = megatron_jobs.make(setup)
+    megatron_jobs.train(engine, 2)
     said: dict[str, Any] = {"apart": clip(engine)}
     want = {**canonical(engine), "counters": None}
     for name in want["weights"]:  # a step begins from its masters, as after any load
         want["weights"][name] = want["full"][name, "fp32"].to(torch.bfloat16)
     for flag in (True, False):
-        args = stack_jobs.arguments(engine)
+        args = megatron_jobs.arguments(engine)
         args.qk_clip = flag
         ucp.save(engine.handle, f"{folder}/{flag}", arguments=args)
     config = engine.stack.bare[0].config
     with mock.patch.object(config, "qk_clip", True):  # no flags at all
         ucp.save(engine.handle, f"{folder}/model")
-    stack_jobs.train(engine, 1, first=2)
+    megatron_jobs.train(engine, 1, first=2)
     for flag in (False, "model", True):
         try:
             report = ucp.load(engine.handle, f"{folder}/{flag}")
@@ -243,7 +243,7 @@ def clipped(folder: str, setup: Mcore) -> dict[str, Any]:
         except UcpError as error:
             said[str(flag)] = str(error)
     said["differs"] = compare(want, {**canonical(engine), "counters": None})
-    stack_jobs.close(engine)
+    megatron_jobs.close(engine)
     return said
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from tests.engines import kinds, stack_background_jobs
-from tests.engines.stack_background_jobs import manifest
-from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE
-from tests.engines.test_stack_saves import MIXTURE
+from tests.engines import kinds, megatron_background_jobs
+from tests.engines.megatron_background_jobs import manifest
+from tests.engines.megatron_jobs import Mcore
+from tests.engines.test_megatron_pairs import BUCKETS, CONSTANT, MOE
+from tests.engines.test_megatron_saves import MIXTURE
 from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
@@ -52,7 +52,7 @@ def test_the_files_are_those_of_a_save_that_waits(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
     world, setup = ENGINES[engine]
-    found = ranks.run(world, stack_background_jobs.saved_both_ways, setup, str(tmp_path))
+    found = ranks.run(world, megatron_background_jobs.saved_both_ways, setup, str(tmp_path))
     assert check_alike(tmp_path) > 10_000
     assert not ucp.verify(tmp_path / "background", deep=True).findings
     for direct, background in found:
@@ -68,7 +68,9 @@ def test_in_small_windows_of_which_some_find_no_room(
     ranks: RankPool, tmp_path: Path, room: int | None
 ) -> None:
     options = {} if room is None else {"snapshot_bytes": room}
-    ranks.run(2, stack_background_jobs.saved_both_ways, SMALL, str(tmp_path), window=256, **options)
+    ranks.run(
+        2, megatron_background_jobs.saved_both_ways, SMALL, str(tmp_path), window=256, **options
+    )
     check_alike(tmp_path)
     assert not ucp.verify(tmp_path / "background", deep=True).findings
 
@@ -78,7 +80,7 @@ def test_ten_steps_before_the_writer_starts_change_nothing(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
     world, setup = ENGINES[engine]
-    for one in ranks.run(world, stack_background_jobs.trained_on, setup, str(tmp_path)):
+    for one in ranks.run(world, megatron_background_jobs.trained_on, setup, str(tmp_path)):
         assert one["found"] == [] and len(one["changed"]) > 5
     tree = torch.load(tmp_path / "iter_0000002" / "common.pt", weights_only=False)
     assert vars(tree["args"])["many"] == {"a": [1, 2]}
@@ -88,7 +90,7 @@ def test_ten_steps_before_the_writer_starts_change_nothing(
 def test_what_is_left_out_of_the_snapshot_is_found(
     ranks: RankPool, tmp_path: Path, plant: str
 ) -> None:
-    for one in ranks.run(2, stack_background_jobs.trained_on, SMALL, str(tmp_path), plant):
+    for one in ranks.run(2, megatron_background_jobs.trained_on, SMALL, str(tmp_path), plant):
         assert one["found"]
         assert any("scheduler" in line for line in one["found"]) == (plant == "schedule")
 
@@ -100,7 +102,9 @@ def test_a_step_amid_the_taking_is_named(
     ranks: RankPool, tmp_path: Path, setup: Mcore, after: int, way: str
 ) -> None:
     """After the count of steps was taken, and with a part of the elements."""
-    for found in ranks.run(2, stack_background_jobs.torn, setup, str(tmp_path), way, after, True):
+    for found in ranks.run(
+        2, megatron_background_jobs.torn, setup, str(tmp_path), way, after, True
+    ):
         assert len(found["changed"]) > 5
         assert found["error"].startswith("SaveError: the optimizer stepped while"), found
         assert "'step': 2.0}, as when" in found["error"] and "'step': 3.0}" in found["error"]
@@ -122,7 +126,7 @@ def test_what_else_sees_a_step_amid_the_taking(
     """The fingerprint fits what was taken: it is summed from that. A load finds masters and weights
     of two steps where the files hold both, and else is content with a state that never was."""
     for found in ranks.run(
-        2, stack_background_jobs.torn, setup, str(tmp_path), "background", after, False
+        2, megatron_background_jobs.torn, setup, str(tmp_path), "background", after, False
     ):
         assert found["error"] == "" and found["found"] and found["later"]
         errors = [line for line in found["found"] + found["later"] if "Error" in line]
@@ -139,7 +143,7 @@ def test_a_second_save_needs_no_plan_and_writes_the_same(
 ) -> None:
     """Byte for byte what a handle writes that has saved nothing yet; of other values."""
     world, setup = ENGINES[engine]
-    for found in ranks.run(world, stack_background_jobs.planned_once, setup, str(tmp_path), way):
+    for found in ranks.run(world, megatron_background_jobs.planned_once, setup, str(tmp_path), way):
         assert found["plans"] == [2, 0, 0, 2]
         assert found["differences"] == [] != found["before"]
     shutil.rmtree(tmp_path / "background" / "iter_0000001")
@@ -160,7 +164,7 @@ def test_another_structure_is_planned_anew(ranks: RankPool, tmp_path: Path, othe
     setup = OTHERS[other]
     target = replace(SMALL, dtype=setup.dtype)
     for found in ranks.run(
-        2, stack_background_jobs.planned_anew, SMALL, setup, str(tmp_path), load=target
+        2, megatron_background_jobs.planned_anew, SMALL, setup, str(tmp_path), load=target
     ):
         assert (found["error"], found["plans"]) == ("", 2)
         assert found["differences"] == [] != found["before"]
@@ -169,7 +173,7 @@ def test_another_structure_is_planned_anew(ranks: RankPool, tmp_path: Path, othe
 def test_the_plan_of_another_structure_would_be_wrong(ranks: RankPool, tmp_path: Path) -> None:
     setup = OTHERS["other buckets"]
     for found in ranks.run(
-        2, stack_background_jobs.planned_anew, SMALL, setup, str(tmp_path), reuse=True
+        2, megatron_background_jobs.planned_anew, SMALL, setup, str(tmp_path), reuse=True
     ):
         assert found["plans"] == 0 and (found["error"] or found["differences"])
 

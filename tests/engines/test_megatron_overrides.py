@@ -6,9 +6,9 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
-from tests.engines import stack_jobs
+from tests.engines import megatron_jobs
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore
 from tests.ranks import RanksFailed
 
 FC2 = "decoder.layers.1.mlp.linear_fc2.weight"
@@ -42,7 +42,7 @@ def test_stock_takes_the_groups_of_our_files(sources: Sources) -> None:
     """Until 0.18 megatron-core knows a group by four keys, and gives all matrices one of the two
     groups, whoever wrote the files; since 0.19 by all."""
     folder = sources.get(4, Mcore(tp=2, overrides="decay"), more=3, kind="ours")
-    job = stack_jobs.stock_load
+    job = megatron_jobs.stock_load
     knows_all = Version(version("megatron-core")) >= Version("0.19")
     for one in sources.ranks.run(4, job, Mcore(tp=2, overrides="decay"), folder, tags=("trained",)):
         differences = [said.partition(":")[0] for said in one["differences"]["trained"]]

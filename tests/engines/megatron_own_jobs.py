@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines.kinds import refusal_of
-from tests.engines.stack_jobs import Engine, Mcore, close, make, train, write
-from tests.engines.stack_states import biases, canonical, compare
+from tests.engines.megatron_jobs import Engine, Mcore, close, make, train, write
+from tests.engines.megatron_states import biases, canonical, compare
 
 
 def own_buffers(setup: Mcore, folder: str) -> dict[str, Any]:

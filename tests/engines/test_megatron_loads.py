@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.engines.cross_jobs import Zero
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore
 from tests.share import LOSS_STEPS
 
 CONSTANT: dict[str, Any] = {"style": "constant"}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.engines import legacy_jobs
+from tests.engines.megatron_jobs import Mcore
 from tests.engines.sources import Sources, check
-from tests.engines.stack_jobs import Mcore
-from tests.engines.test_stack_saves import MIXTURE
+from tests.engines.test_megatron_saves import MIXTURE
 from tests.ranks import RankPool
 
 TIED: dict[str, Any] = {"family": "gpt", "tied": True}
