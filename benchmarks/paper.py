@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.experts import file_rank
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamGroup
 from megatron_ucp.core.manifest_json import to_json
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import EXPERT_CUT, Mesh
 from megatron_ucp.core.names import MASTER, Keeper
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.families import find_family
 from megatron_ucp.families.family import Family, Model, Sizes
 from megatron_ucp.families.settings import RECORDED, Architecture
@@ -152,6 +154,19 @@ def file_names(mesh: Mesh, layers: int, experts: int = 0) -> Iterator[str]:
         for expert in range(experts):
             yield from (files.expert_file_name(layer, expert, tp) for tp in tensors)
     yield from (f"ucp_rng_{rank:05d}.safetensors" for rank in range(mesh.world))
+
+
+def state_file(manifest: Manifest, slot: Slot) -> str:
+    """The file in which DeepSpeed would keep a slot of a manifest that trains in bf16."""
+    buffer, mesh = manifest.buffers[slot.buffer], manifest.mesh
+    rank = mesh.rank_of((*buffer.at, *slot.cut), slot.part)
+    mp = buffer.stage * mesh.tp + mesh.coord(rank).tp
+    if buffer.stepped and manifest.keeper != Keeper.ZERO_0:
+        return files.optimizer_name(mesh.partition_of(rank), mp, "bf16_")
+    ep, etp = mesh.expert_place(rank)
+    if buffer.stepped and buffer.axes == EXPERT_CUT:
+        return files.expert_optimizer_name(ep, file_rank(mesh, buffer.stage, ep, etp))
+    return files.model_name(mp, slot.part if mesh.zero == 3 else None)
 
 
 def on_mesh(model: Manifest, mesh: Mesh) -> Manifest:

@@ -38,7 +38,6 @@ _RENAMED = {
     "linear_fc2": "dense_4h_to_h",
 }
 _OTHER_NAMES = re.compile("|".join(rf"\b{re.escape(name)}" for name in _RENAMED))
-_FIRST_COUNTS = "language_model.embedding.position_embeddings.weight"
 
 
 def program_name(name: str) -> str:

@@ -64,14 +64,13 @@ def refits() -> dict[str, list[str]]:
 
     trainer = make_engine(Setup(1))
     rollout = make_engine(Setup(0, seed=9, extra={"evaluate": True}))
-    standby = make_engine(Setup(0, seed=5))
     like = {name: value.detach() for name, value in trainer.module.named_parameters()}
     tensors = {name: torch.zeros_like(value) for name, value in like.items()}
     taken: dict[str, torch.Tensor] = {}
     names: dict[str, Any] = {
         **{"ucp": ucp, "trainer": trainer, "rollout": rollout, "tensors": tensors},
         **{"batches": range(2), "train": lambda engine, step: train(engine, 1, first=step)},
-        **{"load_weights": taken.update, "rank": 0, "standby": standby},
+        **{"load_weights": taken.update, "rank": 0},
     }
     text = (ROOT / "docs" / "refit.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -80,8 +79,7 @@ def refits() -> dict[str, list[str]]:
         if number:
             train(trainer, 1, first=number)
         exec(block.replace(" if rank >= 2 else None", ""), names)  # both are on all ranks here
-        filled = standby if number == 1 else rollout
-        have = taken if number == 2 else dict(filled.module.named_parameters())
+        have = taken if number == 1 else dict(rollout.module.named_parameters())
         found[f"block {number}"] = [
             name for name, value in like.items() if not torch.equal(value, have[name].detach())
         ]

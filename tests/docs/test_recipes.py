@@ -22,7 +22,7 @@ def test_the_next_world_as_resize_md_builds_it(ranks: RankPool, tmp_path: Path) 
 
 def test_the_blocks_of_refit_md(ranks: RankPool) -> None:
     for found in ranks.run(2, recipe_jobs.refits, timeout_s=100):
-        assert found == {f"block {number}": [] for number in range(4)}
+        assert found == {f"block {number}": [] for number in range(3)}
 
 
 def test_the_blocks_of_stores_md(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from benchmarks.paper import paper_manifest, paper_sizes
+from benchmarks.paper import paper_manifest, paper_sizes, state_file
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
@@ -20,7 +20,6 @@ from megatron_ucp.errors import LayoutError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.family import Sizes
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.formats.deepspeed.writer import state_file
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.reshard import execute
 from megatron_ucp.reshard import plan as preview

@@ -89,11 +89,6 @@ class LiveMegatron(LiveShards):
 
     # ------------------------------------------------ places
 
-    @property
-    def own_numbers(self) -> list[int]:
-        """The numbers in the manifest of the optimizers' own buffers, in their order."""
-        return [*self._live]
-
     def parts(self) -> list[tuple[int, Coords, int]]:
         return self.manifest.parts_of(self.shard.rank)
 

@@ -21,8 +21,6 @@ from megatron_ucp.formats.dcp.torchtitan import fused_of
 SCHEDULER, TRAIN_STATE = "lr_scheduler.", "train_state."
 _BESIDE = (SCHEDULER, TRAIN_STATE, "dataloader.", "dataloader", "rng", "epoch", "step")
 _GROUPS = re.compile(r"((?:[^.]+\.)*?)param_groups\.")
-_INDEXED = re.compile(r"(\d+)\.([^.]+)")
-_BY_POSITION = re.compile(r"\d+\.[^.]+")
 _MODEL = "model."
 _AVERAGES = re.compile(r"(.*\.)?(model_)?(ema|averaged?|swa)(_model|_weights)?\.")
 

@@ -30,7 +30,7 @@ from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.mesh import EXPERT_CUT, Coords, Mesh
+from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import ClassName, InertObject
@@ -685,16 +685,3 @@ def _nothing(output: Output, value: Any) -> Any:
 
 def _size(shape: Ints) -> InertObject:
     return InertObject("torch.Size", (shape,))
-
-
-def state_file(manifest: Manifest, slot: Slot) -> str:
-    """The file in which DeepSpeed would keep a slot of a manifest that trains in bf16."""
-    buffer, mesh = manifest.buffers[slot.buffer], manifest.mesh
-    rank = mesh.rank_of((*buffer.at, *slot.cut), slot.part)
-    mp = buffer.stage * mesh.tp + mesh.coord(rank).tp
-    if buffer.stepped and manifest.keeper != Keeper.ZERO_0:
-        return optimizer_name(mesh.partition_of(rank), mp, "bf16_")
-    ep, etp = mesh.expert_place(rank)
-    if buffer.stepped and buffer.axes == EXPERT_CUT:
-        return expert_optimizer_name(ep, file_rank(mesh, buffer.stage, ep, etp))
-    return model_name(mp, slot.part if mesh.zero == 3 else None)
