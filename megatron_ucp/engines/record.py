@@ -33,11 +33,10 @@ class EngineRecord:
     `attachment` says how it was attached (None: it was not). `backgrounds` are what works beside
     its training, by what each does. `memory` keeps in-memory checkpoints, if anything does. `model`
     is the family's model that an earlier call named. `stepped` are the ids of the parameters that a
-    plain optimizer stepped when the engine was attached: some may be frozen later. `plan` is that
-    of the last save, for the next one of the same structure. `closed_doors` are the methods that
-    the engine had before it became unusable (None: it is usable), and `hooks` what stands in the
-    way of its modules' state dicts meanwhile. `tensor_rank` is this rank's number among those that
-    cut the parameters, once it was asked.
+    plain optimizer stepped when the engine was attached: some may be frozen later. `closed_doors`
+    are the methods that the engine had before it became unusable (None: it is usable), and `hooks`
+    what stands in the way of its modules' state dicts meanwhile. `tensor_rank` is this rank's
+    number among those that cut the parameters, once it was asked.
     """
 
     attachment: Any = None
@@ -46,7 +45,6 @@ class EngineRecord:
     memory: Any = None
     model: Any = None
     stepped: frozenset[int] = frozenset()
-    plan: Any = None
     closed_doors: Mapping[str, Callable[..., Any] | None] | None = None
     hooks: list[Any] = field(default_factory=list[Any])
     tensor_rank: int | None = None

@@ -87,8 +87,7 @@ class SaveReport:
     `stock_seconds` in DeepSpeed's own call, on this rank; `notes` say which older tags went, and
     what no load gets from the files. `blocked_seconds` are those in which training stood still, and
     `bytes_by_rank` what each rank wrote. `is_under_way`: the save goes on in the background, and
-    nothing counts yet. `planned`: the engine was described for this save; one of the same structure
-    goes by what an earlier one found. `error`: why nothing was saved, of a save that was to warn.
+    nothing counts yet. `error`: why nothing was saved, of a save that was to warn.
     """
 
     path: str
@@ -104,7 +103,6 @@ class SaveReport:
     bytes_by_rank: tuple[int, ...] = ()
     is_under_way: bool = False
     error: str = ""
-    planned: bool = False
 
     def __str__(self) -> str:
         if self.error:
@@ -157,7 +155,7 @@ class PendingSave:
 
     `manifest` gives what describes the files, once training goes on; `elements` what the ranks sum
     for the fingerprint, which may be more: frozen parameters that the files leave out.
-    `stock_seconds` were spent in DeepSpeed's own save; `planned` is that of the report. `retire`
+    `stock_seconds` were spent in DeepSpeed's own save. `retire`
     removes what goes beside older tags, once this save counts, and returns notes.
     """
 
@@ -167,7 +165,6 @@ class PendingSave:
     state: RunState
     writer: SaveWriter
     stock_seconds: float = 0.0
-    planned: bool = False
     retire: Callable[[], list[str]] = list
 
 
@@ -217,9 +214,6 @@ class SaveRequest(ABC):
         locks.require_left(self.aside)
 
 
-OTHER_TENSORS = (
-    "the engine has other tensors than at an earlier save: they were described, and planned, anew"
-)
 _WARNED = ("disk-full", "folder-in-use")  # ids of errors that a later save may not meet
 
 
@@ -359,7 +353,6 @@ def _settled(
         (*taken.state.notes, *notes),
         seconds if blocked_seconds is None else blocked_seconds,
         tuple(sizes),
-        planned=taken.planned,
     )
 
 

@@ -10,12 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import SpooledTemporaryFile
-from typing import IO, Any, Protocol, Self, cast
+from typing import IO, Any, Self, cast
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
 from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import PlanError, SaveError, StoreError, UsageError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import Checkpoint
@@ -27,15 +28,14 @@ from megatron_ucp.formats.store import Location, StorePath, location, real, uplo
 from megatron_ucp.formats.tags import require_no_pointer
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import KnownSums
-from megatron_ucp.reshard.execute import bytes_of, copy_run
+from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.files import WINDOW_BYTES, ThreadMemory, pool
-from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
+from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.threads import Alongside
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
     Readers,
-    Rounding,
     SinkPart,
     TransferRun,
     WindowSource,
@@ -109,7 +109,6 @@ class OutputFolder:
     def __init__(
         self, folder: Location, output: FolderOutput, aside: Location | None = None
     ) -> None:
-        output.prove()
         self.folder, self.output = folder, output
         self.parts, self.verb = output.parts, output.verb
         absolute = folder.absolute()
@@ -226,6 +225,7 @@ class FolderSink(OutputFolder):
     each its share of the bytes. Rank 0 makes the folder then and names it."""
 
     def __init__(self, folder: Location, output: FolderOutput, ranks: bool = False) -> None:
+        output.prove()
         super().__init__(folder, output)
         self.rank, self.world = agree.world() if ranks else (0, 1)
 
@@ -295,6 +295,18 @@ def share_of(
                 held, pieces=[*held.pieces, *pieces], blobs=[*held.blobs, *blobs]
             )
     return [*own.values()]
+
+
+def evenly(sizes: Sequence[tuple[int, set[int]]], world: int) -> list[int]:
+    """For each of some things, of (bytes, the ranks that have all of it), the rank that takes it:
+    one that has it, where there is any; each rank as many bytes as the others, if it can be."""
+    held = [0] * world
+    takers = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number][0]):
+        size, have = sizes[number]
+        takers[number] = min(have or range(world), key=lambda rank: (held[rank], rank))
+        held[takers[number]] += size
+    return takers
 
 
 @dataclass
@@ -576,20 +588,8 @@ def check_source(source: Checkpoint, folder: Location, allow: Collection[str]) -
 #
 # A folder as a sink of all ranks: each writes its share of the files, all of them at once.
 #
-# With a snapshot it takes windows into that while the source lasts, and writes them in the end:
-# then another thread may do that, and the source may change meanwhile.
-
-
 _BEGIN_SYNC_BYTES = 1 << 20  # of a range after which the disk begins with it
 CHUNK_BYTES = 8 * 2**20  # that are summed and written at a time
-
-
-class Snapshot(Protocol):
-    """Memory for what is written later."""
-
-    def room(self, size_bytes: int) -> torch.Tensor | None:
-        """So many bytes, of whatever value; None where there is no room for them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -722,18 +722,9 @@ class RangeWriter:
         self._files.clear()
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a window goes: the file, and its piece."""
-
-    file: FileLayout
-    piece: FilePiece
-
-
-class RanksFolderSink(OutputFolder):
-    """Rank 0 makes the folder and names it. A file without an owner is written by all, each piece
-    by the rank that can best. `sync` brings files to disk; `snapshot` holds what is written
-    later."""
+class RanksFolder(OutputFolder):
+    """Rank 0 makes the folder and names it; each rank writes ranges of files by its `writer`, and
+    ends the files that it owns. `sync` brings files to disk."""
 
     what_to_do = "free space or mend permissions on every rank, then try again"
 
@@ -742,16 +733,12 @@ class RanksFolderSink(OutputFolder):
         folder: Location,
         output: FolderOutput,
         sync: output_folder.Syncs | None = None,
-        snapshot: Snapshot | None = None,
         aside: Location | None = None,
     ) -> None:
         self.rank, self.world = agree.world()
-        files = _owned(output.files, self.world, isinstance(folder, StorePath))
-        super().__init__(folder, replace(output, files=files), aside)
+        super().__init__(folder, output, aside)
         self.sync = sync or output_folder.Syncs()
-        self.writer = RangeWriter(self.sync, self.wrote)
-        self._snapshot = snapshot
-        self._given: torch.Tensor | None = None  # of the snapshot, for the window that comes next
+        self.writer = RangeWriter(self.sync)
 
     def __enter__(self) -> Self:
         if self.rank == 0:
@@ -762,25 +749,6 @@ class RanksFolderSink(OutputFolder):
     def __exit__(self, *_: object) -> None:
         self.writer.close()
         super().__exit__()
-
-    def wrote(self, one: FileRange) -> None:
-        """Is told of each range that this rank wrote."""
-
-    def move(self, source: Memories, parts: Sequence[Proved], run: TransferRun) -> None:
-        """Every rank writes what it has itself; what others have comes in rounds."""
-        rounding, queue = Rounding(source, parts), [*self._queue(source)]
-        run.total = sum(one.elems * ITEMSIZE[one.goal.piece.dtype] for one in queue)
-
-        def put(window: Window, exact: torch.Tensor) -> None:
-            place: _Place = window.goal
-            memory = rounding.rounded(window.part, window.slot, window.low, exact)
-            self._take(place, window.low, memory)
-            run.count(memory.nbytes)
-
-        with self._as_save_error():
-            source.move(queue, put, self._room)
-        self._given = None
-        self._lost = rounding.overflows.found
 
     def finish(self) -> None:
         """Each rank brings what it wrote to disk: other machines can't do it for it."""
@@ -821,8 +789,6 @@ class RanksFolderSink(OutputFolder):
             read = {at: partial(_memory_of, ranges.get(at, [])) for at in sizes}
             with self.sync.right.changing(f"writes {path}"):
                 upload(path, in_file_order(file, sizes, read, is_lasting=True), file.size_bytes)
-            for one in waiting.get(path, ()):
-                self.wrote(one)
         self.writer.waiting.clear()
 
     def _bring_to_disk(self) -> None:
@@ -836,46 +802,104 @@ class RanksFolderSink(OutputFolder):
         if self.rank == 0:
             super().publish()
 
-    def _queue(self, source: Memories) -> Iterator[Window]:
-        """The windows that this rank takes, in the order of the files' bytes."""
-        places = [_Place(file, piece) for file in self.output.files for piece in file.pieces]
-        takers = self._takers(places, source)
-        for place, taker in zip(places, takers, strict=True):
-            piece = place.piece
-            step = MESSAGE_BYTES // ITEMSIZE[piece.dtype]
-            for low in range(0, piece.elems if taker == self.rank else 0, step):
-                elems = min(step, piece.elems - low)
-                yield Window(piece.part, piece.slot, low, elems, place)
 
-    def _takers(self, places: Sequence[_Place], source: Memories) -> list[int]:
-        """The rank that writes each piece."""
-        owners = [place.file.owner for place in places]
-        free = [place.piece for place in places if place.file.owner is None]
-        sizes = [(one.size_bytes, source.holders_of(one.part, one.slot)) for one in free]
+# ---- gathered folder
+#
+# The memories of all ranks as a folder: each rank gathers the pieces that it writes, some at a
+# time.
+
+
+GROUP_BYTES = 2**30  # of pieces that a rank gathers before it writes them
+
+
+class GatheredFolder(RanksFolder):
+    """A folder whose pieces are made of what all ranks hold, each written by the rank that has most
+    of it."""
+
+    def __init__(self, folder: Location, output: FolderOutput) -> None:
+        output.prove()
+        _, world = agree.world()
+        files = _owned(output.files, world, isinstance(folder, StorePath))
+        super().__init__(folder, replace(output, files=files))
+
+    def move(self, source: SharedMemories, parts: Sequence[Proved], run: TransferRun) -> None:
+        """One group of pieces after the other. Collective."""
+        own = self._own_pieces(source, parts)
+        run.total = sum(piece.size_bytes for _, piece in own)
+        groups = [*_groups(own)]
+        for number in range(agree.most(len(groups))):
+            self._gather(source, parts, groups[number] if number < len(groups) else [], run)
+
+    def _gather(
+        self,
+        source: SharedMemories,
+        parts: Sequence[Proved],
+        pieces: Sequence[tuple[FileLayout, FilePiece]],
+        run: TransferRun,
+    ) -> None:
+        memory: dict[tuple[int, Slot], torch.Tensor] = {}
+        with agree.together():
+            for _, piece in pieces:
+                dtype = TORCH_DTYPES[piece.dtype]
+                memory[piece.part, piece.slot] = torch.empty(piece.elems, dtype=dtype)
+        for one in parts:
+            own = {slot: flat for (part, slot), flat in memory.items() if part == one.number}
+            source.fill([_only(one, own)], own.__getitem__, TransferRun(), lambda _: False)
+            more = source.lost_values
+            every = {**self._lost, **more}
+            self._lost = {what: self._lost.get(what, 0) + more.get(what, 0) for what in every}
+        with agree.together(), self._as_save_error():
+            for file, piece in pieces:
+                flat = memory[piece.part, piece.slot].view(torch.uint8)
+                record = None if file.owner is None else piece.place
+                one = FileRange(self.aside / file.name, record, piece.place, flat)
+                if isinstance(self.aside, StorePath):  # it is sent in the order of the file
+                    self.writer.later(replace(one, record=piece.place))
+                else:
+                    self.writer.now([one])
+                run.count(piece.size_bytes)
+
+    def _own_pieces(
+        self, source: SharedMemories, parts: Sequence[Proved]
+    ) -> list[tuple[FileLayout, FilePiece]]:
+        """The pieces that this rank writes, in the order of the files' bytes."""
+        pieces = [(file, piece) for file in self.output.files for piece in file.pieces]
+        holders = [source.holders_of(one) for one in parts]
+        free = [piece for file, piece in pieces if file.owner is None]
+        sizes = [(one.size_bytes, holders[one.part].get(one.slot, set[int]())) for one in free]
         others = iter(evenly(sizes, self.world))
-        return [next(others) if owner is None else owner for owner in owners]
+        takers = [next(others) if file.owner is None else file.owner for file, _ in pieces]
+        return [one for one, taker in zip(pieces, takers, strict=True) if taker == self.rank]
 
-    def _room(self, window: Window, size_bytes: int) -> torch.Tensor | None:
-        """Where the next window is put together, so that it need not be copied once more."""
-        self._given = None if self._snapshot is None else self._snapshot.room(size_bytes)
-        return self._given
 
-    def _take(self, place: _Place, low: int, memory: torch.Tensor) -> None:
-        """Keeps elements of a piece from `low` on; what finds no room is written."""
-        file, piece, flat = place.file, place.piece, memory.view(torch.uint8)
-        record = None if file.owner is None else piece.place
-        at = piece.place + low * memory.element_size()
-        one = FileRange(self.aside / file.name, record, at, flat)
-        if self._given is None or len(self._given) < len(flat):
-            if isinstance(self.aside, StorePath):  # it is sent in the order of the file
-                self.writer.later(replace(one, record=piece.place, memory=flat.cpu().clone()))
-            else:
-                self.writer.now([one])
-            return
-        kept = self._given[: len(flat)]
-        if kept.data_ptr() != flat.data_ptr():  # it was rounded
-            copy_run(kept, flat)
-        self.writer.later(replace(one, memory=kept))
+def _groups(
+    pieces: Sequence[tuple[FileLayout, FilePiece]],
+) -> Iterator[list[tuple[FileLayout, FilePiece]]]:
+    """Pieces of up to `GROUP_BYTES` together; a larger one by itself."""
+    group: list[tuple[FileLayout, FilePiece]] = []
+    size = 0
+    for one in pieces:
+        if group and size + one[1].size_bytes > GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(one)
+        size += one[1].size_bytes
+    if group:
+        yield group
+
+
+def _only(one: Proved, slots: Collection[Slot]) -> Proved:
+    """Of a proved part what fills some slots."""
+    plan = one.plan
+    return replace(
+        one,
+        plan=replace(
+            plan,
+            wants=tuple((slot, state) for slot, state in plan.wants if slot in slots),
+            ops=tuple(op for op in plan.ops if op.target.slot in slots),
+            fills=tuple(fill for fill in plan.fills if fill.slot in slots),
+        ),
+    )
 
 
 def _owned(files: Sequence[FileLayout], world: int, are_objects: bool) -> tuple[FileLayout, ...]:

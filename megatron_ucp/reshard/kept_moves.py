@@ -11,23 +11,27 @@ from a CPU each goes by itself.
 """
 
 import math
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from isal import isal_zlib
 
-from megatron_ucp.core.box import Ints
-from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Op, Plan, Side, Slot
+from megatron_ucp.core.box import Ints, span
+from megatron_ucp.core.manifest import BufferPart, Manifest
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.plan import Mean, Op, Plan, Side, Slot
+from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.execute import OfOp, TensorOf, bytes_of, copy_run
-from megatron_ucp.reshard.memories import Holdings, device_of_values, holdings_of
+from megatron_ucp.reshard.messages import device_of_messages
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -66,6 +70,123 @@ class Asked:
     def __reduce__(self) -> tuple[Any, ...]:
         """As that of Slot."""
         return Asked, (self.side, self.shape)
+
+
+# ---- holdings
+#
+# Who holds what.
+
+
+@dataclass
+class Holdings:
+    """What holds the values of some parts on this rank, and which ranks hold what of them.
+    `machines` are those of all ranks."""
+
+    engine: Holder
+    ranks: dict[BufferPart, set[int]]
+    machines: Sequence[str]
+    _copies: dict[tuple[str, int, Coords, Coords], bool] = field(default_factory=dict[Any, bool])
+
+    @cached_property
+    def _own_cuts(self) -> Mapping[tuple[int, int], Sequence[Coords]]:
+        """The places that this rank has of each partition of a buffer."""
+        found: dict[tuple[int, int], list[Coords]] = {}
+        for number, cut, part in self.engine.parts():
+            found.setdefault((number, part), []).append(cut)
+        return found
+
+    def nearest(self, op: Op, param: str) -> Op:
+        """The same operation on a copy that this rank has itself, where the one that was planned is
+        another rank's: of a parameter that tensor parallelism does not cut each place has one."""
+        slot = _side(op).slot
+        own = self._own_cuts.get((slot.buffer, slot.part), ())
+        if isinstance(op, Mean) or slot.cut in own:
+            return op
+        for cut in own:
+            if self._is_copy(param, slot.buffer, slot.cut, cut):
+                return replace(op, source=replace(op.source, slot=replace(slot, cut=cut)))
+        return op
+
+    def _is_copy(self, param: str, buffer: int, one: Coords, other: Coords) -> bool:
+        """Whether two places of a buffer have the same share of a parameter. Of a module's buffers
+        every rank may have its own values."""
+        key = param, buffer, one, other
+        if key not in self._copies:
+            manifest = self.engine.manifest
+            spec = manifest.by_name[param]
+            members = [m for b, m in manifest.holders[param] if b == buffer]
+            shares = [
+                [manifest.pieces(manifest.member(buffer, m), cut) for m in members]
+                for cut in (one, other)
+            ]
+            is_of_all = not spec.layout.mean_over and spec.kind != "buffer"
+            self._copies[key] = is_of_all and shares[0] == shares[1]
+        return self._copies[key]
+
+    def require(self, plan: Plan) -> None:
+        """Looks up who has what a plan reads. Raises UnsupportedError for a mean of copies,
+        PlanError."""
+        means = [op for op in plan.ops if isinstance(op, Mean)]
+        if means:
+            raise UnsupportedError(
+                "a mean of copies is not made from memory",
+                found=f"{len(means)} of them, the first for {means[0].target.slot}",
+                fix='save, and use the files with --allow mean (Python: allow={"mean"})',
+            )
+        for slot in plan.sources:
+            if slot.place not in self.ranks:
+                raise PlanError("no rank holds what the plan reads", found=slot)
+
+    def dtype(self, slot: Slot) -> str:
+        """That of the values of a slot."""
+        return self.engine.manifest.buffers[slot.buffer].dtype_of(slot.state)
+
+    def values(self, side: Side, shape: Ints) -> torch.Tensor:
+        """Elements of this rank's memory."""
+        last = side.offset + span(shape, side.strides)
+        flat = self.engine.read(side.slot, side.offset, last)
+        return torch.as_strided(flat, shape, side.strides, flat.storage_offset())
+
+    def bytes_of(self, side: Side, shape: Ints) -> int:
+        """How many such elements take."""
+        return math.prod(shape) * ITEMSIZE[self.dtype(side.slot)]
+
+    def giver(self, op: Op, taker: int, turn: int) -> int:
+        """The rank that gives the values of an operation: the taker itself, where it can; else one
+        on its machine, if there is any, another one at each turn."""
+        have = self.ranks[_side(op).slot.place]
+        if taker in have:
+            return taker
+        near = [rank for rank in have if self.machines[rank] == self.machines[taker]]
+        ranks = sorted(near or have)
+        return ranks[(taker + turn) % len(ranks)]
+
+
+def holdings_of(engine: Holder) -> Holdings:
+    """Which ranks hold what of an engine, of which this one holds a share. Collective."""
+    ranks: dict[BufferPart, set[int]] = {}
+    machines: list[str] = []
+    for number, (machine, parts) in enumerate(agree.gather((socket.gethostname(), engine.parts()))):
+        machines.append(machine)
+        for part in parts:
+            ranks.setdefault(part, set()).add(number)
+    return Holdings(engine, ranks, machines)
+
+
+def _side(op: Op) -> Side:
+    if isinstance(op, Mean):
+        raise PlanError("a mean has no single source", found=op.target.slot)
+    return op.source
+
+
+def device_of_values() -> torch.device:
+    """Where messages of the default group lie."""
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    return torch.device(device_of_messages())
+
+
+# ---- kept moves
 
 
 @dataclass(slots=True)
@@ -443,7 +564,7 @@ class SharedMemories:
     def __init__(self, file: str, holder: Holder) -> None:
         self.file, self.held = file, holdings_of(holder)
         self.read_bytes, self.read_by_all, self.sums = 0, 0, (0, 0, 0)
-        self._lost: Lost = {}
+        self.lost_values: Lost = {}
 
     def manifest_of(self, part: int) -> Manifest:
         """The holder's."""
@@ -459,16 +580,24 @@ class SharedMemories:
         """Fills what this rank has of some parts. Collective."""
         moves, kept = KeptMoves(self.held, parts, into), agree.KeptBack()
         run.total = moves.filled_bytes
-        self._lost = moves.run(kept, run.count)
+        self.lost_values = moves.run(kept, run.count)
         self.read_bytes += moves.read_bytes
         kept.raise_kept()
+
+    def holders_of(self, one: Proved) -> dict[Slot, set[int]]:
+        """For each slot that a part wants the ranks that have all of it."""
+        found: dict[Slot, set[int]] = {}
+        for op in one.plan.ops:
+            have = found.setdefault(op.target.slot, {*range(len(self.held.machines))})
+            have &= self.held.ranks[_side(op).slot.place]
+        return found
 
     def check_records(self, slots: Iterable[Slot]) -> None:
         """Memory has none."""
 
     def lost(self, engine: Engine, plan: Plan) -> Lost:
         """What was found while it moved."""
-        return self._lost
+        return self.lost_values
 
     def check(self, thorough: bool) -> None:
         """Memory has no checksums. Counts what all ranks took. Collective."""

@@ -22,13 +22,12 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.names import MASTER, dtype_name
 from megatron_ucp.core.plan import LOSSLESS, Cast, Copy, Op, Plan, Side, Slot, Want, make_plan
 from megatron_ucp.core.proof import prove
-from megatron_ucp.errors import InexactError, PlanError, SaveError, some_of
+from megatron_ucp.errors import InexactError, SaveError, some_of
 from megatron_ucp.formats.checkpoint import Readable
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 from megatron_ucp.reshard.findings import Progress
-from megatron_ucp.reshard.messages import Ranks
 
 # ---- overflows
 #
@@ -308,29 +307,21 @@ class TransferRun:
                 self.progress(self.done, self.total)
 
 
-class Rounding:
-    """Looks at every value of the parts of a sink that is rounded."""
+class Readers:
+    """What reads each part of a sink, window by window, and looks at every value that it rounds."""
 
-    def __init__(self, source: Source, proved: Sequence[Proved]) -> None:
+    def __init__(self, source: WindowSource, proved: Sequence[Proved]) -> None:
         self.overflows = Overflows()
         self._parts = [one.part for one in proved]
         self._looked_at = [_looked_at(source, one) for one in proved]
+        self._of = [source.windows(one) for one in proved]
 
-    def rounded(self, part: int, slot: Slot, low: int, exact: torch.Tensor) -> torch.Tensor:
-        """Elements from `low` of a slot, which are there as the source has them, in its dtype."""
-        buffer = self._parts[part].target.buffers[slot.buffer]
-        memory = exact.to(TORCH_DTYPES[buffer.dtype_of(slot.state)])
-        if self._is_lossy(part, slot, memory):
-            self._look(part, slot, low, exact, memory)
-        return memory
-
-    def _is_lossy(self, part: int, slot: Slot, memory: torch.Tensor) -> bool:
-        """Whether what was rounded may have lost a finite value."""
-        return slot in self._looked_at[part] and not is_finite(memory)
-
-    def _look(
-        self, part: int, slot: Slot, low: int, exact: torch.Tensor, memory: torch.Tensor
-    ) -> None:
+    def fill(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
+        """Elements from `low` of a slot of a part into memory of its dtype."""
+        self._of[part].fill(slot, low, memory)
+        if slot not in self._looked_at[part] or is_finite(memory):
+            return
+        exact = self._of[part].exact(slot, low, len(memory))
         target, names = self._parts[part].target, self._parts[part].names
         buffer, high = target.buffers[slot.buffer].of(slot.state), low + len(memory)
         for one in buffer.fragments(slot.part):
@@ -339,21 +330,6 @@ class Rounding:
                 name = names[slot.buffer] if names else buffer.members[one.member].param
                 own = slice(first - low, last - low)
                 self.overflows.compare(name, exact[own], memory[own])
-
-
-class Readers(Rounding):
-    """What reads each part of a sink, window by window, and looks at every value that it rounds."""
-
-    def __init__(self, source: WindowSource, proved: Sequence[Proved]) -> None:
-        super().__init__(source, proved)
-        self._of = [source.windows(one) for one in proved]
-
-    def fill(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
-        """Elements from `low` of a slot of a part into memory of its dtype."""
-        self._of[part].fill(slot, low, memory)
-        if self._is_lossy(part, slot, memory):
-            exact = self._of[part].exact(slot, low, len(memory))
-            self._look(part, slot, low, exact, memory)
 
     def window_bytes(self, part: int, slot: Slot) -> int:
         """How large the windows of a slot are best."""
@@ -387,54 +363,6 @@ def proved(
     return one
 
 
-@dataclass(frozen=True)
-class Moved:
-    """A transfer whose values have left their source, which may change from here on. `finish` does
-    the rest: what is written gets on disk and counts; before it, or where it fails, nothing
-    does. `parts` are the sink's, proved."""
-
-    sink: Sink[Any]
-    parts: Sequence[Proved]
-    file: str
-    lost: list[Lost]
-    held: ExitStack
-
-    def finish(self, ranks: Ranks | None = None) -> None:
-        """Collective, among these `ranks`. Raises a UcpError on all of them."""
-        with self.held:
-            with agree.together(ranks):
-                refuse_lost(self.lost, self.file, self.sink.verb)
-                self.sink.finish()
-            with agree.together(ranks):
-                self.sink.publish()
-
-
-def moved(
-    source: Given,
-    sink: Sink[Given],
-    allow: frozenset[str] = frozenset(),
-    run: TransferRun | None = None,
-    ranks: Ranks | None = None,
-    known: Sequence[Proved] = (),
-) -> Moved:
-    """The part of a transfer that needs its source. Collective. Raises as `transfer`. `known` are
-    the parts where they are those of an earlier transfer from this very source."""
-    with ExitStack() as held:
-        with agree.together(ranks):
-            parts = known or [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
-            if [id(one.part) for one in parts] != [id(part) for part in sink.parts]:
-                raise PlanError("what is known is the plan of another sink", found=source.file)
-        with agree.together(ranks):
-            held.enter_context(sink)
-        with agree.together(ranks):
-            sink.move(source, parts, run or TransferRun())
-        source.check(sink.thorough)
-        sink.compare()
-        with agree.gathering(ranks) as block:
-            block.value = sink.lost()
-        return Moved(sink, parts, source.file, block.values, held.pop_all())
-
-
 def transfer(
     source: Given,
     sink: Sink[Given],
@@ -450,5 +378,20 @@ def transfer(
     """
     ranks = agree.OneRank() if alone else None
     run = run or TransferRun()
-    moved(source, sink, allow, run, ranks).finish(ranks)
+    with ExitStack() as held:
+        with agree.together(ranks):
+            parts = [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
+        with agree.together(ranks):
+            held.enter_context(sink)
+        with agree.together(ranks):
+            sink.move(source, parts, run)
+        source.check(sink.thorough)
+        sink.compare()
+        with agree.gathering(ranks) as block:
+            block.value = sink.lost()
+        with agree.together(ranks):
+            refuse_lost(block.values, source.file, sink.verb)
+            sink.finish()
+        with agree.together(ranks):
+            sink.publish()
     return run

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
-from megatron_ucp.reshard.memories import Holdings
+from megatron_ucp.reshard.kept_moves import Holdings
 from pretrain.mcore import models
 from tests.engines import tensor_jobs
 from tests.engines.canonical import canonical, differences

@@ -8,15 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import RUN
 from megatron_ucp.engines.background import Background
 from megatron_ucp.engines.megatron import save as saving
 from megatron_ucp.engines.megatron.live import CurrentStates
-from megatron_ucp.reshard import agree, memories, transfer
-from megatron_ucp.reshard import folder as ranks_folder
+from megatron_ucp.reshard import agree
 from tests.engines import kinds
 from tests.engines.background_jobs import background_for
 from tests.engines.kinds import state_after_load
@@ -34,21 +31,17 @@ from tests.engines.megatron_states import canonical, compare
 from tests.engines.save_jobs import listing
 
 
-def saved_both_ways(setup: Mcore, folder: str, window: int = 0, **options: Any) -> list[Any]:
-    """Saves one moment at once and in the background; what both report. `window`: so many bytes are
-    taken at a time."""
+def saved_both_ways(setup: Mcore, folder: str, **options: Any) -> list[Any]:
+    """Saves one moment at once and in the background; what both report."""
     engine = make(setup)
     train(engine, 2)
     reports = []
-    before = ranks_folder.MESSAGE_BYTES
-    ranks_folder.MESSAGE_BYTES = window or before
     for way in ("direct", "background"):
         own = attached(engine, save=way, **(options if way == "background" else {}))
         begun = ucp.save(own.handle, f"{folder}/{way}", arguments=arguments(engine))
         assert begun.is_under_way == (way == "background")
         ucp.wait(own.handle)
         reports.append(ucp.report(own.handle).save)
-    ranks_folder.MESSAGE_BYTES = before
     close(engine)
     return reports
 
@@ -85,34 +78,19 @@ def trained_on(setup: Mcore, folder: str, plant: str = "") -> dict[str, list[str
 
 @contextmanager
 def _left_live(engine: Engine, background: Background, plant: str) -> Iterator[None]:
-    finish, own = saving.finish_files, memories.Memories._put_together
-    take = ranks_folder.RanksFolderSink._take
+    finish, taken = saving.finish_files, background.snapshot.copy
     if plant == "schedule":
         saving.finish_files = partial(_with_live_schedule, engine, finish)  # type: ignore
     if plant == "elements":
-        background.snapshot.room = lambda size: None  # type: ignore[method-assign]
-        ranks_folder.RanksFolderSink._take = _keep_live  # type: ignore[method-assign]
-        memories.Memories._put_together = _live_window  # type: ignore[method-assign]
+        background.snapshot.copy = lambda memory: memory  # type: ignore[method-assign]
     yield
-    saving.finish_files, memories.Memories._put_together = finish, own  # type: ignore
-    ranks_folder.RanksFolderSink._take = take  # type: ignore[method-assign]
+    saving.finish_files, background.snapshot.copy = finish, taken  # type: ignore
 
 
 def _with_live_schedule(engine: Engine, finish: Any, aside: Path, plan: Any, common: Any) -> None:
     """Writes the counts of a schedule as they are when the writer comes to them."""
     common.tree["opt_param_scheduler"]["num_steps"] = engine.scheduler.state_dict()["num_steps"]
     finish(aside, plan, common)
-
-
-def _live_window(self: memories.Memories, taken: Any, *_: Any) -> Any:
-    ((op,),) = taken.by_giver.values()
-    return self._of(taken.window.part).values(op.source, op.shape).reshape(-1)
-
-
-def _keep_live(self: Any, place: Any, low: int, memory: Any) -> None:
-    at = place.piece.place + low * memory.element_size()
-    path, flat = self.aside / place.file.name, memory.view(torch.uint8)
-    self.writer.later(ranks_folder.FileRange(path, place.piece.place, at, flat))
 
 
 def torn(setup: Mcore, folder: str, way: str, after: int, checked: bool) -> dict[str, Any]:
@@ -149,47 +127,42 @@ def torn(setup: Mcore, folder: str, way: str, after: int, checked: bool) -> dict
 
 @contextmanager
 def _step_amid(engine: Engine, after: int) -> Iterator[None]:
-    """The engine steps once on all ranks, when each has put together so many windows of a save."""
-    put, done = memories.Memories._put_together, []
+    """The engine steps once on all ranks, when each has taken so many runs of a save."""
+    take, done = saving.StackFiles._memory, []
 
-    def stepping(self: memories.Memories, *window: Any) -> Any:
+    def stepping(self: saving.StackFiles, run: Any) -> Any:
         if len(done) == after:
             train(engine, 1, first=50)
-        done.append(window)
-        return put(self, *window)
+        done.append(run)
+        return take(self, run)
 
-    memories.Memories._put_together = stepping  # type: ignore[method-assign]
+    saving.StackFiles._memory = stepping  # type: ignore[method-assign]
     yield
-    memories.Memories._put_together = put  # type: ignore[method-assign]
+    saving.StackFiles._memory = take  # type: ignore[method-assign]
     assert len(done) > after + 1, "it stepped when all was taken"
 
 
-def planned_once(setup: Mcore, folder: str, way: str) -> dict[str, Any]:
-    """How many plans each of three saves makes, of values that differ; then the last moment by a
-    handle that has saved nothing yet."""
+def saved_again(setup: Mcore, folder: str, way: str) -> dict[str, Any]:
+    """Three saves, of values that differ; then the last moment by a handle that has saved nothing
+    yet."""
     engine = kinds.attached(setup, save=way)
-    plans = []
     for step in range(3):
         train(engine, 1, first=step)
-        with _plans_counted() as made:
-            ucp.save(engine.handle, f"{folder}/background", arguments=arguments(engine))
+        ucp.save(engine.handle, f"{folder}/background", arguments=arguments(engine))
         ucp.wait(engine.handle)
-        plans.append(len(made))
     other = attached(engine, save="direct")
-    with _plans_counted() as made:
-        ucp.save(other.handle, f"{folder}/direct", arguments=arguments(engine))
-    plans.append(len(made))
+    ucp.save(other.handle, f"{folder}/direct", arguments=arguments(engine))
     settle(engine)
     want = canonical(engine)
     close(engine)
-    return {"plans": plans, **state_after_load(setup, f"{folder}/background", want)}
+    return state_after_load(setup, f"{folder}/background", want)
 
 
-def planned_anew(
-    setup: Mcore, others: Mcore, folder: str, load: Mcore | None = None, reuse: bool = False
+def saved_as_another(
+    setup: Mcore, others: Mcore, folder: str, load: Mcore | None = None
 ) -> dict[str, Any]:
     """A save of a stack, then one after its model and optimizer became those of another one,
-    whose buffers lie otherwise. `reuse`: the old plan is taken for it all the same."""
+    whose buffers lie otherwise."""
     engine = kinds.attached(setup, save="background")
     train(engine, 1)
     ucp.save(engine.handle, folder, arguments=arguments(engine))
@@ -201,33 +174,12 @@ def planned_anew(
     for name in ("chunks", "optimizer", "scheduler", "mesh", "model"):
         setattr(handle, name, getattr(other.handle, name))
     handle.iteration, handle.consumed_samples = 7, other.handle.consumed_samples
-    knows = saving.knows
-    saving.knows = (lambda *_: True) if reuse else knows  # type: ignore[assignment]
-    out: dict[str, Any] = {"error": ""}
-    with _plans_counted() as made:
-        try:
-            ucp.save(handle, folder, arguments=arguments(other))
-            ucp.wait(handle)
-        except Exception as error:
-            out["error"] = f"{type(error).__name__}: {error}"
-    saving.knows = knows
+    ucp.save(handle, folder, arguments=arguments(other))
+    ucp.wait(handle)
     settle(other)
     want = canonical(other)
     close(other)
-    out["plans"] = len(made)
-    return (
-        out
-        if out["error"]
-        else {**out, **state_after_load(load or setup, folder, want, but=("counters",))}
-    )
-
-
-@contextmanager
-def _plans_counted() -> Iterator[list[Any]]:
-    plan, made = transfer.make_plan, []
-    transfer.make_plan = lambda *args: made.append(1) or plan(*args)  # type: ignore
-    yield made
-    transfer.make_plan = plan
+    return state_after_load(load or setup, folder, want, but=("counters",))
 
 
 def manifest(folder: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Sources:
         return self.ranks.run(world, job, setup, str(folder), timeout_s=timeout_s, **options)
 
 
-def check(found: list[dict[str, Any]], loss: float | None = None, different: int = 20) -> None:
+def check(found: list[dict[str, Any]], loss: float | None = None, different: int = 10) -> None:
     """Every rank saw equal bits, and saw that more than so many values were different before; and
     no loss is further than that from the one of the run."""
     for rank in found:

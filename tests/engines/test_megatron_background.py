@@ -64,13 +64,11 @@ def test_the_files_are_those_of_a_save_that_waits(
 
 
 @pytest.mark.parametrize("room", [None, 30_000])
-def test_in_small_windows_of_which_some_find_no_room(
+def test_what_finds_no_room_is_written_at_once(
     ranks: RankPool, tmp_path: Path, room: int | None
 ) -> None:
     options = {} if room is None else {"snapshot_bytes": room}
-    ranks.run(
-        2, megatron_background_jobs.saved_both_ways, SMALL, str(tmp_path), window=256, **options
-    )
+    ranks.run(2, megatron_background_jobs.saved_both_ways, SMALL, str(tmp_path), **options)
     check_alike(tmp_path)
     assert not ucp.verify(tmp_path / "background", deep=True).findings
 
@@ -138,13 +136,12 @@ def test_what_else_sees_a_step_amid_the_taking(
 
 @pytest.mark.parametrize("way", ["direct", "background"])
 @pytest.mark.parametrize("engine", ["dp4", "tp2pp2vpp2", "plain"])
-def test_a_second_save_needs_no_plan_and_writes_the_same(
+def test_later_saves_write_what_a_first_one_does(
     ranks: RankPool, tmp_path: Path, engine: str, way: str
 ) -> None:
     """Byte for byte what a handle writes that has saved nothing yet; of other values."""
     world, setup = ENGINES[engine]
-    for found in ranks.run(world, megatron_background_jobs.planned_once, setup, str(tmp_path), way):
-        assert found["plans"] == [2, 0, 0, 2]
+    for found in ranks.run(world, megatron_background_jobs.saved_again, setup, str(tmp_path), way):
         assert found["differences"] == [] != found["before"]
     shutil.rmtree(tmp_path / "background" / "iter_0000001")
     shutil.rmtree(tmp_path / "background" / "iter_0000002")
@@ -160,22 +157,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_structure_is_planned_anew(ranks: RankPool, tmp_path: Path, other: str) -> None:
+def test_another_structure_is_saved_as_it_is(ranks: RankPool, tmp_path: Path, other: str) -> None:
     setup = OTHERS[other]
-    target = replace(SMALL, dtype=setup.dtype)
-    for found in ranks.run(
-        2, megatron_background_jobs.planned_anew, SMALL, setup, str(tmp_path), load=target
-    ):
-        assert (found["error"], found["plans"]) == ("", 2)
+    target, job = replace(SMALL, dtype=setup.dtype), megatron_background_jobs.saved_as_another
+    for found in ranks.run(2, job, SMALL, setup, str(tmp_path), load=target):
         assert found["differences"] == [] != found["before"]
-
-
-def test_the_plan_of_another_structure_would_be_wrong(ranks: RankPool, tmp_path: Path) -> None:
-    setup = OTHERS["other buckets"]
-    for found in ranks.run(
-        2, megatron_background_jobs.planned_anew, SMALL, setup, str(tmp_path), reuse=True
-    ):
-        assert found["plans"] == 0 and (found["error"] or found["differences"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A rank plans what it writes itself, and the first one where all lies: the same files as one plan
 of everything has."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from benchmarks.paper import paper_manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.megatron import save
 from megatron_ucp.engines.megatron.save import StackOutput, runs_of, runs_of_rank
+from megatron_ucp.errors import PlanError
 from megatron_ucp.families import families
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.megatron.arguments import Kind
@@ -55,8 +57,10 @@ def test_each_rank_plans_its_own_file(family: str, mesh: Mesh) -> None:
             assert {one.file for one in output.plan.chunks} <= {name}
         pieces = [piece for file in output.files if file.owner == rank for piece in file.pieces]
         assert len(pieces) == len(said(first, name))
-        wanted = {(part, slot) for part in (0, 1) for slot, _ in output.parts[part].wants}
-        assert {(piece.part, piece.slot) for piece in pieces} == wanted
+        own = [chunk for run in output.own for chunk in run.chunks]
+        assert sorted(chunk.data_offset for chunk in own) == sorted(one.place for one in pieces)
+        for run in output.own:
+            assert sum(math.prod(one.shape) for one in run.chunks) == run.last - run.first
     assert chunks == len(first.plan.chunks) > 50
 
 
@@ -83,4 +87,14 @@ def test_others_do_not_look_at_all_runs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(save, "runs_of", fail)
     assert StackOutput(states, Kind.DISTRIBUTED, keys, 3).plan.chunks
     with pytest.raises(AssertionError, match="all runs"):
+        StackOutput(states, Kind.DISTRIBUTED, keys, 0)
+
+
+def test_ranks_that_hold_a_parameter_in_part_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody plans what goes where: that all of each parameter is written once is counted."""
+    states = states_of("llama", Mesh(tp=2, dp=4, zero=1))
+    keys, whole = declared_keys(states.by_name), save._contiguous
+    part = lambda pieces, low, high: [*whole(pieces, low, high)][1:]  # noqa: E731
+    monkeypatch.setattr(save, "_contiguous", part)
+    with pytest.raises(PlanError, match="the ranks do not hold a parameter once"):
         StackOutput(states, Kind.DISTRIBUTED, keys, 0)

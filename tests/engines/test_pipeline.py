@@ -5,17 +5,20 @@ The oracle joins stages by the fixed names of a GPTModel and cuts by megatron-co
 """
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines import kinds
-from tests.engines.sources import Sources, check
+from tests.engines.sources import Sources
+from tests.engines.sources import check as check_loads
 from tests.engines.stages import Mesh, resume, setup, show, source
 from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
+check = partial(check_loads, different=20)  # of values, by the load
 
 
 PIPED: list[Mesh] = [

@@ -4,6 +4,7 @@ ZeRO stage to any other.
 The oracle joins and cuts by megatron-core's own parameter attributes, not by the package's tables.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 from tests.covering import covering, met
 from tests.engines import kinds, tensor_jobs
-from tests.engines.sources import Sources, check, of_states, patterns_alone
+from tests.engines.sources import Sources, of_states, patterns_alone
+from tests.engines.sources import check as check_loads
 from tests.engines.tensor_jobs import Mega
 from tests.share import LOSS_STEPS, every
 
 pytestmark = pytest.mark.ranks
+check = partial(check_loads, different=20)  # of values, by the load
 MESHES = [
     (tp, dp, zero) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4 for zero in (0, 1, 2, 3)
 ]

@@ -76,7 +76,6 @@ def test_resumes(ranks: RankPool, tmp_path: Path) -> None:
         (["--seq-length", "31"], "--seq-length 31"),
         (["--num-attention-heads", "1", "--kv-channels", "8"], "--num-attention-heads 1"),
         (["--engine", "megatron"], "--engine megatron"),
-        (["--context-parallel-size", "2"], "without Transformer Engine"),
     ],
 )
 def test_refused_with_a_message(ranks: RankPool, flags: list[str], says: str) -> None:

@@ -13,7 +13,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.store import StorePath
-from megatron_ucp.reshard import agree, files, kept_moves, memories
+from megatron_ucp.reshard import agree, files, kept_moves
 from megatron_ucp.reshard import folder as folder_sink
 from tests.object_server import Remote
 from tests.places import Place
@@ -195,7 +195,6 @@ def a_rank_that_fails_is_every_ranks_failure(pair: Pair, folder: Path) -> None:
                 mock.patch.object(output_folder.OutFile, "write", side_effect=full)
             )
             failing.enter_context(mock.patch.object(files, "execute", side_effect=full))
-            failing.enter_context(mock.patch.object(memories, "_put", side_effect=full))
             failing.enter_context(mock.patch.object(kept_moves, "_copied", side_effect=full))
         said = pair.attempt(source, out_of(folder))
         failing.close()
@@ -209,7 +208,7 @@ TOYS = 4  # ranks, of which each has memory and no engine
 GUARANTEES: dict[str, tuple[Callable[[Pair, Path], None], Callable[[Pair], bool]]] = {
     body.__name__: (body, of)
     for body, of in (
-        (plan_is_proved, lambda pair: True),
+        (plan_is_proved, lambda pair: pair.plans),
         (lost_values_are_refused, lambda pair: pair.narrow is not None),
         (files_are_compared, lambda pair: pair.reads == "files"),
         (it_is_on_disk_before_it_has_its_name, lambda pair: bool(pair.beside)),

@@ -16,18 +16,16 @@ import megatron_ucp as ucp
 from megatron_ucp import say
 from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.record import record_of
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.store import Location
-from megatron_ucp.reshard import agree
+from megatron_ucp.reshard import agree, kept_moves
 from megatron_ucp.reshard.files import FileSource
-from megatron_ucp.reshard.memories import Memories, Window
+from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.target import Conversion, target_manifest
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
-    Rounding,
     SinkPart,
     TransferRun,
     proved,
@@ -60,7 +58,7 @@ class Pair:
     the work, and returns its notes. `narrow` are options with which LARGE has no place (None: no
     value is rounded). `beside` is the file of an output that says what lies there ("": it is no
     folder). `world` ranks do it, 0: none. `notes_ties`: the source has copies on several stages,
-    and the work has notes."""
+    and the work has notes. `plans`: values go by a plan; else each rank writes what it has."""
 
     source: Callable[[Path, bool], Any]
     move: Callable[..., Any]
@@ -69,6 +67,7 @@ class Pair:
     reads: str = "files"
     world: int = 0
     notes_ties: bool = True
+    plans: bool = True
 
     def attempt(self, source: Any, out: Location, callback: Any = None, **options: Any) -> str:
         """What a transfer says that fails; "" for one that does not."""
@@ -248,7 +247,6 @@ def live_export(live: Live, out: Path, **options: Any) -> Any:
 
 def saved(live: Live, out: Path, **_: Any) -> Any:
     live.engine.handle.iteration = int(out.name.removeprefix("iter_"))
-    record_of(live.engine.handle).plan = None  # each save plans for itself
     return ucp.save(live.engine.handle, out.parent)
 
 
@@ -301,26 +299,14 @@ class ToySink:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def move(self, source: Memories, parts: Sequence[Proved], run: TransferRun) -> None:
-        rounding = self.rounding = Rounding(source, parts)
-        queue = [*self._windows()]
-        run.total = sum(value.nbytes for value in self.toy.held.values())
-
-        def put(window: Window, exact: torch.Tensor) -> None:
-            memory = rounding.rounded(0, window.slot, window.low, exact)
-            self.toy.held[window.slot][window.low : window.low + window.elems] = memory
-            run.count(memory.nbytes)
-
-        source.move(queue, put)
-
-    def _windows(self) -> Iterator[Window]:
-        for slot in self.toy.held:
-            elems = self.toy.manifest.buffers[slot.buffer].of(slot.state).elems(slot.part)
-            for low in range(0, elems, 7):  # many, which end in the middle of everything
-                yield Window(0, slot, low, min(7, elems - low))
+    def move(self, source: SharedMemories, parts: Sequence[Proved], run: TransferRun) -> None:
+        # many messages, which end in the middle of everything
+        with mock.patch.object(kept_moves, "round_bytes", lambda world: 56):
+            source.fill(parts, self.toy.held.__getitem__, run, lambda _: False)
+        self._lost = source.lost_values
 
     def lost(self) -> Lost:
-        return self.rounding.overflows.found
+        return self._lost
 
     def finish(self) -> None:
         pass
@@ -382,7 +368,7 @@ def resized(found: Toys, out: Path, half: bool = False) -> Any:
             replace(b, states=tuple((s, "float16") for s, _ in b.states)) for b in target.buffers
         )
         found.taken = Toy.on(replace(target, buffers=buffers))
-    transfer(Memories(str(out), found.given), ToySink(found.taken))
+    transfer(SharedMemories(str(out), found.given), ToySink(found.taken))
     return None
 
 
@@ -409,6 +395,8 @@ PAIRS: dict[str, Pair] = {
     "memories to Hugging Face": Pair(
         Live, live_export, {"dtype": "float16"}, _LISTED, "memories", 2
     ),
-    "memories to torch_dist": Pair(Live, saved, None, _MANIFEST, "memories", 2, notes_ties=False),
+    "memories to torch_dist": Pair(
+        Live, saved, None, _MANIFEST, "memories", 2, notes_ties=False, plans=False
+    ),
     "memories to memories": Pair(toys, resized, {"half": True}, "", "toys", 4, notes_ties=False),
 }

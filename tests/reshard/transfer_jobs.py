@@ -13,7 +13,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.names import VALUE, Keeper
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.memories import Memories, MemoryWindows
+from megatron_ucp.reshard.kept_moves import KeptMoves, SharedMemories
 from megatron_ucp.reshard.transfer import transfer
 from tests.reshard.pairs import Toy, ToySink, filled, resized, toys
 
@@ -52,16 +52,16 @@ def columns() -> dict[str, Any]:
     after a transfer in which a rank could not plan. What this rank has, and what was raised."""
     rank, given, raised = agree.world()[0], _cut(0), ""
     next(iter(given.held.values())).copy_(torch.arange(6.0) + 6 * rank)
-    source = Memories("memory", given, keeps=True)
+    source = SharedMemories("memory", given)
 
     def fails(*_: Any) -> Any:
         if rank == 1:
             raise MemoryError("no room for the plan")
         return planned(*_)
 
-    planned = MemoryWindows.taken
+    planned = KeptMoves._plan
     try:
-        with mock.patch.object(MemoryWindows, "taken", fails):
+        with mock.patch.object(KeptMoves, "_plan", fails):
             transfer(source, ToySink(_cut(1)))
     except (MemoryError, ucp.UcpError) as error:
         raised = type(error).__name__

@@ -7,6 +7,7 @@ goes on; the folder gets its name when all of them are on disk."""
 
 import copy
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,33 +20,32 @@ import torch
 
 from megatron_ucp import say
 from megatron_ucp.core.box import Box, Ints, flat_boxes
-from megatron_ucp.core.flat import FlatBuffer, alone
-from megatron_ucp.core.layout import Chunks, Piece
+from megatron_ucp.core.layout import Piece
 from megatron_ucp.core.manifest import BufferPart, FileEntry, Manifest, ParamSpec
-from megatron_ucp.core.mesh import Coords, Mesh
-from megatron_ucp.core.names import MASTER, VALUE, Keeper
-from megatron_ucp.core.plan import Slot, Want
+from megatron_ucp.core.names import MASTER, VALUE
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.engines.background import SnapshotMemory
 from megatron_ucp.engines.live import flat_view
 from megatron_ucp.engines.megatron.live import CurrentStates, LiveMegatron, present_to_save
 from megatron_ucp.engines.megatron.model import bare_model, keys_of_chunks
 from megatron_ucp.engines.megatron.optimizer import kind_of
 from megatron_ucp.engines.megatron.shard import MegatronStack
 from megatron_ucp.engines.megatron.state import read_extras, read_state
-from megatron_ucp.engines.record import record_of, run_of
+from megatron_ucp.engines.record import run_of
 from megatron_ucp.engines.run_state import DrawnState, ResumableLoader
 from megatron_ucp.engines.save import (
-    OTHER_TENSORS,
     SAVE_FAILED,
     PendingSave,
     SaveOptions,
     SaveReport,
     SaveRequest,
     Written,
+    as_save_error,
     save_engine,
 )
 from megatron_ucp.errors import PlanError, SaveError, UcpError, UnsupportedError, UsageError
 from megatron_ucp.formats import output_folder
-from megatron_ucp.formats.file_layout import FileLayout, FilePiece
+from megatron_ucp.formats.file_layout import FileLayout
 from megatron_ucp.formats.megatron.arguments import Kind
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.torch_dist import BACKEND as TORCH_DIST
@@ -58,11 +58,13 @@ from megatron_ucp.formats.megatron.writer import (
     TorchDistPlan,
     Wish,
     entry_in,
+    file_of,
     finish_files,
     plan_torch_dist,
 )
 from megatron_ucp.formats.output_folder import Syncs, retire
 from megatron_ucp.formats.pt.archive import Output
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.store import Location, StorePath
 from megatron_ucp.formats.tags import (
     MEGATRON_LATEST,
@@ -71,26 +73,21 @@ from megatron_ucp.formats.tags import (
     newest_named,
 )
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.checksums import KnownSums
-from megatron_ucp.reshard.execute import TORCH_DTYPES
-from megatron_ucp.reshard.fingerprint import Sums, sums_of, sums_of_rank
+from megatron_ucp.reshard.execute import Progress
+from megatron_ucp.reshard.fingerprint import (
+    HeldPart,
+    Sums,
+    held_parts,
+    known_sums,
+    sums_of_parts,
+)
 from megatron_ucp.reshard.folder import (
     FileRange,
     FolderOutput,
-    RanksFolderSink,
-    Snapshot,
+    RanksFolder,
     WrittenRange,
 )
-from megatron_ucp.reshard.memories import Memories
 from megatron_ucp.reshard.options import absolute_path
-from megatron_ucp.reshard.transfer import (
-    Moved,
-    Proved,
-    SinkPart,
-    TransferRun,
-    moved,
-    refuse_lost,
-)
 
 # ---- flags
 #
@@ -234,39 +231,22 @@ def _contiguous(pieces: tuple[Piece, ...], low: int, high: int) -> Iterator[Piec
 # writes the index, plans where the chunks of all others lie too.
 
 
-_STATES, _WEIGHTS = 0, 1  # the parts of an output
+@dataclass(frozen=True, slots=True)
+class WrittenRun:
+    """What this rank writes of a state of a parameter, from element `first` to `last` of its part
+    of the parameter there: the `chunks` of it lie one after the other."""
 
+    param: str
+    state: str
+    place: BufferPart
+    first: int
+    last: int
+    chunks: Sequence[PlannedChunk]
 
-class SavedWeights:
-    """What the ranks hold of the weights that the model computes with: each of them whole ones,
-    however masters are divided."""
-
-    def __init__(self, present: CurrentStates) -> None:
-        states = present.manifest
-        self.use(present)
-        self._held_as: dict[int, list[int]] = {}  # by the buffer that has the masters
-        buffers: list[FlatBuffer] = []
-        for at, spec in enumerate(states.params):
-            number, index = states.holders[spec.name][0]
-            held, member = states.buffers[number], states.member(number, index)
-            self._held_as.setdefault(number, []).append(at)
-            dtypes = ((VALUE, spec.dtype),)
-            buffers.append(alone(spec.name, member.size, dtypes, at=held.at, axes=held.axes))
-        mesh = replace(states.mesh, zero=0)
-        self.manifest = Manifest(Keeper.PAPER, mesh, states.params, tuple(buffers))
-
-    def use(self, present: CurrentStates) -> None:
-        """From now on these weights, of the same structure."""
-        self._live = present.live
-        self._tensors = {name: tensor for tensor, name in present.live.shard.names.items()}
-
-    def parts(self) -> list[BufferPart]:
-        places = {(number, cut) for number, cut, _ in self._live.parts()}
-        return [(at, cut, 0) for number, cut in places for at in self._held_as.get(number, ())]
-
-    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
-        name = self.manifest.params[slot.buffer].name
-        return flat_view(self._tensors[name].detach())[first:last]
+    def follows(self, other: "WrittenRun") -> bool:
+        """Whether it lies right behind another one in memory."""
+        of = self.param, self.state, self.place, self.first
+        return of == (other.param, other.state, other.place, other.last)
 
 
 class StackOutput:
@@ -285,14 +265,35 @@ class StackOutput:
             keys = replace(keys, extra_states=())
         params, wishes = states.by_name, list(self._wishes(every))
         self.plan: TorchDistPlan = plan_torch_dist(params, wishes, keys, kind=kind)
-        self._slots: dict[tuple[int, str, tuple[Ints, Ints]], int] = {}  # the buffer of a box
-        self.parts = self._part(_STATES), self._part(_WEIGHTS)
 
     @cached_property
     def files(self) -> tuple[FileLayout, ...]:
         """This rank's, and on the first one all others, of which their ranks alone know what is in
         them."""
-        return tuple(self.plan.layouts(self._slot, self._rank))
+        return tuple(self.plan.layouts(lambda chunk: _NOT_READ, self._rank))
+
+    @cached_property
+    def own(self) -> list[WrittenRun]:
+        """What this rank writes, each run of memory once, in the order of its file."""
+        name = file_of(self._rank)
+        runs = {
+            (param, (run.start, run.stop)): run
+            for param, found in self._runs.items()
+            for run in found
+        }
+        out: list[WrittenRun] = []
+        for chunk in self.plan.chunks:
+            if chunk.file != name:
+                continue
+            wish, run = chunk.wish, runs[chunk.wish.param, chunk.box]
+            state = VALUE if wish.state == WEIGHT else wish.state
+            ends = run.local, run.local + run.elems
+            found = WrittenRun(wish.param, state, run.place, *ends, [chunk])
+            if out and found.follows(out[-1]):
+                out[-1] = replace(out[-1], last=found.last, chunks=[*out[-1].chunks, chunk])
+            else:
+                out.append(found)
+        return out
 
     def _cut(
         self, runs: Mapping[str, Sequence[OwnedBox]], keys: ModelKeys
@@ -309,7 +310,7 @@ class StackOutput:
             if not runs:
                 continue
             boxes = tuple((run.start, run.stop) for run in runs)
-            owners = tuple(self.first_rank(run.place) for run in runs)
+            owners = tuple(first_rank(self.states, run.place) for run in runs)
             yield Wish(spec.name, WEIGHT, spec.dtype, boxes, owners)
             for state, dtype in self._stored(spec):
                 yield Wish(spec.name, state, dtype, boxes, owners)
@@ -320,61 +321,13 @@ class StackOutput:
         found = self.states.states_of(spec.name).items()
         return [(s, d) for s, d in found if s != VALUE and not (s == MASTER and is_master)]
 
-    def first_rank(self, place: BufferPart) -> int:
-        """As the function."""
-        return first_rank(self.states, place)
-
     @cached_property
     def written(self) -> set[tuple[str, BufferPart]]:
         """What is read of each parameter, of what this rank has: of copies one."""
         return {(name, run.place) for name, runs in self._runs.items() for run in runs}
 
-    def stands_for(self, part: int, slot: Slot) -> str | None:
-        """The state of which the elements of a slot are the only ones in the files; None for
-        weights that are the masters, rounded."""
-        if part == _STATES:
-            return slot.state
-        spec = self.states.by_name[self.parts[part].target.buffers[slot.buffer].first_param]
-        left = self.states.states_of(spec.name).keys() - dict(self._stored(spec)).keys()
-        return next(iter(left), None)
 
-    def home(self, part: int, buffer: int) -> tuple[Box, tuple[int, Coords], int]:
-        """Where the elements of a buffer of a part come from: the share of a parameter that they
-        are of, its holder, the partition."""
-        member = self.parts[part].target.member(buffer, 0)
-        run = self._runs[member.param][member.chunk or 0]
-        number, cut, partition = run.place
-        own = Box(run.start, run.stop)
-        pieces = self.states.pieces(self.states.member(number, run.member), cut)
-        share = next(piece.full for piece in pieces if piece.full.meet(own) == own)
-        return share, (number, cut), partition
-
-    def _part(self, part: int) -> SinkPart:
-        """Each box in a buffer of its own."""
-        specs: list[ParamSpec] = []
-        buffers: list[FlatBuffer] = []
-        wants: list[Want] = []
-        for spec in self.states.params:
-            held = ((VALUE, spec.dtype),) if part == _WEIGHTS else tuple(self._stored(spec))
-            runs = self._runs[spec.name]
-            if not held or not runs:
-                continue
-            blocks = Chunks(tuple(((run.start, run.stop),) for run in runs))
-            specs.append(replace(spec, layout=blocks, on_mesh=None, order=None))
-            numbers = range(len(buffers), len(buffers) + len(runs))
-            for chunk, run in enumerate(runs):
-                self._slots[part, spec.name, (run.start, run.stop)] = len(buffers)
-                buffers.append(alone(spec.name, run.elems, held, axes=(), chunk=chunk))
-            slots = (Slot(number, (), 0, state) for number in numbers for state, _ in held)
-            wants += [(slot, slot.state) for slot in slots]
-        target = Manifest(Keeper.PAPER, Mesh(), tuple(specs), tuple(buffers))
-        return SinkPart(target, tuple(wants))
-
-    def _slot(self, chunk: PlannedChunk) -> tuple[int, Slot]:
-        """What a chunk is read into: the part, and its slot."""
-        wish = chunk.wish
-        part, state = (_WEIGHTS, VALUE) if wish.state == WEIGHT else (_STATES, wish.state)
-        return part, Slot(self._slots[part, wish.param, chunk.box], (), 0, state)
+_NOT_READ = 0, Slot(0, (), 0, "")  # each rank takes its own memory: nobody plans a chunk
 
 
 def _cut(run: OwnedBox, spec: ParamSpec, keys: ModelKeys) -> Iterator[OwnedBox]:
@@ -386,196 +339,117 @@ def _cut(run: OwnedBox, spec: ParamSpec, keys: ModelKeys) -> Iterator[OwnedBox]:
         yield part
 
 
-# ---- summed
+# ---- taken
 #
-# The fingerprint of a save of megatron-core's stack: of what its files hold.
+# What a rank writes is its own memory: it is copied while training stands still, or written at
+# once.
 
 
-class FingerprintWriter:
-    """Each rank sums what it writes, as it writes it, and before that its copies of what others
-    write: so that copies which differ are seen. Nothing of the engine's memory is needed once it
-    is made."""
-
-    def __init__(self, present: CurrentStates, output: StackOutput) -> None:
-        self._output = output
-        self._copies = _copies(present, output)
-        self._windows: dict[tuple[int, Slot, int], Sums] = {}
-
-    def wrote(
-        self, part: int, slot: Slot, low: int, memory: torch.Tensor, known: KnownSums
-    ) -> None:
-        """Elements of a part of the output. Those of one run were summed as they were written."""
-        state = self._output.stands_for(part, slot)
-        if state is None:
-            return
-        target, window = self._output.parts[part].target, (low, low + len(memory))
-        wants, read = [(slot, state)], lambda _, a, b: memory[a - low : b - low]
-        found = sums_of(target, wants, read, within=window, known=known)
-        # some weights are written twice, under two keys
-        self._windows[part, slot, low] = {
-            (name, kept, dtype, *self._output.home(part, slot.buffer)): sum_
-            for (name, kept, dtype, *_), sum_ in found.items()
-        }
-
-    def of_rank(self) -> Sums:
-        """All that this rank wrote."""
-        out = dict(self._copies)
-        for window in self._windows.values():
-            for key, sum_ in window.items():
-                out[key] = out.get(key, 0) ^ sum_
-        return out
-
-
-def _copies(present: CurrentStates, output: StackOutput) -> Sums:
-    """Of what this rank does not write. Of data-parallel ranks that have the same the first one
-    looks; of buffers of modules, which may differ, all."""
-    manifest, rank = present.manifest, agree.world()[0]
-    written = output.written
-
-    def is_copy(slot: Slot, param: str) -> bool:
-        place = slot.place
-        if rank == output.first_rank(place):
-            return (param, place) not in written
-        return manifest.by_name[param].kind == "buffer"
-
-    return sums_of_rank(present, is_copy)
-
-
-# ---- the plan that is kept
-#
-# What a save of megatron-core's stack plans and proves, kept for the next one: a save in the
-# background has to do nothing but copy while training stands still.
-
-
-def structure_of(stack: MegatronStack, present: CurrentStates) -> tuple[Any, ...]:
-    """Everything that the plan of a save depends on: equal where the plan is. Values, steps and
-    hyper-parameters are no part of it; of the ranks all that matters is in the mesh."""
-    bare = present.live.manifest  # whose members have no steps yet
-    held = (bare.mesh, bare.params, bare.buffers, present.states)
-    return (kind_of(stack.optimizer), *held, agree.world())
-
-
-class UnsteppedMemories(Memories):
-    """Those of a stack, whose optimizers may not step while they are read."""
-
-    def __init__(self, file: str, present: CurrentStates, weights: SavedWeights) -> None:
-        super().__init__(file, present, weights, keeps=True)
-        self.present = present
-
-    def check(self, thorough: bool) -> None:
-        """Raises SaveError where one did."""
-        self.present.require_unstepped()
-
-
-class PlannedSave:
-    """The files of a save on paper, what they are made of, and the proof. Making one is
-    collective."""
-
-    def __init__(
-        self, stack: MegatronStack, structure: tuple[Any, ...], present: CurrentStates, file: str
-    ) -> None:
-        self.structure = structure
-        keys = keys_of_chunks(stack.chunks, present.manifest.by_name)
-        rank, _ = agree.world()
-        self.output = StackOutput(present.manifest, kind_of(stack.optimizer), keys, rank)
-        self._weights = SavedWeights(present)
-        self._source = UnsteppedMemories(file, present, self._weights)
-        self._parts: Sequence[Proved] = ()
-
-    def moved(self, present: CurrentStates, sink: RanksFolderSink, run: TransferRun) -> Moved:
-        """Takes the values that there are now. Collective. Raises a UcpError on every rank."""
-        self._weights.use(present)
-        self._source.present = present
-        self._source.use(str(sink.folder), present, self._weights)
-        found = moved(self._source, sink, run=run, known=self._parts)
-        self._parts = found.parts
-        return found
-
-
-def knows(stack: MegatronStack, structure: tuple[Any, ...]) -> bool:
-    """Whether this rank has the plan of a save of this structure."""
-    kept: PlannedSave | None = record_of(stack).plan
-    return kept is not None and kept.structure == structure
-
-
-def planned(
-    stack: MegatronStack,
-    structure: tuple[Any, ...],
-    present: CurrentStates,
-    file: str,
-    known: bool,
-) -> PlannedSave:
-    """The plan of a save, which every rank has (`known`), or makes. Collective."""
-    if not known:
-        record_of(stack).plan = None  # its memory goes before the next one is made
-        record_of(stack).plan = PlannedSave(stack, structure, present, file)
-    return record_of(stack).plan
-
-
-# ---- save
-
-
-TORCH = "torch"  # as Megatron-LM calls its older files: they are read, and written by itself
-
-
-class StackSink(RanksFolderSink):
-    """The files of a save, which all ranks write. An older tag of that name is replaced. `sums` are
-    told of every byte as it is written."""
-
-    what_failed = SAVE_FAILED
-
-    def __init__(
-        self,
-        path: Location,
-        output: FolderOutput,
-        sync: Syncs,
-        sums: FingerprintWriter,
-        snapshot: Snapshot | None,
-        claimed: Location | None = None,
-    ) -> None:
-        super().__init__(path, output, sync, snapshot, claimed)
-        self._tag, self._sums = path.name, sums
-
-    @cached_property
-    def _pieces(self) -> dict[tuple[Location, int], FilePiece]:
-        """Those of this rank's files, by file and first byte."""
-        return {
-            (self.aside / file.name, piece.place): piece
-            for file in self.own_files
-            for piece in file.pieces
-        }
-
-    def wrote(self, one: FileRange) -> None:
-        piece = self._pieces[one.path, one.record or 0]
-        memory = one.memory.view(TORCH_DTYPES[piece.dtype])
-        low = (one.at - piece.place) // memory.element_size()
-        self._sums.wrote(piece.part, piece.slot, low, memory, self.writer.known)
-
-    @contextmanager
-    def _life(self) -> Iterator[None]:
-        if isinstance(self.aside, StorePath):  # it is claimed
-            yield
-            return
-        with output_folder.begin(self.folder.parent, self._tag, self.sync.right):
-            yield
-
-
-@dataclass(frozen=True)
 class StackFiles:
-    """The files of one save on this rank: what was `moved` out of the stack, and the sums of it.
-    `others` are the names of the files that hold nothing of a tensor, which rank 0 writes."""
+    """The files of one save on this rank. `others` are the names of the files that hold nothing of
+    a tensor, which rank 0 writes."""
 
-    moved: Moved
-    sink: StackSink
-    sums: FingerprintWriter
-    others: Sequence[str]
+    def __init__(
+        self, present: CurrentStates, output: StackOutput, sink: RanksFolder, others: Sequence[str]
+    ) -> None:
+        self._present, self._output, self.sink, self._others = present, output, sink, others
+        names = present.live.shard.names.items()
+        self._weights = {name: tensor for tensor, name in names}
+        self._copies: dict[int, torch.Tensor] = {}  # by the address of the engine's memory
+        self._begins: list[int] = []
+        self._sums: Sums = {}
+        self._waiting: list[HeldPart] = []
+
+    def take(self, snapshot: SnapshotMemory | None, advance: Progress) -> None:
+        """Copies what is written later, and writes what finds no room. Raises OSError."""
+        own, writer = self._output.own, self.sink.writer
+        total, done = sum(run.last - run.first for run in own), 0
+        now: list[FileRange] = []
+        for run in own:
+            memory = self._memory(run).view(torch.uint8)
+            copy = self._copy(snapshot, memory)
+            at, ranges = 0, list[FileRange]()
+            for chunk in run.chunks:
+                size = math.prod(chunk.shape) * ITEMSIZE[chunk.wish.dtype]
+                path, place = self.sink.aside / chunk.file, chunk.data_offset
+                part = (memory if copy is None else copy)[at : at + size]
+                ranges.append(FileRange(path, place, place, part))
+                at += size
+            if copy is None:
+                now += ranges
+            else:
+                self._copies[memory.data_ptr()] = copy
+                writer.waiting += ranges
+            done += run.last - run.first
+            advance(done, total)
+        self._begins = sorted(self._copies)
+        live: list[HeldPart] = []
+        for part in self._parts():
+            kept = self._kept(part.memory)
+            if kept is None:
+                live.append(part)
+            else:
+                self._waiting.append(replace(part, memory=kept))
+        writer.known = known_sums(live)
+        writer.now(now)
+        self._sums = sums_of_parts(live, writer.known)
+        self._present.require_unstepped()
+        writer.known = known_sums(self._waiting)
+
+    def _copy(self, snapshot: SnapshotMemory | None, memory: torch.Tensor) -> torch.Tensor | None:
+        copy = None if snapshot is None else snapshot.copy(memory)
+        if copy is None and isinstance(self.sink.aside, StorePath):
+            return memory.cpu().clone()  # it is sent in the order of the file
+        return copy
+
+    def _memory(self, run: WrittenRun) -> torch.Tensor:
+        """The engine's own: of weights those that the model computes with."""
+        if run.state == VALUE:
+            return flat_view(self._weights[run.param].detach())[run.first : run.last]
+        number, _, part = run.place
+        states = self._present.manifest
+        _, index = states.holders[run.param][0]
+        buffer, member = states.buffers[number], states.member(number, index)
+        first = buffer.of(run.state).offset(member, part, run.first)
+        return self._present.read(Slot(*run.place, run.state), first, first + run.last - run.first)
+
+    def _parts(self) -> Iterator[HeldPart]:
+        """What counts for the fingerprint of this rank's memory: what it writes; and its copies of
+        what others write, so that copies which differ are seen. Of data-parallel ranks that have
+        the same the first one looks; of buffers of modules, which may differ, all."""
+        manifest, written = self._present.manifest, self._output.written
+
+        def counts(slot: Slot, param: str) -> bool:
+            is_first = self.sink.rank == first_rank(manifest, slot.place)
+            is_seen = is_first or manifest.by_name[param].kind == "buffer"
+            return is_seen or (param, slot.place) in written
+
+        slots = [
+            Slot(*part, state)
+            for part in self._present.parts()
+            for state, _ in manifest.buffers[part[0]].states
+        ]
+        wants = [(slot, slot.state) for slot in slots]
+        return held_parts(manifest, wants, self._present.read, only=counts)
+
+    def _kept(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """Memory of the engine as it was copied; None where it was not."""
+        start, size = memory.data_ptr(), memory.numel() * memory.element_size()
+        at = bisect_right(self._begins, start)
+        if not at or not memory.is_contiguous():
+            return None
+        first = self._begins[at - 1]
+        part = self._copies[first][start - first : start - first + size]
+        return part.view(memory.dtype).view(memory.shape) if len(part) == size else None
 
     def write(self) -> Written:
-        """Raises InexactError for values that the files can't hold, SaveError."""
-        refuse_lost(self.moved.lost, self.moved.file, self.sink.verb)
+        """Raises SaveError."""
         self.sink.finish()
         size_bytes = sum((self.sink.aside / name).stat().st_size for name in self._own)
-        return Written(size_bytes, self.sums.of_rank())
+        sums = dict(self._sums)
+        for key, sum_ in sums_of_parts(self._waiting, self.sink.writer.known).items():
+            sums[key] = sums.get(key, 0) ^ sum_
+        return Written(size_bytes, sums)
 
     def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
         """Every file is whole already. Raises OSError."""
@@ -585,7 +459,27 @@ class StackFiles:
     def _own(self) -> list[str]:
         """The names of the files that this rank writes."""
         own = [file.name for file in self.sink.own_files]
-        return own if self.sink.rank else [*own, *self.others]
+        return own if self.sink.rank else [*own, *self._others]
+
+
+# ---- save
+
+
+TORCH = "torch"  # as Megatron-LM calls its older files: they are read, and written by itself
+
+
+class StackFolder(RanksFolder):
+    """The folder of a save. An older tag of that name is replaced."""
+
+    what_failed = SAVE_FAILED
+
+    @contextmanager
+    def _life(self) -> Iterator[None]:
+        if isinstance(self.aside, StorePath):  # it is claimed
+            yield
+            return
+        with output_folder.begin(self.folder.parent, self.folder.name, self.sync.right):
+            yield
 
 
 @dataclass(frozen=True)
@@ -614,35 +508,32 @@ class StackSave(SaveRequest):
         """Takes everything. Collective. Raises as `save`."""
         stack, background = self.engine, self.background
         present = _present(stack)
-        with agree.together(numbers=[0]) as block:
-            structure = structure_of(stack, present)
-            block.numbers = [int(knows(stack, structure))]
-        known = bool(block.lowest[0])
-        is_other = not known and record_of(stack).plan is not None
-        plan = planned(stack, structure, present, str(self.path), known)
         drawn_now = partial(DrawnState.now, self.options.loader, self.options.rng)
         state = read_state(stack, present.live.shard, drawn_now, self.path)
         manifest = replace(present.manifest, run=state.facts)
         with agree.together():
-            sums = FingerprintWriter(present, plan.output)
+            keys = keys_of_chunks(stack.chunks, present.manifest.by_name)
+            rank, _ = agree.world()
+            output = StackOutput(present.manifest, kind_of(stack.optimizer), keys, rank)
             common = self._common(present.live, manifest)
             # a live scheduler, and a program's own flags, may be in it
             values = copy.deepcopy(common.output())
-            close = partial(_finish, sync, plan.output.plan, values)
-            output = FolderOutput(plan.output.parts, plan.output.files, close, verb="save")
-            snapshot = None if background is None else background.snapshot
-            sink = StackSink(self.path, output, sync, sums, snapshot, self.claimed)
-            older = self._older() if sink.rank == 0 else None
-        with say.progress("save") as advance:
-            taken = plan.moved(present, sink, TransferRun(progress=advance))
-        left.enter_context(taken.held)
+            close = partial(_finish, sync, output.plan, values)
+            folder = FolderOutput((), output.files, close, verb="save")
+            sink = StackFolder(self.path, folder, sync, self.claimed)
+            files = StackFiles(present, output, sink, (values.name, METADATA_FILE))
+            older = self._older() if rank == 0 else None
+        with agree.together():
+            left.enter_context(sink)
+        snapshot = None if background is None else background.snapshot
+        with as_save_error(), agree.together(), say.progress("save") as advance:
+            files.take(snapshot, advance)
         return PendingSave(
             manifest.mesh,
             lambda: manifest,
             lambda: manifest,
-            replace(state, notes=(*state.notes, *common.notes, *[OTHER_TENSORS] * is_other)),
-            StackFiles(taken, sink, sums, (values.name, METADATA_FILE)),
-            planned=not known,
+            replace(state, notes=(*state.notes, *common.notes)),
+            files,
             retire=partial(self._retire, older, sync),
         )
 

@@ -395,7 +395,7 @@ class TorchDistPlan:
         read into. Of other files than that of a `rank` no chunks are given."""
         held: dict[str, list[PlannedChunk]] = {name: [] for name in self.sizes}
         for chunk in self.chunks:
-            if rank is None or chunk.file == _file_of(rank):
+            if rank is None or chunk.file == file_of(rank):
                 held[chunk.file].append(chunk)
         for name, size in self.sizes.items():
             chunks, objects = held[name], self.objects.values()
@@ -522,12 +522,12 @@ class _Room:
     """The files of a plan as they fill: what comes next goes into the smallest."""
 
     def __init__(self, files: int) -> None:
-        self._ends = {_file_of(number): 0 for number in range(max(1, files))}
+        self._ends = {file_of(number): 0 for number in range(max(1, files))}
 
     def take(self, size_bytes: int, owner: int | None = None) -> tuple[str, int]:
         """A file, the smallest or its owner's, and the first byte of a free place in it."""
         smallest = min(self._ends, key=self._ends.__getitem__)
-        file = smallest if owner is None else _file_of(owner)
+        file = smallest if owner is None else file_of(owner)
         offset = self._ends.get(file, 0)
         self._ends[file] = offset + size_bytes
         return file, offset
@@ -542,7 +542,8 @@ class _Room:
         return {name: size for name, size in self._ends.items() if size}
 
 
-def _file_of(number: int) -> str:
+def file_of(number: int) -> str:
+    """The file that a rank writes."""
     return f"__{number}_0{SUFFIX}"
 
 

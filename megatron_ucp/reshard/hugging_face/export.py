@@ -50,7 +50,7 @@ from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder import (
     FolderOutput,
     FolderSink,
-    RanksFolderSink,
+    GatheredFolder,
     check_source,
     require_free,
     require_plain,
@@ -63,8 +63,8 @@ from megatron_ucp.reshard.hugging_face.names import (
     pipe_names,
     twin_of,
 )
+from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.match import replica_notes, require_one_copy
-from megatron_ucp.reshard.memories import Memories
 from megatron_ucp.reshard.options import EXPORT, check_words, plain_path
 from megatron_ucp.reshard.transfer import (
     NARROW,
@@ -749,9 +749,9 @@ def export_live(
     """Writes the folder, whole or not at all. Collective; every rank sees the same disk. Raises a
     UcpError on every rank."""
     started, manifest = time.perf_counter(), engine.manifest
-    source = Memories(str(folder), engine)
+    source = SharedMemories(str(folder), engine)
     output = out.output(source, beside, partial(publish, folder=folder))
-    transfer(source, RanksFolderSink(folder, output), run=run)
+    transfer(source, GatheredFolder(folder, output), run=run)
     sizes = 0, run.done, time.perf_counter() - started
     notes = [*replica_notes(manifest), *beside.notes]
     return out.exported(folder, str(manifest.mesh), sizes, False, notes, "from memory")
