@@ -100,11 +100,8 @@ def test_losses_of_one_rank_on_every_mesh(ranks: RankPool, tmp_path: Path) -> No
         ("--moe-router-topk 5", "so many experts"),
         ("--moe-router-topk 1", "always 1"),
         ("--moe-router-enable-expert-bias", "sigmoid"),
-        ("--moe-expert-capacity-factor 1.0", "no token is dropped"),
-        ("--moe-grouped-gemm", "grouped_gemm"),
         ("--num-experts 0", "too small"),
         ("--moe-router-load-balancing-type sinkhorn", "aux_loss"),
-        ("--expert-interval 2", "--moe-layer-freq"),
         ("--expert-tensor-parallel-size 2", "would not save"),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",

@@ -370,7 +370,7 @@ def test_rules_say_how_experts_are_cut(unexplained: tuple[Path, Path], tmp_path:
     rules = tmp_path / "rules.toml"
     rules.write_text(RULES.format(layout="ShardNC", axis="etp", parts="parts = 2"))
     with_rules = ["--rules", str(rules)]
-    assert main(["rules", str(bare), "--check", str(rules)]) == 0
+    assert main(["plan", str(bare), "--mesh", "dp=4,ep=4,zero=2", *with_rules]) == 0
     assert main(["verify", "--deep", str(bare), *with_rules]) == 0
     assert main(["diff", str(whole), str(bare), *with_rules]) == 0
     out = tmp_path / "out"
