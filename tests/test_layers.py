@@ -155,6 +155,7 @@ ON_DISK = {
     *("folder.py", "locks.py", "output_folder.py", "rule_file.py", "tags.py", "registry.py"),
     *("store.py", "store_saves.py"),
     *("pt/archive.py", "megatron/writer.py"),
+    "megatron/index_child.py",  # a program of its own, which gets bytes alone
 }
 OF_PATHS = {
     *("exists", "glob", "is_dir", "iterdir", "lstat", "read_bytes", "read_text", "resolve"),

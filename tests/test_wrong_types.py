@@ -18,7 +18,6 @@ WRONG: dict[str, Callable[[Any], object]] = {
     "load into nothing": lambda p: ucp.load(None, p),
     "load into a model": lambda p: ucp.load(object(), p),
     "load, allow": lambda p: ucp.load(object(), p, allow="narrow"),
-    "load, per_rank": lambda p: ucp.load(object(), p, per_rank=3),
     "load, hyper": lambda p: ucp.load(object(), p, hyper=3),
     "save": lambda p: ucp.save(object(), p),
     "attach_megatron": lambda _: ucp.attach_megatron(3, 4),

@@ -2,7 +2,7 @@
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from megatron_ucp.engines.deepspeed.model import described_model
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.record import HANDLE, LOADED, go_on_with, record_of
 from megatron_ucp.engines.run_state import ResumableLoader
-from megatron_ucp.engines.values import reducing
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats.store import Location, absolute, is_url, location
 from megatron_ucp.formats.tags import content_id, nothing_there
@@ -76,12 +75,11 @@ def load(
     allow: Collection[str] | None = None,
     rng: bool | None = None,
     loader: ResumableLoader | None = None,
-    per_rank: Callable[[str, list[Any]], Any] | None = None,
     read: str | None = None,
 ) -> Report:
     """Fills a live engine from a checkpoint that any engine on any number of ranks wrote, or from
     what `hold` keeps in memory. Collective. The default of `hyper`, `family`, `checksums`, `allow`,
-    `rng`, `loader`, `per_rank` and `read` is what `attach` got; where it got nothing, what is said
+    `rng`, `loader` and `read` is what `attach` got; where it got nothing, what is said
     here.
 
     Args:
@@ -104,8 +102,6 @@ def load(
             is in the report's notes. Default: nothing.
         rng: Whether random states are restored. Default: true.
         loader: A `ResumableLoader`, which goes on where the save was.
-        per_rank: `per_rank(name, values)` makes one value, on another mesh, of those that differed
-            from rank to rank.
         read: Who reads what several ranks hold alike, such as the weights of a run without ZeRO:
             one of them for all ("once"), or each ("each"), where storage is faster than the
             network. Default: once where more than 8 ranks hold it.
@@ -124,7 +120,7 @@ def load(
         80
     """
     named: dict[str, Any] = {"hyper": hyper, "family": family, "checksums": checksums}
-    named |= {"allow": allow, "rng": rng, "loader": loader, "per_rank": per_rank, "read": read}
+    named |= {"allow": allow, "rng": rng, "loader": loader, "read": read}
     given = options_of_load(
         engine,
         load_optimizer_states=load_optimizer_states,
@@ -160,8 +156,6 @@ def load_options(given: Mapping[str, Any]) -> LoadOptions:
     """What a load is asked for. Raises UsageError."""
     options = {name: value for name, value in given.items() if name in OPTIONS}
     check_given(options)
-    if (rule := options.get("per_rank")) is not None:
-        options["per_rank"] = reducing(rule)
     options["allow"] = frozenset(options.get("allow", ()))
     module_only = given["load_module_only"]
     states = given["load_optimizer_states"] and not module_only

@@ -424,15 +424,6 @@ class Values:
         return [f"left out, or as the engine has it: {item}" for item in self.left]
 
 
-def reducing(function: Callable[[str, list[Any]], Any]) -> Callable[[str, list[Any]], Any]:
-    """A function of a program, which makes one live value of several, as one of inert values."""
-
-    def reduce(name: str, values: list[Any]) -> Any:
-        return inert(function(name, [Values("").built(value, name) for value in values]))
-
-    return reduce
-
-
 _NOTHING: Any = object()  # in the place of a value that is left out
 
 

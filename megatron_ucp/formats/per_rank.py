@@ -151,8 +151,7 @@ def refuse_unless(
             file=file,
             expected="the mesh that wrote it, where each rank gets its own back",
             found=f"{what}; on {here}",
-            fix='take rank 0\'s with allow={"per_rank"}, or say what to make of those of all ranks '
-            "with per_rank=function(name, values)",
+            fix='load it on that mesh, or take rank 0\'s with allow={"per_rank"}',
             id="differs-by-rank",
         )
     return f"differed from rank to rank, those of rank 0 were taken: {what}"

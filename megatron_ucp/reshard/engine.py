@@ -1,6 +1,6 @@
 """What a live engine tells the operations of this package, and the report of a load."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,7 +111,6 @@ class LoadOptions:
     rng: bool = True
     loader: KeepsPosition | None = None
     family: Any = None
-    per_rank: Callable[[str, list[Any]], Any] | None = None
     read: str | None = None
     apart: PerRank = field(default_factory=PerRank)
     own: OwnValues | None = None

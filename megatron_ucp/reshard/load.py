@@ -5,7 +5,7 @@ import functools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,7 @@ from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import kept_by_each_rank
 from megatron_ucp.formats.folder import Look, LookingFolder, ToldFolder
 from megatron_ucp.formats.optimizers import kept_by, require_equal
-from megatron_ucp.formats.per_rank import SCHEDULER, OwnValues, PerRank, refuse_unless
+from megatron_ucp.formats.per_rank import OwnValues, PerRank, refuse_unless
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import find_checkpoint, open_folder
 from megatron_ucp.formats.store import folder_at, look_once
@@ -92,19 +92,14 @@ from megatron_ucp.reshard.transfer import (
 # What a rank of a live engine gets of values that differ from rank to rank in a checkpoint.
 
 
-# makes one value of those of all ranks, by the name of the value
-Reduce = Callable[[str, list[Any]], Any]
-
-
 def values_for(
     source: Checkpoint,
     bare: Manifest,
     what: PerRank,
-    rule: Reduce | None,
     allow: Collection[str],
 ) -> tuple[OwnValues | None, list[str]]:
     """What this rank gets of all that differs (None: what all share), and notes. On another mesh
-    the `rule` decides, or the first rank's is taken where that is allowed.
+    the first rank's is taken where that is allowed.
 
     Raises StateMismatchError, DamagedFileError.
     """
@@ -112,16 +107,12 @@ def values_for(
         return None, []
     mesh, file = ranks_of(source), str(source.folder)
     if mesh.has_ranks_of(bare.mesh):
-        own, notes = source.of_rank(agree.world()[0]).only(what), list[str]()
-    elif rule is not None:
-        held = [source.of_rank(rank).only(what) for rank in range(mesh.world)]
-        own, notes = _reduced(what, held, rule), [f"made of those of all ranks: {what}"]
-    else:
-        usual = kept_by_each_rank(source.extras.client_state)
-        notes = [refuse_unless("per_rank" in allow, what, file, str(bare.mesh), usual)]
-        return _like_this_rank(source, bare.mesh, what, usual), notes
-    _check_buffers(own, bare, file)
-    return own, notes
+        own = source.of_rank(agree.world()[0]).only(what)
+        _check_buffers(own, bare, file)
+        return own, []
+    usual = kept_by_each_rank(source.extras.client_state)
+    note = refuse_unless("per_rank" in allow, what, file, str(bare.mesh), usual)
+    return _like_this_rank(source, bare.mesh, what, usual), [note]
 
 
 def _like_this_rank(
@@ -136,18 +127,6 @@ def _like_this_rank(
     first, own = (source.of_rank(rank).only(what) for rank in (0, mesh.sharers_at(at.pp, at.tp)[0]))
     kept = {key: value for key, value in own.client_state.items() if key in usual}
     return replace(first, client_state={**first.client_state, **kept})
-
-
-def _reduced(what: PerRank, held: Sequence[OwnValues], rule: Reduce) -> OwnValues:
-    def client(key: Any) -> Any:
-        values = [own.client_state[key] for own in held if key in own.client_state]
-        return rule(f"client_state[{key!r}]", values)
-
-    return OwnValues(
-        {n: rule(n, [o.buffers[n] for o in held if n in o.buffers]) for n in what.buffers},
-        {key: client(key) for key in what.client_state},
-        rule(SCHEDULER, [own.scheduler for own in held]) if what.scheduler else None,
-    )
 
 
 def _check_buffers(own: OwnValues, bare: Manifest, file: str) -> None:
@@ -578,7 +557,7 @@ def prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> Engine
     states = _states(bare, source.manifest, fit, optimizer, file)
     target = _with_states(engine, states)
     groups, settings = _groups(engine, source, target, fit, options) if optimizer else ([], [])
-    own, apart = values_for(source, bare, options.apart, options.per_rank, options.allow)
+    own, apart = values_for(source, bare, options.apart, options.allow)
     options = replace(options, optimizer=optimizer, own=own)
     extras = _extras(engine, source, options)
     filled = _filled(engine, source, states, groups)

@@ -412,7 +412,6 @@ OPTIONS = {
     "rng": Option((LOADS, SAVES), SwitchOption(), bool),
     "loader": Option((LOADS, SAVES), AnyOption()),
     "read": Option((LOADS,), WordOption(("once", "each")), str),
-    "per_rank": Option((LOADS,), FunctionOption("a name and the values of all ranks")),
     "durable": Option((SAVES,), SwitchOption(), bool),
     "keep_latest": Option((SAVES,), NumberOption("tags", 1, is_optional=True), int),
     "save": Option((SAVES,), WordOption(WAYS), str),

@@ -115,28 +115,6 @@ def load(zero: int, folder: str, tag: str, stock: bool = False, **options: Any) 
     return out
 
 
-def mean(name: str, values: list[Any]) -> Any:
-    """A user's function: means of statistics, the largest count, the first of all else."""
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        return torch.stack(values).mean(0) if first.is_floating_point() else max(values)
-    return first
-
-
-def load_with_mean(zero: int, folder: str, tag: str) -> dict[str, Any]:
-    return load(zero, folder, tag, per_rank=mean)
-
-
-def attach_with_mean(zero: int, folder: str, tag: str) -> dict[str, Any]:
-    """As `load_with_mean`, by the engine's own method, of an engine that was attached so."""
-    engine = make(zero, attach=False)
-    ucp.attach(engine, per_rank=mean)
-    _, client = engine.load_checkpoint(folder, tag=tag)
-    out = {**held(engine, client), "notes": list(ucp.report(engine).load.notes)}
-    engine.destroy()
-    return out
-
-
 def convert(folder: str, tag: str, to: str, zero: int, dp: int = 2, **options: Any) -> str:
     """The error of a conversion, "" without one."""
     target = ucp.Target(mesh=ucp.Mesh(dp=dp, zero=zero))

@@ -1,5 +1,6 @@
-"""The index of a torch_dist folder, read many chunks at a time: what is read one by one is the
-oracle, on golden folders, on damaged ones, and on synthetic ones of torch's own pickle."""
+"""The index of a torch_dist folder, read by C's unpickler in another process: what is read one by
+one is the oracle, on golden folders, on damaged ones, and on synthetic ones of torch's own
+pickle."""
 
 import pickle
 import random
@@ -15,7 +16,6 @@ from benchmarks.index import IndexWriter, drawn, write_folder
 from megatron_ucp.errors import DamagedFileError, UcpError
 from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.megatron import index as reader
-from megatron_ucp.formats.megatron import index_pickle
 from megatron_ucp.formats.megatron.arguments import OF_METADATA
 from megatron_ucp.formats.megatron.distcp import ArchivePlace, Chunk
 from megatron_ucp.formats.megatron.index import Index, parsed_index, read_index, untiled
@@ -23,7 +23,8 @@ from megatron_ucp.formats.pt import unpickle
 from megatron_ucp.formats.pt.unpickle import loads
 from tests.formats.craft import mutated, pickle_of
 
-GOLDEN = sorted((Path(__file__).parent / "golden").glob("megatron*/*/iter_0000003/.metadata"))
+METADATA = "torch.distributed.checkpoint.metadata"
+GOLDEN = sorted((Path(__file__).parent / "golden").rglob(".metadata"))
 
 
 def plain(index: Index) -> Any:
@@ -47,8 +48,7 @@ def outcome(read: Any, data: bytes) -> Any:
 
 def taken(data: bytes) -> Index | None:
     """What is read at once; None where it isn't."""
-    listed = index_pickle.listed_chunks(data, "x")
-    return None if listed is None else reader._of_listed(listed, "x")
+    return reader._of_child(data)
 
 
 def synthetic(layers: int = 3, experts: int = 4, cuts: int = 12) -> bytes:
@@ -68,15 +68,11 @@ def synthetic(layers: int = 3, experts: int = 4, cuts: int = 12) -> bytes:
 # ---- what torch writes
 
 
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.parts[-3])
-def test_golden_indexes_are_read_at_once(path: Path) -> None:
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: "-".join(path.parts[-4:-1]))
+def test_golden_indexes_are_read_by_another_process(path: Path) -> None:
     data = path.read_bytes()
     found = taken(data)
     assert found is not None and plain(found) == plain(one_by_one(data))
-    unpickler = index_pickle._RunUnpickler(data, "x")
-    unpickler.load()
-    chunks = sum(run.last - run.first for run in unpickler.runs) / 2
-    assert chunks > 0.9 * found.chunk_count
 
 
 def test_a_synthetic_index_is_what_torch_pickles() -> None:
@@ -91,33 +87,6 @@ def test_a_synthetic_index_is_what_torch_pickles() -> None:
     assert len(metadata.storage_data) == chunks > 800
     found = taken(again)
     assert found is not None and found.chunk_count == chunks
-
-
-def test_opcodes_that_are_read_one_by_one_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They grow with the number of keys, not of chunks."""
-    read: list[int] = []
-
-    def counted(unpickler: Any) -> Any:
-        counts = 0
-
-        class Counting(dict[bytes, Any]):
-            def get(self, code: bytes, default: Any = None) -> Any:
-                nonlocal counts
-                counts += 1
-                return super().get(code, default)
-
-        monkeypatch.setattr(unpickler, "OPCODES", Counting(unpickler.OPCODES))
-        return lambda: counts
-
-    for cuts in (12, 120):
-        count = counted(index_pickle._RunUnpickler)
-        found = taken(synthetic(cuts=cuts))
-        assert found is not None
-        read += [count(), found.chunk_count]
-    few, chunks, more, many = read
-    assert many > 8 * chunks
-    # of thousands a few for each key; where all are read one by one, sixty for each chunk
-    assert more < 1.5 * few and more < many / 4
 
 
 def test_an_index_is_small_when_it_is_sent() -> None:
@@ -150,7 +119,7 @@ def test_what_a_file_holds_of_tensors(tmp_path: Path) -> None:
 # ---- what nobody writes
 
 
-@pytest.mark.parametrize("path", GOLDEN[::3], ids=lambda path: path.parts[-3])
+@pytest.mark.parametrize("path", GOLDEN[::3], ids=lambda path: "-".join(path.parts[-4:-1]))
 def test_damaged_indexes_are_read_as_one_by_one(path: Path) -> None:
     data, found = path.read_bytes(), Counter[str]()
     for seed in range(60):
@@ -162,8 +131,7 @@ def test_damaged_indexes_are_read_as_one_by_one(path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_damaged_runs_are_read_as_one_by_one(seed: int) -> None:
-    """A byte inside of a run: numbers, references, lengths, opcodes."""
+def test_flipped_bits_are_read_as_one_by_one(seed: int) -> None:
     rng, data = random.Random(seed), bytearray(synthetic(layers=2, experts=2, cuts=6))
     for _ in range(rng.randint(1, 2)):
         data[rng.randrange(2000, len(data) - 50)] ^= 1 << rng.randrange(8)
@@ -233,6 +201,57 @@ def test_two_keys_of_the_same_places_are_one_tensor() -> None:
     found = taken(data)
     assert found is not None and plain(found) == plain(one_by_one(data))
     assert key in found.tensors and other not in found.tensors
+
+
+# ---- hostile ones
+
+
+def built(state: bytes) -> bytes:
+    """An index whose `planner_data` is what these opcodes make."""
+    name = b"c" + METADATA.encode() + b"\nMetadata\n)\x81"
+    entries = b"}(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}"
+    return pickle_of(name + entries + b"X\x0c\x00\x00\x00planner_data" + state + b"ub")
+
+
+DEEP = b"(" * 10**5 + b"t" * 10**5
+HOSTILE = {
+    "an int of 2 GB": b"\x8b\xff\xff\xff\x7f1",
+    "a text of 2^60 bytes": b"\x8d" + (2**60).to_bytes(8, "little") + b"x",
+    "a program": b"cos\nsystem\nX\x04\x00\x00\x00true\x85R",
+    "nested a hundred thousand times": DEEP,
+    "a hash that doubles sixty times": b"})" + b"q\x01h\x01\x86" * 60 + b"Ns",
+    "truncated": b"X\xff\x00\x00\x00",
+}
+
+
+def test_an_empty_index_is_one() -> None:
+    found = taken(built(b"N"))
+    assert found is not None and plain(found) == ({}, {}) == plain(one_by_one(built(b"N")))
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_indexes_are_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the limits of the other process, and then by name."""
+    monkeypatch.setattr(reader, "_SECONDS", 1)
+    data = built(HOSTILE[what])
+    assert taken(data) is None
+    with pytest.raises(UcpError):
+        parsed_index(data, "x")
+
+
+def test_a_memo_of_all_memory_is_none() -> None:
+    """C's unpickler keeps an array of as many entries as the largest number says, ours does not."""
+    data = built(b"Nr\xff\xff\xff\x7f")
+    assert taken(data) is None and plain(parsed_index(data, "x")) == ({}, {})
+
+
+def test_a_rank_that_may_start_no_process_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise PermissionError
+
+    data = synthetic()
+    monkeypatch.setattr(reader.subprocess, "run", forbidden)
+    assert taken(data) is None and plain(parsed_index(data, "x")) == plain(one_by_one(data))
 
 
 # ---- limits

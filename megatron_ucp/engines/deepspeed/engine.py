@@ -97,7 +97,6 @@ def attach(
     hyper: str | None = None,
     checksums: bool | None = None,
     allow: Collection[str] | None = None,
-    per_rank: Callable[[str, list[Any]], Any] | None = None,
     read: str | None = None,
     save: str | None = None,
     rules: str | Path | None = None,
@@ -121,7 +120,6 @@ def attach(
         hyper: As of `load`, for every `load_checkpoint`.
         checksums: As of `load`.
         allow: As of `load`.
-        per_rank: As of `load`.
         read: As of `load`.
         save: Who writes the files, and when: DeepSpeed's own code ("stock", the default), this
             package ("direct": the same files, faster), or this package while training goes on
@@ -156,7 +154,6 @@ def attach(
         "hyper": hyper,
         "checksums": checksums,
         "allow": allow,
-        "per_rank": per_rank,
         "read": read,
         "save": save,
         "family": family,
@@ -204,7 +201,7 @@ def _more_than(before: _Attachment, options: Mapping[str, Any]) -> bool:
     old, new = _comparable(before.options), _comparable(options)
     contradicts = {key for key in new if key in old and old[key] != new[key]}
     more = {key for key in new if key not in old}
-    for key in ("loader", "client_state", "per_rank"):  # objects, whose names say too little
+    for key in ("loader", "client_state"):  # objects, whose names say too little
         if key in options and key in before.options and options[key] is not before.options[key]:
             contradicts.add(key)
     if contradicts or (more and not before.by_install):

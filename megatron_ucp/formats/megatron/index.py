@@ -9,35 +9,40 @@ Source: `Metadata` of torch.distributed.checkpoint (torch 2.13), as Megatron-cor
 """
 
 import itertools
+import marshal
 import math
+import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.values import InertObject
-from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, some_of
+from megatron_ucp.errors import DamagedFileError, NotFoundError, UnsupportedError, some_of
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.folder import Folder
+from megatron_ucp.formats.megatron import index_child
 from megatron_ucp.formats.megatron.arguments import OF_METADATA
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, ArchivePlace, Chunk, StoredTensor
-from megatron_ucp.formats.megatron.index_pickle import (
-    MOST,
-    EntryReader,
-    IntArray,
-    ListedChunks,
-    is_file_name,
-    listed_chunks,
-)
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.pt.unpickle import loads
+
+IntArray = NDArray[np.integer[Any]]
+MOST = 2**62  # of what arrays hold, with room for a sum
 
 MAX_INDEX_BYTES = 16 * 2**30  # of 100 million chunks
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
 _MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
+# what else than OF_METADATA an index names
+_MORE_NAMES = ("torch.Size", "pathlib.PosixPath")
+_SECONDS = 5  # of processor time for a small index
 _MAX_AT_ONCE = 1500  # chunks of which each is compared with each other one
 
 # ---- index
@@ -205,48 +210,149 @@ def read_index(folder: Folder) -> Index:
 def parsed_index(data: bytes, path: str) -> Index:
     """What the bytes of an index say, compared with itself. Raises as `read_index`.
 
-    What torch writes is read many chunks at a time. Whatever else may stand in a pickle is read one
-    by one, which takes fifty times as long, and says what is wrong.
+    C's unpickler reads what torch writes, in a process of its own with limits (see `index_child`).
+    Whatever else may stand in a pickle is read by ours, which takes fifty times as long, and says
+    what is wrong.
     """
-    listed = listed_chunks(data, path)
-    if listed is not None:
-        index = _of_listed(listed, path)
-        if index is not None:
-            return index
+    index = _of_child(data)
+    if index is not None:
+        return index
     return _one_by_one(loads(data, file=path, allow=OF_METADATA, max_bytes=len(data)), path)
 
 
-def _of_listed(listed: ListedChunks, path: str) -> Index | None:
-    """The index of arrays; None where anything is wrong with them."""
-    read = EntryReader(path)
+def _of_child(data: bytes) -> Index | None:
+    """The index that another process reads; None where it can't, or anything is wrong."""
+    memory_bytes, seconds = 2**28 + 16 * len(data), _SECONDS + len(data) // 10**7
+    names = [*OF_METADATA.names, *(f"torch.{dtype}" for dtype in ITEMSIZE), *_MORE_NAMES]
+    words = [sys.executable, "-I", "-S", index_child.__file__, memory_bytes, seconds, *names]
     try:
-        kinds = [read.kind_of(key, entry) for key, entry in listed.tensors.items()]
-    except UcpError:
+        done = subprocess.run([*map(str, words)], input=data, capture_output=True, check=False)
+    except OSError:  # a rank may be forbidden to start processes
         return None
-    shapes = [shape for _, shape in kinds]
-    offsets, sizes = listed.offsets_bytes, listed.sizes_bytes
-    dims = np.repeat(np.array([len(shape) for shape in shapes], int), np.diff(listed.firsts))
+    if done.returncode or data[:1] != pickle.PROTO or data[1] < 2:
+        return None
+    start = 8 + int.from_bytes(done.stdout[:8], "little")
+    (objects, tensors, files, width), ends = marshal.loads(done.stdout[8:start])
+    arrays = np.split(np.frombuffer(done.stdout, np.int64, offset=start), ends)
+    starts, sizes, file_numbers, offsets, lengths = arrays
+    keys, dtypes, shapes, counts = zip(*tensors, strict=True) if tensors else ((),) * 4
+    dtypes = [dtype.removeprefix("torch.") for dtype in dtypes]
+    firsts = np.cumsum([0, *counts])
     if (
-        not all(map(is_file_name, listed.files))
-        or any(len(shape) > listed.starts.shape[1] for shape in shapes)
-        or (sizes < 1).any()
-        or (listed.dims != dims).any()
+        not all(map(is_file_name, files))
+        or not all(dtype in ITEMSIZE for dtype in dtypes)
+        or any(min(shape, default=0) < 0 for shape in shapes)
+        or any(len(one) and (one.min() < 0 or one.max() > MOST) for one in arrays)
+        or (lengths < 1).any()
+        or (offsets + lengths > MOST).any()
     ):
         return None
+    chunks = firsts[-1]
+    places = zip(*(one[chunks:].tolist() for one in arrays[2:]), strict=True)
     index = Index(
-        tuple(listed.tensors),
-        tuple(dtype for dtype, _ in kinds),
-        tuple(shapes),
-        listed.firsts,
-        listed.starts,
-        listed.sizes,
-        listed.file_numbers,
-        offsets,
-        sizes,
-        listed.files,
-        listed.objects,
+        keys,
+        tuple(dtypes),
+        shapes,
+        firsts,
+        starts.reshape(chunks, width),
+        sizes.reshape(chunks, width),
+        file_numbers[:chunks],
+        offsets[:chunks],
+        lengths[:chunks],
+        tuple(files),
+        {
+            key: ArchivePlace(files[number], at, size)
+            for key, (number, at, size) in zip(objects, places, strict=True)
+        },
     )
     return None if untiled(index) is not None else _without_copies(index)
+
+
+# ---- entries, one by one
+
+
+class EntryReader:
+    """Reads what stands in the unpickled index of one file. Raises DamagedFileError,
+    UnsupportedError."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def is_tensor(self, key: Any, entry: Any) -> bool:
+        """Whether an entry is a tensor's, and no object's."""
+        if not isinstance(key, str):
+            self.fail("a key is no text", None, type(key).__name__)
+        name = expect.kind(entry, InertObject, key, self.path).qualname
+        return name.endswith(".TensorStorageMetadata")
+
+    def kind_of(self, key: str, entry: InertObject) -> tuple[str, Ints]:
+        """The dtype and the shape of a tensor."""
+        said = entry.state
+        properties = expect.key(said, "properties", InertObject, self.path).state
+        dtype, *_ = expect.key(properties, "__state__", tuple, self.path) or ("",)
+        dtype = str(dtype).removeprefix("torch.")
+        shape = self.ints(key, said.get("size"))
+        if dtype not in ITEMSIZE:
+            self.fail("a tensor has a dtype that is not known", key, dtype)
+        return dtype, shape
+
+    def box(self, key: str, chunk: InertObject) -> tuple[Ints, Ints]:
+        """Where a chunk begins, and its shape."""
+        start, size = (self.ints(key, chunk.get(name)) for name in ("offsets", "sizes"))
+        return start, size
+
+    def places(self, listed: Mapping[Any, Any]) -> dict[Any, ArchivePlace]:
+        """Where things lie, by key and first element; of what is no tensor by its key and None."""
+        out: dict[Any, ArchivePlace] = {}
+        for index, info in listed.items():
+            key, *start = expect.kind(index, InertObject, "a place", self.path).args or (None,)
+            at = tuple(None if one is None else self.ints(str(key), one) for one in start[:1])
+            out[(key, *at)] = self.place(expect.kind(info, InertObject, "a place", self.path))
+        return out
+
+    def place(self, info: Any) -> ArchivePlace:
+        """The place that torch says of an entry."""
+        name, offset, size = map(info.state.get, ("relative_path", "offset", "length"))
+        if info.get("transform_descriptors"):
+            raise UnsupportedError(
+                "the checkpoint was written through a stream transformation (compressed or "
+                "encrypted)",
+                file=self.path,
+                found=f"some for {str(name)[:80]}",
+                fix="load it with the program that wrote it, and save it again without "
+                "compression or encryption",
+            )
+        if not is_file_name(name):
+            self.fail("the index names a file outside of its folder", None, repr(name)[:80])
+        is_place = type(offset) is int and type(size) is int and offset >= 0 and size >= 1
+        if not is_place or offset + size > MOST:
+            self.fail("the index says an impossible place", None, f"{offset}, {size}"[:80])
+        return ArchivePlace(name, offset, size)
+
+    def taken(self, places: dict[Any, ArchivePlace], key: str, start: Ints | None) -> ArchivePlace:
+        """The place of an entry, which nothing else may take then."""
+        found = places.pop((key, start), None)
+        if found is None:
+            self.fail("an entry of the index lies nowhere", key, start)
+        return found
+
+    def ints(self, key: str, value: Any) -> Ints:
+        """A shape, or where a chunk begins."""
+        is_shape = isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
+        if not is_shape or any(n > MOST for n in value):
+            self.fail("a shape is none", key, repr(value)[:80])
+        return tuple(value)
+
+    def fail(self, problem: str, key: str | None, found: object) -> NoReturn:
+        """Raises DamagedFileError."""
+        raise DamagedFileError(problem, file=self.path, parameter=key, found=found)
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a name is one of a file in the folder itself."""
+    if not isinstance(name, str) or name in ("", ".."):
+        return False
+    return "/" not in name and "\0" not in name and not name.startswith(".")
 
 
 def _one_by_one(tree: Any, path: str) -> Index:
