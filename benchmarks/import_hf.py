@@ -7,7 +7,7 @@ needs: 124 million parameters, two ranks.
 The folder is an export in fp32 of a save of the same model. `floor` reads as many bytes as a rank
 has of the masters, once, into fresh memory. What ZeRO-1 has to do then, whoever loads, is shown
 beside it: each rank gets the weights that the other one steps. The page cache is warm. Results:
-benchmarks/results/import_hf.json, "Hugging Face" in docs/reference/performance.md.
+benchmarks/results/import_hf.json.
 """
 
 import argparse

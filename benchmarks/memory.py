@@ -7,8 +7,7 @@ many bytes; and a load from memory, against one from disk with a cold cache.
 Two ranks over gloo on one machine, ZeRO-1. In each repetition, one after the other: a step that is
 kept, as the end of a training step keeps it; a copy in memory of as many bytes as a rank keeps; a
 load from memory; and a load from a tag on disk, of whose files the page cache has nothing. All
-buffers were used before. Results: benchmarks/results/memory.json, "Saves" in
-docs/reference/performance.md.
+buffers were used before. Results: benchmarks/results/memory.json.
 """
 
 import argparse

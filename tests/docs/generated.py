@@ -1,4 +1,4 @@
-"""The blocks of the pages that code says: flags, options, errors, patches, the tree of modules.
+"""The blocks of the pages that code says: flags, options, errors, patches, support, figures.
 
 A block stands between `<!-- generated: KIND WORD -->` and `<!-- end of generated -->`. What stands
 in between is what `TEXTS[KIND](WORD)` gives; a test compares, and `python -m tests.docs.update`
@@ -6,14 +6,12 @@ writes it.
 """
 
 import argparse
-import ast
 import inspect
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import megatron_ucp_patches as patches
@@ -401,12 +399,6 @@ def load_range() -> str:
     )
 
 
-def doc_of(path: Path) -> str:
-    """The first sentence of a module's docstring."""
-    doc = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
-    return re.split(r"(?<=[.:;]) ", doc)[0].rstrip(":;.")
-
-
 SENTENCES: dict[str, Callable[[], str]] = {
     "range": load_range,
     "others": other_writers,
@@ -415,9 +407,7 @@ SENTENCES: dict[str, Callable[[], str]] = {
     "ranks": many_ranks,
 }
 
-
 # ---- programs beside the package
-
 
 WITHOUT_GPU = "A machine without a GPU: "
 
@@ -471,27 +461,6 @@ def foreign(word: str) -> str:
     return f"{', '.join(plain + rows)}."
 
 
-# ---- the tree
-
-
-CLAUSE = re.compile(r", (?:which|where|so|as|under|but|with|by|that|of)\b")
-
-
-def tree(word: str) -> str:
-    """One line for each module of a folder: its name, and the first clause of its docstring. Of a
-    folder below it the names of the modules alone."""
-    folder = ROOT / word
-    rows = []
-    for path in sorted(folder.glob("*.py")):
-        if not path.name.startswith("__"):
-            rows.append((f"`{path.stem}`", CLAUSE.split(doc_of(path))[0]))
-    for below in sorted(path.parent for path in folder.glob("*/__init__.py")):
-        names = ", ".join(f"`{path.stem}`" for path in sorted(below.glob("[!_]*.py")))
-        doc = CLAUSE.split(doc_of(below / "__init__.py"))[0]
-        rows.append((f"`{below.name}/`", f"{doc}: {names}"))
-    return listed(rows)
-
-
 TEXTS: dict[str, Callable[[str], str]] = {
     "cli": cli,
     "arguments": arguments,
@@ -504,5 +473,4 @@ TEXTS: dict[str, Callable[[str], str]] = {
     "patches": patch_rows,
     "flags": trainer_flags,
     "foreign": foreign,
-    "tree": tree,
 }
