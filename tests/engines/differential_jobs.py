@@ -165,6 +165,8 @@ def side_by_side(zero: int, folder: str, examples: int, plant: bool = False) -> 
     """Compares both loads of generated cases; returns how many. `plant`: a value is changed after
     the load, which the comparison has to see."""
     source, stock, ours = (engine_of(zero) for _ in range(3))
+    if not zero:
+        ucp.attach(source)  # by its manifest alone states have names
     count = 0
 
     @settings(

@@ -123,7 +123,7 @@ class LiveProgram(LiveShards):
     def __init__(self, shard: Shard, stage: Stage) -> None:
         super().__init__(shard, shard.program, [stage], [()], "use one process")
         self.shard, self.program, joined = shard, shard.program, self.joined
-        self._manifest = Manifest(
+        self.manifest = Manifest(
             Keeper.ZERO_0, Mesh(), joined.params, joined.buffers, joined.groups
         )
         self._trained, self._values = self.numbered(
