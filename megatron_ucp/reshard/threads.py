@@ -41,10 +41,16 @@ class Alongside(threading.Thread):
 
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> list[_R]:
-    """What `work` returns of each item, in their order: each thread does every so many-th."""
+    """What `work` returns of each item, in their order: each thread does every so many-th. Raises
+    what one of them raised once all have ended: until then they use the memory of the items."""
     parts = [items[number::threads] for number in range(threads)]
     others = [Alongside(partial(_each, work, part)) for part in parts[1:] if part]
-    found = [_each(work, parts[0]), *(other.result() for other in others)]
+    try:
+        own = _each(work, parts[0])
+    finally:
+        for other in others:
+            other.join()
+    found = [own, *(other.result() for other in others)]
     return [found[number % threads][number // threads] for number in range(len(items))]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -143,8 +144,11 @@ def refusing(how: str, folder: str) -> Iterator[dict[str, Any]]:
         more["tag"] = f"tag{min(rank, 1)}"
     elif how == "a path below a file":
         (Path(folder) / "file").touch()
+    has_no_memory = how == "no memory on one rank" and rank == 1
+    full = mock.patch.object(torch, "save", side_effect=MemoryError("for a copy"))
     try:
-        yield more
+        with full if has_no_memory else nullcontext():
+            yield more
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         os.seteuid(os.getuid())

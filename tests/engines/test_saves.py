@@ -124,6 +124,7 @@ FAILURES = {
         "a file could not be written",
         "zero_pp_rank_1_mp_rank_00_optim_states.pt",
     ),
+    "no memory on one rank": ("SaveError", "a file could not be written", "MemoryError"),
     "a read-only folder": ("SaveError", "the checkpoint was not saved", "Permission denied"),
     "a client state that can't be pickled": (
         "SaveError",

@@ -2,6 +2,7 @@
 copies that differ are seen wherever they meet."""
 
 import random
+import time
 from functools import partial, reduce
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_an_error_in_a_thread_is_raised() -> None:
     for failing in range(4):
         with pytest.raises(ValueError, match=f"item {failing}"):
             in_threads(partial(_fails, failing), range(4), 2)
+
+
+def test_an_error_waits_for_the_other_threads() -> None:
+    """They may still write into memory that the caller lets go of."""
+    ended: list[int] = []
+
+    def work(item: int) -> None:
+        if item == 0:
+            raise ValueError("item 0")
+        time.sleep(0.05)
+        ended.append(item)
+
+    with pytest.raises(ValueError, match="item 0"):
+        in_threads(work, range(4), 2)
+    assert ended == [1, 3]
 
 
 def _fails(failing: int, item: int) -> int:

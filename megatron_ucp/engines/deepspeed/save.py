@@ -6,7 +6,6 @@ files and the folder; all agree; rank 0 writes and syncs the manifest, renames t
 moves the pointers."""
 
 import dataclasses
-import pickle
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -177,10 +176,6 @@ def _affine(name: str, shape: tuple[int, ...], layout: Layout, tp: int) -> dict[
 # files and the folder; all agree; rank 0 writes and syncs the manifest, gives the folder the tag's
 # name, and replaces `latest` by rename. A failure of any rank before that leaves `latest` and every
 # older tag as they were; one in the last two steps says what is there.
-
-
-# What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
-_REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -368,11 +363,11 @@ def _catching_writes(
                 write(*args, **kwargs)
                 if path is not None:
                     done.append(path)
-            except _REFUSALS as error:
-                found = f"{type(error).__name__}: {error}"
-                done.append(SaveError("a file could not be written", file=path, found=found))
             except StoreError as error:
                 done.append(save_error_of(error, SAVE_FAILED))
+            except Exception as error:  # a full disk, a value that can't be pickled, no memory
+                found = f"{type(error).__name__}: {error}"
+                done.append(SaveError("a file could not be written", file=path, found=found))
 
         return wrapped
 

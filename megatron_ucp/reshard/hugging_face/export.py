@@ -542,7 +542,7 @@ def export_hf(
     asked = _Asked(dtype, max_shard_size, config, tokenizer, tag, rules, family)
     asked = replace(asked, verify=verify, force=force, allow=allow, ranks=ranks)
     if hasattr(src, LIVE_EXPORT):
-        return _of_engine(src, dst, asked)
+        return _of_engine(src, dst, asked, progress)
     if hasattr(src, "save_checkpoint"):
         raise UsageError(
             "this engine is not attached",
@@ -644,9 +644,10 @@ def _values(prepared: _Prepared, ranks: bool) -> FileSource:
     return source_of(prepared.readable, file, source if is_copy else None, ranks)
 
 
-def _of_engine(engine: Any, dst: str | Path, asked: _Asked) -> Exported:
+def _of_engine(engine: Any, dst: str | Path, asked: _Asked, progress: Progress | None) -> Exported:
     """The export of a live engine. Raises UsageError for what only files have."""
-    if given := [name for name in _OF_FILES if getattr(asked, name)]:
+    given = [name for name in _OF_FILES if getattr(asked, name)]
+    if given := [*given, *["progress"] * (progress is not None)]:
         raise UsageError(
             "the export of a live engine does not take this",
             expected="dtype, max_shard_size, config, tokenizer",
