@@ -44,7 +44,7 @@ from megatron_ucp.reshard.transfer import (
 # What moving takes beside the memory that is filled, on any rank: what it gives to all others in a
 # round, and what it takes, each twice.
 EXTRA_BYTES = 256 * 2**20
-_MOST_BYTES, _LEAST_BYTES = 32 * 2**20, 2**18  # of a round, whatever the number of ranks
+_MOST_BYTES, _LEAST_BYTES = 32 * 2**20, 2**12  # of a round; the latter for 16,384 ranks
 _ALONE_BYTES = 2**18  # of a copy that gets a message of its own: it may need no buffer
 _ALIGN_BYTES = 64  # each message begins at so many bytes
 
@@ -284,18 +284,27 @@ class KeptMoves:
     def _rounds(
         self, others: Mapping[int, Sequence[_Taken]], most: int
     ) -> Iterator[dict[int, list[_Taken]]]:
-        """What is taken in each round, of up to `most` bytes: of all givers in turns, so that they
-        work at once."""
-        queues = {giver: list(reversed(rows)) for giver, rows in sorted(others.items())}
-        share = most // max(1, len(queues))
-        while any(queues.values()):
+        """What is taken in each round, of up to `most` bytes together: of all givers in turns, so
+        that they work at once, the one behind this rank first."""
+        order = sorted(others, key=lambda giver: (giver - self.rank) % self.world)
+        queues = {giver: list(reversed(rows)) for giver, rows in others.items()}
+        while order:
             row: dict[int, list[_Taken]] = {}
-            for giver, rows in queues.items():
-                size = 0
-                while rows and (not size or size + self._size(rows[-1].asked) <= share):
-                    size += self._size(rows[-1].asked)
+            waiting, served = list[int](), list[int]()
+            left, share = most, most // len(order)
+            for giver in order:
+                rows, size = queues[giver], 0
+                while rows:
+                    piece = self._size(rows[-1].asked)
+                    if (size and size + piece > share) or (row and piece > left):
+                        break
+                    size, left = size + piece, left - piece
                     row.setdefault(giver, []).append(rows.pop())
-            yield {giver: sorted(rows, key=self._order) for giver, rows in row.items()}
+                if rows:
+                    (served if size else waiting).append(giver)
+            order = waiting + served
+            # in the order of the ranks, as one exchange of all of them wants it
+            yield {giver: sorted(row[giver], key=self._order) for giver in sorted(row)}
 
     def _order(self, taken: _Taken) -> int:
         """Elements of more bytes come first: then each run of a message is aligned."""

@@ -1,10 +1,14 @@
 """The guarantees of a transfer, for every pair of a source and a sink; and that memory goes to
 memory bit for bit."""
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_ucp.reshard.kept_moves import KeptMoves
 from tests.engines.store_jobs import in_store
 from tests.object_server import ObjectServer, Remote
 from tests.ranks import RankPool
@@ -65,3 +69,25 @@ def test_columns_and_a_plan_that_failed(ranks: RankPool) -> None:
     found = ranks.run(2, transfer_jobs.columns)
     assert [rank["raised"] for rank in found] == ["RankError", "MemoryError"]
     assert [rank["values"] for rank in found] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
+
+
+def test_a_round_takes_no_more_than_its_bound_from_any_number_of_givers() -> None:
+    """Every piece once, those of a giver in their order, and in each round no more than `most`."""
+    plan = random.Random(3)
+    for givers in (1, 2, 7, 600, 3000):
+        moves = object.__new__(KeptMoves)
+        moves.rank, moves.world = plan.randrange(givers + 1), givers + 1
+        sizes: dict[int, int] = {}
+        most, others = 4096, dict[int, list[Any]]()
+        for number in range(3 * givers):
+            piece = SimpleNamespace(asked=number)
+            sizes[number] = plan.choice((8, most // 8, plan.randint(1, most // 4)))
+            others.setdefault(plan.randrange(givers), []).append(piece)
+        moves._size = sizes.__getitem__  # type: ignore[method-assign,assignment]
+        moves._order = lambda taken: 0  # type: ignore[method-assign]
+        rounds = [*moves._rounds(others, most)]
+        for row in rounds:
+            assert 0 < sum(sizes[one.asked] for rows in row.values() for one in rows) <= most
+        for giver, rows in others.items():
+            assert [one for row in rounds for one in row.get(giver, ())] == rows
+        assert len(rounds) <= 3 * -(-sum(sizes.values()) // most) + 3, "rounds are nearly full"
