@@ -277,11 +277,6 @@ class LocalShard:
                     out.append(found)
         return out
 
-    def steps(self) -> list[Scalars]:
-        """The count of steps of each buffer; none of one that this rank has no piece of."""
-        first = (next(iter(live.pieces.values()), None) for live in self.buffers)
-        return [{} if piece is None else piece.present[1] for piece in first]
-
     @cached_property
     def taken_as(self) -> list[str]:
         """Notes about optimizers that are subclasses of known ones."""

@@ -81,11 +81,6 @@ class Index:
         """Each tensor, made where it is asked for."""
         return StoredTensors(self)
 
-    @property
-    def chunk_count(self) -> int:
-        """Chunks of all tensors."""
-        return len(self.file_numbers)
-
     @cached_property
     def file_names(self) -> list[str]:
         """Every file that something lies in."""
