@@ -6,6 +6,7 @@ files and the folder; all agree; rank 0 writes and syncs the manifest, renames t
 moves the pointers."""
 
 import dataclasses
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -176,6 +177,11 @@ def _affine(name: str, shape: tuple[int, ...], layout: Layout, tp: int) -> dict[
 # files and the folder; all agree; rank 0 writes and syncs the manifest, gives the folder the tag's
 # name, and replaces `latest` by rename. A failure of any rank before that leaves `latest` and every
 # older tag as they were; one in the last two steps says what is there.
+
+
+# What a write raises for a disk that refuses, a value that can't be pickled, no memory.
+_OF_VALUES = (pickle.PicklingError, AttributeError, TypeError, ValueError, LookupError)
+_REFUSALS = (OSError, RuntimeError, MemoryError, *_OF_VALUES)
 
 
 @dataclass(frozen=True)
@@ -365,7 +371,7 @@ def _catching_writes(
                     done.append(path)
             except StoreError as error:
                 done.append(save_error_of(error, SAVE_FAILED))
-            except Exception as error:  # a full disk, a value that can't be pickled, no memory
+            except _REFUSALS as error:
                 found = f"{type(error).__name__}: {error}"
                 done.append(SaveError("a file could not be written", file=path, found=found))
 
