@@ -168,10 +168,11 @@ def is_url(path: object) -> bool:
 
 def location(path: str | os.PathLike[str]) -> Location:
     """A path of the local disk, or a URL, as what can be looked at. Raises UsageError for a URL of
-    no store that is known."""
+    no store that is known, and where the library for stores is not installed."""
     if not isinstance(text := os.fspath(path), str):
         return Path(path)
     if url := _URL.match(text):
+        _require_library(text)
         scheme = url[1].lower()
         return StorePath(f"{'gs' if scheme == 'gcs' else scheme}://{url[2]}")
     if url := _FILE_URL.fullmatch(text):
@@ -185,6 +186,20 @@ def location(path: str | os.PathLike[str]) -> Location:
             id="object-store",
         )
     return Path(text)
+
+
+def _require_library(url: str) -> None:
+    """Raises UsageError where the library for stores is not installed."""
+    try:
+        import obstore.store  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            "paths in object stores need a library that is not installed",
+            file=url,
+            expected="obstore",
+            found=str(error),
+            fix="pip install megatron_ucp[remote]",
+        ) from None
 
 
 def absolute(path: str | os.PathLike[str]) -> Location:
@@ -318,18 +333,9 @@ _TRIES = 4  # of an answer that is too short and says so: the library takes it a
 
 @cache
 def _client(bucket: str) -> Any:
-    """The library's store for a bucket. Raises UsageError where the library is not there, or the
-    configuration is none."""
-    try:
-        import obstore.store
-    except ImportError as error:
-        raise UsageError(
-            "paths in object stores need a library that is not installed",
-            file=bucket,
-            expected="obstore",
-            found=str(error),
-            fix="pip install megatron_ucp[remote]",
-        ) from None
+    """The library's store for a bucket. Raises UsageError where the configuration is none."""
+    import obstore.store
+
     how = options()
     seconds = timedelta(seconds=how.timeout_s)
     retries: Any = {

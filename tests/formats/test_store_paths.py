@@ -1,6 +1,7 @@
 """Which texts are paths of the disk, which are URLs, and which are refused. No store is asked."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,15 @@ def test_the_command_line_refuses_an_output(
     monkeypatch.chdir(tmp_path)
     assert main(["convert", str(GOLDEN), "hdfs://x", "--to", "dcp"]) == 2
     assert "hdfs://x" in capsys.readouterr().err and os.listdir(tmp_path) == []
+
+
+# ---- without the library
+
+
+@pytest.mark.parametrize("verb", [*INPUT, *OUTPUT])
+def test_without_obstore_every_verb_says_so(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UsageError, match="a library that is not installed") as caught:
+        {**INPUT, **OUTPUT}[verb]("s3://bucket/run")
+    assert "pip install megatron_ucp[remote]" in str(caught.value)
