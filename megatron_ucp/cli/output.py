@@ -71,8 +71,19 @@ _ELSEWHERE: dict[str, str] = {
 }
 
 
+# what is gone, and what to do instead
+_RETIRED = {
+    "rules": "`megatron-ucp plan CHECKPOINT --mesh MESH --rules FILE` tries a file of rules",
+    "--simulate": "a plan is of a checkpoint: leave --simulate out",
+    "--rates": "a plan counts bytes and files, and no seconds: leave --rates out",
+    "--merge": "export the adapter, and merge it by peft (docs/hugging-face.md)",
+}
+
+
 def nearest(word: str, known: Sequence[str], program: str) -> str:
     """What to do about a wrong word."""
+    if word in _RETIRED:
+        return _RETIRED[word]
     near = get_close_matches(word, known, n=1)
     return f"did you mean {near[0]}?" if near else f"see `{program} --help`"
 

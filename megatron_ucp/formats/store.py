@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from queue import Full, Queue
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
+from urllib.parse import unquote
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import (
@@ -43,8 +44,10 @@ _T = TypeVar("_T")
 # ---- paths
 
 
-SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
-_URL = re.compile(rf"({'|'.join(SCHEMES)}):/+(.*)", re.DOTALL)
+SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+_URL = re.compile(rf"({'|'.join(SCHEMES)}):/+(.*)", re.DOTALL | re.IGNORECASE)
+_FILE_URL = re.compile(r"file:(?://)?(/(?!/).*)", re.DOTALL | re.IGNORECASE)
+_ANY_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 class StorePath(PurePosixPath):
@@ -164,13 +167,45 @@ def is_url(path: object) -> bool:
 
 
 def location(path: str | os.PathLike[str]) -> Location:
-    """A path of the local disk, or a URL, as what can be looked at."""
-    return StorePath(os.fspath(path)) if is_url(path) else Path(path)
+    """A path of the local disk, or a URL, as what can be looked at. Raises UsageError for a URL of
+    no store that is known, and where the library for stores is not installed."""
+    if not isinstance(text := os.fspath(path), str):
+        return Path(path)
+    if url := _URL.match(text):
+        _require_library(text)
+        scheme = url[1].lower()
+        return StorePath(f"{'gs' if scheme == 'gcs' else scheme}://{url[2]}")
+    if url := _FILE_URL.fullmatch(text):
+        return Path(unquote(url[1]))
+    if _ANY_URL.match(text):
+        raise UsageError(
+            "this kind of URL is not known",
+            expected=f"a path, file:///path, or {', '.join(f'{one}://' for one in SCHEMES)}",
+            found=text,
+            fix="give a folder of the disk, or of one of these stores",
+            id="object-store",
+        )
+    return Path(text)
+
+
+def _require_library(url: str) -> None:
+    """Raises UsageError where the library for stores is not installed."""
+    try:
+        import obstore.store  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            "paths in object stores need a library that is not installed",
+            file=url,
+            expected="obstore",
+            found=str(error),
+            fix="pip install megatron_ucp[remote]",
+        ) from None
 
 
 def absolute(path: str | os.PathLike[str]) -> Location:
-    """A path as it is meant now, wherever the program goes; a URL as it is."""
-    return StorePath(os.fspath(path)) if is_url(path) else Path(os.path.abspath(path))
+    """A path as it is meant now, wherever the program goes; a URL as it is. Raises UsageError."""
+    there = location(path)
+    return there if isinstance(there, StorePath) else Path(os.path.abspath(there))
 
 
 def open_file(path: str | os.PathLike[str]) -> StoredFile:
@@ -298,18 +333,9 @@ _TRIES = 4  # of an answer that is too short and says so: the library takes it a
 
 @cache
 def _client(bucket: str) -> Any:
-    """The library's store for a bucket. Raises UsageError where the library is not there, or the
-    configuration is none."""
-    try:
-        import obstore.store
-    except ImportError as error:
-        raise UsageError(
-            "paths in object stores need a library that is not installed",
-            file=bucket,
-            expected="obstore",
-            found=str(error),
-            fix="pip install megatron_ucp[remote]",
-        ) from None
+    """The library's store for a bucket. Raises UsageError where the configuration is none."""
+    import obstore.store
+
     how = options()
     seconds = timedelta(seconds=how.timeout_s)
     retries: Any = {
@@ -537,7 +563,8 @@ def look_once(path: object, look: Callable[[], _T]) -> _T:
     """What `look` finds below a folder. A store lists it once meanwhile, where one answer has all;
     what is missed there is looked for once more, as somebody may have saved in between. Raises what
     `look` raises, StoreError."""
-    if not is_url(path) or not (root := StorePath(os.fspath(cast("str", path)))).key:
+    root = location(cast("str", path)) if is_url(path) else None
+    if not isinstance(root, StorePath) or not root.key:
         return look()
     held = _LISTED.get()
     if held is not None and held.holds(root):

@@ -2,12 +2,14 @@
 process."""
 
 import contextlib
+import pathlib
 import random
 import struct
 import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 WATCHED = (
     "import",
@@ -26,6 +28,16 @@ WATCHED = (
     "object.__setattr__",
 )
 _log: list[str] | None = None
+
+
+@contextlib.contextmanager
+def names_of_python_3_13() -> Iterator[None]:
+    """Inside, a pickle names the class of a path as Python 3.13 does."""
+    with (
+        mock.patch.dict(sys.modules, {"pathlib._local": pathlib}),
+        mock.patch.object(pathlib.PosixPath, "__module__", "pathlib._local"),
+    ):
+        yield
 
 
 def _hook(event: str, args: tuple[object, ...]) -> None:

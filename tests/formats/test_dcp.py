@@ -31,6 +31,7 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state, verify
+from tests.formats.craft import names_of_python_3_13
 from tests.formats.hostile import bounded
 from tests.formats.hostile_pickles import System
 from tests.formats.megatron_files import changed_index
@@ -504,6 +505,25 @@ def test_a_manifest_of_another_save_is_noticed(tmp_path: Path) -> None:
 def differences_of_two(checkpoint: Checkpoint) -> list[str]:
     want = said("plain")
     return [d for d in differences(checkpoint, want) if not d.endswith("group")]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_folder_that_python_3_13_wrote(
+    fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There pathlib's classes lie in `pathlib._local`; both readers of an index know them."""
+    folder = copied("plain", tmp_path)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    with names_of_python_3_13():
+        (folder / ".metadata").write_bytes(pickle.dumps(index, protocol=4))
+    assert b"pathlib._local" in (folder / ".metadata").read_bytes()
+    own = "megatron_ucp.formats.megatron.index."
+    if fast:
+        monkeypatch.setattr(f"{own}_one_by_one", lambda *_: pytest.fail("the slow one was asked"))
+    else:
+        monkeypatch.setattr(f"{own}_of_child", lambda _: None)
+    with open_checkpoint(folder) as checkpoint:
+        assert differences(checkpoint, said("plain")) == []
 
 
 # ---- hostile

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.reshard import target as placed
+from tests.formats.craft import names_of_python_3_13
 from tests.reshard import paper
 from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, whole
 
@@ -217,6 +219,21 @@ def test_client_state(source: Path, tmp_path: Path, to: str) -> None:
                 and getattr(found[name], "dtype", None) == getattr(value, "dtype", None)
             )
             assert type(found[name]) is type(value) and equal, name
+
+
+def test_a_path_in_the_client_state_that_python_3_13_wrote(source: Path, tmp_path: Path) -> None:
+    with names_of_python_3_13():
+        edited(
+            source,
+            lambda name, tree: tree.update(data=Path("sets/a")) if "model" in name else None,
+        )
+    with ZipFile(source / "mp_rank_00_model_states.pt") as file:
+        (written,) = (file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
+    assert b"pathlib._local" in written
+    assert ucp.verify(source).findings == ()
+    ucp.convert(source, tmp_path / "out", target=target())
+    (path,) = (tmp_path / "out").glob("*mp_rank_00_model_states.pt")
+    assert torch.load(path, weights_only=False)["data"] == Path("sets/a")
 
 
 def test_a_groups_values_are_written_as_they_are(source: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ MAX_INDEX_BYTES = 16 * 2**30  # of 100 million chunks
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
 _MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
 # what else than OF_METADATA an index names
-_MORE_NAMES = ("torch.Size", "pathlib.PosixPath")
+_MORE_NAMES = ("torch.Size", "pathlib.PosixPath", "pathlib._local.PosixPath")
 _SECONDS = 5  # of processor time for a small index
 _MAX_AT_ONCE = 1500  # chunks of which each is compared with each other one
 

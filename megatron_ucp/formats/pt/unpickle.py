@@ -308,6 +308,8 @@ class SafeUnpickler(pickle._Unpickler):
         if module == "__builtin__":  # protocol 2 writes Python 2's names
             module = "builtins"
             name = {"xrange": "range", "long": "int", "unicode": "str"}.get(name, name)
+        if module == "pathlib._local":  # where Python 3.13 keeps its classes
+            module = "pathlib"
         qualname = f"{module}.{name}".replace("numpy.core.", "numpy._core.", 1)
         if qualname not in self._names:
             if not is_name(qualname):  # a line break in it would be code in files written of it

@@ -153,6 +153,26 @@ def test_stand_ins_of_the_standard_library(protocol: int) -> None:
     assert isinstance(kind, ClassName) and kind.qualname == "builtins.int"
 
 
+# what `pickle.dumps` of Python 3.13 writes of {"where": Path("runs/a"), "win":
+# PureWindowsPath("c:/x")}, by protocol
+OF_PYTHON_3_13 = {
+    2: b"\x80\x02}q\x00(X\x05\x00\x00\x00whereq\x01cpathlib._local\nPosixPath\nq\x02X\x06"
+    b"\x00\x00\x00runs/aq\x03\x85q\x04Rq\x05X\x03\x00\x00\x00winq\x06cpathlib._local\n"
+    b"PureWindowsPath\nq\x07X\x04\x00\x00\x00c:/xq\x08\x85q\tRq\nu.",
+    4: b"\x80\x04\x95`\x00\x00\x00\x00\x00\x00\x00}\x94(\x8c\x05where\x94\x8c\x0epathlib._local\x94"
+    b"\x8c\tPosixPath\x94\x93\x94\x8c\x06runs/a\x94\x85\x94R\x94\x8c\x03win\x94h\x02\x8c\x0f"
+    b"PureWindowsPath\x94\x93\x94\x8c\x04c:/x\x94\x85\x94R\x94u.",
+}
+
+
+@pytest.mark.parametrize("protocol", OF_PYTHON_3_13)
+def test_paths_that_python_3_13_pickled(protocol: int) -> None:
+    assert loads(OF_PYTHON_3_13[protocol], file="x.pt") == {
+        "where": pathlib.PosixPath("runs/a"),
+        "win": pathlib.PureWindowsPath("c:/x"),
+    }
+
+
 def test_stand() -> None:
     one = InertObject("a.B", (1,), {"x": 2, "y": [one for one in range(1000)]})
     assert one.get("x") == 2 and one.get("z") is None and one.get("z", 5) == 5
