@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from tests.engines.stack_jobs import Mcore
+from tests.engines.megatron_jobs import Mcore
 from tests.formats.megatron_files import GOLDEN, GOLDEN_LATER, LATER
 from tests.ranks import RankPool
 
@@ -42,7 +42,7 @@ class Run:
 def start(setup: Mcore) -> Run:
     from pretrain.mcore import models
     from pretrain.mcore.chunks import Buffers, Stages, build
-    from tests.engines.stack_jobs import make_optimizer
+    from tests.engines.megatron_jobs import make_optimizer
 
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
     experts = setup.model.experts and replace(setup.model.experts, ffn=64)
