@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.manifest import Manifest
@@ -61,7 +61,8 @@ def from_meta(
         )
     config, patterns = meta.get("ds_config"), meta.get("universal_checkpoint_info")
     recorded, clip = folder.recorded, optimizer.get("clip_grad")
-    is_clipped = isinstance(clip, int | float) and not isinstance(clip, bool)
+    has_clip = isinstance(clip, int | float) and not isinstance(clip, bool)
+    clip_grad = float(cast("float", clip)) if has_clip else None
     return Extras(
         counters={key: _whole(meta[key]) for key in COUNTERS if meta.get(key) is not None},
         scheduler=scheduler,
@@ -71,7 +72,7 @@ def from_meta(
         others={key: meta[key] for key in HELPERS if meta.get(key) is not None},
         data_position=recorded.run.get("data") if recorded is not None else None,
         version=str(meta.get("ds_version") or ""),
-        clip_grad=float(clip) if is_clipped else None,
+        clip_grad=clip_grad,
         int_steps=_int_steps(optimizer),
         stateless={name: value for name, value in modules.items() if is_nothing(value)},
         patterns=patterns if isinstance(patterns, dict) else {},
