@@ -526,6 +526,39 @@ def test_a_folder_that_python_3_13_wrote(
         assert differences(checkpoint, said("plain")) == []
 
 
+FURTHER = ("scaler.pt", "scheduler_1.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl")
+
+
+def test_what_lies_beside_and_nobody_reads_is_one_note(tmp_path: Path, place: Place) -> None:
+    """Accelerate writes these files beside the folders: an fp16 run's loss scale, say."""
+    folder = copied("accelerate", tmp_path)
+    for name in ("trainer_state.json", "config.json"):  # which are read
+        (folder / name).write_text("{}")
+    (folder / ".cache").mkdir()
+    assert ucp.verify(folder).notes == ()
+    for name in FURTHER:
+        torch.save({"scale": 1024.0}, folder / name)
+    want = f"left out, as nothing here reads them: {', '.join(sorted(FURTHER))}"
+    there = place(folder)
+    for notes in (
+        ucp.verify(there).notes,
+        ucp.verify(there, deep=True).notes,
+        ucp.convert(there, tmp_path / "out", to="dcp").notes,
+    ):
+        assert [note for note in notes if "left out" in note] == [want]
+
+
+def test_a_second_optimizer_is_refused_as_a_second_model_is(tmp_path: Path) -> None:
+    for more in ("optimizer_1", "pytorch_model_fsdp_1"):
+        folder = Path(shutil.copytree(GOLDEN / "accelerate", tmp_path / more))
+        shutil.copytree(folder / "optimizer_0", folder / more)
+        with pytest.raises(UnsupportedError, match="several models or optimizers"):
+            ucp.verify(folder)
+    weights = CallerModel(weights=True)
+    with open_checkpoint(tmp_path / "optimizer_1", told=weights) as checkpoint:
+        assert checkpoint.manifest.keeper == Keeper.WEIGHTS
+
+
 # ---- hostile
 
 

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 # Accelerate's folders beside each other: `accelerator.save_state`, and Trainer's checkpoint-N.
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 _OTHER_MODEL = re.compile(r"pytorch_model_fsdp_[1-9]\d*")
+_OTHER = re.compile(r"(pytorch_model_fsdp|optimizer)_[1-9]\d*")
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")  # Trainer's, Accelerate's
 TRAINER_STATE = "trainer_state.json"
 INDEX_DIGESTS = "dcp_indices"  # of a manifest's run: the SHA-256 of each index
@@ -224,13 +225,14 @@ class DcpCheckpoint(Checkpoint):
         if self.folder.is_file(INDEX_FILE):
             index = self.folder.made(INDEX_FILE, lambda: read_index(self.folder))
             return [IndexFolder("", index)]
-        others = [name for name in self.folder.names() if _OTHER_MODEL.fullmatch(name)]
+        pattern = _OTHER_MODEL if self.told.weights else _OTHER
+        others = [name for name in self.folder.names() if pattern.fullmatch(name)]
         if others:
             raise UnsupportedError(
-                "the folder holds several models that one Accelerator prepared",
+                "the folder holds several models or optimizers that one Accelerator prepared",
                 file=self.folder / others[0],
-                expected=f"{MODEL_FOLDER} alone",
-                found=some_of([MODEL_FOLDER, *others]),
+                expected=f"{MODEL_FOLDER} and {OPTIMIZER_FOLDER} alone",
+                found=some_of(others),
                 fix="copy each with its optimizer into a folder of its own, under the names "
                 f"{MODEL_FOLDER} and {OPTIMIZER_FOLDER}",
             )
@@ -903,6 +905,8 @@ class DcpCheckpoint(Checkpoint):
         out += [f"left out: {one}" for one in self._left_out]
         if self.keys.left:
             out.append(f"left out: other weights beside the model: {some_of(self.keys.left)}")
+        if unread := self._unread():
+            out.append(f"left out, as nothing here reads them: {some_of(unread)}")
         lower = sorted(
             {s.dtype for s in self.manifest.params if s.kind == "trainable"} - {"float32"}
         )
@@ -912,6 +916,17 @@ class DcpCheckpoint(Checkpoint):
                 "goes on with masters takes finer steps"
             )
         return out
+
+    def _unread(self) -> list[str]:
+        """Files and folders beside those that are read, such as the state of an fp16 run's loss
+        scale."""
+        scheduler = next((name for name in SCHEDULERS if self.folder.is_file(name)), "")
+        read = {FILE_NAME, CONFIG_FILE, TRAINER_STATE, MODEL_FOLDER, OPTIMIZER_FOLDER, scheduler}
+        return sorted(
+            name
+            for name in self.folder.names()
+            if name not in read and not name.startswith(".") and not name.endswith(".distcp")
+        )
 
     def read_extras(self) -> Extras:
         stateless = {

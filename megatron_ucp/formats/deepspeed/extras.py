@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.manifest import Manifest
@@ -61,20 +61,22 @@ def from_meta(
         )
     config, patterns = meta.get("ds_config"), meta.get("universal_checkpoint_info")
     recorded, clip = folder.recorded, optimizer.get("clip_grad")
+    has_clip = isinstance(clip, int | float) and not isinstance(clip, bool)
+    clip_grad = float(cast("float", clip)) if has_clip else None
     return Extras(
-        {key: _whole(meta[key]) for key in COUNTERS if meta.get(key) is not None},
-        scheduler,
-        scaler,
-        config if isinstance(config, dict) else None,
-        {key: value for key, value in meta.items() if key not in OWN_KEYS},
-        {key: meta[key] for key in HELPERS if meta.get(key) is not None},
-        recorded.run.get("data") if recorded is not None else None,
-        str(meta.get("ds_version") or ""),
-        float(clip) if isinstance(clip, int | float) and not isinstance(clip, bool) else None,
-        _int_steps(optimizer),
-        {name: value for name, value in modules.items() if is_nothing(value)},
-        patterns if isinstance(patterns, dict) else {},
-        {name: value for name, value in modules.items() if not is_nothing(value)},
+        counters={key: _whole(meta[key]) for key in COUNTERS if meta.get(key) is not None},
+        scheduler=scheduler,
+        scaler=scaler,
+        config=config if isinstance(config, dict) else None,
+        client_state={key: value for key, value in meta.items() if key not in OWN_KEYS},
+        others={key: meta[key] for key in HELPERS if meta.get(key) is not None},
+        data_position=recorded.run.get("data") if recorded is not None else None,
+        version=str(meta.get("ds_version") or ""),
+        clip_grad=clip_grad,
+        int_steps=_int_steps(optimizer),
+        stateless={name: value for name, value in modules.items() if is_nothing(value)},
+        patterns=patterns if isinstance(patterns, dict) else {},
+        modules={name: value for name, value in modules.items() if not is_nothing(value)},
     )
 
 
