@@ -603,6 +603,6 @@ def loose(value: Any) -> Any:
         return frozenset([loose(item) for item in cast("set[Any]", value)])
     if isinstance(value, InertObject):
         return value.qualname, loose(value.args), loose(value.state)
-    if isinstance(value, _Name):  # manifests of version 2 have texts
+    if isinstance(value, _Name):
         return str(value)
     return value

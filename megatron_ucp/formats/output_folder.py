@@ -414,7 +414,7 @@ def prune(
 
     Never touched: the tag that the pointer names, a copy or a link of a user's, one of another run,
     one that is not whole by its own manifest, one that was saved without moving the pointer, one
-    that somebody reads (see NativeCheckpoint), or saves. A tag stops looking like one before its
+    that somebody reads, or saves. A tag stops looking like one before its
     first file goes.
     """
     named = {tag for tag in pointers_in(save_dir).values() if tag}

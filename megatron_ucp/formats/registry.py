@@ -25,9 +25,7 @@ from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.formats.store import Location, folder_at, location, look_once
 from megatron_ucp.formats.tags import FoundTag, find_tag
 
-# ---- formats
-#
-# The rows of the table of formats for Megatron's checkpoints.
+# ---- the two rows for Megatron's checkpoints
 
 
 class TorchDistFormat:
@@ -48,7 +46,7 @@ class TorchDistFormat:
         return kind(folder, told, index, states)
 
 
-# ---- registry
+# ---- all rows
 
 
 # the first one that recognises a folder opens it

@@ -250,7 +250,7 @@ def tag_folder(path: str | os.PathLike[str], tag: str | None = None) -> Location
 
 def find_tag(path: str | os.PathLike[str], tag: str | None = None) -> FoundTag:
     """The tag folder for a path that is a tag folder or the folder above it, whose pointer to the
-    newest tag (see `pointers`) is always followed.
+    newest tag (see `pointers_in`) is always followed.
 
     Raises NotFoundError that lists what is there instead.
     """

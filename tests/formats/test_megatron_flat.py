@@ -17,6 +17,8 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats.checkpoint import Checkpoint
+from megatron_ucp.formats.megatron import dp_reshardable
+from megatron_ucp.formats.megatron.buffers import RegistrationOrder
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import read_state
 from tests.formats.megatron_files import (
@@ -136,6 +138,22 @@ def legacy_swap(tag: Path) -> None:
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(data)
+
+
+def test_each_order_that_was_tried_is_named_with_its_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(FLAT[0], tmp_path / "run")
+    flat_argument(**SEVERAL)(folder)
+    tried = dp_reshardable.orders_to_try
+
+    def two(*asked: Any) -> list[RegistrationOrder]:
+        first = next(tried(*asked))
+        return [first, RegistrationOrder(first.templates[:1])]
+
+    monkeypatch.setattr(dp_reshardable, "orders_to_try", two)
+    with pytest.raises(StateMismatchError, match=r"order 1: bucket 0 .*; order 2: a name has no"):
+        open_checkpoint(folder)
 
 
 SEVERAL = {"overlap_grad_reduce": True, "ddp_bucket_size": 6000}

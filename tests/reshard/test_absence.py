@@ -91,8 +91,8 @@ def test_what_is_missing_is_missed_by_every_verb(case: str, tmp_path: Path) -> N
     table = Table(save_of(case, tmp_path), tmp_path)
     assert [fault for fault in table.wrong() if not is_unnamed(case, fault)] == []
     assert table.cases >= len({*table.save.folder.rglob("*")}) > 0
-    # of DeepSpeed's and Megatron's own files every one is needed, but for the module that the stages
-    # of Megatron-DeepSpeed share: nothing else says its place, and its values are the masters'
+    # of DeepSpeed's and Megatron's own files every one is needed, but for the module that stages of
+    # Megatron-DeepSpeed share: nothing else says its place, and its values are the masters'
     shared = {"file layer_01-model_00-model_states.pt", "all of layer 1"}
     if case.startswith("megatron_deepspeed/"):
         table.spare = [one for one in table.spare if one not in shared]

@@ -18,7 +18,7 @@ from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import InertObject
-from megatron_ucp.errors import StateMismatchError, UnsupportedError
+from megatron_ucp.errors import StateMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import AssembledTensor, ByteFile, Record, Where
 from megatron_ucp.formats.checkpoint import CallerModel, tensor_at
@@ -176,20 +176,22 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         """The buffers of the run, in each order of registration that fits the borders and sizes of
         the buckets. Raises StateMismatchError where none does."""
         mesh, said = self.saved_on, self.arguments
-        parts, why = parts_of(said, mesh, self.main_file), "a name without a place in any order"
+        parts = parts_of(said, mesh, self.main_file)
         fitting: list[list[PlacedBuffer]] = []
-        for order in orders_to_try(self.told.registered, params):
+        faults: list[str] = []
+        for number, order in enumerate(orders_to_try(self.told.registered, params), 1):
             names = {
                 (part, rank): registered_names(part, rank, params, mesh, order)
                 for part in parts
                 for rank in range(mesh.ep)
             }
             if any(found is None for found in names.values()):
+                faults.append(f"order {number}: a name has no place")
                 continue
             layout = RunLayout(said, mesh, parts, params, lambda *at, names=names: names[at] or ())
             placed = list(layout.buffers())
             if fault := self._fault(placed):
-                why = fault
+                faults.append(f"order {number}: {fault}")
             elif placed not in fitting:
                 fitting.append(placed)
         if fitting:
@@ -198,7 +200,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             "the buckets of the optimizer are not those of the run that the arguments describe",
             file=self.main_file,
             expected="parameters in an order of megatron-core's modules",
-            found=why,
+            found=some_of(faults, between="; ") or "a name without a place in any order",
             fix="save it again with --dist-ckpt-optim-fully-reshardable",
         )
 

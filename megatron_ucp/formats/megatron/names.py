@@ -82,10 +82,10 @@ _NORM = re.compile(r"(.+\.)?(\w*layernorm|\w*_norm)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a key says. `before` and `after` surround the number of the layer in the canonical name
-    (`after` is "" where there is none). `layer` and `expert` are numbers that the key itself says;
-    `stacked` has for each leading dim of the tensor what its index is the number of. `part`: what
-    the key of one of several parts of the parameter ends with; "" where it has the whole."""
+    """What a key says. `name` is the canonical name, with `{layer}` and `{expert}` in the places of
+    these numbers. `layer` and `expert` are numbers that the key itself says; `stacked` has for each
+    leading dim of the tensor what its index is the number of. `part`: what the key of one of
+    several parts of the parameter ends with; "" where it has the whole."""
 
     name: str
     layer: int | None = None

@@ -231,7 +231,7 @@ class StatesByPosition:
     def _paired(
         self, named: InModelOrder, listed: Any
     ) -> Iterator[tuple[tuple[str, TensorRef], Any]]:
-        """InModelOrder with what a list has at their places. Raises StateMismatchError."""
+        """Weights with what a list has at their places. Raises StateMismatchError."""
         count = len(listed) if isinstance(listed, list) else None
         if count != len(named):
             raise StateMismatchError(
