@@ -208,6 +208,7 @@ class SnapshotMemory:
         self._most_bytes = most_bytes
         self._buffers: list[torch.Tensor] = []
         self._taken = 0
+        self._devices: set[torch.device] = set()  # of which copies may be on their way
 
     @property
     def size_bytes(self) -> int:
@@ -219,15 +220,23 @@ class SnapshotMemory:
         self._taken = 0
 
     def copy(self, memory: torch.Tensor) -> torch.Tensor | None:
-        """A copy of flat bytes; None where there is no room for it. What comes from a GPU is there
-        once its stream is."""
+        """A copy of flat bytes; None where there is no room for it. What comes from a device is
+        there once `wait` returned."""
         buffer = self.room(len(memory))
         if buffer is None:
             return None
         if memory.is_cpu:
             copy_run(buffer, memory)
             return buffer
+        self._devices.add(memory.device)
         return buffer.copy_(memory, non_blocking=True)
+
+    def wait(self) -> None:
+        """All that was copied is there when it returns. Without it a writer, which is another
+        thread, would read host memory that a device has not filled yet."""
+        for device in self._devices:
+            torch.get_device_module(device).synchronize(device)
+        self._devices.clear()
 
     def room(self, size_bytes: int) -> torch.Tensor | None:
         """So many bytes, of whatever value; None where there is no room for them."""
@@ -462,6 +471,7 @@ class Background:
         self, what: str, work: Callable[[SaveTurn], object], right: PublishRight | None = None
     ) -> None:
         """Does the work of a save in a thread of its own, which has the save's `right`."""
+        self.snapshot.wait()
         turn = SaveTurn(what, self._connected, self.options.deadline, right or PublishRight())
         self._turn = self.last = turn
         _UNASKED.add(turn)

@@ -4,6 +4,7 @@ moment, record by record."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,6 +258,25 @@ def test_a_snapshot_says_where_there_is_no_room() -> None:
     memory.begin()
     again = memory.copy(value[:50])
     assert again is not None and again.data_ptr() == copy.data_ptr()
+
+
+def test_copies_from_a_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on their way when `copy` returns."""
+    import torch
+
+    snapshot, device, waited = SnapshotMemory(), torch.device("cuda:1"), list[Any]()
+    buffer = SimpleNamespace(copy_=lambda memory, non_blocking: "on its way")
+    monkeypatch.setattr(snapshot, "room", lambda size: buffer)
+    module = SimpleNamespace(synchronize=waited.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    memory: Any = type(
+        "Memory", (), {"is_cpu": False, "device": device, "__len__": lambda self: 4}
+    )()
+    assert snapshot.copy(memory) == "on its way" and waited == []
+    snapshot.wait()
+    assert waited == [device]
+    snapshot.wait()
+    assert waited == [device]
 
 
 @pytest.mark.parametrize(

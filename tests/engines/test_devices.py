@@ -46,5 +46,5 @@ def test_a_snapshot_of_a_gpu_is_of_its_moment() -> None:
     copy = snapshot.copy(flat)
     want = torch.arange(2**22)
     memory.zero_()
-    torch.cuda.current_stream().synchronize()
+    snapshot.wait()
     assert copy is not None and copy.is_pinned() and torch.equal(copy.view(torch.int64), want)
