@@ -180,7 +180,7 @@ def test_latest_that_can_not_follow(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-@pytest.mark.parametrize("where", ["save", "save again", "load"])
+@pytest.mark.parametrize("where", ["save", "load"])
 def test_a_rank_that_fails_alone_while_the_engine_is_described(
     ranks: RankPool, tmp_path: Path, where: str, raw: bool
 ) -> None:

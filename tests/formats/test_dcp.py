@@ -519,6 +519,7 @@ def test_a_folder_that_python_3_13_wrote(
     assert b"pathlib._local" in (folder / ".metadata").read_bytes()
     own = "megatron_ucp.formats.megatron.index."
     if fast:
+        monkeypatch.setattr(f"{own}_SMALL_BYTES", 0)
         monkeypatch.setattr(f"{own}_one_by_one", lambda *_: pytest.fail("the slow one was asked"))
     else:
         monkeypatch.setattr(f"{own}_of_child", lambda _: None)

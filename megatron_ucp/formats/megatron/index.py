@@ -43,6 +43,7 @@ _MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
 # what else than OF_METADATA an index names
 _MORE_NAMES = ("torch.Size", "pathlib.PosixPath", "pathlib._local.PosixPath")
 _SECONDS = 5  # of processor time for a small index
+_SMALL_BYTES = 2**16  # of an index that is read in this process
 _MAX_AT_ONCE = 1500  # chunks of which each is compared with each other one
 
 # ---- index
@@ -207,9 +208,9 @@ def parsed_index(data: bytes, path: str) -> Index:
 
     C's unpickler reads what torch writes, in a process of its own with limits (see `index_child`).
     Whatever else may stand in a pickle is read by ours, which takes fifty times as long, and says
-    what is wrong.
+    what is wrong; and so is a small index, for which a process would take longer.
     """
-    index = _of_child(data)
+    index = None if len(data) < _SMALL_BYTES else _of_child(data)
     if index is not None:
         return index
     return _one_by_one(loads(data, file=path, allow=OF_METADATA, max_bytes=len(data)), path)
