@@ -66,7 +66,7 @@ def test_states_that_were_never_saved_are_missed(ranks: RankPool, version: str, 
             assert rank["error"] == "StateMismatchError" and rank["unchanged"]
             assert "0.17 to 0.18.4" in rank["message"]
             assert "load_optimizer_states=False" in rank["message"]
-    for rank in ranks.run(2, JOB, of_case(case, 3), version, case, load_optimizer_states=False):
+    for rank in ranks.run(2, JOB, setup_of(3), version, case, load_optimizer_states=False):
         assert not rank["error"]
         parts = {difference.partition(" ")[0] for difference in rank["differences"][case]}
         assert not parts & {"weights", "values", "counters:", "scheduler:"}
