@@ -15,7 +15,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -186,10 +188,9 @@ def forked(args: argparse.Namespace) -> int | None:
 
 def outcome(args: argparse.Namespace, pids: list[int]) -> dict[str, Any]:
     wait_for_ends(args, pids)
-    if args.end.endswith("sigterm"):
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
     codes: dict[int, int] = {}
+    if args.end.endswith("sigterm"):
+        threading.Thread(target=terminate, args=(pids, codes), daemon=True).start()
     while len(codes) < len(pids):
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
@@ -199,6 +200,16 @@ def outcome(args: argparse.Namespace, pids: list[int]) -> dict[str, Any]:
                     os.kill(other, signal.SIGTERM)
     code = [codes[pid] for pid in pids]
     return {"case": args.case, "codes": code, **left(args.folder, args.ranks)}
+
+
+def terminate(pids: list[int], codes: dict[int, int]) -> None:
+    """Sends SIGTERM until each process has ended. Python runs a handler between two calls: one that
+    comes as `time.sleep` begins would wait for its end."""
+    while left := [pid for pid in pids if pid not in codes]:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(5)
 
 
 def wait_for_ends(args: argparse.Namespace, pids: list[int]) -> None:
