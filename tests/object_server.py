@@ -206,8 +206,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         ends = [int(faults[kind]) for kind in ("cut", "stall") if kind in faults]
         for piece in self.pieces(body[: min(ends)] if ends else body):
+            self.told.bytes_out += len(piece)  # before a client that has them can ask
             self.wfile.write(piece)
-            self.told.bytes_out += len(piece)
         if "stall" in faults:
             self.connection.recv(1)  # until the client hangs up
         if ends:
