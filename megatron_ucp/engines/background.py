@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -258,6 +259,31 @@ class SnapshotMemory:
         """Gives all memory back."""
         self._buffers.clear()
         self._taken = 0
+
+
+class CopiedRuns:
+    """Copies of runs of an engine's memory, found by where that lies."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Tensor] = {}  # by the first byte of a run
+        self._begins: list[int] = []  # of the runs, in order
+
+    def add(self, memory: torch.Tensor, copy: torch.Tensor) -> None:
+        """Notes the copy of flat bytes. All runs are noted before the first one is looked for."""
+        self._copies[memory.data_ptr()] = copy
+        self._begins = []
+
+    def find(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """A tensor that lies inside of a run as the copy has it; None where no run has all of
+        it."""
+        self._begins = self._begins or sorted(self._copies)
+        start, size = memory.data_ptr(), memory.numel() * memory.element_size()
+        at = bisect_right(self._begins, start)
+        if not at or not memory.is_contiguous():
+            return None
+        first = self._begins[at - 1]
+        part = self._copies[first][start - first : start - first + size]
+        return part.view(memory.dtype).view(memory.shape) if len(part) == size else None
 
 
 # ---- background

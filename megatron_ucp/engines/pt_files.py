@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import socket
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from torch.serialization import location_tag
 
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.manifest import FileEntry
-from megatron_ucp.engines.background import SnapshotMemory
+from megatron_ucp.engines.background import CopiedRuns, SnapshotMemory
 from megatron_ucp.engines.save import Written
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.file_layout import ByKey, FileLayout
@@ -265,8 +264,7 @@ class RankFiles:
         self._writer = RangeWriter(sync)
         self._archives: list[LiveArchive] = []
         self._around_bytes = 0
-        self._copies: dict[int, torch.Tensor] = {}  # by the first byte of the engine's memory
-        self._begins: list[int] = []  # of copies, in order
+        self._copies = CopiedRuns()
         self._owners: dict[Location, int] = {}  # ranks that end files in which others write
 
     def save(self, state_dict: object, path: str | os.PathLike[str]) -> None:
@@ -317,7 +315,6 @@ class RankFiles:
         )
         self._archives = [LiveArchive(one.path, one.layout, {}) for one in self._archives]
         self.replicas = Replicas()
-        self._begins = sorted(self._copies)
 
     def _take(self, ranges: Iterable[FileRange]) -> None:
         """Writes ranges, or keeps copies of them; what finds no room is written."""
@@ -327,22 +324,14 @@ class RankFiles:
             if copy is None:
                 now.append(one)
             else:
-                self._copies[one.memory.data_ptr()] = copy
+                self._copies.add(one.memory, copy)
                 self._writer.later(replace(one, memory=copy))
         self._writer.now(now, threads_of_rank())
 
     def kept(self, memory: torch.Tensor) -> torch.Tensor | None:
         """Memory of the engine as the snapshot has it; itself where nothing is to be written later;
         None where the snapshot has not got it."""
-        if self.snapshot is None:
-            return memory
-        start, size = memory.data_ptr(), memory.numel() * memory.element_size()
-        at = bisect_right(self._begins, start)
-        if not at or not memory.is_contiguous():
-            return None
-        first = self._begins[at - 1]
-        part = self._copies[first][start - first : start - first + size]
-        return part.view(memory.dtype).view(memory.shape) if len(part) == size else None
+        return memory if self.snapshot is None else self._copies.find(memory)
 
     def write(self) -> Written:
         """Writes what waits, in this thread; on disk when it returns. What it did not write of the
@@ -400,7 +389,7 @@ class StoreRankFiles(RankFiles):
             copy = None if self.snapshot is None else self.snapshot.copy(memory)
             if copy is not None:
                 copies[key] = copy
-                self._copies[memory.data_ptr()] = copy
+                self._copies.add(memory, copy)
         self._archives.append(replace(archive, memory={}))
         if self.snapshot is not None and len(copies) == len(archive.memory):
             self._waiting.append(replace(archive, memory=copies))
@@ -433,7 +422,6 @@ class StoreRankFiles(RankFiles):
     def share(self, ranks: Sequence[SharedRecords]) -> None:
         """From then on no memory of the engine is needed."""
         self.replicas = Replicas()
-        self._begins = sorted(self._copies)
 
     def write(self) -> Written:
         """Sends what waits, in this thread, and sums meanwhile. Raises StoreError."""

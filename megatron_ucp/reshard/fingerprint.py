@@ -109,23 +109,22 @@ def sums_of(
     manifest: Manifest,
     wants: Iterable[tuple[Slot, str]],
     read: ReadRun,
-    within: tuple[int, int] | None = None,
     only: Only = lambda slot, param: True,
     sizes: Counter[StateKey] | None = None,
     copies: bool = False,
-    known: KnownSums | None = None,
 ) -> Sums:
     """What a rank's memory of some slots adds to the CRC-32s of their parameters; see `held_parts`.
-    `sizes` grows by the bytes of each. Memory whose sum is `known` is not looked at."""
-    parts = [*held_parts(manifest, wants, read, within, only, copies)]
+    `sizes` grows by the bytes of each."""
+    parts = [*held_parts(manifest, wants, read, only, copies)]
     if sizes is not None:
         for part in parts:
             sizes[part.key[:2]] += part.size_bytes
-    return sums_of_parts(parts, known)
+    return sums_of_parts(parts)
 
 
 def sums_of_parts(parts: Sequence[HeldPart], known: KnownSums | None = None) -> Sums:
-    """What parts of a rank's memory add to the CRC-32s of their parameters."""
+    """What parts of a rank's memory add to the CRC-32s of their parameters. Memory whose sum is
+    `known` is not looked at."""
     size_bytes = sum(part.size_bytes for part in parts)
     sums = in_own_threads(lambda part: _sum(part, known or KnownSums()), parts, size_bytes)
     out: Sums = {}
@@ -144,21 +143,19 @@ def held_parts(
     manifest: Manifest,
     wants: Iterable[tuple[Slot, str]],
     read: ReadRun,
-    within: tuple[int, int] | None = None,
     only: Only = lambda slot, param: True,
     copies: bool = False,
 ) -> Iterator[HeldPart]:
     """What a rank's memory of some slots has of parameters; each slot holds the state that is named
-    with it. Of each slot the elements `within` alone, and `only` some parameters. `copies`: what
-    several partitions keep whole is in all of them (a load put it there), and not in the first one
-    alone."""
+    with it. `only` some parameters are looked at. `copies`: what several partitions keep whole is
+    in all of them (a load put it there), and not in the first one alone."""
     placed: dict[tuple[BufferPart, bool], list[_Placed]] = {}  # most states of a buffer lie alike
     for slot, state in wants:
         buffer = manifest.buffers[slot.buffer]
         dtype, is_uncut = buffer.dtype_of(slot.state), buffer.of(slot.state).rule == "uncut"
         holder = slot.buffer, (slot.cut, slot.part) if copies and is_uncut else slot.cut
         if (slot.place, is_uncut) not in placed:
-            placed[slot.place, is_uncut] = [*_held(manifest, slot, within, copies)]
+            placed[slot.place, is_uncut] = [*_held(manifest, slot, copies)]
         for name, share, shape, offset, held in placed[slot.place, is_uncut]:
             if only(slot, name):
                 memory = read(slot, offset, offset + span(held.full.shape, held.strides))
@@ -170,23 +167,18 @@ def held_parts(
 _Placed = tuple[str, Box, Ints, int, Piece]
 
 
-def _held(
-    manifest: Manifest, slot: Slot, within: tuple[int, int] | None, copies: bool
-) -> Iterator[_Placed]:
+def _held(manifest: Manifest, slot: Slot, copies: bool) -> Iterator[_Placed]:
     """What a slot holds. Nothing of padding, of parameters of which every rank has a copy of its
     own, and, without `copies`, of what another partition has as well."""
     buffer = manifest.buffers[slot.buffer].of(slot.state)
-    low, high = within or (0, buffer.elems(slot.part))
     for fragment in buffer.fragments(slot.part):
         member = buffer.members[fragment.member]
         if not is_held(manifest, slot, member, copies):
             continue
         true = true_shape(manifest.by_name[member.param])
-        first = fragment.low + max(0, low - fragment.offset)
-        last = min(fragment.high, fragment.low + high - fragment.offset)
-        for piece in manifest.pieces(member, slot.cut) if first < last else ():
+        for piece in manifest.pieces(member, slot.cut):
             shape, one = _as_run(true, piece.clip_full(whole(true)))
-            for held in _clipped(one, first, last):
+            for held in _clipped(one, fragment.low, fragment.high):
                 offset = buffer.offset(member, slot.part, held.flat_start)
                 yield member.param, piece.full, shape, offset, held
 
@@ -428,15 +420,20 @@ def of_memories(held: Holder) -> Fingerprint:
     return Fingerprint(table, settings_of(manifest))
 
 
-def sums_of_rank(held: Holder, only: Only = lambda slot, param: True) -> Sums:
-    """What this rank's memory adds to the fingerprint of all; `only` of some parameters."""
+def sums_of_rank(held: Holder) -> Sums:
+    """What this rank's memory adds to the fingerprint of all."""
+    return sums_of_parts([*parts_of_rank(held)])
+
+
+def parts_of_rank(held: Holder, only: Only = lambda slot, param: True) -> Iterator[HeldPart]:
+    """What this rank's memory has of parameters, `only` of some."""
     slots = [
         Slot(*part, state)
         for part in held.parts()
         for state, _ in held.manifest.buffers[part[0]].states
     ]
     wants = [(slot, slot.state) for slot in slots]
-    return sums_of(held.manifest, wants, held.read, only=only)
+    return held_parts(held.manifest, wants, held.read, only)
 
 
 def parts_of_memory(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> list[HeldPart]:

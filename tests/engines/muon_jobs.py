@@ -41,8 +41,7 @@ def damaged_copy(setup: Setup, folder: str, compares: bool) -> tuple[str, int]:
 
     def sums(manifest: Any, wants: Any, read: Any, *args: Any, **more: Any) -> Any:
         flipped.extend(_flip_copies(manifest, wants, read))
-        more |= {"copies": compares, "known": None}  # else it was summed before the bit changed
-        return stock(manifest, wants, read, *args, **more)
+        return stock(manifest, wants, read, *args, **{**more, "copies": compares})
 
     with mock.patch.object(load, "sums_of", sums):
         said = refusal_of(lambda: ucp.load(engine, folder, tag="filled"), "nothing")

@@ -7,7 +7,6 @@ goes on; the folder gets its name when all of them are on disk."""
 
 import copy
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from megatron_ucp.core.layout import Piece
 from megatron_ucp.core.manifest import BufferPart, FileEntry, Manifest, ParamSpec
 from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.background import SnapshotMemory
+from megatron_ucp.engines.background import CopiedRuns, SnapshotMemory
 from megatron_ucp.engines.live import flat_view
 from megatron_ucp.engines.megatron.live import CurrentStates, LiveMegatron, present_to_save
 from megatron_ucp.engines.megatron.model import bare_model, keys_of_chunks
@@ -77,8 +76,8 @@ from megatron_ucp.reshard.execute import Progress
 from megatron_ucp.reshard.fingerprint import (
     HeldPart,
     Sums,
-    held_parts,
     known_sums,
+    parts_of_rank,
     sums_of_parts,
 )
 from megatron_ucp.reshard.folder import (
@@ -355,8 +354,7 @@ class StackFiles:
         self._present, self._output, self.sink, self._others = present, output, sink, others
         names = present.live.shard.names.items()
         self._weights = {name: tensor for tensor, name in names}
-        self._copies: dict[int, torch.Tensor] = {}  # by the address of the engine's memory
-        self._begins: list[int] = []
+        self._copies = CopiedRuns()
         self._sums: Sums = {}
         self._waiting: list[HeldPart] = []
 
@@ -378,14 +376,13 @@ class StackFiles:
             if copy is None:
                 now += ranges
             else:
-                self._copies[memory.data_ptr()] = copy
+                self._copies.add(memory, copy)
                 writer.waiting += ranges
             done += run.last - run.first
             advance(done, total)
-        self._begins = sorted(self._copies)
         live: list[HeldPart] = []
         for part in self._parts():
-            kept = self._kept(part.memory)
+            kept = self._copies.find(part.memory)
             if kept is None:
                 live.append(part)
             else:
@@ -424,23 +421,7 @@ class StackFiles:
             is_seen = is_first or manifest.by_name[param].kind == "buffer"
             return is_seen or (param, slot.place) in written
 
-        slots = [
-            Slot(*part, state)
-            for part in self._present.parts()
-            for state, _ in manifest.buffers[part[0]].states
-        ]
-        wants = [(slot, slot.state) for slot in slots]
-        return held_parts(manifest, wants, self._present.read, only=counts)
-
-    def _kept(self, memory: torch.Tensor) -> torch.Tensor | None:
-        """Memory of the engine as it was copied; None where it was not."""
-        start, size = memory.data_ptr(), memory.numel() * memory.element_size()
-        at = bisect_right(self._begins, start)
-        if not at or not memory.is_contiguous():
-            return None
-        first = self._begins[at - 1]
-        part = self._copies[first][start - first : start - first + size]
-        return part.view(memory.dtype).view(memory.shape) if len(part) == size else None
+        return parts_of_rank(self._present, counts)
 
     def write(self) -> Written:
         """Raises SaveError."""
