@@ -334,11 +334,25 @@ class Look:
     made: dict[str, Any] = field(default_factory=dict)
 
 
-class _Through(Folder):
-    """A folder that asks another one."""
+class SharedFolder(Folder):
+    """A folder into which one rank looks for all. What another rank saw (`seen`) is answered by
+    that; the rest is asked of `base`, and kept in `look` for other ranks as long as that is there.
+    """
 
-    def __init__(self, base: Folder) -> None:
-        self._base = base
+    def __init__(self, base: Folder, seen: Look | None = None) -> None:
+        self._base, self._seen = base, seen or Look()
+        self.look = Look() if seen is None else None
+        if self._seen.listing is not None:
+            base.take_listing(self._seen.listing)
+        self._names = {
+            below: names.split("\n") if names else []
+            for below, (names, _) in self._seen.names.items()
+        }
+        self._is_file = {
+            f"{below}/{name}" if below else name: bool(is_file)
+            for below, (_, files) in self._seen.names.items()
+            for name, is_file in zip(self._names[below], files, strict=True)
+        }
 
     def __str__(self) -> str:
         return str(self._base)
@@ -352,15 +366,9 @@ class _Through(Folder):
     def modified(self, name: str) -> float:
         return self._base.modified(name)
 
-
-class LookingFolder(_Through):
-    """A folder that keeps what it answers as long as `look` is there."""
-
-    def __init__(self, base: Folder) -> None:
-        super().__init__(base)
-        self.look: Look | None = Look()
-
     def names(self, below: str = "") -> list[str]:
+        if below in self._names:
+            return [*self._names[below]]
         there = self._base.names(below)
         if self.look is not None and below not in self.look.names:
             prefix = f"{below}/" if below else ""
@@ -369,28 +377,45 @@ class LookingFolder(_Through):
         return there
 
     def __contains__(self, name: str) -> bool:
-        return self._kept("in", name, name in self._base)
+        return name in self._is_file or self._answer("in", name, self._base.__contains__)
 
     def is_file(self, name: str) -> bool:
-        return self._kept("is file", name, self._base.is_file(name))
+        return self._is_file.get(name) or self._answer("is file", name, self._base.is_file)
 
     def is_folder(self, name: str) -> bool:
-        return self._kept("is folder", name, self._base.is_folder(name))
+        return self._answer("is folder", name, self._base.is_folder)
 
     def size_bytes(self, name: str) -> int:
-        return self._kept("size", name, self._base.size_bytes(name))
+        return self._answer("size", name, self._base.size_bytes)
+
+    def _answer(self, question: str, name: str, ask: Callable[[str], _T]) -> _T:
+        key = question, name
+        answer = self._seen.answers[key] if key in self._seen.answers else ask(name)
+        if self.look is not None:
+            self.look.answers[key] = answer
+        return answer
 
     def open(self, name: str) -> StoredFile:
-        file = _LookedAtFile(self._base.open(name), self, name)
-        if self.look is not None:
-            self.look.sizes[name] = file.size_bytes
-            self.look.listing = self._base.listing()
-        return file
+        open_here = partial(self._base.open, name)
+        if name in self._seen.sizes:
+            return _SharedFile(self, name, self._seen.sizes[name], open_here)
+        file = open_here()
+        if self.look is None:
+            return file
+        self.look.sizes[name] = file.size_bytes
+        self.look.listing = self._base.listing()
+        return _SharedFile(self, name, file.size_bytes, open_here, file)
+
+    def reads(self, name: str) -> Mapping[tuple[int, int], bytes]:
+        """Bytes of a file that another rank read, by their place and number."""
+        return self._seen.reads.get(name, {})
 
     def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
-        self._base.will_open(names, ends_bytes)
+        self._base.will_open((one for one in names if one not in self._seen.sizes), ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
+        if key in self._seen.made:
+            return self._seen.made[key]
         look, self.look = self.look, None
         try:
             found = make()
@@ -400,111 +425,25 @@ class LookingFolder(_Through):
             look.made[key] = found
         return found
 
-    def _kept(self, question: str, name: str, answer: _T) -> _T:
-        if self.look is not None:
-            self.look.answers[question, name] = answer
-        return answer
 
-
-class _LookedAtFile(StoredFile):
-    """A file of a folder that keeps what it answers."""
-
-    def __init__(self, file: StoredFile, folder: LookingFolder, name: str) -> None:
-        self.path, self.size_bytes = file.path, file.size_bytes
-        self.ahead_bytes = file.ahead_bytes
-        self._file, self._folder, self._name = file, folder, name
-
-    def read(self, start_byte: int, target: memoryview) -> None:
-        self._file.read(start_byte, target)
-        if (look := self._folder.look) is not None:
-            reads = look.reads.setdefault(self._name, {})
-            reads[start_byte, len(target)] = bytes(target)
-
-    def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
-        self._file.read_rows(starts, size_bytes, target, places)
-
-    def will_read(self, start_byte: int, size_bytes: int) -> None:
-        self._file.will_read(start_byte, size_bytes)
-
-    def begin_reading(self) -> None:
-        self._file.begin_reading()
-
-    def keeps_folder(self) -> bool:
-        return self._file.keeps_folder()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class ToldFolder(_Through):
-    """A folder of which another rank said what it saw (`look`). What nobody said is looked up
-    here: a file is opened when its bytes are read."""
-
-    def __init__(self, base: Folder, look: Look) -> None:
-        super().__init__(base)
-        self._look = look
-        if look.listing is not None:
-            base.take_listing(look.listing)
-        self._names = {
-            below: names.split("\n") if names else [] for below, (names, _) in look.names.items()
-        }
-        self._is_file = {
-            f"{below}/{name}" if below else name: bool(is_file)
-            for below, (_, files) in look.names.items()
-            for name, is_file in zip(self._names[below], files, strict=True)
-        }
-
-    def names(self, below: str = "") -> list[str]:
-        return [*self._names[below]] if below in self._names else self._base.names(below)
-
-    def __contains__(self, name: str) -> bool:
-        if name in self._is_file:
-            return True
-        return self._answered("in", name, self._base.__contains__)
-
-    def is_file(self, name: str) -> bool:
-        if self._is_file.get(name):
-            return True
-        return self._answered("is file", name, self._base.is_file)
-
-    def is_folder(self, name: str) -> bool:
-        return self._answered("is folder", name, self._base.is_folder)
-
-    def size_bytes(self, name: str) -> int:
-        return self._answered("size", name, self._base.size_bytes)
-
-    def open(self, name: str) -> StoredFile:
-        look = self._look
-        if name not in look.sizes:
-            return self._base.open(name)
-        open_here = partial(self._base.open, name)
-        return _ToldFile(self / name, look.sizes[name], look.reads.get(name, {}), open_here)
-
-    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
-        self._base.will_open((one for one in names if one not in self._look.sizes), ends_bytes)
-
-    def made(self, key: str, make: Callable[[], _T]) -> _T:
-        return self._look.made[key] if key in self._look.made else make()
-
-    def _answered(self, question: str, name: str, ask: Callable[[str], _T]) -> _T:
-        key = question, name
-        return self._look.answers[key] if key in self._look.answers else ask(name)
-
-
-class _ToldFile(StoredFile):
-    """A file of which another rank said some bytes: it is opened when others are asked for."""
+class _SharedFile(StoredFile):
+    """A file of a shared folder. Of one that another rank saw it is opened when bytes are asked
+    for that nobody read."""
 
     def __init__(
         self,
-        path: str,
+        folder: SharedFolder,
+        name: str,
         size_bytes: int,
-        reads: Mapping[tuple[int, int], bytes],
         open_here: Callable[[], StoredFile],
+        file: StoredFile | None = None,
     ) -> None:
-        self.path, self.size_bytes = path, size_bytes
-        self._reads, self._open_here = reads, open_here
-        self._file: StoredFile | None = None
+        self.path, self.size_bytes = folder / name, size_bytes
+        self._folder, self._name, self._reads = folder, name, folder.reads(name)
+        self._open_here, self._file = open_here, file
         self._is_closed = False
+        if file is not None:
+            self.ahead_bytes = file.ahead_bytes
 
     @property
     def _opened(self) -> StoredFile:
@@ -526,10 +465,12 @@ class _ToldFile(StoredFile):
         if not len(target):  # memory of nothing may be read-only
             return
         known = self._reads.get((start_byte, len(target)))
-        if known is None:
-            self._opened.read(start_byte, target)
-        else:
+        if known is not None:
             target[:] = known
+            return
+        self._opened.read(start_byte, target)
+        if (look := self._folder.look) is not None:
+            look.reads.setdefault(self._name, {})[start_byte, len(target)] = bytes(target)
 
     def will_read(self, start_byte: int, size_bytes: int) -> None:
         end = start_byte + size_bytes
@@ -542,6 +483,9 @@ class _ToldFile(StoredFile):
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         self._opened.read_rows(starts, size_bytes, target, places)
+
+    def keeps_folder(self) -> bool:
+        return self._file is None or self._file.keeps_folder()
 
     def close(self) -> None:
         self._is_closed = True

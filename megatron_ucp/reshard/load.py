@@ -26,7 +26,7 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, differing, ranks_of
 from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import kept_by_each_rank
-from megatron_ucp.formats.folder import Look, LookingFolder, ToldFolder
+from megatron_ucp.formats.folder import Look, SharedFolder
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.per_rank import OwnValues, PerRank, refuse_unless
 from megatron_ucp.formats.pt.refs import ITEMSIZE
@@ -472,7 +472,7 @@ def open_together(
 
     def look() -> tuple[FoundTag, Look]:
         found = find_checkpoint(path, tag)
-        folder = LookingFolder(folder_at(found.folder))
+        folder = SharedFolder(folder_at(found.folder))
         own.append(opened.enter_context(open_folder(folder, found.notes, told)))
         with suppress(UcpError):  # all ranks read it next, and say what is wrong with it
             _ = own[0].extras
@@ -482,7 +482,7 @@ def open_together(
     found, seen = agree.of_first(lambda: look_once(path, look))
     with agree.together():
         if not own:
-            folder = ToldFolder(folder_at(found.folder), seen)
+            folder = SharedFolder(folder_at(found.folder), seen)
             own.append(opened.enter_context(open_folder(folder, found.notes, told)))
     return own[0]
 
