@@ -130,9 +130,9 @@ def import_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
                 yield line, f"{layer} imports {name[0]}; only engines may"
             elif layer == "engines" and at_import:
                 yield line, f"engines imports {name[0]} outside a function"
-        elif name[0] in ("obstore", "boto3", "botocore") and path == STORE:
+        elif name[0] == "obstore" and path == STORE:
             if at_import:
-                yield line, f"{name[0]}, which need not be there, is imported outside a function"
+                yield line, "obstore, which need not be there, is imported outside a function"
         elif (
             rules.libraries is not None and name[0] not in rules.libraries | sys.stdlib_module_names
         ):

@@ -30,7 +30,6 @@ from megatron_ucp.formats import locks, output_folder
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.formats.output_folder import Syncs, aside_of
 from megatron_ucp.formats.store import Location, StorePath, absolute, is_url, location
-from megatron_ucp.formats.store_saves import attempt_at
 from megatron_ucp.formats.tags import (
     LATEST,
     names_a_later_save,
@@ -419,8 +418,6 @@ def publish(
             later = partial(names_a_later_save, folder / name, manifest)
             if not output_folder.move_pointer(folder / name, wanted, sync, unless=later):
                 notes.append(f"`{name}` names a later save of this run, and stays as it is")
-        if isinstance(aside, StorePath) and (note := attempt_at(aside).note):
-            notes.append(note)
         return notes + ([_NO_LOCKS] if sync.right.is_unlocked else [])
     except (OSError, StoreError) as error:
         if not _counts(folder / tag, manifest):

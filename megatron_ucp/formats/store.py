@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatch
 from functools import cache
+from itertools import chain, repeat
 from pathlib import Path, PurePosixPath
 from queue import Full, Queue
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
@@ -257,13 +258,11 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 @dataclass(frozen=True)
 class StoreOptions:
     """How stores are asked. `timeout_s`: one request, or a part of an upload, may take so long.
-    `give_up_s`: it is tried again, with growing pauses, for so long. `writer`: the one job that
-    moves pointers in a bucket whose store ignores conditions ("": none, such a store is refused).
-    `config`: what `obstore` takes, such as an endpoint, beside what it finds in the environment."""
+    `give_up_s`: it is tried again, with growing pauses, for so long. `config`: what `obstore`
+    takes, such as an endpoint, beside what it finds in the environment."""
 
     timeout_s: float = 30.0
     give_up_s: float = 120.0
-    writer: str = ""
     config: Mapping[str, Any] | None = None
 
     @classmethod
@@ -276,8 +275,8 @@ class StoreOptions:
                 found=repr(given)[:200],
                 fix="give a mapping",
             )
-        own = {"timeout_s", "give_up_s", "writer"}
-        for name in ("timeout_s", "give_up_s"):
+        own = {"timeout_s", "give_up_s"}
+        for name in own:
             value = given.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise UsageError(
@@ -291,7 +290,6 @@ class StoreOptions:
 
 
 _ENVIRONMENT = {"timeout_s": "UCP_STORE_TIMEOUT_S", "give_up_s": "UCP_STORE_GIVE_UP_S"}
-WRITER_VARIABLE = "UCP_STORE_WRITER"
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 _options = StoreOptions()
 
@@ -321,8 +319,6 @@ def options() -> StoreOptions:
                     found=repr(text),
                     fix="correct it, or leave it out",
                 ) from None
-    if not _options.writer and (writer := os.environ.get(WRITER_VARIABLE)):
-        said["writer"] = writer
     return replace(_options, **said)
 
 
@@ -420,8 +416,7 @@ def _asking(path: object, what: str) -> Iterator[None]:
     except (known.AlreadyExistsError, known.PreconditionError, FileNotFoundError):
         raise
     except (known.BaseError, OSError, ValueError) as error:
-        refused = known.PermissionDeniedError, known.UnauthenticatedError
-        if not isinstance(error, refused) and "403 Forbidden" not in str(error):
+        if not _is_refusal(error):
             raise StoreError(
                 f"the object store did not {what}",
                 file=path,
@@ -434,6 +429,14 @@ def _asking(path: object, what: str) -> Iterator[None]:
             found=_short(error),
             fix="look at the credentials, and at what they are allowed (docs/stores.md lists it)",
         ) from error
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether a store says with an error that this job may not do what it asked for."""
+    from obstore import exceptions as known
+
+    refused = known.PermissionDeniedError, known.UnauthenticatedError
+    return isinstance(error, refused) or "403 Forbidden" in str(error)
 
 
 def _head(path: StorePath) -> "_Status | None":
@@ -855,6 +858,8 @@ def _no_object(path: str) -> NotFoundError:
 
 
 CLAIM = ".ucp_saving"  # the object that says who writes a tag
+# Beside a claim: what else lies in the tag is whole, as DeepSpeed's files without a manifest are.
+BESIDE = ".ucp_saving_beside"
 AGAIN = ".ucp_save_"  # how the folder of a save begins into a tag that is there already
 STORED_IN = "stored_in"  # the manifest's word for that folder
 CLEAN_UP = "where nobody writes it any more, `megatron-ucp ls --remove-left-overs` removes it"
@@ -953,7 +958,10 @@ class StoreFolder(Folder):
                 folders, own = level_of(self._at / self._below)
                 return {**dict.fromkeys(folders), **own, FILE_NAME: files[FILE_NAME]}
         shown = [name for name in folders if name not in again]
-        return {**dict.fromkeys(shown), **{n: s for n, s in files.items() if n != CLAIM}}
+        return {
+            **dict.fromkeys(shown),
+            **{n: s for n, s in files.items() if n not in (CLAIM, BESIDE)},
+        }
 
     def _all_levels(self) -> None:
         """The folders in it, by one listing of all: there may be thousands."""
@@ -987,7 +995,7 @@ def is_left_over(path: Location) -> bool:
 
 
 def _is_unfinished(files: Collection[str]) -> bool:
-    return CLAIM in files and not any(name in files for name in COMMITS)
+    return CLAIM in files and not any(name in files for name in (BESIDE, *COMMITS))
 
 
 _SHOWN: set[Location] = set()
@@ -1101,7 +1109,8 @@ def put_if(path: StorePath, data: bytes, e_tag: str | None) -> bool:
 
     client = _of(path)
     mode: Any = "create" if e_tag is None else {"e_tag": e_tag}
-    for pause in (0.1, 0.4, 0.0):
+    ends = time.monotonic() + options().give_up_s
+    for pause in chain((0.1, 0.4), repeat(1.0)):
         try:
             with _asking(path, "take an object"):
                 obstore.put(client, path.key, data, mode=mode, use_multipart=False)
@@ -1110,7 +1119,16 @@ def put_if(path: StorePath, data: bytes, e_tag: str | None) -> bool:
             there = object_or_none(path)
             if there is not None or e_tag is not None:
                 return there is not None and there[0] == data
-            time.sleep(pause)  # somebody else wrote at that moment, and failed
+            # else somebody else wrote at that moment, and failed
+        except StoreError as error:  # the library does not ask again what has a condition
+            if _is_refusal(error.__cause__) or time.monotonic() > ends:
+                raise
+            there = object_or_none(path)
+            if there is not None and there[0] == data:
+                return True
+        if time.monotonic() > ends:
+            break
+        time.sleep(pause)
     return False
 
 
@@ -1135,21 +1153,13 @@ def delete(paths: Iterable[StorePath]) -> None:
 
 def _tried_conditions(folder: StorePath) -> bool:
     """Whether the second of two writes of a new object is refused, and one of another version."""
-    import obstore
-
     probe = folder / f".ucp_probe_{uuid.uuid4().hex}"
-    client = _of(folder)
-    kept = 0
-    with _asking(probe, "take an object"):
-        obstore.put(client, probe.key, b"1", mode="create", use_multipart=False)
-        conditions: tuple[Any, ...] = ("create", {"e_tag": '"of-no-object"'})
-        for mode in conditions:
-            try:
-                obstore.put(client, probe.key, b"2", mode=mode, use_multipart=False)
-            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
-                kept += 1
-    delete([probe])
-    return kept == len(conditions)
+    conditions = None, '"of-no-object"'
+    try:
+        put_if(probe, b"1", None)
+        return not any(put_if(probe, b"2", e_tag) for e_tag in conditions)
+    finally:
+        delete([probe])
 
 
 def keeps_conditions(folder: StorePath) -> bool:
@@ -1162,42 +1172,3 @@ def keeps_conditions(folder: StorePath) -> bool:
 
 
 _KEEPS: dict[StorePath, bool] = {}
-
-
-def open_uploads(folder: StorePath, is_to_abort: bool = False) -> list[str] | None:
-    """The URLs of objects below a folder of which parts were sent and the end was not, as of a
-    process that was killed; they cost money, and are nowhere else to be seen. None where nobody can
-    say: of S3 it takes boto3 too. With `is_to_abort` they are removed. Raises StoreError."""
-    if not folder.parts[0].startswith("s3"):
-        return None
-    try:
-        import boto3  # pyright: ignore[reportMissingImports]
-        from botocore.exceptions import (  # pyright: ignore[reportMissingImports]
-            BotoCoreError,
-            ClientError,
-        )
-    except ImportError:
-        return None
-    config = options().config or {}
-    endpoint = config.get("endpoint") or config.get("aws_endpoint") or _first_of(_ENDPOINTS)
-    bucket = folder.parts[1]
-    try:
-        client: Any = boto3.client("s3", endpoint_url=endpoint)
-        pages = client.get_paginator("list_multipart_uploads")
-        listed = pages.paginate(Bucket=bucket, Prefix=_prefix(folder))
-        found = [one for page in listed for one in page.get("Uploads", ())]
-        for one in found if is_to_abort else ():
-            which = {"Bucket": bucket, "Key": one["Key"], "UploadId": one["UploadId"]}
-            client.abort_multipart_upload(**which)
-    except (BotoCoreError, ClientError) as error:
-        raise StoreError(
-            "the object store did not list its open uploads", file=folder, found=_short(error)
-        ) from error
-    return [f"{folder.bucket}/{one['Key']}" for one in found]
-
-
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-
-
-def _first_of(variables: Iterable[str]) -> str | None:
-    return next((os.environ[one] for one in variables if os.environ.get(one)), None)

@@ -21,64 +21,35 @@ from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import RankError, SaveError, StoreError, UcpError
 from megatron_ucp.formats.store import (
     AGAIN,
+    BESIDE,
     CLAIM,
     CLEAN_UP,
     COMMITS,
     STORED_IN,
-    WRITER_VARIABLE,
     StorePath,
     delete,
     keeps_conditions,
     level_of,
     object_or_none,
     objects_below,
-    open_uploads,
-    options,
     put_if,
     put_object,
     stored_in,
 )
 
-# ---- one writer, where a store can't tell several apart
 
-
-_WRITER_OBJECT = ".ucp_writer"
-
-
-def require_conditions(folder: StorePath) -> str:
-    """A note where the store ignores conditions, and this job is the one that may write there.
-    Raises SaveError for any other job at such a store."""
-    if keeps_conditions(folder):
-        return ""
-    writer = options().writer
-    named = folder / _WRITER_OBJECT
-    if writer:
-        there = object_or_none(named)
-        if there is None:
-            put_object(named, writer.encode())
-        elif there[0].decode(errors="replace") != writer:
-            raise SaveError(
-                "another job is the one that writes here, in a store that ignores conditions",
-                file=named,
-                expected=writer,
-                found=there[0].decode(errors="replace")[:200],
-                fix="save elsewhere; where that job is gone, remove this object",
-                id="object-store",
-            )
-        return (
-            f"this store ignores conditional writes: nothing but the name {writer!r} keeps another "
-            "job out"
+def _require_conditions(folder: StorePath) -> None:
+    """Raises SaveError where the store ignores conditions: nothing tells two writers apart."""
+    if not keeps_conditions(folder):
+        raise SaveError(
+            "this object store ignores the conditions of a write, so two jobs could overwrite each "
+            "other's saves without a word",
+            file=folder,
+            expected="a refusal of the second of two writes of a new object",
+            found="both were taken",
+            fix="use the store's own protocol (gs:// in place of s3://), or another store",
+            id="object-store",
         )
-    raise SaveError(
-        "this object store ignores the conditions of a write, so two jobs could overwrite each "
-        "other's saves without a word",
-        file=folder,
-        expected="a refusal of the second of two writes of a new object",
-        found="both were taken",
-        fix="use the store's own protocol (gs:// in place of s3://); or name the one job that "
-        f'writes here: {WRITER_VARIABLE}, or "store": {{"writer": NAME}} in the config',
-        id="object-store",
-    )
 
 
 @dataclass
@@ -91,7 +62,6 @@ class Attempt:
     has_claim: bool
     base: str | None
     older: tuple[StorePath, ...] = ()
-    note: str = ""  # about a store that ignores conditions
     is_committed: bool = False
     is_open: bool = False  # the last write was asked for, and nobody knows whether it was made
 
@@ -126,7 +96,7 @@ class Attempt:
         else:
             delete(self._own_objects())
         if self.has_claim and (self.is_committed or is_known):
-            delete([self.tag / CLAIM])
+            delete([self.tag / CLAIM, self.tag / BESIDE])
 
     def _own_objects(self) -> list[StorePath]:
         if self.aside != self.tag:
@@ -143,7 +113,7 @@ def _is_of_another(path: StorePath, tag: StorePath, below: str) -> bool:
     """Whether an object of a tag is the claim, or lies in the folder of a save that is not in
     `below`."""
     first = path.relative_to(tag).parts[0]
-    return first == CLAIM or (first.startswith(AGAIN) and f"{first}/" != below)
+    return first in (CLAIM, BESIDE) or (first.startswith(AGAIN) and f"{first}/" != below)
 
 
 _ATTEMPTS: dict[StorePath, Attempt] = {}  # of this process, by `aside`
@@ -158,14 +128,23 @@ def attempt_at(aside: StorePath) -> Attempt:
 def attempt(tag: StorePath) -> Iterator[Attempt]:
     """A save into a tag, claimed; behind the block what does not count is removed. Raises
     SaveError, StoreError."""
-    note = require_conditions(tag.parent)
+    _require_conditions(tag.parent)
+    there = {path: path.relative_to(tag).parts[0] for path, _ in objects_below(tag)}
+    has_marker = there.pop(tag / BESIDE, None) is not None
+    bare = [path for path, first in there.items() if not first.startswith(AGAIN)]
+    if {*there.values()} & {CLAIM, *COMMITS}:
+        bare = []
+    if bare:
+        put_object(tag / BESIDE, b"")  # or they would look like parts of this save
+    elif has_marker:
+        delete([tag / BESIDE])
     number, has_claim = _claim(tag, "saves")
     manifest = object_or_none(tag / FILE_NAME)
-    is_free = has_claim and manifest is None and not _others_in(tag)
+    is_free = has_claim and manifest is None and not there
     aside = tag if is_free else tag / f"{AGAIN}{number}"
-    older = () if manifest is None else tuple(_objects_of(tag, manifest[0]))
+    older = tuple(bare) if manifest is None else tuple(_objects_of(tag, manifest[0]))
     base = manifest and manifest[1]
-    with _ending(Attempt(tag, aside, has_claim, base, older, note)) as one:
+    with _ending(Attempt(tag, aside, has_claim, base, older)) as one:
         yield one
 
 
@@ -174,7 +153,7 @@ def output(folder: StorePath, replaces: bool) -> Iterator[Attempt]:
     """An output, claimed; as `attempt`, but its objects have their plain names: what `replaces`
     another output takes that one's commit away first. Raises SaveError also where the name is
     taken."""
-    note = require_conditions(folder.parent)
+    _require_conditions(folder.parent)
     _, has_claim = _claim(folder, "writes")
     if not has_claim:
         raise _is_claimed(folder)
@@ -190,7 +169,7 @@ def output(folder: StorePath, replaces: bool) -> Iterator[Attempt]:
             id="",
         )
     delete(folder / name for name in COMMITS)
-    with _ending(Attempt(folder, folder, True, None, tuple(older), note)) as one:
+    with _ending(Attempt(folder, folder, True, None, tuple(older))) as one:
         yield one
 
 
@@ -248,6 +227,11 @@ def _this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
+def _claimed_by(claim: Mapping[str, Any]) -> str:
+    pid, host, since = (claim.get(key, "?") for key in ("pid", "host", "since"))
+    return f"process {pid} on {host} claims it, since {since}"
+
+
 RECOVERY_SCRIPT = "zero_to_fp32.py"  # which DeepSpeed puts beside its files, and no manifest lists
 
 
@@ -264,16 +248,12 @@ def _objects_of(tag: StorePath, manifest: bytes) -> list[StorePath]:
 def move_pointer(path: StorePath, text: str, unless: Callable[[], bool]) -> bool:
     """Lets a pointer name another tag; whether it does: not where `unless` says so of what it names
     now. Who moves it meanwhile is asked again. Raises StoreError."""
-    has_conditions = keeps_conditions(path.parent)
     for _ in range(_RACES):
         there = object_or_none(path)
         if there is not None and there[0].decode(errors="replace").strip() == text.strip():
             return True
         if unless():
             return False
-        if not has_conditions:
-            put_object(path, text.encode())
-            return True
         if put_if(path, text.encode(), there and there[1]):
             return True
     raise StoreError(
@@ -290,7 +270,7 @@ def remove_tag(tag: StorePath, is_ours: Callable[[], str]) -> str:
     """Removes a tag: the manifest first, so that it never looks whole. `is_ours` says, once nobody
     saves into it, why it stays. Returns a line. Raises StoreError."""
     if not _claim(tag, "removes")[1]:
-        return f"kept {tag.name}: it is being saved"
+        return f"kept {tag.name}: {_claimed_by(claim_of(tag))}; {CLEAN_UP}"
     if reason := is_ours():
         delete([tag / CLAIM])
         return f"kept {tag.name}: {reason}"
@@ -334,41 +314,34 @@ def _left_in(tag: StorePath) -> LeftOver | None:
 def objects_that_count(tag: StorePath) -> Iterator[StorePath]:
     """The objects of a tag's whole save; none where it has none. Raises StoreError."""
     _, files = level_of(tag)
-    is_whole = CLAIM not in files or any(name in files for name in COMMITS)
+    is_whole = CLAIM not in files or any(name in files for name in (BESIDE, *COMMITS))
     below = stored_in(tag / FILE_NAME) if FILE_NAME in files else ""
     for path, status in objects_below(tag) if is_whole else ():
         first = path.relative_to(tag).parts[0]
         if below:
             counts = f"{first}/" == below or first == FILE_NAME
         else:
-            counts = first != CLAIM and not first.startswith(AGAIN)
+            counts = first not in (CLAIM, BESIDE) and not first.startswith(AGAIN)
         if counts:
             yield path.seen(status)
 
 
 def notes_of_left_overs(folder: StorePath) -> list[str]:
-    """A note for each save that was not finished, or is on its way, and one about open uploads.
-    Raises StoreError."""
+    """A note for each save that was not finished, or is on its way. Raises StoreError."""
     notes: list[str] = []
     for one in left_overs(folder):
-        who = ""
-        if one.claim:
-            at = f"{one.claim.get('pid', '?')} on {one.claim.get('host', '?')}"
-            who = f"; process {at} claims it, since {one.claim.get('since', '?')}"
+        who = f"; {_claimed_by(one.claim)}" if one.claim else ""
         amount = f"{len(one.objects)} objects, {one.size_bytes:,} bytes"
         notes.append(f"{one.tag.name}: left over of a save that was not finished: {amount}{who}")
-    if uploads := open_uploads(folder):
-        notes.append(f"{len(uploads)} open uploads, such as {uploads[0]}")
     return [*notes, CLEAN_UP] if notes else []
 
 
 def remove_left_overs(folder: StorePath) -> list[str]:
-    """Removes `left_overs`, and open uploads; a line about each. Raises StoreError."""
+    """Removes `left_overs`; a line about each. Raises StoreError."""
     lines: list[str] = []
     for one in left_overs(folder):
-        claim = one.tag / CLAIM
-        delete(path for path in one.objects if path != claim)
-        delete([claim])  # last: without it the others would look like files of nobody's
+        last = one.tag / CLAIM, one.tag / BESIDE  # without them others would look like nobody's
+        delete(path for path in one.objects if path not in last)
+        delete(last)
         lines.append(f"removed {len(one.objects)} objects that were left over in {one.tag}")
-    uploads = open_uploads(folder, is_to_abort=True)
-    return lines + ([f"removed {len(uploads)} open uploads"] if uploads else [])
+    return lines

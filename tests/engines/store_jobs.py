@@ -98,16 +98,6 @@ def save_once(setup: Setup, url: str, tag: str) -> str:
     return refusal_of(lambda: engine.save_checkpoint(url, tag=tag))
 
 
-def notes_of_a_save(setup: Setup, url: str, tag: str) -> tuple[str, ...]:
-    """What the report of a save notes."""
-    engine = attached(setup, save="direct")
-    train(engine, 1)
-    engine.save_checkpoint(url, tag=tag)
-    saved = ucp.report(engine).save
-    assert saved is not None
-    return saved.notes
-
-
 DELAY_S = 0.25  # of each request: those that go at once overlap, on a loaded machine too
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import megatron_ucp as ucp
-from megatron_ucp.formats.store import WRITER_VARIABLE
 from tests.engines import (
     background_save_jobs,
     killed,
@@ -213,7 +212,7 @@ def test_requests_are_few_and_sent_at_once(
     assert over(halves, object_server).keys() == wanted, "negative control"
 
 
-def test_a_store_that_ignores_conditions_is_refused_or_has_one_writer(
+def test_a_store_that_ignores_conditions_is_refused(
     ranks: RankPool, object_server: ObjectServer
 ) -> None:
     object_server.fault("unconditional", "PUT")
@@ -222,13 +221,6 @@ def test_a_store_that_ignores_conditions_is_refused_or_has_one_writer(
     job = store_jobs.save_once
     for said in ranks.run(2, in_store, environment, job, setup, RUN, "step1"):
         assert "ignores the conditions" in said and "SaveError" in said, said
-    named = {**environment, WRITER_VARIABLE: "job-a"}
-    assert ranks.run(2, in_store, named, job, setup, RUN, "step1") == ["", ""]
-    (note,) = ranks.run(1, in_store, named, store_jobs.notes_of_a_save, setup, RUN, "step3")[0]
-    assert "job-a" in note and "ignores" in note
-    other = {**environment, WRITER_VARIABLE: "job-b"}
-    for said in ranks.run(2, in_store, other, job, setup, RUN, "step2"):
-        assert "job-a" in said, said
 
 
 @pytest.mark.parametrize(
