@@ -76,7 +76,8 @@ _RETIRED = {
     "rules": "`megatron-ucp plan CHECKPOINT --mesh MESH --rules FILE` tries a file of rules",
     "--simulate": "a plan is of a checkpoint: leave --simulate out",
     "--rates": "a plan counts bytes and files, and no seconds: leave --rates out",
-    "--merge": "export the adapter, and merge it by peft (docs/hugging-face.md)",
+    "--merge": "export the adapter, of target_parameters too, and merge it by peft "
+    "(docs/hugging-face.md)",
 }
 
 

@@ -192,7 +192,7 @@ def export(
         given = said_config(module, model) if found is None else found.tree
         family = found.family if found is not None and needs_family(manifest) else ""
         twin = twin_of(manifest, given, family, chosen, str(folder))
-        out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
+        out = Outgoing(manifest, twin, dtype, parse_size(max_shard_size))
         beside = beside_weights(twin, tokenizer, found and found.folder)
     with say.progress("export-hf") as advance:
         done = export_live(live, out, folder, beside, TransferRun(progress=advance))

@@ -12,6 +12,15 @@ _COMPILED = (
 _WRAPPED = ("DistributedDataParallel and other wrappers give such names", "module.")
 
 
+# What torch's own wrappers put into names: torch.compile, activation checkpointing, FSDP.
+_OF_TORCH = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def unwrapped_name(name: str) -> str:
+    """A name without what torch's wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _OF_TORCH)
+
+
 def other_prefix(
     saved: Collection[str], wanted: Collection[str], file: str
 ) -> ModelMismatchError | None:

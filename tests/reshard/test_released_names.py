@@ -3,6 +3,7 @@ compared with what save_pretrained writes of the same values; and what is said w
 transformers, are not there."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,99 @@ def test_places_of_elements() -> None:
         torch.flip(Traced.whole("one", (2, 2)), [0])  # type: ignore[arg-type]
     with pytest.raises(UntracedError):
         Traced.whole("one", (2, 2)).reshape(4)
+
+
+# ------------------------------------------------ what save_pretrained of the class would hold
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def checkpointing(model: Any) -> Any:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    layers = type(model.model.layers[0])
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layers))
+    return model
+
+
+class ValueHead(torch.nn.Module):
+    """A model inside a module of the user's, as for reinforcement learning."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.pretrained_model, self.v_head = model, torch.nn.Linear(8, 1)
+
+
+WRAPPERS = {"compiled": compiled, "checkpointing": checkpointing, "value head": ValueHead}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "LlamaForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Gemma2ForCausalLM",
+        "Olmo2ForCausalLM",
+    ],
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_model_in_a_wrapper_has_the_names_of_its_class(
+    tmp_path: Path, kind: str, wrapper: str
+) -> None:
+    """All that `from_pretrained` asks for is there, and equal; the module's own is named."""
+    model = tiny_model(kind, 3)
+    source = on_paper(WRAPPERS[wrapper](model), tmp_path)
+    plain = getattr(model, "_orig_mod", model)
+    plain.save_pretrained(tmp_path / "want")
+    done = ucp.export_hf(source, tmp_path / "out", config=tmp_path / "want", verify=True)
+    assert done.loadable, done.notes
+    found, want = twins.read(tmp_path / "out"), load_file(tmp_path / "want" / "model.safetensors")
+    want = {re.sub(r"_checkpoint_wrapped_module\.", "", name): t for name, t in want.items()}
+    left = {name for name in found if name.startswith("v_head.")}
+    assert len(left) == (2 if wrapper == "value head" else 0)
+    assert any("v_head.weight" in note for note in done.notes) == bool(left)
+    assert twins.same({n: t for n, t in found.items() if n not in left}, want) == []
+
+
+def test_tensors_that_would_be_drawn_at_random_are_said(tmp_path: Path) -> None:
+    """The class of the config is another one than that of the run."""
+    model = tiny_model("LlamaForCausalLM", 3)
+    source = on_paper(model, tmp_path)
+    model.save_pretrained(tmp_path / "want")
+    tree = json.loads((tmp_path / "want" / "config.json").read_text())
+    tree["architectures"] = ["LlamaForTokenClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    done = ucp.export_hf(source, tmp_path / "out", config=tmp_path)
+    assert not done.loadable and "2 tensors of LlamaForTokenClassification" in done.notes[-1]
+    assert "score.weight" in done.notes[-1] and "NO LIBRARY LOADS IT" in str(done)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_each_tensor_has_the_dtype_that_the_class_would_write(
+    tmp_path: Path, dtype: str | None
+) -> None:
+    """In a run in bf16: a router's correction, a buffer, stays in float32, as its weight does."""
+    model = tiny_model("Glm4MoeForCausalLM", 3)
+    held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    buffers = [name for name, _ in model.named_buffers() if name in held]
+    kinds, dtypes = dict.fromkeys(buffers, "buffer"), dict.fromkeys(buffers, "float32")
+    written = paper.plain_model(held, "bfloat16", kinds, dtypes)
+    source = paper.write(written, tmp_path / "native" / "step7")
+    model.save_pretrained(tmp_path / "config")
+    done = ucp.export_hf(source, tmp_path / "out", dtype=dtype, config=tmp_path / "config")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    kept = {name for name, tensor in loaded.items() if tensor.dtype == torch.float32}
+    assert done.loadable and len(kept) >= 2 and {*buffers} <= kept
+    wide = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    assert wide == ({*found} if dtype == "float32" else kept)
+    for name in kept:
+        want = written.truth(name)
+        if name not in buffers and dtype != "float32":  # of weights the copies in bf16 are written
+            want = want.bfloat16().float()
+        assert torch.equal(found[name], want) and torch.equal(loaded[name], want), name

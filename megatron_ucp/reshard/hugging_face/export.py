@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.names import MASTER, VALUE, dtype_name
 from megatron_ucp.core.plan import LOSSLESS, Slot, Want
 from megatron_ucp.core.tensor_parts import TensorPart, state_in, weights_manifest
@@ -84,7 +84,8 @@ from megatron_ucp.reshard.work_sharing import as_rank_error, ranks_of, require_s
 class Exported:
     """What an export did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not
     as in the source; `verified` whether the files were read back and compared; `loadable` whether
-    there is a config, without which no library loads the folder; `proved` what was compared."""
+    there is a config, without which no library loads the folder, and a tensor of each parameter of
+    its class; `proved` what was compared."""
 
     path: str
     source_mesh: str
@@ -100,7 +101,7 @@ class Exported:
     proved: str = ""
 
     def __str__(self) -> str:
-        lacks = "" if self.loadable else "; NO LIBRARY LOADS IT YET: it has no config"
+        lacks = "" if self.loadable else "; NO LIBRARY LOADS IT YET: see the notes"
         return (
             f"wrote {self.path}: {self.source_mesh} -> Hugging Face; {self.tensors} tensors in "
             f"{self.dtype}, {say.amount(self.written_bytes)} in {self.files} "
@@ -281,16 +282,13 @@ class OutgoingTensor:
 
 
 class Outgoing:
-    """What is written of a source in `dtype`, into files of at most `max_bytes`. `tensors` are in
-    the order of the twin's."""
+    """What is written of a source in `dtype` (None: each tensor in that of its training), into
+    files of at most `max_bytes`. `tensors` are in the order of the twin's."""
 
-    def __init__(self, source: Manifest, twin: Twin, dtype: str, max_bytes: int) -> None:
-        self.twin, self.dtype = twin, dtype
+    def __init__(self, source: Manifest, twin: Twin, dtype: str | None, max_bytes: int) -> None:
+        self.twin, self.dtype = twin, dtype or training_dtype(source)
         held = {share.param: weight_of(source, share.param) for share in twin.shares.values()}
-        dtypes = {n: dtype if have in WEIGHT_DTYPES else have for n, (_, have) in held.items()}
-        if twin.family:  # its buffers are in fp32 whatever the weights are
-            own = [spec.name for spec in twin.specs.values() if spec.kind == "buffer"]
-            dtypes |= dict.fromkeys(own, "float32")
+        dtypes = {n: self._dtype_of(twin.specs[n], have, dtype) for n, (_, have) in held.items()}
         rows = [
             (name, dtypes[share.param], share.stored_shape(twin.specs[share.param]))
             for name, share in twin.shares.items()
@@ -299,6 +297,17 @@ class Outgoing:
         most = sys.maxsize if twin.is_adapter else max_bytes
         self.files = shards_of(_whole_tensors(rows, twin.shares), most, twin.weights_file)
         self.tensors = self._placed(rows, held)
+
+    def _dtype_of(self, spec: ParamSpec, saved: str, asked: str | None) -> str:
+        """The dtype in which a parameter is written that was `saved` in one, as `save_pretrained`
+        of a model that is loaded in the dtype that is asked for has it."""
+        if saved not in WEIGHT_DTYPES:
+            return saved
+        if spec.name in self.twin.float32:
+            return "float32"
+        if spec.kind == "buffer":  # a family's are in fp32 whatever the weights are
+            return "float32" if self.twin.family else saved
+        return asked or (spec.dtype if spec.dtype in WEIGHT_DTYPES else self.dtype)
 
     def _placed(
         self, rows: Sequence[Tensor], held: Mapping[str, tuple[str, str]]
@@ -316,13 +325,13 @@ class Outgoing:
 
     @property
     def is_loadable(self) -> bool:
-        """Whether the folder says what its model is."""
-        return self.twin.config is not None
+        """Whether the folder says what its model is, and has all of it."""
+        return self.twin.config is not None and self.twin.is_complete
 
     @property
     def notes(self) -> list[str]:
         """What the class computes a little otherwise, and what the folder lacks."""
-        if self.is_loadable:
+        if self.twin.config is not None:
             return [*self.twin.notes]
         reader = "peft" if self.twin.is_adapter else "transformers"
         file = self.twin.config_file
@@ -512,7 +521,8 @@ def export_hf(
             `config` and `tokenizer`.
         dst: The new folder. It appears whole or not at all.
         dtype: That of the weights, such as "bf16" or `torch.float32`, to which the fp32 master
-            weights are rounded. Default: the training dtype.
+            weights are rounded. Default: that of each one's training. Buffers keep theirs, and
+            what the model's class keeps in float32 is written so.
         max_shard_size: The most bytes of a file, such as "5GB".
         tag: The tag in `src`, where it is not the newest.
         rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
@@ -633,7 +643,7 @@ def _prepared(source: Checkpoint, asked: _Asked) -> _Prepared:
     of_model = None if found is None else found.folder
     beside = beside_weights(twin, asked.tokenizer, of_model)
     notes += beside.notes
-    out = Outgoing(source.manifest, twin, chosen, int(asked.max_shard_size))
+    out = Outgoing(source.manifest, twin, asked.dtype, int(asked.max_shard_size))
     return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes)
 
 
@@ -686,8 +696,9 @@ def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Read
     """What an export reads: the masters, or where these would be rounded to the dtype of training
     the weights that the model computed with, which were rounded so already."""
     trained = [one for one in out.tensors if one.state == MASTER and one.is_rounded]
-    dtypes = {source.manifest.by_name[one.share.param].dtype for one in trained}
-    if dtypes != {out.dtype} or "stale" in allow:
+    specs = source.manifest.by_name
+    are_copies = all(specs[one.share.param].dtype == one.dtype for one in trained)
+    if not trained or not are_copies or "stale" in allow:
         return source
     return source.copies() or source
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import OTHER_ANGLES, RECORDED, Manifest, ParamSpec
+from megatron_ucp.core.manifest import OTHER_ANGLES, RECORDED, Manifest, ParamSpec, Tie
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import (
     DamagedFileError,
@@ -41,12 +41,19 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 )
 from megatron_ucp.formats.store import Location, location
 from megatron_ucp.formats.tags import require_folder
+from megatron_ucp.formats.wrapped_model import unwrapped_name
 from megatron_ucp.reshard.hugging_face.adapter import (
     Adapter,
     adapter_of,
     check_adapter_config,
 )
-from megatron_ucp.reshard.hugging_face.released import names_note, reader, released_names
+from megatron_ucp.reshard.hugging_face.released import (
+    ModelClass,
+    class_of,
+    names_note,
+    reader,
+    released_names,
+)
 
 # ---- plain config
 #
@@ -239,7 +246,7 @@ def config_for(
     """The config of a checkpoint's model: the one that was given; else, where the checkpoint does
     not say its model, what lies in its `folder` or in the one above, where trainers write it; None
     where there is none. Raises as `config_at`."""
-    manifest = with_model(manifest)
+    manifest, _ = _unwrapped(with_model(manifest), None)
     is_adapter = not manifest.family and adapter_of(manifest, str(folder)) is not None
     name = ADAPTER_CONFIG_FILE if is_adapter else CONFIG_FILE
     if given is not None:
@@ -297,6 +304,17 @@ class Twin:
     weights_file: str = WEIGHTS_FILE
     config_file: str = CONFIG_FILE
     notes: Sequence[str] = ()
+    is_complete: bool = True  # whether there is a tensor of each parameter of the class
+    float32: Collection[str] = ()  # parameters that the class keeps so
+
+    def of_params(self, names: Mapping[str, str]) -> "Twin":
+        """The same tensors of parameters that have other names, by those that they have here."""
+        specs = {names[name]: replace(spec, name=names[name]) for name, spec in self.specs.items()}
+        shares = {
+            name: replace(share, param=names[share.param]) for name, share in self.shares.items()
+        }
+        float32 = [names[name] for name in self.float32]
+        return replace(self, shares=shares, specs=specs, float32=float32)
 
     @property
     def is_adapter(self) -> bool:
@@ -320,10 +338,12 @@ def twin_of(
     manifest = with_model(manifest)
     name = family or manifest.family
     if not name:
+        known = class_of(config, manifest.by_name)
+        manifest, wrapped = _unwrapped(manifest, known)
         adapter = adapter_of(manifest, file)
         if adapter is not None:
-            return _adapter(manifest, adapter, config, file)
-        return _plain(manifest, config, dtype, file)
+            return _adapter(manifest, adapter, config, file).of_params(wrapped)
+        return _plain(manifest, config, known, dtype, file).of_params(wrapped)
     found, twin = _family(name, file)
     sizes, architecture = _described(manifest, found, config, file)
     sizes = found.fitted(sizes, manifest.by_name)
@@ -335,6 +355,24 @@ def twin_of(
     notes += [unsaid] if (unsaid := _unsaid(manifest)) else []
     _require_tensors(shares, model, file)
     return Twin(shares, _true(manifest, model), kept, name, notes=notes)
+
+
+def _unwrapped(manifest: Manifest, known: ModelClass | None) -> tuple[Manifest, dict[str, str]]:
+    """A manifest of parameters under the names that they have without wrappers, and their own names
+    by those. Torch's wrappers are known; what one of the user's puts in front, the class says."""
+    plain = {name: unwrapped_name(name) for name in manifest.by_name}
+    if len({*plain.values()}) < len(plain):
+        plain = {name: name for name in manifest.by_name}
+    specs = {plain[spec.name]: spec for spec in manifest.params}
+    prefix = known.prefix_in(specs) if known is not None else ""
+    plain = {name: short.removeprefix(prefix) for name, short in plain.items()}
+    ties = [
+        Tie(plain.get(one.canonical, one.canonical), tuple(map(unwrapped_name, one.aliases)))
+        for one in manifest.ties
+    ]
+    params = [replace(spec, name=plain[spec.name]) for spec in manifest.params]
+    found = replace(manifest, params=tuple(params), ties=tuple(ties), buffers=(), names={})
+    return found, {short: name for name, short in plain.items()}
 
 
 def needs_family(manifest: Manifest) -> bool:
@@ -631,8 +669,14 @@ def _true(manifest: Manifest, model: Model) -> dict[str, ParamSpec]:
     }
 
 
-def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, file: str) -> Twin:
-    """Of a model that transformers itself built: names are what they are."""
+def _plain(
+    manifest: Manifest,
+    config: Mapping[str, Any] | None,
+    known: ModelClass | None,
+    dtype: str,
+    file: str,
+) -> Twin:
+    """Of a model that transformers itself built, of the class `known`: names are what they are."""
     if ours := next((one for one in _OURS if one in manifest.by_name), None):
         raise UsageError(
             "the checkpoint holds a model of megatron-core, and does not say its family",
@@ -644,15 +688,32 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             "(family=) where that says none",
             id="no-config",
         )
-    known, notes = None, list[str]()
-    shares: Mapping[str, TensorPart] = {name: TensorPart(name) for name in manifest.by_name}
-    if config is not None:
-        check_given(config, manifest.by_name, file)
-        known, notes = with_tie(_in_dtype(config, dtype), manifest)
-        names = released_names(config, manifest.by_name)
-        notes += names_note(names, config.get("model_type"))
-        shares = shares if names is None else names.shares
-    return Twin(shares, manifest.by_name, known, notes=notes)
+    specs, shares = manifest.by_name, {name: TensorPart(name) for name in manifest.by_name}
+    if config is None:
+        return Twin(shares, specs)
+    check_given(config, specs, file)
+    tree, notes = with_tie(_in_dtype(config, dtype), manifest)
+    drawn = known.drawn(specs) if known is not None else []
+    others = known.others(specs) if known is not None and not drawn else []
+    names = released_names(config, {n: spec for n, spec in specs.items() if n not in others})
+    notes += names_note(names, config.get("model_type"))
+    if names is not None:
+        shares = {**names.shares, **{name: shares[name] for name in others}}
+    if known is None:
+        return Twin(shares, specs, tree, notes=notes)
+    if others:
+        notes.append(
+            f"{known.title} has no place for {len(others)} tensors of a module around it, which "
+            f"keep their names, and which from_pretrained leaves out: {some_of(others)}"
+        )
+    if drawn:
+        notes.append(
+            f"{len(drawn)} tensors of {known.title} have no tensor of their name here, and "
+            f"from_pretrained draws them at random: {some_of(drawn)}. Give the config of the class "
+            "that was trained (--config; Python: config=), or unwrap the model"
+        )
+    float32 = known.in_float32(specs)
+    return Twin(shares, specs, tree, notes=notes, is_complete=not drawn, float32=float32)
 
 
 def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class ReleasedNames:
         told = self._told(files, params)
         free = params - {share.param for share in told.values()}
         known = {tensor_of(name, share) for name, share in told.items()}
-        others = {name: self._renamed(name, params) for name in files if name not in known}
+        others = {name: self.renamed(name, params) for name in files if name not in known}
         return told | {n: TensorPart(param if param in free else n) for n, param in others.items()}
 
     def _told(self, files: Mapping[str, Ints], params: set[str]) -> dict[str, TensorPart]:
@@ -89,7 +89,7 @@ class ReleasedNames:
                 out |= shares
         return out
 
-    def _renamed(self, name: str, params: Collection[str]) -> str:
+    def renamed(self, name: str, params: Collection[str]) -> str:
         """The parameter that a tensor of this name is to `from_pretrained`; the name itself where
         it is none."""
         from transformers.core_model_loading import rename_source_key
@@ -129,6 +129,76 @@ def released_names(
         if model is not None and _has(model, params):
             return _reverted(model, params)
     return None
+
+
+class ModelClass:
+    """The class of transformers that a config says, as a model without memory."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.title = model, type(model).__name__
+        found: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            found.setdefault(id(param), []).append(name)
+        # the names of each parameter: several of a tied one
+        self.names: list[Collection[str]] = [*found.values()]
+
+    def prefix_in(self, params: Collection[str]) -> str:
+        """What stands before all names of the class in those of a checkpoint, where it is the model
+        inside a module of the user's; "" where nothing does, or the names are not all there."""
+        for first in self.names[0]:
+            for name in params:
+                prefix = name.removesuffix(first)
+                if prefix in (name, "") or not self._are_all_in(params, prefix):
+                    continue
+                inner = {one.removeprefix(prefix) for one in params}
+                return prefix if len(inner) == len(params) else ""
+        return ""
+
+    def _are_all_in(self, params: Collection[str], prefix: str) -> bool:
+        return all(any(f"{prefix}{one}" in params for one in some) for some in self.names)
+
+    def drawn(self, params: Collection[str]) -> list[str]:
+        """Parameters of which there is no tensor under a name that `from_pretrained` takes for
+        theirs: it draws them at random."""
+        lacking = [some[0] for some in self.names if not any(one in params for one in some)]
+        if not lacking or len(lacking) == len(self.names):
+            return lacking
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        tables = get_model_conversion_mapping(self._model)
+        if any(isinstance(one, WeightConverter) for one in tables):
+            return []  # tensors under other names may be merged to them
+        told, every = ReleasedNames(self._model, {}), {n for some in self.names for n in some}
+        taken = {told.renamed(one, every) for one in params}
+        return [name for name in lacking if name not in taken]
+
+    def others(self, params: Mapping[str, ParamSpec]) -> list[str]:
+        """Parameters that the class has not, by their names."""
+        every = {name for some in self.names for name in some}
+        return [n for n, spec in params.items() if spec.kind != "buffer" and n not in every]
+
+    def in_float32(self, params: Collection[str]) -> list[str]:
+        """Parameters and buffers that the class keeps in float32, whatever the model's dtype is."""
+        parts = getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()
+        wanted = re.compile("|".join(rf"(?:.*\.)?{re.escape(one)}(?:\..*)?" for one in parts))
+        return [name for name in params if parts and wanted.fullmatch(name)]
+
+
+def class_of(
+    config: Mapping[str, Any] | None, params: Mapping[str, ParamSpec]
+) -> ModelClass | None:
+    """The class that a config says; None where transformers is not installed, or has none such."""
+    said: Any = config and config.get("architectures")
+    name = said[0] if isinstance(said, list) and said else None
+    if config is None or not isinstance(name, str):
+        return None
+    if not is_installed() or not _is_plausible(config, params):
+        return None
+    model = _without_memory(name, config)
+    return (
+        ModelClass(model) if model is not None and any(True for _ in model.parameters()) else None
+    )
 
 
 def _is_plausible(
