@@ -194,6 +194,16 @@ class OpenFile(ByteFile, Closing):
         self.stored.read_rows(in_file, size_bytes, target, places)
 
 
+class Zeros(ByteFile):
+    """Zeros of any number: a state that no file has, as its parameter was never stepped."""
+
+    path = "zeros"
+
+    def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
+        view = target.cast("B") if target.nbytes else memoryview(bytearray())
+        view[:] = bytes(len(view))
+
+
 class AssembledTensor(ByteFile):
     """A one-dimensional tensor whose chunks lie in several files, read as a file with one record.
     `parts` are the chunks' bytes one after the other, each with its file; the record's CRC-32 is

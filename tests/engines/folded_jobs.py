@@ -92,7 +92,6 @@ def moments(engine: Any) -> dict[str, torch.Tensor]:
 
     def of(param: Any) -> Any:
         if engine.zero_optimization_stage():
-            engine.optimizer._lazy_init_hp_params_optimizer_state()
             return safe_get_full_optimizer_state(param, "exp_avg")
         return engine.optimizer.state[param]["exp_avg"]
 

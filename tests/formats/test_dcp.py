@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,38 @@ def test_settings_by_parameter_are_the_two_groups_again() -> None:
         assert [dict(g.settings) for g in flat.manifest.groups] == [
             dict(g.settings) for g in two.manifest.groups
         ]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_parameter_without_any_state_was_never_stepped(tmp_path: Path, is_frozen: bool) -> None:
+    """It begins with zeros, at the step of its group, and a note says so; one that the caller's
+    model has frozen is frozen."""
+    name = "inner.weight"
+    shutil.copytree(GOLDEN / "plain", tmp_path / "some")
+    index_of(removed(*(f"optim.state.{name}.{s}" for s in ("exp_avg", "exp_avg_sq", "step"))))(
+        tmp_path / "some"
+    )
+    want = said("plain")
+    with open_checkpoint(GOLDEN / "plain") as whole:
+        specs = [
+            replace(spec, kind="frozen") if is_frozen and spec.name == name else spec
+            for spec in whole.manifest.params
+        ]
+        told = CallerModel(like=replace(whole.manifest, params=tuple(specs), buffers=()))
+    group = next(g for g in want["param_groups"] if name in g["params"])
+    others = [float(want["state"][n]["step"]) for n in group["params"] if n != name]
+    if is_frozen:
+        group["params"].remove(name)
+        del want["state"][name]
+    else:
+        zeros = torch.zeros_like(want["state"][name]["exp_avg"])
+        step = torch.tensor(max(others, default=0.0))
+        want["state"][name] = {"exp_avg": zeros, "exp_avg_sq": zeros, "step": step}
+    with open_checkpoint(tmp_path / "some", told=told) as checkpoint:
+        assert differences(checkpoint, want) == []
+        assert any(name in note for note in checkpoint.notes) == (not is_frozen)
+        assert checkpoint.manifest.by_name[name].kind == ("frozen" if is_frozen else "trainable")
+    assert verify(tmp_path / "some", deep=True).findings == ()
 
 
 def test_weights_in_bf16_have_a_note() -> None:
@@ -383,13 +416,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
     ),
     "a step is missing": (
         index_of(removed("optim.state.inner.weight.step")),
-        StateMismatchError,
-        "states of the optimizer are missing",
-    ),
-    "all states of one parameter are missing": (
-        index_of(
-            removed(*(f"optim.state.inner.weight.{s}" for s in ("exp_avg", "exp_avg_sq", "step")))
-        ),
         StateMismatchError,
         "states of the optimizer are missing",
     ),

@@ -178,8 +178,10 @@ class LiveZero12(Wrapper):
         else:
             self.opt.update_lp_params()
         self.opt._link_all_hp_params()
-        # the tensors of the states may be new: they are linked again on first use
+        # the tensors of the states may be new: before the first step there are none to be linked
         self.opt._hp_optimizer_states_linked = False
+        if all(master in self.opt.optimizer.state for master, *_ in rows):
+            self.opt._lazy_init_hp_params_optimizer_state()
 
 
 class LiveBf16(LiveZero12):

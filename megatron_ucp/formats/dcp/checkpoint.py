@@ -35,7 +35,7 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.byte_files import Record, Where, same_bytes
+from megatron_ucp.formats.byte_files import Record, Where, Zeros, same_bytes
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, tensor_at
 from megatron_ucp.formats.dcp.keys import (
     SCHEDULER,
@@ -158,6 +158,7 @@ class KeyedTensor:
 
 
 PlaceOfRun = tuple[str, int, int]  # key of the tensor, number of the chunk, first element
+_ZEROS = ""  # the key of a state that no tensor has
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ class DcpCheckpoint(Checkpoint):
             self._objects = {key: one for one in self._folders for key in one.index.objects}
             self.keys = self._read_keys()
             self.groups, self._group_of = self._read_groups()
+            self._unstepped: dict[str, tuple[str, ...]] = {}  # parameters -> states of others
             self._check_states()
             self._ties: tuple[Tie, ...] = ()
             self._blocks: list[TensorBlock] = []
@@ -383,11 +385,19 @@ class DcpCheckpoint(Checkpoint):
 
     def _check_states(self) -> None:
         """Raises StateMismatchError for a parameter that lacks a state which its optimizer keeps
-        after the first step, where any parameter has some."""
+        after the first step, where any parameter has some. One that has none at all got no gradient
+        yet, or is frozen where the caller's model says so."""
         if not any(self.keys.states.values()):
             return
-        for name, number in self._group_of.items():
+        like = {} if self.told.like is None else self.told.like.by_name
+        for name, number in [*self._group_of.items()]:
             settings, found = self.groups[number].settings, {*self.keys.states.get(name, ())}
+            if not found and name in like and like[name].kind == "frozen":
+                del self._group_of[name]
+                continue
+            if not found and (usual := self._usual_states(number)):
+                self._unstepped[name] = usual
+                continue
             lost = untold_states(settings, found)
             if counts_steps(settings, found) and "step" not in found:
                 lost.append("step")
@@ -402,6 +412,13 @@ class DcpCheckpoint(Checkpoint):
                     fix="load the weights alone (Python: load_optimizer_states=False, "
                     'allow={"weights"})',
                 )
+
+    def _usual_states(self, number: int) -> tuple[str, ...]:
+        """The states that all parameters of a group have which have any; of a group without such
+        ones those of all groups. Empty where they are not the same."""
+        of_group = [one for name, one in self.keys.states.items() if self._group_of[name] == number]
+        kinds = {tuple(sorted(one)) for one in of_group or self.keys.states.values() if one}
+        return kinds.pop() if len(kinds) == 1 else ()
 
     # ------------------------------------------------ structure
 
@@ -576,6 +593,8 @@ class DcpCheckpoint(Checkpoint):
         """The key of each element-wise state of a tensor. Raises UnsupportedError for a state that
         is not known, or is not element-wise."""
         tensor = self._tensor_name(name, part)
+        if tensor in self._unstepped and not self.told.weights:
+            return {one: _ZEROS for one in self._unstepped[tensor] if is_element(one)}
         found = {} if self.told.weights else self.keys.states.get(tensor, {})
         if not found:
             return {}
@@ -610,8 +629,14 @@ class DcpCheckpoint(Checkpoint):
 
     @cached_property
     def _scalars_of(self) -> dict[str, dict[str, float]]:
-        """Single numbers of each tensor's states."""
-        return {name: self._scalars(name) for name in self.keys.weights}
+        """Single numbers of each tensor's states. One that was never stepped has those of its group
+        that were stepped most: an engine that steps a group as a whole counts so, too."""
+        found = {name: self._scalars(name) for name in self.keys.weights}
+        for name, states in self._unstepped.items() if not self.told.weights else ():
+            group = [found[n] for n, of in self._group_of.items() if of == self._group_of[name]]
+            scalars = [one for one in states if not is_element(one)]
+            found[name] = {s: max((one.get(s, 0.0) for one in group), default=0.0) for s in scalars}
+        return found
 
     def _param(
         self,
@@ -635,7 +660,10 @@ class DcpCheckpoint(Checkpoint):
             for block in self._blocks_of(name, part, shape, own)
         ]
         self._blocks += blocks
-        kept = tuple((state, self._stored[key].tensor.dtype) for state, key in keys[0].items())
+        kept = tuple(
+            (state, "float32" if key == _ZEROS else self._stored[key].tensor.dtype)
+            for state, key in keys[0].items()
+        )
         scalars = {} if group is None else self._scalars_of[tensors[0]]
         buffers = [
             alone(param, block.elems, kept, group, scalars, axes=(), chunk=number)
@@ -783,10 +811,12 @@ class DcpCheckpoint(Checkpoint):
         runs = {
             state: self._runs(key, part.slice_of if state in (MASTER, VALUE) else others)
             for state, key in keys.items()
+            if key != _ZEROS
         }
+        zeros = {state: (_ZEROS, 0, 0) for state, key in keys.items() if key == _ZEROS}
         for own in self._aligned(runs, keys):
             first = next(iter(own.values()))
-            places = {state: run.place for state, run in own.items()}
+            places = {state: run.place for state, run in own.items()} | zeros
             if first.elems:
                 boxes = tuple(boxes_in_param(part, shape, (first.start, first.stop)))
                 yield TensorBlock(first.elems, boxes, places)
@@ -840,6 +870,10 @@ class DcpCheckpoint(Checkpoint):
 
     def _place(self, key: str, number: int, first: int, elems: int) -> Where:
         """So many elements of a chunk of a tensor, from `first` on."""
+        if key == _ZEROS:
+            return Where(
+                Zeros(), Record(_ZEROS, 0, elems * ITEMSIZE["float32"], 0), 0, elems, "float32"
+            )
         one = self._stored[key]
         chunk: Chunk = one.tensor.chunks[number]
         file = self.file(one.where.file(chunk.place.file))
@@ -903,6 +937,11 @@ class DcpCheckpoint(Checkpoint):
         if self.manifest.keeper == Keeper.WEIGHTS:
             out.append("weights alone: no states of an optimizer")
         out += [f"left out: {one}" for one in self._left_out]
+        if self._unstepped and not self.told.weights:
+            out.append(
+                f"{len(self._unstepped)} parameters have no states, as those that got no gradient, "
+                f"and begin with zeros: {some_of([*self._unstepped])}"
+            )
         if self.keys.left:
             out.append(f"left out: other weights beside the model: {some_of(self.keys.left)}")
         if unread := self._unread():
