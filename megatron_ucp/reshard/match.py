@@ -109,6 +109,10 @@ def parts_of(names: Collection[str]) -> dict[str, list[str]]:
     }
 
 
+_LEAVE_OUT = (
+    "build the model with the configuration that the checkpoint was trained with; or leave them "
+    'out with allow={"extra"}, as transformers does with layers that predict further tokens (MTP)'
+)
 _FIRST_NAME = (
     "a save without frozen weights leaves out their first names alone: load it with "
     'allow={"missing", "extra"}, which keeps the model\'s own'
@@ -142,7 +146,11 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
             expected=f"{len(wanted)} parameters",
             found=f"{len(extra)} more in the checkpoint"
             + (f"; the model ties it to {tied}" if tied else ""),
-            fix=_FIRST_NAME if tied in passed["skipped"] else None,
+            fix=_FIRST_NAME
+            if tied in passed["skipped"]
+            else None
+            if any(spec.kind == "trainable" for spec in extra)
+            else _LEAVE_OUT,
         )
     return replace(Fit(), **{fate: tuple(lines) for fate, lines in passed.items()})
 
