@@ -141,8 +141,8 @@ def tensors_lie_at(
     masters: Sequence[torch.Tensor] = (),
 ) -> list[object]:
     """Where parameters and buffers lie, and the `masters` that `optimizers` step, with their
-    states: another list where a tensor, its memory, how many a group has, or what stands in the
-    state dict of a module, is another one. Counts of steps are left out: nobody looks at their
+    states: another list where a tensor, its memory, how many a group has, or a name in the state
+    dict of a module, is another one. Counts of steps are left out: nobody looks at their
     memory again, and some optimizers keep a new tensor for each step."""
     parts = parts_of(modules)
     params = params_of(parts)
@@ -156,8 +156,9 @@ def tensors_lie_at(
                 held.append(one)
     groups = [len(group["params"]) for one in optimizers for group in one.param_groups]
     who = [*map(id, modules), *map(id, params), *map(id, masters)]
-    dicts = [[len(one.__dict__[kept]) for kept in _OF_STATE_DICT] for one in parts]
-    return [who, groups, dicts, [(one.data_ptr(), one.shape, one.dtype) for one in held]]
+    dicts = [[tuple(one.__dict__[kept]) for kept in _OF_STATE_DICT] for one in parts]
+    places = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in held]
+    return [who, groups, dicts, places]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -36,7 +36,7 @@ from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.check import weight_of
 from megatron_ucp.reshard.engine import Engine, Holder
-from megatron_ucp.reshard.hugging_face.export import training_dtype
+from megatron_ucp.reshard.hugging_face.export import WEIGHT_DTYPES, training_dtype
 from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, twin_of
 from megatron_ucp.reshard.kept_moves import KeptMoves, SharedMemories
 from megatron_ucp.reshard.load import fit_for, notes_of_fit, parts_for
@@ -177,7 +177,8 @@ class _TensorsTarget:
     """Tensors of a Hugging Face model by name, on this rank."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], config: Any, family: str) -> None:
-        self._tensors, self._config, self._family = dict(tensors), config, family
+        # the caller's own: what it replaces or adds is seen by the next call
+        self._tensors, self._config, self._family = tensors, config, family
         self._flat: list[torch.Tensor] = []
         self.name = "tensors of a Hugging Face model"
 
@@ -211,7 +212,17 @@ class _TensorsTarget:
                 )
             slot = Slot(len(rows), (), 0, VALUE)
             rows.append((share, dtype_name(tensor.dtype)))
-            wants.append((slot, weight_of(manifest, share.param)[0]))
+            state, saved = weight_of(manifest, share.param)
+            if rows[-1][1] != saved and not {rows[-1][1], saved} <= {*WEIGHT_DTYPES}:
+                raise ModelMismatchError(
+                    "weights can't be rounded to the dtype of a tensor",
+                    file=source.name,
+                    parameter=name,
+                    expected=", ".join(dict.fromkeys((saved, *WEIGHT_DTYPES))),
+                    found=rows[-1][1],
+                    fix="give a tensor in one of these, and quantise what it gets",
+                )
+            wants.append((slot, state))
             flat.append(flat_view(tensor.detach()))
         self._flat = flat
         target = weights_manifest(twin.specs, rows)
@@ -227,7 +238,7 @@ class _TensorsTarget:
 
     def lies_at(self) -> object:
         rows = self._tensors.items()
-        return [(name, one.data_ptr(), tuple(one.shape), one.dtype) for name, one in rows]
+        return [(name, one.data_ptr(), one.shape, one.stride(), one.dtype) for name, one in rows]
 
     def begin(self) -> None:
         """Whoever holds the tensors sees them change."""
@@ -396,10 +407,10 @@ class Refit:
 
     def _moved(self, checksums: bool | None) -> RefitReport:
         started = time.perf_counter()
-        planned = self._plan_again()
-        known, target = self._known, self._target
         number = next(self._calls)
-        compare = _is_turn(self._checksums, number) if checksums is None else checksums
+        compare = _is_turn(self._checksums, number) if checksums is None else bool(checksums)
+        planned = self._plan_again(compare)
+        known, target = self._known, self._target
         kept = agree.KeptBack()
         # others wait for what this rank sends, whatever fails here
         with kept, self._takers.among():
@@ -433,16 +444,24 @@ class Refit:
             say.ended(str(report), report.notes)
         return report
 
-    def _plan_again(self) -> bool:
+    def _plan_again(self, compare: bool) -> bool:
         """Plans where an engine has changed on any rank; whether it did. Before that the ranks tell
-        each other one number: a rank that plans alone would wait for ever. Collective."""
+        each other three numbers: a rank that plans, or compares, alone would wait for ever.
+        Collective. Raises UsageError where some ranks compare."""
         known = self._known
         state, kept = _FAILED, agree.KeptBack()
         with kept:
             if self._source is not None:
                 self._source.check_usable()
             state = _AS_IT_WAS if self._lies_at(known.has_masters) == known.lies_at else _CHANGED
-        state = agree.least(state)
+        state, all_compare, none_compares = agree.lowest(state, compare, not compare)
+        if not (all_compare or none_compares):
+            raise UsageError(
+                "the ranks ask for different things of one refit",
+                expected="checksums=True on all ranks, or on none",
+                found="both",
+                fix="give every rank the same arguments",
+            )
         if state == _FAILED:
             with agree.together():
                 kept.raise_kept()
@@ -580,6 +599,14 @@ def _check(source: Any, target: Any, checksums: Any, allow: Any) -> None:
             fix="build another model for the engine that is filled",
         )
     odd = _odd_tensors(target) if isinstance(target, Mapping) else []
+    if not odd and isinstance(target, Mapping) and (both := _in_one_memory(target)):
+        raise UsageError(
+            "two targets of a refit lie in one memory: the last one's values would stay",
+            parameter=" and ".join(both),
+            expected="memory of its own for each tensor",
+            found="memory that they share",
+            fix="give one of them, or tensors such as torch.empty(shape, dtype=..., device=...)",
+        )
     if odd:
         raise UsageError(
             "a target of a refit is no tensor that can be filled",
@@ -594,5 +621,18 @@ def _odd_tensors(tensors: Mapping[Any, Any]) -> list[str]:
     return [
         str(name)
         for name, one in tensors.items()
-        if not isinstance(one, torch.Tensor) or not one.is_contiguous() or one.is_meta
+        if not (isinstance(name, str) and isinstance(one, torch.Tensor))
+        or one.layout != torch.strided
+        or not one.is_contiguous()
+        or one.is_meta
+        or (one.is_inference() and not torch.is_inference_mode_enabled())
     ]
+
+
+def _in_one_memory(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of two tensors that have bytes in common; empty where none have."""
+    rows = sorted((str(one.device), one.data_ptr(), one.nbytes, n) for n, one in tensors.items())
+    for (device, start, size, name), (other, next_start, _, next_name) in pairwise(rows):
+        if device == other and next_start < start + size:
+            return [name, next_name]
+    return []

@@ -297,16 +297,16 @@ def any_of(value: bool, ranks: Ranks | None = None) -> bool:
     return not all_of(not value, ranks)
 
 
-def least(number: int) -> int:
-    """The lowest number of all ranks. Collective: one number."""
+def lowest(*numbers: int) -> list[int]:
+    """For each number the lowest one of all ranks. Collective: these numbers."""
     ranks = default_ranks()
     with waiting(_caller(), ranks):
-        return ranks.lowest(number)[0]
+        return ranks.lowest(*numbers)
 
 
 def most(number: int) -> int:
     """The highest number of all ranks. Collective: one number."""
-    return -least(-number)
+    return -lowest(-number)[0]
 
 
 def total(*numbers: int, ranks: Ranks | None = None) -> list[int]:

@@ -262,13 +262,17 @@ def many(source: Any, target: Any, calls: int) -> dict[str, Any]:
 def changes(source: Any, target: Any) -> dict[str, Any]:
     """What the next call sees by itself."""
     both = Both(source, target, idle=False)
+    turned = torch.arange(9.0).view(3, 3)
+    for engine, values in ((both.old, turned), (both.new, turned.clone().zero_())):
+        engine.module.register_buffer("turned", values)
     move, new = ucp.refit(*both.handles), both.new
     found: dict[str, Any] = {}
 
     def call(name: str) -> None:
         both.train(len(found))
         planned = move().planned
-        found[name] = planned, both.wrong()
+        is_equal = torch.equal(new.module.turned, turned)
+        found[name] = planned, [*both.wrong(), *([] if is_equal else ["turned"])]
 
     call("first")
     call("nothing")
@@ -276,6 +280,8 @@ def changes(source: Any, target: Any) -> dict[str, Any]:
         param = next(iter(new.module.parameters()))
         param.data = param.data.clone()
     call("memory of a parameter, on one rank")
+    new.module.turned.t_()
+    call("strides of a buffer")
     parent = new.module.down
     fresh = torch.nn.Parameter(torch.zeros_like(parent.bias))
     for group in new.optimizer.param_groups:
@@ -333,6 +339,9 @@ def failing(source: Any, target: Any, rank: int) -> dict[str, Any]:
     return found
 
 
+LAYER_NORM = "model.layers.0.input_layernorm.weight"
+
+
 def refusals(source: Any, target: Any) -> dict[str, Differ]:
     """What can't be refitted, and what is said; after each both engines are as they were."""
     both = Both(source, target)
@@ -340,6 +349,11 @@ def refusals(source: Any, target: Any) -> dict[str, Differ]:
     old, new = both.handles
     other = both.another(Mega("gpt", 1, 0, "bf16"))
     whole = {"word_embeddings": torch.zeros(4)}
+    one = torch.zeros(16)
+
+    def norm(dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        return {"model.norm.weight": one if dtype is None else one.to(dtype)}
+
     calls: dict[str, Callable[[], Any]] = {
         "one engine": lambda: ucp.refit(old, old),
         "nobody trains": lambda: ucp.refit(None, new),
@@ -348,11 +362,15 @@ def refusals(source: Any, target: Any) -> dict[str, Differ]:
         "no such tensor": lambda: ucp.refit(old, whole),
         "another shape": lambda: ucp.refit(old, {"model.norm.weight": torch.zeros(3)}),
         "no tensor": lambda: ucp.refit(old, {"model.norm.weight": [0.0]}),
+        "a dtype of no weights": lambda: ucp.refit(old, norm(torch.int8)),
+        "one memory": lambda: ucp.refit(old, {**norm(), LAYER_NORM: one[:]}),
         "no number": lambda: ucp.refit(old, new, checksums="often"),  # type: ignore[arg-type]
         "no word": lambda: ucp.refit(old, new, allow={"anything"}),
         "ranks differ": lambda: ucp.refit(old, new, checksums=dist.get_rank()),
         "another model": lambda: ucp.refit(old, other),
     }
+    move = ucp.refit(old, new)
+    calls["ranks differ in a call"] = lambda: move(checksums=dist.get_rank() == 0)
     before, found = both.wrong(), dict[str, Differ]()
     for name, call in calls.items():
         found[name] = [refusal_of(call, "nothing was refused")]
@@ -419,8 +437,11 @@ def tensors(source: Any, folder: str, dtype: str, takers: list[int]) -> dict[str
     }
     move = ucp.refit(one.handle(old), own if rank in takers else None)
     found: dict[str, Any] = {"wrong": [], "count": len(own)}
-    for step in (1, 2):
+    for step in (1, 2, 3):
         one.train(old, 1, first=step)
+        if step == 3 and own:  # the caller's own mapping: one that it replaced
+            name = next(iter(own))
+            own[name] = torch.full_like(own[name], 7)
         report = move(checksums=True)
         again = f"{folder}_{step}"
         ucp.export_hf(one.handle(old), again, dtype=dtype)

@@ -105,7 +105,7 @@ def test_many_calls(ranks: RankPool) -> None:
         assert found["planned"] == 1 and found["compared"] == 4
         assert found["grown"] < 2**22
         asked = found["asked"]
-        assert asked.pop("bytes") <= 2 * 2 * 8 * 2, "two numbers, up and down a tree of four"
+        assert asked.pop("bytes") <= 4 * 2 * 8 * 2, "four numbers, up and down a tree of four"
         assert asked.pop("messages") <= 2 * 4, "a number goes up the tree and down"
         assert asked == {}
 
@@ -144,10 +144,13 @@ REFUSED = {
     "no such tensor": "ModelMismatchError: the model has no tensor of a name",
     "another shape": "ModelMismatchError: a tensor has another shape than in the Hugging Face",
     "no tensor": "UsageError: a target of a refit is no tensor that can be filled",
+    "a dtype of no weights": "ModelMismatchError: weights can't be rounded to the dtype",
+    "one memory": "UsageError: two targets of a refit lie in one memory",
     "no number": "UsageError: checksums says whether, or how often",
     "no word": "UsageError: ",
     "ranks differ": "UsageError: the ranks were given different options",
     "another model": "ModelMismatchError: ",
+    "ranks differ in a call": "UsageError: the ranks ask for different things",
 }
 
 
