@@ -197,8 +197,8 @@ class RankError(UcpError):
 
 
 class EngineUnusableError(UcpError):
-    """A load failed after bytes were written into the engine, or its memory went in a hold; it
-    refuses to step, to save and to be exported."""
+    """A load failed after bytes were written into the engine; until what it broke is filled again
+    the engine refuses to step, to save and to be exported, and with broken weights to compute."""
 
     fix = "load a whole checkpoint into it, or build the engine again"
     id = "engine-unusable"

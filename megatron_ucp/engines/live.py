@@ -1,8 +1,9 @@
 """A live engine as its ranks together, whatever trains in it: its tensors, its optimizer's
 groups, what its model computes, and whether a failed load left it unusable."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -369,69 +370,88 @@ def require_unstepped(before: Mapping[str, float], now: Mapping[str, float]) -> 
 
 # ---- unusable
 #
-# Marks an engine unusable, while and after a load fails, or as its memory is let go of: what is
-# in it is no state of the run, and no door gives it out. It refuses to step, and to be saved,
-# exported, held or proved, by DeepSpeed's and Megatron's own methods too.
+# Marks parts of an engine as broken, while and after a load fails: what is in them is no state of
+# the run, and no door gives it out. An engine with a broken part refuses to step, and to be saved,
+# exported, held or proved, by DeepSpeed's and Megatron's own methods too; with broken weights it
+# computes nothing either. What fills a part makes that part whole again, and nothing else does.
 
+WEIGHTS, STATES = "weights", "states of the optimizer"
 
 # Methods of engines, and of optimizers of megatron-core, that train with what is there or write it.
 # Some are called by the others: a caller may go by the class, around what an engine has itself.
-_DOORS = (
-    *("step", "train_batch", "save_checkpoint", "save_16bit_model", "save_fp16_model"),
-    *("_save_checkpoint", "_save_zero_checkpoint", "_save_moe_checkpoint"),
+_OF_WEIGHTS = (
+    *("forward", "eval_batch", "save_16bit_model", "save_fp16_model"),
     *("module_state_dict", "_consolidated_16bit_state_dict"),
-    "_zero3_consolidated_16bit_state_dict",
+    *("_zero3_consolidated_16bit_state_dict", "_replace_module_consolidated_state_dict"),
+)
+_OF_ALL = (
+    *("step", "train_batch", "save_checkpoint"),
+    *("_save_checkpoint", "_save_zero_checkpoint", "_save_moe_checkpoint"),
     *("state_dict", "sharded_state_dict", "save_parameter_state"),
 )
 
 
-def mark_unusable(program: Any, modules: Sequence[torch.nn.Module]) -> None:
-    """From now on the `program` (an engine of DeepSpeed, an optimizer of megatron-core) raises
-    EngineUnusableError by all of its doors, and so do the state dicts of its `modules`. Twice is
-    once."""
-    record = record_of(program)
-    if record.closed_doors is not None:
-        return
-    record.closed_doors = {
-        name: program.__dict__.get(name) for name in _DOORS if hasattr(program, name)
-    }
-    for name in record.closed_doors:
-        program.__dict__[name] = _refuse
-    record.hooks = [module.register_state_dict_pre_hook(_refuse_values) for module in modules]
+def mark_broken(program: Any, modules: Sequence[torch.nn.Module], parts: Collection[str]) -> None:
+    """From now on these parts of the `program` (an engine of DeepSpeed, an optimizer of
+    megatron-core) are broken. Its doors, and forward passes and state dicts of its `modules` where
+    the weights are, raise EngineUnusableError."""
+    _set_broken(program, modules, record_of(program).broken | {*parts})
+
+
+def mark_whole(program: Any, modules: Sequence[torch.nn.Module], parts: Collection[str]) -> None:
+    """These parts are filled. The others stay as they are."""
+    _set_broken(program, modules, record_of(program).broken - {*parts})
 
 
 def require_usable(program: Any) -> None:
-    """Raises EngineUnusableError where the mark is there."""
-    if record_of(program).closed_doors is not None:
-        _refuse()
+    """Raises EngineUnusableError where a part is broken."""
+    if broken := record_of(program).broken:
+        _refuse(broken)
 
 
-def mark_usable(program: Any) -> None:
-    """Takes the mark away."""
+def _set_broken(program: Any, modules: Sequence[torch.nn.Module], broken: frozenset[str]) -> None:
     record = record_of(program)
-    for name, method in (record.closed_doors or {}).items():
+    record.broken = broken
+    for name, method in record.closed_doors.items():
         if method is None:
             program.__dict__.pop(name, None)
         else:
             program.__dict__[name] = method
     for hook in record.hooks:
         hook.remove()
-    record.closed_doors, record.hooks = None, []
+    closed = (*(_OF_ALL if broken else ()), *(_OF_WEIGHTS if WEIGHTS in broken else ()))
+    record.closed_doors = {
+        name: program.__dict__.get(name) for name in closed if hasattr(program, name)
+    }
+    refuse = partial(_refuse, broken)
+    program.__dict__.update(dict.fromkeys(record.closed_doors, refuse))
+
+    def refuse_values(_module: Any, _prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # who asks for the parameters themselves looks at names, copies nothing
+            refuse()
+
+    record.hooks = []
+    for module in modules if WEIGHTS in broken else ():
+        record.hooks.append(module.register_state_dict_pre_hook(refuse_values))
+        record.hooks.append(module.register_forward_pre_hook(refuse))
 
 
-def _refuse_values(_module: Any, _prefix: str, keep_vars: bool) -> None:
-    if not keep_vars:  # who asks for the parameters themselves looks at names, and copies nothing
-        _refuse()
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise EngineUnusableError("a load failed after bytes were written into this engine")
+def _refuse(broken: Collection[str], *_: Any, **__: Any) -> None:
+    raise EngineUnusableError(
+        "a load failed after bytes were written into this engine",
+        expected="its weights, and the states of its optimizer, of one save",
+        found=f"its {' and '.join(sorted(broken, reverse=True))} of none",
+    )
 
 
 # ---- the engine of all ranks
 #
 # A live engine as all of its places together, of which this rank holds one: what is the same
 # whatever trains in it.
+
+
+def _parts(states: bool) -> tuple[str, ...]:
+    return (WEIGHTS, STATES) if states else (WEIGHTS,)
 
 
 class LocalPart(Protocol):
@@ -500,12 +520,12 @@ class LiveShards:
         """Before the first write: what `tensor` gives is the engine's own memory afterwards. No
         value is changed."""
 
-    def mark_unusable(self) -> None:
-        mark_unusable(self._program, self.modules())
+    def mark_broken(self, states: bool) -> None:
+        mark_broken(self._program, self.modules(), _parts(states))
         self.prepare()
 
-    def mark_usable(self) -> None:
-        mark_usable(self._program)
+    def mark_whole(self, states: bool) -> None:
+        mark_whole(self._program, self.modules(), _parts(states))
 
     def built_groups(
         self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool

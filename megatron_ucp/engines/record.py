@@ -33,10 +33,10 @@ class EngineRecord:
     `attachment` says how it was attached (None: it was not). `backgrounds` are what works beside
     its training, by what each does. `memory` keeps in-memory checkpoints, if anything does. `model`
     is the family's model that an earlier call named. `stepped` are the ids of the parameters that a
-    plain optimizer stepped when the engine was attached: some may be frozen later. `closed_doors`
-    are the methods that the engine had before it became unusable (None: it is usable), and `hooks`
-    what stands in the way of its modules' state dicts meanwhile. `tensor_rank` is this rank's
-    number among those that cut the parameters, once it was asked.
+    plain optimizer stepped when the engine was attached: some may be frozen later. `broken` are the
+    parts that a failed load left (live.WEIGHTS, live.STATES), `closed_doors` the methods that the
+    engine had before, and `hooks` what stands in the way of its modules meanwhile. `tensor_rank` is
+    this rank's number among those that cut the parameters, once it was asked.
     """
 
     attachment: Any = None
@@ -45,7 +45,8 @@ class EngineRecord:
     memory: Any = None
     model: Any = None
     stepped: frozenset[int] = frozenset()
-    closed_doors: Mapping[str, Callable[..., Any] | None] | None = None
+    broken: frozenset[str] = frozenset()
+    closed_doors: Mapping[str, Callable[..., Any] | None] = field(default_factory=dict[str, Any])
     hooks: list[Any] = field(default_factory=list[Any])
     tensor_rank: int | None = None
 

@@ -160,7 +160,7 @@ class _EngineTarget:
         return self._handle.lies_at(self.live.has_optimizer)
 
     def begin(self) -> None:
-        self.live.mark_unusable()
+        self.live.mark_broken(states=False)
 
     def lost(self, source: Manifest, plans: Sequence[Proved]) -> Lost:
         """Weights that are narrower than their masters."""
@@ -170,7 +170,7 @@ class _EngineTarget:
 
     def finish(self) -> None:
         self.live.refresh()
-        self.live.mark_usable()
+        self.live.mark_whole(states=False)
 
 
 class _TensorsTarget:

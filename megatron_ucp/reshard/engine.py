@@ -195,12 +195,14 @@ class Engine(Holder, Protocol):
         """Makes the engine's memory what `tensor` gives; no value is changed."""
         ...
 
-    def mark_unusable(self) -> None:
-        """From now on the engine refuses to step, to save and to be exported. It is prepared."""
+    def mark_broken(self, states: bool) -> None:
+        """From now on the engine refuses to compute, to step and to be saved: its weights are
+        broken, and with `states` what its optimizer keeps, too. It is prepared."""
         ...
 
-    def mark_usable(self) -> None:
-        """Takes the mark away."""
+    def mark_whole(self, states: bool) -> None:
+        """Its weights are filled, and with `states` what its optimizer keeps; what else is broken
+        stays so."""
         ...
 
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:

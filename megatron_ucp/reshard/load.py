@@ -229,7 +229,7 @@ class EngineSink:
 
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
-        self.engine.mark_unusable()
+        self.engine.mark_broken(self.options.optimizer)
         if self.options.optimizer:
             self.engine.allocate(self.filled.states)
         return self
@@ -351,7 +351,7 @@ class EngineSink:
 
     def publish(self) -> None:
         """The engine may step, and be saved."""
-        self.engine.mark_usable()
+        self.engine.mark_whole(self.options.optimizer)
 
     def _set_groups(self) -> list[str]:
         if self.options.hyper == "config":

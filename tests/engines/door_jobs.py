@@ -44,6 +44,7 @@ def doors_of(setup: Any, engine: Any, handle: Any, folder: str) -> dict[str, Cal
             "optimizer.state_dict": engine.optimizer.state_dict,
             "sharded_state_dict": lambda: engine.optimizer.sharded_state_dict({}),
             "chunk.state_dict": chunk.state_dict,
+            "forward": lambda: chunk(None, None, None),
         }
     module = engine.module
     engine.zero_gather_16bit_weights_on_model_save = lambda: True
@@ -57,6 +58,8 @@ def doors_of(setup: Any, engine: Any, handle: Any, folder: str) -> dict[str, Cal
         "module_state_dict": engine.module_state_dict,
         "module.state_dict": module.state_dict,
         "engine.state_dict": engine.state_dict,
+        "forward": lambda: engine(torch.zeros(1, SEQUENCE, dtype=torch.long)),
+        "the module's forward": lambda: module(torch.zeros(1, SEQUENCE, dtype=torch.long)),
         "a client's": lambda: torch.save(module.state_dict(), f"{folder}/client.pt"),
     }
 
@@ -89,6 +92,35 @@ def unusable(setup: Any, folder: str) -> dict[str, Any]:
     module = engine.stack.chunks[0] if isinstance(setup, Mcore) else engine.module
     found["hooks"] = len(module._state_dict_pre_hooks)
     kind.close(engine)
+    return found
+
+
+def broken_in_part(setup: Any, folder: str, fill: str) -> dict[str, Any]:
+    """What an engine says whose load failed, once its weights alone are filled: what computes, and
+    what steps or writes; and after a load of all of it."""
+    kind = kind_of(setup)
+    engine, other = kind.make(setup), kind.make(setup)
+    handle = kind.handle(engine)
+    kind.train(engine, 1)
+    handle.ucp.save(f"{folder}/good")
+    ucp.load(kind.handle(other), f"{folder}/good")
+    with mock.patch("megatron_ucp.reshard.files.execute", side_effect=OSError(5, "gone")):
+        assert _said(lambda: ucp.load(handle, f"{folder}/good")).startswith("DamagedFileError")
+    fills: dict[str, Callable[[], Any]] = {
+        "refit": lambda: ucp.refit(kind.handle(other), handle)(),
+        "load": lambda: ucp.load(handle, f"{folder}/good", load_optimizer_states=False),
+        "module": lambda: ucp.load(handle, f"{folder}/good", load_module_only=True),
+    }
+    fills[fill]()
+    doors = doors_of(setup, engine, handle, f"{folder}/out")
+    names = "module.state_dict", "module_state_dict"
+    found: dict[str, Any] = {"whole": [_said(doors[name]) for name in names]}
+    names = "step", "save_checkpoint", "engine.state_dict", "fingerprint"
+    found["broken"] = [_said(doors[name]) for name in names]
+    ucp.load(handle, f"{folder}/good")
+    kind.train(engine, 1, first=1)
+    kind.train(other, 1, first=1)
+    found["same"] = ucp.fingerprint(handle).digest == ucp.fingerprint(kind.handle(other)).digest
     return found
 
 

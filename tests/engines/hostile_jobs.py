@@ -30,7 +30,7 @@ def load_all(setup: Setup, folders: list[str], good: str, memory_bytes: int) -> 
                     "message": str(error),
                 }
         out["seconds"] = time.process_time() - started
-        out["marked"] = record_of(engine).closed_doors is not None
+        out["marked"] = bool(record_of(engine).broken)
         out["unchanged"] = not out["marked"] and differences(before, canonical(engine)) == []
         found.append(out)
         if not out["unchanged"]:  # the next ones are compared with a whole engine

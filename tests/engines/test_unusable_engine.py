@@ -3,12 +3,14 @@ settings, copies and padding what a load depends on, or another check does; a ge
 restored is what the next draw sees."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import megatron_ucp as ucp
+from megatron_ucp.engines import live
 from tests.engines import door_jobs
 from tests.engines.door_jobs import SETTINGS
 from tests.engines.megatron_jobs import Mcore
@@ -31,6 +33,45 @@ def test_an_unusable_engine_gives_nothing_out(ranks: RankPool, tmp_path: Path, s
         for door, said in found["then"].items():
             assert not said.startswith("EngineUnusableError"), door
         assert found["then"]["fingerprint"] == "" and found["then"]["hold"] == ""
+
+
+@pytest.mark.parametrize("fill", ["refit", "load", "module"])
+def test_what_fills_a_part_opens_that_part_alone(
+    ranks: RankPool, tmp_path: Path, fill: str
+) -> None:
+    """Weights that are filled may be written and computed with; moments that are nobody's may not
+    be stepped with, whatever filled the weights."""
+    for found in ranks.run(2, door_jobs.broken_in_part, Setup(1, "bf16"), str(tmp_path), fill):
+        assert found["whole"] == ["", ""] and found["same"]
+        for said in found["broken"]:
+            assert said.startswith("EngineUnusableError") and "states of the optimizer" in said
+
+
+# Methods whose names say that they train, compute, write or give out what an engine has, and that
+# do not: they fill it, or take parts of a dictionary that somebody gives them.
+HARMLESS = {
+    *("load_checkpoint", "_load_checkpoint", "_load_zero_checkpoint", "load_universal_checkpoint"),
+    *("load_module_state_dict", "load_moe_state_dict", "_get_non_moe_state_dict"),
+}
+
+
+def test_every_method_that_gives_values_out_has_a_door() -> None:
+    """A new one of DeepSpeed's is asked: is it closed, or named here with those that are
+    harmless?"""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    wanted = re.compile(
+        "forward|step|train_batch|eval_batch|_?(save|load)_.*|.*state_dict"
+    )
+    theirs = {
+        name
+        for one in {*DeepSpeedEngine.__mro__, *PipelineEngine.__mro__}
+        for name, value in vars(one).items()
+        if one.__module__.startswith("deepspeed") and callable(value) and wanted.fullmatch(name)
+    }
+    assert len(theirs) > 15
+    assert theirs - {*live._OF_ALL, *live._OF_WEIGHTS} == HARMLESS
 
 
 def test_a_bit_of_a_padded_row_is_seen(ranks: RankPool, tmp_path: Path) -> None:
