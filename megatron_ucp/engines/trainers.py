@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class AfterImport:
 
 _GUARDED = "_ucp_waits_for_saves"  # of a function that has been replaced
 _STATE = "trainer_state.json"  # what Trainer writes last
+_NUMBER = re.compile(r"(\d+)$")
 
 
 @functools.cache
@@ -109,25 +111,40 @@ def guard_removals() -> None:
 
 
 def _may_remove(path: Any) -> bool:
-    """Whether a folder may be removed, once saves beside it are whole; not where one failed."""
-    if not isinstance(path, str | Path):
-        return True
-    removed = Path(os.path.abspath(path))
-    for turn in last_saves():
-        folder = Path(turn.what).parent  # of the tag: what the program gave
-        if removed not in (folder, *folder.parents) and not _is_beside(removed, folder):
+    """Whether a folder may be removed, once saves beside it are whole; not where one failed. What
+    is no checkpoint of a run that saves is nobody's to keep."""
+    removed = Path(os.path.realpath(os.fsdecode(path)))
+    who = _identity(removed)
+    for turn in last_saves() if who is not None else ():
+        folder = Path(os.path.realpath(turn.what)).parent  # of the tag: what the program gave
+        is_around = who in map(_identity, (folder, *folder.parents))
+        is_beside = not is_around and _is_beside(removed, folder)
+        if not (is_around or is_beside):
             continue
         turn.join()
-        if turn.error is not None and _is_beside(removed, folder):
+        if turn.error is not None and is_beside:
             say.note(f"{removed} stays: the save that was to stand for it failed ({turn.what})")
             return False
     return True
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode, which a folder has under any name."""
+    with suppress(OSError, ValueError):
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    return None
+
+
 def _is_beside(removed: Path, folder: Path) -> bool:
     """Whether a folder is a tag in that of a save, or another checkpoint beside it."""
-    is_tag = folder in removed.parents
-    return is_tag or (removed.parent == folder.parent and removed != folder)
+    own = _identity(folder)
+    if own in map(_identity, removed.parents):
+        return is_unfinished(removed.name) or has_state_files(removed) or _has_states(removed)
+    if _identity(removed.parent) != _identity(folder.parent):
+        return False
+    is_named_alike = _NUMBER.sub("", removed.name) == _NUMBER.sub("", folder.name)
+    return is_named_alike or (removed / _STATE).is_file() or _has_states(removed)
 
 
 # ------------------------------------------------ Trainer
@@ -153,12 +170,11 @@ def _last_whole(last: str | None, why_not: Callable[[Path, bool], str]) -> str |
     DeepSpeed, or not."""
     if last is None:
         return None
-    number = re.compile(r"(\d+)$")
-    named, kind = Path(last), number.sub("", Path(last).name)
+    named, kind = Path(last), _NUMBER.sub("", Path(last).name)
     found = [
         (int(match[1]), path)
         for path in named.parent.iterdir()
-        if path.is_dir() and (match := number.search(path.name)) and path.name.startswith(kind)
+        if path.is_dir() and (match := _NUMBER.search(path.name)) and path.name.startswith(kind)
     ]
     has_states = any(_has_states(path) for _, path in found)
     for _, path in sorted(found, reverse=True):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp import run as runner
 from megatron_ucp.cli import main
+from megatron_ucp.engines import trainers
 from megatron_ucp.engines.deepspeed.model import _OF_ENGINES
 from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard.options import options_of
@@ -444,3 +446,60 @@ def test_the_comparison_of_killed_trainers_sees_a_removal_too_early(tmp_path: Pa
     """As it is where nobody waits: of some lives nothing whole is left."""
     found = killed(tmp_path, "--trainer", "trainer", "--keep", "1", "--plant-fault", lives=12)
     assert any(line["wrong"] for line in found)
+
+
+# ------------------------------------------------ what waits for a save
+
+
+@dataclass
+class Turn:
+    """A save in the background of a tag."""
+
+    what: str
+    error: Exception | None = None
+    joined: int = 0
+
+    def join(self) -> None:
+        self.joined += 1
+
+
+def _spellings(path: Path, link: Path) -> list[Any]:
+    """A path in the ways in which programs give it."""
+    link.symlink_to(path.parent)
+    with os.scandir(path.parent) as entries:
+        entry = next(one for one in entries if one.name == path.name)
+    relative = os.path.relpath(path)
+    return [
+        str(path),
+        path,
+        os.fsencode(path),
+        entry,
+        link / path.name,
+        relative,
+        f"{path}/../{path.name}",
+    ]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_checkpoint_waits_for_the_save_whatever_its_path_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """An older checkpoint is the last one while a newer is on its way. Unrelated folders beside it
+    are nobody's."""
+    older, newer = tmp_path / "out" / "checkpoint-5", tmp_path / "out" / "checkpoint-10"
+    tag = older / "global_step5"
+    for folder in (tag, newer / "global_step10", tmp_path / "out" / "cache", newer / "images"):
+        folder.mkdir(parents=True)
+    (tag / "mp_rank_00_model_states.pt").write_bytes(b"")
+    turn = Turn(str(newer / "global_step10"), OSError() if failed else None)
+    monkeypatch.setattr(trainers, "last_saves", lambda: [turn])
+    for number, path in enumerate(_spellings(older, tmp_path / "link")):
+        assert trainers._may_remove(path) is not failed, path
+        assert turn.joined == number + 1, path
+    turn.joined = 0
+    for path in (tmp_path / "out" / "cache", newer / "images", tmp_path / "nothing", b"\xff"):
+        assert trainers._may_remove(path)
+    assert turn.joined == 0
+    for around in (newer, tmp_path / "out"):
+        assert trainers._may_remove(around)
+    assert turn.joined == 2

@@ -61,9 +61,7 @@ def test_every_method_that_gives_values_out_has_a_door() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    wanted = re.compile(
-        "forward|step|train_batch|eval_batch|_?(save|load)_.*|.*state_dict"
-    )
+    wanted = re.compile("forward|step|train_batch|eval_batch|_?(save|load)_.*|.*state_dict")
     theirs = {
         name
         for one in {*DeepSpeedEngine.__mro__, *PipelineEngine.__mro__}
