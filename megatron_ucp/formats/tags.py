@@ -423,7 +423,8 @@ def content_id(folder: Location) -> str:
 
 def nothing_there(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is missing, or holds neither a pointer nor anything like a checkpoint: a
-    run's first start."""
+    run's first start. One with checkpoints in folders of it, as `out/checkpoint-10` in `out`, is no
+    first start: nobody means to begin anew beside them."""
     there = location(path)
 
     def is_bare() -> bool:
@@ -432,6 +433,7 @@ def nothing_there(path: str | os.PathLike[str]) -> bool:
             and not has_tags(there)
             and not any(there.glob("*.safetensors"))  # of a Hugging Face folder
             and not weights_as_pickles(folder_at(there))
+            and not any(has_tags(one) for one in there.iterdir())
         )
 
     return look_once(path, lambda: not there.exists() or is_bare())

@@ -148,6 +148,18 @@ def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_with_checkpoints_below_is_no_first_start(tmp_path: Path) -> None:
+    """A trainer's output folder, which is given in the place of one of its checkpoints."""
+    (tmp_path / "out" / "logs").mkdir(parents=True)
+    assert nothing_there(tmp_path / "out")
+    for step in (5, 10):
+        save(tmp_path / "out" / f"checkpoint-{step}", f"global_step{step}", "all of it")
+    assert not nothing_there(tmp_path / "out")
+    with pytest.raises(NotFoundError, match="folders below it do.*") as caught:
+        tag_folder(tmp_path / "out")
+    assert "checkpoint-10" in str(caught.value) and "checkpoint-5" in str(caught.value)
+
+
 @pytest.mark.parametrize("tag", ["", "..", "a/b", ".hidden"])
 def test_a_tag_is_a_plain_name(tmp_path: Path, tag: str) -> None:
     with pytest.raises(UsageError, match="plain name"), output_folder.begin(tmp_path, tag):
