@@ -309,7 +309,7 @@ def test_killed_at_random_moments(ranks: RankPool, tmp_path: Path, kept: str) ->
     with Nodes(tmp_path, restarts=4 * MOMENTS) as nodes:
         there = [nodes.start(1, script) for _ in range(2)]
         wait_until(lambda starts: bool(starts) and starts[-1].last >= 1, log, there[0])
-        kill_at_random(nodes, there, script)
+        kill_at_random(nodes, there, script, log)
         for node in there:
             assert nodes.wait(node, 300) == 0, node.log.read_text()[-3000:]
     starts = read(log)
@@ -318,14 +318,18 @@ def test_killed_at_random_moments(ranks: RankPool, tmp_path: Path, kept: str) ->
     assert MOMENTS < 20 or {start.entry["ranks"] for start in starts} == {1, 2}
 
 
-def kill_at_random(nodes: Nodes, there: list[Node], script: list[str]) -> None:
-    """At each moment a node, or the rank of one; where one node is left, another joins."""
-    dice = random.Random(5)
+def kill_at_random(nodes: Nodes, there: list[Node], script: list[str], log: Path) -> None:
+    """At each moment a node, or the rank of one; where one node is left, another joins. The first
+    node that is left alone trains: on a slow machine the next moment may come before it starts."""
+    dice, was_alone = random.Random(5), False
     for _ in range(MOMENTS):
         time.sleep(dice.uniform(0, 12))
         assert all(n.agent.poll() is None for n in there), there[0].log.read_text()[-3000:]
         if len(there) == 2 and dice.random() < 0.4:
             kill(there.pop(dice.randrange(2)))
+            if not was_alone:
+                wait_until(lambda starts: starts[-1].entry["ranks"] == 1, log, there[0])
+            was_alone = True
             continue
         for rank in dice.choice(there).living():
             rank.process.send_signal(signal.SIGKILL)
