@@ -155,7 +155,7 @@ def test_a_folder_with_checkpoints_below_is_no_first_start(tmp_path: Path) -> No
     for step in (5, 10):
         save(tmp_path / "out" / f"checkpoint-{step}", f"global_step{step}", "all of it")
     assert not nothing_there(tmp_path / "out")
-    with pytest.raises(NotFoundError, match="folders below it do.*") as caught:
+    with pytest.raises(NotFoundError, match="folders below it do") as caught:
         tag_folder(tmp_path / "out")
     assert "checkpoint-10" in str(caught.value) and "checkpoint-5" in str(caught.value)
 
