@@ -326,7 +326,7 @@ def run_export_hf(args: Any) -> int:
         allow=allowed(args),
         **named(args, *_EXPORT_OPTIONS),
     )
-    return show(args, found, DONE if found.loadable else FOUND)
+    return show(args, found, DONE if found.loadable and found.complete else FOUND)
 
 
 # ---- import-hf

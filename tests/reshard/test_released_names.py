@@ -349,7 +349,7 @@ def test_a_model_in_a_wrapper_has_the_names_of_its_class(
     plain = getattr(model, "_orig_mod", model)
     plain.save_pretrained(tmp_path / "want")
     done = ucp.export_hf(source, tmp_path / "out", config=tmp_path / "want", verify=True)
-    assert done.loadable, done.notes
+    assert done.loadable and done.complete, done.notes
     found, want = twins.read(tmp_path / "out"), load_file(tmp_path / "want" / "model.safetensors")
     want = {re.sub(r"_checkpoint_wrapped_module\.", "", name): t for name, t in want.items()}
     left = {name for name in found if name.startswith("v_head.")}
@@ -367,8 +367,8 @@ def test_tensors_that_would_be_drawn_at_random_are_said(tmp_path: Path) -> None:
     tree["architectures"] = ["LlamaForTokenClassification"]
     (tmp_path / "config.json").write_text(json.dumps(tree))
     done = ucp.export_hf(source, tmp_path / "out", config=tmp_path)
-    assert not done.loadable and "2 tensors of LlamaForTokenClassification" in done.notes[-1]
-    assert "score.weight" in done.notes[-1] and "NO LIBRARY LOADS IT" in str(done)
+    assert not done.complete and "2 tensors of LlamaForTokenClassification" in done.notes[-1]
+    assert "score.weight" in done.notes[-1] and "NOT COMPLETE" in str(done)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
@@ -387,7 +387,7 @@ def test_each_tensor_has_the_dtype_that_the_class_would_write(
     found = load_file(tmp_path / "out" / "model.safetensors")
     loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
     kept = {name for name, tensor in loaded.items() if tensor.dtype == torch.float32}
-    assert done.loadable and len(kept) >= 2 and {*buffers} <= kept
+    assert done.loadable and done.complete and len(kept) >= 2 and {*buffers} <= kept
     wide = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
     assert wide == ({*found} if dtype == "float32" else kept)
     for name in kept:

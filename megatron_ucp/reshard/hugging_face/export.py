@@ -84,8 +84,9 @@ from megatron_ucp.reshard.work_sharing import as_rank_error, ranks_of, require_s
 class Exported:
     """What an export did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not
     as in the source; `verified` whether the files were read back and compared; `loadable` whether
-    there is a config, without which no library loads the folder, and a tensor of each parameter of
-    its class; `proved` what was compared."""
+    there is a config, without which no library loads the folder; `complete` whether the folder has
+    all that its class asks for, and all that an adapter's run trained; `proved` what was compared.
+    """
 
     path: str
     source_mesh: str
@@ -99,9 +100,11 @@ class Exported:
     notes: tuple[str, ...]
     loadable: bool = True
     proved: str = ""
+    complete: bool = True
 
     def __str__(self) -> str:
-        lacks = "" if self.loadable else "; NO LIBRARY LOADS IT YET: see the notes"
+        lacks = "" if self.complete else "; NOT COMPLETE: see the notes"
+        lacks = lacks if self.loadable else "; NO LIBRARY LOADS IT YET: it has no config"
         return (
             f"wrote {self.path}: {self.source_mesh} -> Hugging Face; {self.tensors} tensors in "
             f"{self.dtype}, {say.amount(self.written_bytes)} in {self.files} "
@@ -325,13 +328,13 @@ class Outgoing:
 
     @property
     def is_loadable(self) -> bool:
-        """Whether the folder says what its model is, and has all of it."""
-        return self.twin.config is not None and self.twin.is_complete
+        """Whether the folder says what its model is."""
+        return self.twin.config is not None
 
     @property
     def notes(self) -> list[str]:
         """What the class computes a little otherwise, and what the folder lacks."""
-        if self.twin.config is not None:
+        if self.is_loadable:
             return [*self.twin.notes]
         reader = "peft" if self.twin.is_adapter else "transformers"
         file = self.twin.config_file
@@ -369,8 +372,8 @@ class Outgoing:
         says what was compared."""
         counts = len(self.files), sum(len(file.places) for file in self.files)
         said = (*notes, *self.notes)
-        where = str(folder), mesh, self.dtype
-        return Exported(*where, *counts, *sizes, verified, said, self.is_loadable, seen)
+        where, is_all = (str(folder), mesh, self.dtype), self.twin.is_complete
+        return Exported(*where, *counts, *sizes, verified, said, self.is_loadable, seen, is_all)
 
     def _layout(self, file: WeightFile, slots: "_Slots") -> FileLayout:
         """One file: the pieces in the order of their bytes."""
@@ -538,7 +541,8 @@ def export_hf(
 
     Returns:
         What was done. `loadable` is false where no config was found: the weights are there, and
-        no library loads them without one.
+        no library loads them without one. `complete` is false where `from_pretrained` would draw
+        tensors at random, or an adapter lacks what was trained beside it.
 
     Raises:
         UsageError: For arguments that can't be.

@@ -304,7 +304,7 @@ class Twin:
     weights_file: str = WEIGHTS_FILE
     config_file: str = CONFIG_FILE
     notes: Sequence[str] = ()
-    is_complete: bool = True  # whether there is a tensor of each parameter of the class
+    is_complete: bool = True  # whether nothing of the class, or of what was trained, is missing
     float32: Collection[str] = ()  # parameters that the class keeps so
 
     def of_params(self, names: Mapping[str, str]) -> "Twin":
@@ -745,4 +745,12 @@ def _adapter(
         )
     shares = {name: TensorPart(param) for param, name in files.items()}
     specs = {param: manifest.by_name[param] for param in files}
-    return Twin(shares, specs, config, "", ADAPTER_FILE, ADAPTER_CONFIG_FILE, notes=notes)
+    return Twin(
+        shares,
+        specs,
+        config,
+        weights_file=ADAPTER_FILE,
+        config_file=ADAPTER_CONFIG_FILE,
+        notes=notes,
+        is_complete=not left,
+    )
