@@ -374,6 +374,28 @@ def no_number(tree: Any) -> None:
     tree["optim"]["state"]["weight"]["step"] = "three"
 
 
+def setting(name: str, value: Any) -> Callable[[Any], None]:
+    def change(tree: Any) -> None:
+        tree["optim"]["param_groups"][0][name] = value
+
+    return change
+
+
+def stepped(value: float) -> Callable[[Any], None]:
+    def change(tree: Any) -> None:
+        tree["optim"]["state"]["weight"]["step"] = torch.tensor(value)
+
+    return change
+
+
+ODD_RATES: dict[str, Any] = {
+    "a text": "0.1",
+    "a list": [0.1],
+    "NaN": float("nan"),
+    "negative": -0.1,
+}
+
+
 def infinite(tree: Any) -> None:
     tree["optim"]["state"]["weight"]["step"] = torch.tensor(float("nan"))
 
@@ -440,6 +462,18 @@ REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
     "a parameter in no group": (saved(named(no_group)), DamagedFileError, "is in no group"),
     "a step that is a text": (saved(named(no_number)), DamagedFileError, "another structure"),
     "a step that is no number": (saved(named(infinite)), DamagedFileError, "a number is none"),
+    **{
+        f"a rate that is {what}": (
+            saved(named(setting("lr", value))),
+            DamagedFileError,
+            "a lr that no optimizer takes",
+        )
+        for what, value in ODD_RATES.items()
+    },
+    **{
+        f"{step} steps": (saved(named(stepped(step))), DamagedFileError, "a count of steps is none")
+        for step in (2.5, -3.0)
+    },
     "two optimizers": (
         saved(named(other=named()["optim"])),
         UnsupportedError,

@@ -69,7 +69,7 @@ from megatron_ucp.formats.optimizers import (
     is_element,
     untold_states,
 )
-from megatron_ucp.formats.param_groups import param_groups
+from megatron_ucp.formats.param_groups import param_groups, step_of
 from megatron_ucp.formats.proof import Bounds
 from megatron_ucp.formats.pt.archive import contiguous
 from megatron_ucp.formats.pt.file import PtFile
@@ -380,7 +380,7 @@ class DcpCheckpoint(Checkpoint):
                 raise expect.other_structure(
                     f"{group.settings[name]}: a value", value, self.main_file
                 )
-        (plain,) = param_groups([tree], _as_it_is)
+        (plain,) = param_groups([tree], _as_it_is, self._index_file)
         return replace(plain, optimizer=_class_name(plain.settings))
 
     def _check_states(self) -> None:
@@ -625,7 +625,10 @@ class DcpCheckpoint(Checkpoint):
         found = self.keys.states.get(tensor, {})
         if self.told.weights:
             return {}
-        return {s: self._number(k) for s, k in found.items() if not is_element(s)}
+        scalars = {s: self._number(k) for s, k in found.items() if not is_element(s)}
+        if "step" in scalars:
+            step_of(scalars["step"], self._index_file, tensor)
+        return scalars
 
     @cached_property
     def _scalars_of(self) -> dict[str, dict[str, float]]:

@@ -26,7 +26,7 @@ from megatron_ucp.formats.deepspeed.config import DeepSpeedConfig
 from megatron_ucp.formats.deepspeed.weights import Tree
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import check_known, is_element
-from megatron_ucp.formats.param_groups import Tensors, param_groups
+from megatron_ucp.formats.param_groups import Tensors, param_groups, step_of
 from megatron_ucp.formats.pt.refs import TensorRef, number_in
 
 # ---- muon
@@ -232,7 +232,7 @@ class OptimizerFile:
             self,
             self.keeper_of(found.tree),
             tuple(buffers),
-            param_groups(groups, found.tensor),
+            param_groups(groups, found.tensor, found.file),
             self.scaler(found.tree),
             tuple(indices),
         )
@@ -368,6 +368,8 @@ def _split(entry: Tree, found: OptimizerTree) -> tuple[dict[str, TensorRef], dic
             scalars[key] = number_in(found.tensor(value), file)
         else:
             scalars[key] = expect.number(value, key, file)
+    if "step" in scalars:
+        step_of(scalars["step"], file)
     return element, scalars
 
 

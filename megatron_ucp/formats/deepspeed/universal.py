@@ -65,7 +65,7 @@ from megatron_ucp.formats.deepspeed.writer import (
 from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import ELEMENT, counts_steps, untold_states
-from megatron_ucp.formats.param_groups import param_groups
+from megatron_ucp.formats.param_groups import param_groups, step_of
 from megatron_ucp.formats.pt.archive import Output
 from megatron_ucp.formats.pt.refs import TensorRef
 
@@ -486,7 +486,7 @@ class UniversalCheckpoint(TagFolder):
         found = list(self._trainable(groups, recorded))
         found += self._values({spec.name for spec, _ in found})
         file = self.full_path(_GLOBAL)
-        told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref))
+        told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref), file)
         said = DeepSpeedConfig(self.meta.get("ds_config")).with_rules(told)
         run = run_of(self.meta)
         if lost := self._lost_values():
@@ -601,10 +601,10 @@ class UniversalCheckpoint(TagFolder):
     def _number(self, value: Any, file: str) -> float:
         path = self.full_path(file)
         if isinstance(value, TensorRef):
-            return self.scalar(path, value)
+            return step_of(self.scalar(path, value), path)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DamagedFileError("a step is no number", file=path, found=type(value).__name__)
-        return expect.number(value, STEP, path)
+        return step_of(expect.number(value, STEP, path), path)
 
     def _common_step(self) -> Mapping[str, float]:
         """Stock's folders of ZeRO-3 keep one step for all parameters."""

@@ -17,7 +17,7 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.megatron.arguments import rate
-from megatron_ucp.formats.param_groups import MEGATRON, Tensors, param_groups
+from megatron_ucp.formats.param_groups import MEGATRON, Tensors, param_groups, step_of
 from megatron_ucp.formats.pt.refs import TensorRef, number_in
 
 # How a group came to be, and which optimizer steps it.
@@ -65,7 +65,7 @@ def saved_groups(
         rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
         if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
             del rest[_TE_ONLY]  # torch's Adam always corrects; the key is for whoever loads it next
-        (plain,) = param_groups([rest], tensors)
+        (plain,) = param_groups([rest], tensors, file)
         step = _step(tree.get("step"), common_step, tensors, file)
         group = ParamGroup(plain.settings, _class_name(plain.settings), {MEGATRON: own})
         out.append(SavedGroup(group, step, optimizer))
@@ -94,7 +94,7 @@ def _step(value: Any, common: float | None, tensors: Tensors, file: str) -> floa
         value = number_in(tensors(value), file)
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise DamagedFileError("a step is no number", file=file, found=type(value).__name__)
-    return expect.number(value, "step", file)
+    return step_of(expect.number(value, "step", file), file)
 
 
 def _class_name(settings: Mapping[str, Any]) -> str:
