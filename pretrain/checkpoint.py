@@ -32,6 +32,7 @@ from megatron_ucp.reshard.hugging_face.names import read_twin
 from megatron_ucp.reshard.look import open_anyhow
 from pretrain import elastic, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
+from pretrain.checks import flag_of
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
 from pretrain.mcore import models
@@ -267,15 +268,7 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     # BF16_Optimizer, which a pipeline has at stage 0 too, cuts its states as stage 1 does: the mesh
     # says 1
     before = replace(saved.mesh, zero=saved.args.get("zero_stage", saved.mesh.zero))
-    here = Mesh(
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size if args.num_experts else 0,
-        dp=args.data_parallel_size,
-        sp=args.ds_sequence_parallel_size,
-        zero=args.zero_stage,
-    )
+    here = elastic.mesh_of(args)
     if not args.universal_checkpoint and (before != here or saved.weights_only):
         raise UsageError(
             "the checkpoint is a Hugging Face folder"
@@ -293,8 +286,7 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     }
     if wrong:
         raise UsageError(
-            "flags contradict the checkpoint: "
-            + ", ".join(f"--{name.replace('_', '-')}" for name in wrong),
+            "flags contradict the checkpoint: " + ", ".join(map(flag_of, wrong)),
             file=saved.path,
             expected=", ".join(f"{name}={old}" for name, (old, _) in wrong.items()),
             found=", ".join(f"{name}={new}" for name, (_, new) in wrong.items()),
@@ -436,7 +428,7 @@ def _say_other_data(saved: Saved, args: argparse.Namespace) -> None:
     for name in ("seed",) if known else _DATA_ARGUMENTS:
         if name in saved.args and saved.args[name] != getattr(args, name):
             say(
-                f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: "
+                f"  {flag_of(name)} was {saved.args[name]}, is {getattr(args, name)}: "
                 "other samples follow"
             )
 
