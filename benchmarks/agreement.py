@@ -32,7 +32,7 @@ import megatron_ucp as ucp
 from benchmarks import frame
 from benchmarks.paper import mixture
 from megatron_ucp.core.join_ranks import Stage
-from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.engines.background import SideGroup
 from megatron_ucp.formats.folder import Look
 from megatron_ucp.formats.manifest_beside import _Listed
@@ -262,8 +262,6 @@ def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]
     with frame.peak(grown, "RssAnon"):
         joined = summed.take(sums_405b, JoinedSums.join)
     own_sums = len(pickle.dumps(sums_405b(1, 1)))
-    entries = PaperRanks(world)
-    entries.take(lambda first, n: [*map(_entry, range(first, first + n))], list.__add__)
     sizes = PaperRanks(world)
     sizes_answer = gathered(sizes, lambda rank: 10**10 + rank % 97)
     look_bytes, packing_s, taking_s = look_of(paper, world)
@@ -278,7 +276,7 @@ def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]
     return {
         "ranks": world,
         "bytes received": {what: round(size) for what, size in by_operation.items()},
-        "of these by rank 0 alone": {"sums": summed.received, "entries of files": entries.received},
+        "of these by rank 0 alone": {"sums": summed.received},
         "parts": {
             "a fate": fate_bytes,
             "all places": answer,
@@ -295,11 +293,6 @@ def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]
         "sums of 405B, peak bytes": grown[0],
         "sums": len(joined.copies),
     }
-
-
-def _entry(rank: int) -> FileEntry:
-    digest = f"{random.Random(rank).getrandbits(256):064x}"
-    return FileEntry(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", 10**10, digest)
 
 
 if __name__ == "__main__":

@@ -60,11 +60,7 @@ def main(
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--folder", help="where files go for a while; default: the temporary one")
     if sizes:
-        text = f"of models, between {'commas' if by_size else 'spaces'}; or tiny"
-        kind: dict[str, Any] = {"nargs": "+"}
-        if by_size:
-            kind = {"type": lambda word: word.split(",")}
-        parser.add_argument("--sizes", help=text, **kind)
+        parser.add_argument("--sizes", nargs="+", help="of models; or tiny")
     more(parser)
     options = parser.parse_args(namespace=argparse.Namespace(sizes=[*sizes]))
     options.tiny |= "tiny" in options.sizes
@@ -80,7 +76,8 @@ def main(
             empty(options.folder)
     if not by_size and not keeps:
         tree.setdefault("machine", description())
-    print(json.dumps(tree, indent=1) if options.json else "\n".join(lines_of(tree)))
+    said = [] if options.json else [*lines_of(tree)]
+    print("\n".join(said) or json.dumps(tree, indent=1))
     if options.tiny:
         return 0
     file = RESULTS / f"{name}.json"
@@ -118,18 +115,12 @@ def nodes_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def lines_of(tree: dict[str, Any]) -> Iterator[str]:
-    """For people: each number, claims in one line, medians of lists."""
-    inside = ("ratio", "limit", "kind", "met", "what")
+    """For people: each claim in a line."""
     for path, one in nodes_of(tree):
-        if isinstance(one, dict) and "what" in one:
+        if isinstance(one, dict) and "what" in one and "ratio" in one:
             aim = "" if one["limit"] is None else f"   {one['kind']} {one['limit']:g}"
             missed = "   MISSED" if one["met"] is False else ""
             yield f"{', '.join(path)}: {one['what']}: {one['ratio']:.4g}{aim}{missed}"
-        elif isinstance(one, list) and one and all(isinstance(value, float) for value in one):
-            if "load_average" not in path:
-                yield f"{', '.join(path)}: median {statistics.median(one):.4g} of {len(one)}"
-        elif isinstance(one, float | int) and path[-1] not in inside and "machine" not in path:
-            yield f"{', '.join(path)}: {one:.6g}"
 
 
 # ---- claims
