@@ -1,11 +1,11 @@
-"""What ranks cost each other: bytes, messages and calls of the file system of one rank, counted on
-four real ranks and on paper for 64, 1,024 and 16,384.
+"""What ranks cost each other: bytes and messages of one rank, counted on four real ranks and on
+paper for 64, 1,024 and 16,384.
 
     python -m benchmarks.agreement          # some minutes
     python -m benchmarks.agreement --tiny   # up to 64 ranks, to see that it runs
 
 Four ranks over gloo attach, save, save beside training and load a small model at ZeRO-1 and ZeRO-3;
-what each receives and asks the file system for is counted. On paper there is a run of 10^12
+what each receives is counted. On paper there is a run of 10^12
 parameters (`benchmarks.paper.mixture`), and one of 405B at ZeRO-3: for each number of ranks the
 values that ranks tell each other are made, of every rank, and go along the package's own tree to
 rank 0, which receives most. A fake exchange counts the bytes, and the processor's clock what its
@@ -15,12 +15,9 @@ benchmarks/results/agreement.json, "Many ranks" in docs/reference/performance.md
 """
 
 import argparse
-import builtins
-import os
 import pickle
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +32,7 @@ import megatron_ucp as ucp
 from benchmarks import frame
 from benchmarks.paper import mixture
 from megatron_ucp.core.join_ranks import Stage
-from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.engines.background import SideGroup
 from megatron_ucp.formats.folder import Look
 from megatron_ucp.formats.manifest_beside import _Listed
@@ -48,11 +45,18 @@ REAL, SIZES = 4, (4, 64, 1024, 16384)
 MOST_BYTES, MOST_LOAD_S, MOST_SUMS_S, MOST_SUMS_BYTES = 2 * 10**6, 0.1, 1.0, 64 * 2**20
 LAYERS_405B, STATES = 126, ("master", "exp_avg", "exp_avg_sq")
 PER_LAYER = ("q", "k", "v", "o", "gate", "up", "down", "norm1", "norm2")
+AGREEMENTS = ("lowest", "agreed", "delivered")
 FATES = {"attach": 4, "save": 9, "background save": 12, "load": 11}  # agreements without a value
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    paper = mixture()
+    paper, real = mixture(), dict[str, Any]()
+    for zero in (1, 3):
+        for rank in frame.on_ranks(REAL, counts, zero, f"{options.folder}/{zero}"):
+            for what, count in rank.items():
+                each = real.setdefault(f"{what}, ZeRO-{zero}", {})
+                for key, value in count.items():
+                    each.setdefault(key, []).append(value)
     places = stages(paper)
     sizes = SIZES[:2] if options.tiny else SIZES
     rows = [on_paper(world, paper, places) for world in sizes]
@@ -61,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sums_s, sums_bytes = busy["sums of 405B, rank 0"], last["sums of 405B, peak bytes"]
     received = last["bytes received"].items()
     return {
-        "real ranks": measured(options.folder),
+        "real ranks": real,
         "on paper": rows,
         "claims": [
             *(
@@ -80,21 +84,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 # ---- real ranks
-
-
-def measured(folder: Path) -> dict[str, Any]:
-    """Counts of real ranks: of each operation those of every rank."""
-    out: dict[str, Any] = {}
-    for zero in (1, 3):
-        found = frame.on_ranks(REAL, counts, zero, str(folder / str(zero)))
-        for what in found[0]:
-            names = found[0][what]
-            each = {name: [rank[what][name] for rank in found] for name in names}
-            out[f"{what}, ZeRO-{zero}"] = each
-    return out
-
-
-AGREEMENTS = ("lowest", "agreed", "delivered")
 
 
 def counts(zero: int, folder: str) -> dict[str, dict[str, int]]:
@@ -124,43 +113,32 @@ def counts(zero: int, folder: str) -> dict[str, dict[str, int]]:
 @contextmanager
 def counted(found: dict[str, dict[str, int]], what: str) -> Iterator[None]:
     """Counts what is done inside, on this rank."""
-    count: Counter[str] = Counter()
-    stocks = {name: getattr(os, name) for name in ("stat", "lstat", "listdir", "scandir", "open")}
+    count: dict[str, int] = dict.fromkeys(("agreements", "messages received", "bytes received"), 0)
 
-    def counting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            count[name] += 1
+    def agreeing(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def agreed(*args: Any, **kwargs: Any) -> Any:
+            count["agreements"] += 1
             return stock(*args, **kwargs)
 
-        return called
+        return agreed
 
     def moving(stock: Callable[..., Any]) -> Callable[..., Any]:
         def moved(self: Any, sent: Any, sizes: Any) -> Any:
-            count["bytes"] += sum(sizes.values())
-            count["messages"] += len(sizes)
+            count["bytes received"] += sum(sizes.values())
+            count["messages received"] += len(sizes)
             return stock(self, sent, sizes)
 
         return moved
 
-    of_disk: dict[str, Any] = {name: counting(name, one) for name, one in stocks.items()}
-    of_ranks: dict[str, Any] = {name: counting(name, getattr(Ranks, name)) for name in AGREEMENTS}
+    of_ranks: dict[str, Any] = {name: agreeing(getattr(Ranks, name)) for name in AGREEMENTS}
     dist.barrier()
     with (
-        mock.patch.multiple(os, **of_disk),
-        mock.patch.object(builtins, "open", counting("open", builtins.open)),
         mock.patch.object(DefaultRanks, "move", moving(DefaultRanks.move)),
         mock.patch.object(SideGroup, "move", moving(SideGroup.move)),
         mock.patch.multiple(Ranks, **of_ranks),
     ):
         yield
-    found[what] = {
-        "agreements": sum(count[name] for name in AGREEMENTS),
-        "messages received": count["messages"],
-        "bytes received": count["bytes"],
-        "opens": count["open"],
-        "stats": count["stat"] + count["lstat"],
-        "listings": count["listdir"] + count["scandir"],
-    }
+    found[what] = count
 
 
 # ---- on paper
@@ -284,8 +262,6 @@ def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]
     with frame.peak(grown, "RssAnon"):
         joined = summed.take(sums_405b, JoinedSums.join)
     own_sums = len(pickle.dumps(sums_405b(1, 1)))
-    entries = PaperRanks(world)
-    entries.take(lambda first, n: [*map(_entry, range(first, first + n))], list.__add__)
     sizes = PaperRanks(world)
     sizes_answer = gathered(sizes, lambda rank: 10**10 + rank % 97)
     look_bytes, packing_s, taking_s = look_of(paper, world)
@@ -300,7 +276,7 @@ def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]
     return {
         "ranks": world,
         "bytes received": {what: round(size) for what, size in by_operation.items()},
-        "of these by rank 0 alone": {"sums": summed.received, "entries of files": entries.received},
+        "of these by rank 0 alone": {"sums": summed.received},
         "parts": {
             "a fate": fate_bytes,
             "all places": answer,
@@ -317,11 +293,6 @@ def on_paper(world: int, paper: Manifest, places: list[Stage]) -> dict[str, Any]
         "sums of 405B, peak bytes": grown[0],
         "sums": len(joined.copies),
     }
-
-
-def _entry(rank: int) -> FileEntry:
-    digest = f"{random.Random(rank).getrandbits(256):064x}"
-    return FileEntry(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", 10**10, digest)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """This code against an earlier commit's: loads, saves, conversions, exports and imports. Seconds,
-memory, and bytes read. A tool that compares two commits: no page shows its figures.
+memory, and bytes read. A tool for maintainers, of whose results none is kept or shown.
 
     python -m benchmarks.commits 3c66fb3              # 124M and 1B parameters: an hour, 60 GB
     python -m benchmarks.commits 3c66fb3 --tiny       # to see that it runs
@@ -23,6 +23,7 @@ import megatron_ucp as ucp
 from benchmarks import frame
 from benchmarks.tool import import_all, native, universal
 
+KINDS = "seconds", "processor"
 LIMIT, MEMORY_LIMIT, READ_LIMIT = 1.03, 1.01, 1.0  # memory is seen every 10 ms
 
 
@@ -30,33 +31,22 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.model import text_of
     from benchmarks.paper import written
 
-    codes = {"old": unpacked(options.commit, options.folder / "code"), "new": frame.ROOT}
+    codes = {"new": frame.ROOT, "old": unpacked(options.commit, options.folder / "code")}
     bench = Bench(codes, size, options.folder, written(options.folder, text_of(size)))
-    seconds: frame.Seconds = {}
+    found: list[dict[str, Any]] = []
     for what in options.operations.split(","):
-        ways = {f"{what} {code}": partial(bench.once, what, code) for code in codes}
-        seconds |= frame.in_turns(ways, options.repetitions)
-        for code in codes if shutil.which("strace") else ():
-            bench.once(what, code, is_traced=True)
-    busy = {name.removesuffix(BUSY): seconds.pop(name) for name in [*seconds] if BUSY in name}
-    claims: list[dict[str, Any]] = []
-    for what in options.operations.split(","):
-        old, new = f"{what} old", f"{what} new"
-        claims += frame.claims_of(seconds, [(f"{what}, seconds", new, old, LIMIT)])
-        claims += frame.claims_of(busy, [(f"{what}, processor", new, old, LIMIT)])
-        anon = bench.anon_bytes[new] / bench.anon_bytes[old]
-        claims.append(frame.claim(f"{what}, peak RssAnon", anon, MEMORY_LIMIT))
-        if bench.read_bytes.get(old):
-            read = bench.read_bytes[new] / bench.read_bytes[old]
-            claims.append(frame.claim(f"{what}, bytes read", read, READ_LIMIT))
-    return {
-        "commit": options.commit,
-        "claims": claims,
-        "seconds": seconds,
-        "cpu_seconds": busy,
-        "anon_bytes": bench.anon_bytes,
-        "read_bytes": bench.read_bytes,
-    }
+        ways = {code: partial(bench.once, what, code) for code in codes}
+        seconds = frame.in_turns(ways, options.repetitions)
+        rows = [(f"{what}, {kind}", f"new {kind}", f"old {kind}", LIMIT) for kind in KINDS]
+        found += frame.claims_of(seconds, rows)
+        sizes = bench.apart.anon_bytes
+        memory = sizes[f"{what} new"] / sizes[f"{what} old"]
+        found.append(frame.claim(f"{what}, peak RssAnon", memory, MEMORY_LIMIT))
+        if shutil.which("strace"):
+            read = {code: bench.call(what, code, reads=True).read_bytes for code in codes}
+            ratio = read["new"] / read["old"] if read["old"] else 1.0
+            found.append(frame.claim(f"{what}, bytes read", ratio, READ_LIMIT))
+    return {"commit": options.commit, "claims": found}
 
 
 def unpacked(commit: str, folder: Path) -> Path:
@@ -68,35 +58,28 @@ def unpacked(commit: str, folder: Path) -> Path:
     return folder
 
 
-BUSY = " of processors"
-
-
 class Bench:
     """One source, and both codes' figures on it."""
 
     def __init__(self, codes: dict[str, Path], size: str, folder: Path, source: Path) -> None:
         self.codes, self.size, self.out, self.source = codes, size, folder / "out", source
-        self.model = folder / "model"
-        self.anon_bytes: dict[str, int] = {}
-        self.read_bytes: dict[str, int] = {}
+        self.model, self.apart = folder / "model", frame.Apart()
         frame.alone(export, source, self.model)
 
-    def once(self, what: str, code: str, is_traced: bool = False) -> dict[str, float]:
+    def once(self, what: str, code: str) -> dict[str, float]:
         """One operation by one code: its seconds, and those of processors."""
+        taken = self.call(what, code)
+        return {f"{code} seconds": taken.seconds, f"{code} processor": taken.cpu_seconds}
+
+    def call(self, what: str, code: str, reads: bool = False) -> frame.Alone:
         shutil.rmtree(self.out, ignore_errors=True)
         os.sync()
-        source, name = self.model if what == "import" else self.source, f"{what} {code}"
+        source = self.model if what == "import" else self.source
         job, ranks = OPERATIONS[what]
+        options = {"ranks": ranks, "code": self.codes[code], "reads": source if reads else None}
+        name = "" if reads else f"{what} {code}"  # a traced one takes more memory
         arguments = [source, self.out, *([self.size] if ranks else [])]
-        reads = source if is_traced else None
-        taken: frame.Alone = frame.alone(
-            job, *arguments, ranks=ranks, reads=reads, code=self.codes[code]
-        )
-        if is_traced:
-            self.read_bytes[name] = taken.read_bytes
-        else:
-            self.anon_bytes[name] = max(self.anon_bytes.get(name, 0), taken.anon_bytes)
-        return {name: taken.seconds, f"{name}{BUSY}": taken.cpu_seconds}
+        return self.apart.call(name, job, *arguments, **options)
 
 
 # ---- what the measured processes do, with either code

@@ -36,13 +36,27 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
         folder = options.folder / family
         folder.mkdir()
         bench = Bench(paper.written(folder, texts[size], family), folder)
-        rare = {"stock": bench.stock}
-        often = bench.ways() if size == "1B" else bench.ways() | rare
-        seconds = frame.in_turns(often, options.repetitions, rotates=False)
-        if size == "1B":
-            seconds |= frame.in_turns(rare, 0, keeps_first=True)
+        ways: dict[str, Any] = {}
+        for dtype in DTYPES:
+            ways[dtype] = partial(bench.export, dtype)
+            ways[f"copy of {dtype}"] = partial(bench.copy, dtype)
+        ways["stock"] = partial(bench.export, "stock")
+        rare = {"stock": ways.pop("stock")} if size == "1B" else {}
+        seconds = frame.in_turns(ways, options.repetitions, rotates=False)
+        seconds |= frame.in_turns(rare, 0, keeps_first=True)
         shutil.rmtree(folder)
-        found[family] = bench.result(family, seconds)
+        rows: list[frame.Claim] = [
+            (f"{family}, {dtype} / cp and sync", dtype, f"copy of {dtype}", 1.1) for dtype in DTYPES
+        ]
+        what = f"{family}, zero_to_fp32 / export in float32"
+        rows.append((what, "stock", "float32", 8.0, "at least"))
+        memory = bench.apart.claim(f"{family}, ", DTYPES, MEMORY_LIMIT_MIB)
+        found[family] = {
+            "written_bytes": bench.bytes,
+            "claims": [*frame.claims_of(seconds, rows), memory],
+            "seconds": seconds,
+            "anon_bytes": bench.apart.anon_bytes,
+        }
     return found
 
 
@@ -51,24 +65,14 @@ class Bench:
 
     def __init__(self, source: Path, folder: Path) -> None:
         self.source, self.folder, self.out = source, folder, folder / "out"
-        self.anon: dict[str, int] = {}
+        self.apart = frame.Apart()
         self.bytes: dict[str, int] = dict.fromkeys(DTYPES, 0)
 
-    def ways(self) -> dict[str, Callable[[], dict[str, float]]]:
-        out: dict[str, Callable[[], dict[str, float]]] = {}
-        for dtype in DTYPES:
-            out[dtype] = partial(self.export, dtype, exported, dtype)
-            out[f"copy of {dtype}"] = partial(self.copy, dtype)
-        return out
-
-    def stock(self) -> dict[str, float]:
-        return self.export("stock", zero_to_fp32, "float32")
-
-    def export(self, name: str, job: Any, dtype: str) -> dict[str, float]:
+    def export(self, name: str) -> dict[str, float]:
         """One measured process."""
         shutil.rmtree(self.out, ignore_errors=True)
-        taken = frame.alone(job, self.source, self.out, dtype, self.bytes[dtype])
-        self.anon[name] = max(self.anon.get(name, 0), taken.anon_bytes)
+        job, dtype = WAYS[name]
+        taken = self.apart.call(name, job, self.source, self.out, dtype, self.bytes[dtype])
         return {name: taken.seconds}
 
     def copy(self, dtype: str) -> dict[str, float]:
@@ -79,22 +83,6 @@ class Bench:
         taken = frame.timed(lambda: frame.copy_and_sync(self.out, other))
         shutil.rmtree(other)
         return {f"copy of {dtype}": taken}
-
-    def result(self, family: str, seconds: frame.Seconds) -> dict[str, Any]:
-        rows: list[frame.Claim] = [
-            (f"{family}, {dtype} / cp and sync", dtype, f"copy of {dtype}", 1.1) for dtype in DTYPES
-        ]
-        what = f"{family}, zero_to_fp32 / export in float32"
-        rows.append((what, "stock", "float32", 8.0, "at least"))
-        bare = frame.bare_bytes()
-        most = (max(self.anon[dtype] for dtype in DTYPES) - bare) / 2**20
-        what = f"{family}, peak RssAnon over a bare interpreter / MiB"
-        return {
-            "written_bytes": self.bytes,
-            "claims": [*frame.claims_of(seconds, rows), frame.claim(what, most, MEMORY_LIMIT_MIB)],
-            "seconds": seconds,
-            "anon_bytes": {"bare": bare, **self.anon},
-        }
 
 
 # ---- what the measured processes do
@@ -125,6 +113,12 @@ def supply(folder: Path, size_bytes: int) -> None:
             file.write(piece)
     path.unlink()
 
+
+# the job, and what it writes
+WAYS: dict[str, tuple[Any, str]] = {
+    **{dtype: (exported, dtype) for dtype in DTYPES},
+    "stock": (zero_to_fp32, "float32"),
+}
 
 if __name__ == "__main__":
     raise SystemExit(frame.main("export_hf", sizes=("124M", "1B"), repetitions=3, by_size=True))

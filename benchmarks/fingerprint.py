@@ -35,7 +35,7 @@ from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.reshard.fingerprint import sums_of
 
-RANKS, ROWS_LIMIT_GBS, LOAD_LIMIT, SAVE_LIMIT = 2, 10.0, 0.03, 0.01
+RANKS, GBS_LIMIT, LOAD_LIMIT, SAVE_LIMIT = 2, 10.0, 0.03, 0.01
 CACHE_BYTES = 2**18
 # what a rank of tp=2 has: bytes of a run, and how many
 CUTS = {"rows of 3 KB": (3072, 16384), "rows of 12 KB": (12288, 4096), "runs of 64 B": (64, 65536)}
@@ -50,9 +50,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     claims = [
         frame.claim("a load, on top of one by checksums alone", load, LOAD_LIMIT),
         frame.claim("a save's seconds in the fingerprint", save, SAVE_LIMIT),
+        frame.claim(
+            "GB/s of one core, rows of 3 KB", speeds["rows of 3 KB"], GBS_LIMIT, "at least"
+        ),
     ]
-    met = speeds["rows of 3 KB"] >= ROWS_LIMIT_GBS
-    return {"GB/s": speeds, "rows met": met, "claims": claims}
+    return {"GB/s": speeds, "claims": claims}
 
 
 # ---- one core

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,7 @@ def main(
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--folder", help="where files go for a while; default: the temporary one")
     if sizes:
-        text = f"of models, between {'commas' if by_size else 'spaces'}; or tiny"
-        kind: dict[str, Any] = {"nargs": "+"}
-        if by_size:
-            kind = {"type": lambda word: word.split(",")}
-        parser.add_argument("--sizes", help=text, **kind)
+        parser.add_argument("--sizes", nargs="+", help="of models; or tiny")
     more(parser)
     options = parser.parse_args(namespace=argparse.Namespace(sizes=[*sizes]))
     options.tiny |= "tiny" in options.sizes
@@ -80,7 +76,8 @@ def main(
             empty(options.folder)
     if not by_size and not keeps:
         tree.setdefault("machine", description())
-    print(json.dumps(tree, indent=1) if options.json else "\n".join(lines_of(tree)))
+    said = [] if options.json else [*lines_of(tree)]
+    print("\n".join(said) or json.dumps(tree, indent=1))
     if options.tiny:
         return 0
     file = RESULTS / f"{name}.json"
@@ -118,20 +115,12 @@ def nodes_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def lines_of(tree: dict[str, Any]) -> Iterator[str]:
-    """For people: each number, claims in one line, medians of lists."""
-    inside = ("ratio", "limit", "kind", "met", "what", "claim", "at most", "spread", "cpu_ratio")
+    """For people: each claim in a line."""
     for path, one in nodes_of(tree):
-        if isinstance(one, dict) and "ratio" in one and "met" in one:
-            limit = one.get("limit", one.get("at most"))
-            aim = "" if limit is None else f"   {one.get('kind', 'at most')} {limit:g}"
+        if isinstance(one, dict) and "what" in one and "ratio" in one:
+            aim = "" if one["limit"] is None else f"   {one['kind']} {one['limit']:g}"
             missed = "   MISSED" if one["met"] is False else ""
-            name = one.get("what", one.get("claim"))
-            yield f"{', '.join(path)}: {name}: {one['ratio']:.4g}{aim}{missed}"
-        elif isinstance(one, list) and one and all(isinstance(value, float) for value in one):
-            if "load_average" not in path and path[-1] != "spread":
-                yield f"{', '.join(path)}: median {statistics.median(one):.4g} of {len(one)}"
-        elif isinstance(one, float | int) and path[-1] not in inside and "machine" not in path:
-            yield f"{', '.join(path)}: {one:.6g}"
+            yield f"{', '.join(path)}: {one['what']}: {one['ratio']:.4g}{aim}{missed}"
 
 
 # ---- claims
@@ -202,33 +191,28 @@ def in_turns(
     after: Callable[[], Any] = lambda: None,
     rotates: bool = True,
     keeps_first: bool = False,
-    busy: Seconds | None = None,
 ) -> Seconds:
     """Seconds of every way until all ranks are through, by repetition.
 
     A way that returns a dict measures itself: the dict has seconds by name. `before` runs before
     each way and `after` at the end of each round. `rotates`: each round begins with the next way.
-    The first round isn't counted, but with `keeps_first`. `busy` gets processor seconds of this
-    rank.
+    The first round isn't counted, but with `keeps_first`.
     """
     seconds: Seconds = {}
     names = [*ways]
     for number in range(repetitions + 1):
-        turn = number % len(names) if rotates else 0
+        turn = number % len(names) if rotates and names else 0
         for name in names[turn:] + names[:turn]:
             before()
             barrier()
-            started, worked = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
             own = ways[name]()
-            worked = time.process_time() - worked
             barrier()
             taken = own if isinstance(own, dict) else {name: time.perf_counter() - started}
             if not number and not keeps_first:
                 continue
             for what, value in taken.items():
                 seconds.setdefault(what, []).append(value)
-            if busy is not None:
-                busy.setdefault(name, []).append(worked)
         after()
     return seconds
 
@@ -365,15 +349,9 @@ def give_back() -> None:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What lies in a folder, in whole blocks."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
-            except OSError:  # gone meanwhile
-                continue
-    return total
+    """What lies in a folder, in whole blocks; files may go meanwhile."""
+    command = ["du", "--block-size=1", "--summarize", str(folder)]
+    return int(subprocess.run(command, capture_output=True, text=True).stdout.split()[0])
 
 
 # ---- bytes that are read, by strace
@@ -425,6 +403,22 @@ def read_bytes(log: str, folder: str) -> int:
 
 
 # ---- processes
+
+
+def of_pairs(
+    options: argparse.Namespace,
+    ranks: int,
+    pairs: Iterable[str],
+    job: Callable[..., Any],
+    result: Callable[[list[Any]], Any],
+) -> dict[str, Any]:
+    """Of each size and pair what all ranks say together, when each has done the job."""
+    found: dict[str, Any] = {}
+    for size in options.sizes:
+        for name in pairs:
+            by_rank = on_ranks(ranks, job, name, size, options.repetitions)
+            found[f"{name}, {size}"] = result(by_rank)
+    return {"repetitions": options.repetitions, "found": found}
 
 
 def on_ranks(world: int, job: Callable[..., Any], *args: Any, timeout_s: float = 3000) -> list[Any]:
@@ -524,10 +518,25 @@ def watched(
     return anon, most
 
 
-def bare_bytes() -> int:
-    """The most RssAnon of an interpreter that does nothing."""
-    command = [sys.executable, "-c", "import time; time.sleep(0.3)"]
-    return watched([subprocess.Popen(command, text=True)])[0]
+@dataclass
+class Apart:
+    """Calls in processes of their own; of each name the most RssAnon of one is kept."""
+
+    anon_bytes: dict[str, int] = field(default_factory=dict)
+
+    def call(self, name: str, job: Callable[..., Any], *args: Any, **options: Any) -> Alone:
+        taken = alone(job, *args, **options)
+        self.anon_bytes[name] = max(self.anon_bytes.get(name, 0), taken.anon_bytes)
+        return taken
+
+    def claim(self, prefix: str, names: tuple[str, ...], limit_mib: float) -> dict[str, Any]:
+        """How much more than an interpreter that does nothing the calls take whose names begin so,
+        at most."""
+        command = [sys.executable, "-c", "import time; time.sleep(0.3)"]
+        bare = self.anon_bytes["bare"] = watched([subprocess.Popen(command, text=True)])[0]
+        most = max(size for name, size in self.anon_bytes.items() if name.startswith(names))
+        what = f"{prefix}peak RssAnon over a bare interpreter / MiB"
+        return claim(what, (most - bare) / 2**20, limit_mib)
 
 
 def child(job: str, reads: str, *args: str) -> None:

@@ -12,8 +12,7 @@ benchmarks/results/load.json, "Loads" in docs/reference/performance.md.
 
 import argparse
 import shutil
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,19 +103,22 @@ def suite(
     refusals = {str(pair): why for pair in pairs if (why := refusal(ranks, folder, pair, size))}
     out |= {"ranks": ranks, "parameters": counts[whole[-1]], "stock_can_not": refusals}
     able = [replace(pair, converts=pair.converts and str(pair) not in refusals) for pair in pairs]
-    timings: dict[str, dict[str, Any]] = {
-        name: {} for name in ("seconds", "cpu_seconds", "bytes_checked_unchecked")
-    }
-    observed: dict[str, Any] = {"bytes": {}, "memory": {}}
+    seconds, checked, observed = {}, {}, {"bytes": {}, "memory": {}}
     for target in dict.fromkeys(pair.target for pair in pairs):
         into = tuple(pair for pair in able if pair.target == target)
         by_rank = frame.on_ranks(ranks, measure_target, folder, target, into, size, repetitions)
-        for name, held in timings.items():
-            held |= by_rank[0][name]
+        seconds |= by_rank[0]["seconds"]
+        checked |= by_rank[0]["bytes_checked_unchecked"]
         for name, held in observed.items():
             held |= {way: [one[name][way] for one in by_rank] for way in by_rank[0][name]}
-    ratios = [ratio for pair in able for ratio in ratios_of(pair, timings)]
-    return {**out, **timings, "ratios": ratios, **observed, "machine_after": frame.description()}
+    return {
+        **out,
+        "seconds": seconds,
+        "bytes_checked_unchecked": checked,
+        "ratios": [ratio for pair in able for ratio in frame.claims_of(seconds, claims_of(pair))],
+        **observed,
+        "machine_after": frame.description(),
+    }
 
 
 def refusal(ranks: int, folder: str, pair: Pair, size: dict[str, int]) -> str | None:
@@ -130,38 +132,18 @@ def refusal(ranks: int, folder: str, pair: Pair, size: dict[str, int]) -> str | 
     return None
 
 
-def ratios_of(pair: Pair, timings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ratios of medians of a pair, the smallest and largest one of one repetition, that of
-    processor seconds."""
-    seconds, out = timings["seconds"], list[dict[str, Any]]()
-    busy = frame.medians(timings["cpu_seconds"])
-    for top, bottom, what, limit, kind in claims_of_pair(pair):
-        value = statistics.median(seconds[top]) / statistics.median(seconds[bottom])
-        each = [a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)]
-        is_known = top in busy and bool(busy.get(bottom))
-        cpu_ratio = busy[top] / busy[bottom] if is_known else None
-        more = {"spread": [min(each), max(each)], "cpu_ratio": cpu_ratio}
-        out.append({**frame.claim(what, value, limit, kind), **more})
-    return out
-
-
-def claims_of_pair(pair: Pair) -> list[tuple[str, str, str, float | None, str]]:
-    """Numerator, denominator, what it is, limit, and whether that is the most or the least."""
-    out: list[tuple[str, str, str, float | None, str]] = []
+def claims_of(pair: Pair) -> Iterator[frame.Claim]:
     for more, checked in (("", ""), (", checksums compared", " checked")):
         ours, stock = f"ucp {pair}{checked}", f"stock {pair.target}"
         load, floor, convert = (None,) * 3 if checked else (pair.load, pair.floor, pair.convert)
-        what = f"load {pair} / stock load of {pair.target}{more}"
-        out.append((ours, stock, what, load, "at most"))
+        yield f"load {pair} / stock load of {pair.target}{more}", ours, stock, load
         if pair.floor is not None:
             both = f"floor and exchange {pair.target}"
-            what = f"load {pair} / floor{more}"
-            out.append((ours, f"floor {pair.target}", what, floor, "at most"))
-            out.append((ours, both, f"load {pair} / {both}{more}", None, "at most"))
+            yield f"load {pair} / floor{more}", ours, f"floor {pair.target}", floor
+            yield f"load {pair} / {both}{more}", ours, both, None
         if pair.converts:
             what = f"stock convert + load / load, {pair}{more}"
-            out.append((f"stock both {pair}", ours, what, convert, "at least"))
-    return out
+            yield what, f"stock both {pair}", ours, convert, "at least"
 
 
 # ---- on the ranks
@@ -205,7 +187,7 @@ def measure_target(
     folder: str, mesh: Mesh, pairs: Pairs, size: dict[str, int], repetitions: int
 ) -> dict[str, Any]:
     """Every way into one mesh: seconds in turns, then bytes and memory of this rank."""
-    loads, conversions, busy = Loads(folder, mesh, size), frame.Seconds(), frame.Seconds()
+    loads, conversions = Loads(folder, mesh, size), frame.Seconds()
     ways = loads.ways(pairs)
     converting = [pair for pair in pairs if pair.converts]
 
@@ -214,7 +196,7 @@ def measure_target(
             taken = convert(folder, pair.source)
             conversions.setdefault(f"stock convert {pair}", []).append(taken)
 
-    seconds = frame.in_turns(ways, repetitions, before=loads.clear, after=convert_all, busy=busy)
+    seconds = frame.in_turns(ways, repetitions, before=loads.clear, after=convert_all)
     for pair in converting:
         name = f"stock convert {pair}"
         seconds[name] = conversions[name][1:]
@@ -230,7 +212,6 @@ def measure_target(
     watched += [f"stock {mesh}"] if pairs else []
     out: dict[str, Any] = {
         "seconds": seconds,
-        "cpu_seconds": busy,
         "bytes_checked_unchecked": loads.reports,
         "bytes": {way: loads.read(ways[way]) for way in watched},
         "memory": {way: loads.grown(ways[way]) for way in watched},
@@ -312,21 +293,15 @@ class Loads:
         return {**sizes, "limit": READ_LIMIT, "ratio": ratio}
 
     def grown(self, call: Callable[[], None]) -> dict[str, int]:
-        """The most memory of one load over that after it: RssAnon as another process sees it, and
-        the kernel's VmHWM."""
+        """The most memory of one load over that after it, as another process sees it."""
         found: list[int] = []
         self.clear()
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
         before = frame.memory_bytes("RssAnon")
         with frame.peak(found, "RssAnon"):
             call()
-        resident = frame.memory_bytes("VmHWM")
         frame.give_back()
-        return {
-            "anonymous_over_after": before + found[0] - frame.memory_bytes("RssAnon"),
-            "peak_resident_over_after": resident - frame.memory_bytes("VmRSS"),
-            "limit": EXTRA_BYTES + self.largest_shard_bytes(),
-        }
+        over = before + found[0] - frame.memory_bytes("RssAnon")
+        return {"anonymous_over_after": over, "limit": EXTRA_BYTES + self.largest_shard_bytes()}
 
     def needed_bytes(self) -> int:
         """Masters and two moments of this rank."""

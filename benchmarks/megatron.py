@@ -14,7 +14,7 @@ benchmarks/results/megatron.json, "megatron-core's own stack" in docs/reference/
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +57,10 @@ class Large(Mcore):
 
     @property
     def model(self) -> models.ModelConfig:
-        return models.ModelConfig(
-            "gpt",
-            layers=self.layers,
-            hidden=self.hidden,
-            head_dim=_HEAD,
-            ffn=4 * self.hidden,
-            heads=self.hidden // _HEAD,
-            groups=self.hidden // _HEAD,
-            vocab=self.vocab,
-            true_vocab=self.vocab,
-            positions=_POSITIONS,
-            tied=True,
-            dtype=self.dtype,
-            seed=self.seed,
-        )
+        heads = self.hidden // _HEAD
+        width = {"hidden": self.hidden, "head_dim": _HEAD, "ffn": 4 * self.hidden}
+        vocab = {"vocab": self.vocab, "true_vocab": self.vocab, "positions": _POSITIONS}
+        return replace(super().model, **width, **vocab, heads=heads, groups=heads)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -33,8 +33,7 @@ PAIRS = {
 }
 OWN = "RssAnon", "RssShmem"  # kinds of memory that a rank adds: its own, and what ranks share
 FOLDER = Path("/dev/shm/ucp_benchmark_of_resizes")
-# what, numerator, denominator, at most
-CLAIMS = [
+CLAIMS: list[frame.Claim] = [
     ("resize / copying as many bytes", "resize", "copy", 4.0),
     ("resize / save and load through /dev/shm", "resize", "files", 0.5),
     ("hold and load / save and load through /dev/shm", "hold and load", "files", None),
@@ -42,51 +41,38 @@ CLAIMS = [
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for size in options.sizes:
-        for name in PAIRS:
-            ranks = frame.on_ranks(RANKS, measure_pair, name, SIZES[size], options.repetitions)
-            found[f"{name}, {size}"] = result(ranks)
-    return {"repetitions": options.repetitions, "found": found}
+    return frame.of_pairs(options, RANKS, PAIRS, measure_pair, result)
 
 
 def result(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks say together."""
     seconds = frame.slowest([rank["seconds"] for rank in ranks])
-    middle = frame.medians(seconds)
     moved, needed = (sum(rank[f"{what} bytes"] for rank in ranks) for what in ("moved", "needed"))
     extra = max(rank["extra bytes"] for rank in ranks)
-    claims = [row(what, middle[top] / middle[under], most) for what, top, under, most in CLAIMS]
-    claims += [
-        row("bytes moved / bytes that had to", moved / needed if needed else 1.0, 1.0),
-        row("memory beside the engines / the bound", extra / EXTRA_BYTES, 1.0),
-    ]
     return {
         "seconds": seconds,
-        "medians": middle,
+        "medians": frame.medians(seconds),
         "moved bytes": moved,
         "needed bytes": needed,
         "taken bytes": [rank["taken bytes"] for rank in ranks],
         "extra bytes": extra,
-        "claims": claims,
+        "claims": [
+            *frame.claims_of(seconds, CLAIMS),
+            frame.claim("bytes moved / bytes that had to", moved / needed if needed else 1.0, 1.0),
+            frame.claim("memory beside the engines / the bound", extra / EXTRA_BYTES, 1.0),
+        ],
     }
-
-
-def row(what: str, ratio: float, limit: float | None) -> dict[str, Any]:
-    """A claim; three digits of its ratio are kept."""
-    met = limit is None or ratio <= limit
-    return {"claim": what, "ratio": round(ratio, 3), "at most": limit, "met": met}
 
 
 # ---- on the ranks
 
 
-def measure_pair(name: str, size: dict[str, int], repetitions: int) -> dict[str, Any]:
+def measure_pair(name: str, size: str, repetitions: int) -> dict[str, Any]:
     """Seconds of every way on this rank, by repetition, and bytes."""
     source, target = PAIRS[name]
-    old: Any = ucp.attach(make_engine(source, size), save="direct", durable=False)
+    old: Any = ucp.attach(make_engine(source, SIZES[size]), save="direct", durable=False)
     train_step(old, source)
-    new: Any = ucp.attach(make_engine(target, size))
+    new: Any = ucp.attach(make_engine(target, SIZES[size]))
     train_step(new, target)
     had, wanted = ranges_of(old), ranges_of(new)
     taken, moved, grown = bytes_of(wanted), 0, list[int]()

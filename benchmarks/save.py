@@ -1,20 +1,15 @@
-"""Saving: the time in this package's own code, fsync apart, on 124 million parameters and two
-ranks; the size of a manifest.
+"""Saving, on 124 million parameters and two ranks: every way to save, against copies of the same
+bytes on disk (`cp` and `sync`) and in memory (by torch; a save's own copies take two thirds of
+that); the size of a manifest.
 
     python -m benchmarks.save                         # about ten minutes, 6 GB of disk
     python -m benchmarks.save --tiny --repetitions 2  # to see that it runs
 
-Then every way to save, against copies of the same bytes on disk (`cp` and `sync`) and in memory (by
-torch; a save's own copies take two thirds of that), and how even the ranks write at ZeRO-1 on four
-ranks. Beside them torch's own async_save of as many bytes, megatron-core's save of its stack of as
-many parameters, steps per second while a save is under way, and the host memory that one takes and
-leaves, as another process sees it.
-
-Own time is what a save takes beyond DeepSpeed's own call inside it, measured with `durable=False`.
-fsync is measured by saves with `durable=True`, which are also what own time is compared with: it is
-the default. The manifest is of a run that exists on paper only: 16,384 ranks, a mixture of experts
-with 10^12 parameters. Results: benchmarks/results/save.json, "Saves" and "Many ranks" in
-docs/reference/performance.md.
+Beside them how even the ranks write at ZeRO-1 on four ranks, torch's own async_save of as many
+bytes, megatron-core's save of its stack of as many parameters, steps per second while a save is
+under way, and the host memory that one takes and leaves, as another process sees it. The manifest
+is of a run that exists on paper only: 16,384 ranks, a mixture of experts with 10^12 parameters.
+Results: benchmarks/results/save.json, "Saves" and "Many ranks" in docs/reference/performance.md.
 """
 
 import argparse
@@ -53,7 +48,7 @@ CLAIMS: list[frame.Claim] = [
     ("direct / stock, both on disk", "direct seconds", "stock seconds", 1 / 1.8),
 ]
 BLOCKED_LIMITS = {"124M": 1.1, "354M": 1.15}
-OWN_LIMIT, OWN_LIMIT_MS, EVEN_LIMIT, MANIFEST_LIMIT_BYTES = 0.01, 15.0, 1.02, 64 * 10**6
+OWN_LIMIT_MS, EVEN_LIMIT, MANIFEST_LIMIT_BYTES = 15.0, 1.02, 64 * 10**6
 # over the bytes that a rank writes; a process doesn't give the last pages back
 MEMORY_LIMIT, LEFT_LIMIT = 1.05, 0.01
 STACK = {"hidden": 768, "layers": 12, "vocab": 50304}
@@ -61,25 +56,21 @@ HOST = "RssAnon", "RssShmem"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    folder, size, repetitions = str(options.folder), "124M", options.repetitions
-    if options.tiny:
-        size = "tiny"
+    size, stack = ("tiny", {"layers": 2}) if options.tiny else ("124M", STACK)
 
-    def on_ranks(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-        return frame.on_ranks(ranks, job, f"{folder}/{job.__name__}", *args)
+    def on_ranks(ranks: int, job: Callable[..., Any], size: Any, *args: Any) -> list[Any]:
+        folder = f"{options.folder}/{job.__name__}"
+        return frame.on_ranks(ranks, job, folder, size, options.repetitions, *args)
 
-    own = frame.slowest(on_ranks(RANKS, own_seconds, SIZES[size], repetitions))
-    ways = frame.slowest(on_ranks(RANKS, ways_to_save, SIZES[size], repetitions, True))
-    grown = on_ranks(RANKS, memory_and_steps, SIZES[size], repetitions)
-    stack = {"layers": 2} if options.tiny else STACK
-    others = ways | frame.slowest(on_ranks(RANKS, stack_saves, stack, repetitions))
+    ways = frame.slowest(on_ranks(RANKS, ways_to_save, SIZES[size], True))
+    grown = on_ranks(RANKS, memory_and_steps, SIZES[size])
+    others = ways | frame.slowest(on_ranks(RANKS, stack_saves, stack))
     written = on_ranks(EVEN_RANKS, bytes_by_rank, SIZES[size])[0]
     most, left = (max(max(rank[key]) for rank in grown) for key in ("most", "left"))
     steps = {key: statistics.median(grown[0][key]) for key in ("beside", "without")}
     even, middle = max(written) / statistics.mean(written), frame.medians(ways)
     own_ms = 1000 * (middle["background own"] - middle[FASTEST])
     result = {
-        **of_own_code(own),
         "manifest": of_manifest(),
         "ways": [
             *claims_of(ways, BLOCKED_LIMITS["124M"]),
@@ -98,7 +89,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     if not options.tiny:
         # what costs the same for any model weighs less
-        larger = frame.slowest(on_ranks(RANKS, ways_to_save, SIZES["354M"], repetitions, False))
+        larger = frame.slowest(on_ranks(RANKS, ways_to_save, SIZES["354M"], False))
         result["ways of 354M"] = claims_of(larger, BLOCKED_LIMITS["354M"])
     return result
 
@@ -108,28 +99,6 @@ def claims_of(ways: frame.Seconds, blocked: float) -> list[dict[str, Any]]:
     of a copy."""
     waits = ("training waits / copy in memory", "background blocked", f"{COPY} blocked", blocked)
     return frame.claims_of(ways, [waits, *CLAIMS])
-
-
-def of_own_code(seconds: frame.Seconds) -> dict[str, Any]:
-    """Medians over the repetitions, and each repetition."""
-    middle, kinds = frame.medians(seconds), ("durable", "not durable")
-    own, whole = middle["not durable own"], middle["durable seconds"]
-    keys = ("own", "stock", "sync", "seconds")
-    each = [
-        {kind: {key: seconds[f"{kind} {key}"][number] for key in keys} for kind in kinds}
-        for number in range(len(seconds["durable own"]))
-    ]
-    return {
-        "own_over_save": own / whole,
-        "own_over_save_without_fsync": own / middle["not durable seconds"],
-        "limit": OWN_LIMIT,
-        "met": own / whole <= OWN_LIMIT,
-        "repetitions": each,
-        "own_seconds": own,
-        "save_seconds": middle["not durable seconds"],
-        "fsync_seconds": middle["durable sync"],
-        "durable_save_seconds": whole,
-    }
 
 
 def of_manifest() -> dict[str, Any]:
@@ -153,25 +122,6 @@ def trained(size: dict[str, int], **options: Any) -> Any:
     engine = make_engine(Z1, size)
     train_step(engine, Z1)
     return ucp.attach(engine, **options)
-
-
-def own_seconds(folder: str, size: dict[str, int], repetitions: int) -> frame.Seconds:
-    """Of saves of one engine, durable and not."""
-    engine = trained(size)
-
-    def save(kind: str, durable: bool) -> dict[str, float]:
-        engine.ucp.save_options = replace(engine.ucp.save_options, durable=durable)
-        engine.save_checkpoint(folder, tag="tag")
-        report = ucp.report(engine).save
-        assert report is not None
-        stock, sync, whole = report.stock_seconds, report.sync_seconds, report.seconds
-        own = whole - stock - sync
-        each = {"own": own, "stock": stock, "sync": sync, "seconds": whole}
-        frame.remove(folder)  # a new tag each time, as in a run
-        return {f"{kind} {key}": value for key, value in each.items()}
-
-    ways = {"not durable": partial(save, "not durable", False), "": partial(save, "durable", True)}
-    return frame.in_turns(ways, repetitions)
 
 
 def ways_to_save(
@@ -232,7 +182,7 @@ def save_by_torch(folder: Path, own_bytes: int) -> dict[str, float]:
     return {f"{TORCH} blocked": blocked, f"{TORCH} seconds": seconds}
 
 
-def bytes_by_rank(folder: str, size: dict[str, int]) -> tuple[int, ...]:
+def bytes_by_rank(folder: str, size: dict[str, int], _: int) -> tuple[int, ...]:
     """What each rank writes of a save."""
     engine = trained(size, save="direct")
     engine.save_checkpoint(folder)

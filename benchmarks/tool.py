@@ -28,27 +28,15 @@ import megatron_ucp as ucp
 from benchmarks import frame
 
 BLOCK, PIECE = 2**20, 64 * 2**20
-AT_LEAST = "at least"
+LEAST = 0.7, "at least"
 CLAIMS: list[frame.Claim] = [
     ("convert to universal / cp -r and sync", "universal", "copy", 1.2),
     ("convert to native / cp -r and sync", "native", "copy", 0.7),
-    ("stock ds_to_universal / convert to universal", "stock", "universal", 8.0, AT_LEAST),
+    ("stock ds_to_universal / convert to universal", "stock", "universal", 8.0, "at least"),
     ("verify --deep / reading, cold cache", "verify cold", "read cold", 1.4),
-    (
-        "reading and CRC-32 alone / verify --deep, warm",
-        "crc warm",
-        "verify warm",
-        0.7,
-        AT_LEAST,
-    ),
+    ("reading and CRC-32 alone / verify --deep, warm", "crc warm", "verify warm", *LEAST),
     ("diff / reading both, cold cache", "diff cold", "read both cold", 1.4),
-    (
-        "reading and CRC-32 alone of both / diff, warm",
-        "crc both warm",
-        "diff warm",
-        0.7,
-        AT_LEAST,
-    ),
+    ("reading and CRC-32 alone of both / diff, warm", "crc both warm", "diff warm", *LEAST),
 ]
 MEMORY_LIMIT_MIB, DISK_LIMIT = 256.0, 1.02
 
@@ -58,25 +46,22 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
     largest one stock's converter runs once."""
     source = source_of(size, options.folder)
     bench = Bench(source, options.folder)
-    names = [*WRITES, *READS]
-    rare = ["stock"] if size == "1B" else []
-    seconds = frame.in_turns(bench.ways(rare), 0, rotates=False, keeps_first=True)
-    ways = bench.ways([name for name in names if name not in rare])
+    ways = {name: partial(bench.write, name) for name in WRITES}
+    ways |= {name: partial(bench.read, name) for name in READS}
+    rare = {"stock": ways.pop("stock")} if size == "1B" else {}
+    seconds = frame.in_turns(rare, 0, rotates=False, keeps_first=True)
     seconds |= frame.in_turns(ways, options.repetitions - 1, rotates=False, keeps_first=True)
     most = max(bench.disk["native"]) / max(bench.disk["native, when done"])
-    bare = frame.bare_bytes()
-    words = ("universal", "native", "verify", "diff")
-    extra = max(found for name, found in bench.anon.items() if name.startswith(words)) - bare
-    what = "peak RssAnon over a bare interpreter / MiB"
+    memory = ("universal", "native", "verify", "diff"), MEMORY_LIMIT_MIB
     return {
         "bytes": frame.bytes_of(source),
         "claims": [
             *frame.claims_of(seconds, CLAIMS),
-            frame.claim(what, extra / 2**20, MEMORY_LIMIT_MIB),
+            bench.apart.claim("", *memory),
             frame.claim("most on disk while converting / the output", most, DISK_LIMIT),
         ],
         "seconds": seconds,
-        "anon_bytes": {"bare": bare, **bench.anon},
+        "anon_bytes": bench.apart.anon_bytes,
         "disk_bytes": bench.disk,
     }
 
@@ -96,25 +81,20 @@ class Bench:
 
     def __init__(self, source: Path, folder: Path) -> None:
         self.source, self.out, self.other = source, folder / "out", folder / "other"
-        self.anon: dict[str, int] = {}
+        self.apart = frame.Apart()
         self.disk: dict[str, list[int]] = {}
-
-    def ways(self, names: list[str]) -> dict[str, Callable[[], dict[str, float]]]:
-        return {name: partial(self.write if name in WRITES else self.read, name) for name in names}
 
     def write(self, name: str) -> dict[str, float]:
         """A conversion into a new folder, or a copy."""
         frame.empty(self.out)
         os.sync()
-        taken = frame.alone(WRITES[name], self.source, self.out / "x", disk=self.out)
-        if name == "copy":
-            return {name: taken.seconds}
-        self.note(name, taken)
+        output = self.out / "x"
+        taken = self.apart.call(name, WRITES[name], self.source, output, disk=self.out)
         self.disk.setdefault(name, []).append(taken.disk_bytes)
         if name == "native":
-            self.disk.setdefault("native, when done", []).append(frame.disk_bytes(self.out / "x"))
+            self.disk.setdefault("native, when done", []).append(frame.disk_bytes(output))
             shutil.rmtree(self.other, ignore_errors=True)
-            (self.out / "x").rename(self.other)
+            output.rename(self.other)
         return {name: taken.seconds}
 
     def read(self, name: str) -> dict[str, float]:
@@ -125,14 +105,9 @@ class Bench:
         if name.endswith("cold"):
             frame.forget(self.source, self.other)
         else:
-            seconds["warming"] = self.note("warming", frame.alone(read, *folders))
-        seconds[name] = self.note(name, frame.alone(job, *folders))
+            seconds["warming"] = self.apart.call("warming", read, *folders).seconds
+        seconds[name] = self.apart.call(name, job, *folders).seconds
         return seconds
-
-    def note(self, name: str, taken: frame.Alone) -> float:
-        """Its seconds; its memory is kept."""
-        self.anon[name] = max(self.anon.get(name, 0), taken.anon_bytes)
-        return taken.seconds
 
 
 # ---- what the measured processes do

@@ -29,47 +29,52 @@ from benchmarks.model import SIZES, Mesh, megatron
 from pretrain.mcore import models
 
 RANKS = 4
-PAIRS = ((1, 2), (2, 4))  # tensor-parallel sizes of the source and of the target
+CORE = "megatron-core"
+FIRST: list[frame.Claim] = [("refit, first call / megatron-core", "refit", CORE, 1.5)]
+LATER: list[frame.Claim] = [
+    ("refit, later calls / megatron-core", "refit", CORE, 0.7),
+    ("`ucp.resize` each time / megatron-core", "resize", CORE, None),
+]
+PAIRS = {"tp1 to tp2": (1, 2), "tp2 to tp4": (2, 4)}  # sizes of the source and of the target
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for size in options.sizes:
-        for source, target in PAIRS:
-            call = (measure_pair, source, target, SIZES[size], options.repetitions)
-            found[f"tp{source} to tp{target}, {size}"] = result(frame.on_ranks(RANKS, *call))
-    return {"repetitions": options.repetitions, "found": found}
+    return frame.of_pairs(options, RANKS, PAIRS, measure_pair, result)
 
 
 def result(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks say together."""
     seconds = frame.slowest([rank["seconds"] for rank in ranks])
-    middle = frame.medians({way: each[1:] for way, each in seconds.items()})
-    first = {way: each[0] for way, each in seconds.items()}
+    first = {way: each[:1] for way, each in seconds.items()}
+    later = {way: each[1:] for way, each in seconds.items()}
     sent, needed = (sum(rank[what] for rank in ranks) for what in ("sent", "needed"))
     return {
         "seconds": seconds,
-        "medians": middle,
-        "resize": round(middle["resize"] / middle["megatron-core"], 3),
-        "first": round(first["refit"] / first["megatron-core"], 3),
-        "later": round(middle["refit"] / middle["megatron-core"], 3),
-        "sent / needed": round(sent / needed, 4) if needed else 1.0,
+        "medians": frame.medians(later),
+        "claims": [
+            *frame.claims_of(first, FIRST),
+            *frame.claims_of(later, LATER),
+            frame.claim(
+                "bytes sent / bytes that had to move", sent / needed if needed else 1.0, 1.0
+            ),
+        ],
     }
 
 
 # ---- on the ranks
 
 
-def measure_pair(source: int, target: int, size: dict[str, int], repetitions: int) -> Any:
+def measure_pair(name: str, size: str, repetitions: int) -> dict[str, Any]:
     """Seconds of each way on this rank, by repetition, the first call too; bytes that a refit sends
     from here, and those that this rank has not and needs."""
     from megatron.core import parallel_state
     from megatron.core.resharding.refit import swap_model_weights
 
+    source, target = PAIRS[name]
     torch.manual_seed(dist.get_rank())
-    old = engine_of(source, size)
+    old = engine_of(source, SIZES[size])
     parallel_state.destroy_model_parallel()  # the model keeps its groups
-    new = engine_of(target, size)
+    new = engine_of(target, SIZES[size])
     weights, refits = Weights(new.module), list[Any]()
 
     def refit() -> None:
@@ -80,7 +85,7 @@ def measure_pair(source: int, target: int, size: dict[str, int], repetitions: in
     ways: dict[str, Callable[[], Any]] = {
         "refit": refit,
         "resize": lambda: ucp.resize(old, new),
-        "megatron-core": lambda: swap_model_weights(old.module, new.module, "gloo"),
+        CORE: lambda: swap_model_weights(old.module, new.module, "gloo"),
     }
     with mock.patch.object(torch.cuda, "Stream", lambda: None):
         seconds = frame.in_turns(ways, repetitions, before=weights.clear, keeps_first=True)

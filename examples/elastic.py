@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.nodes import Node, Nodes, kill  # beside this file
-from lib.resumes import print_rows
+from lib.resumes import table
 from lib.small_model import SMALL_MODEL
 from lib.starts import Start, lost_steps, read, wrong_losses
 
@@ -101,13 +101,13 @@ def report(starts: list[Start], parts: list[dict[str, float]], want: dict[int, f
         rows.append((ranks, mesh, start.shared, span, end, str(lost), f"{apart:.1e}"))
     heads = ("ranks", "mesh", "global batch", "iterations", "then", "lost", "largest difference")
     print()
-    print_rows(heads, rows)
-    print("\nSeconds from what happened to the next step:\n")
+    print(table(heads, rows))
+    print("Seconds from what happened to the next step:\n")
     seconds = [
         (end, *(f"{part[name]:.1f}" for name in PARTS), f"{sum(part.values()):.1f}")
         for end, part in zip(ends, parts, strict=False)
     ]
-    print_rows(("", *PARTS, "all"), seconds)
+    print(table(("", *PARTS, "all"), seconds), end="")
 
 
 def draw(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from hf_trainer import Samples  # beside this file
-from train import make_model
+from lib.small_llama import make_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import megatron_ucp as ucp  # <-- 1

@@ -106,8 +106,8 @@ def seven_to_one(args: argparse.Namespace, out: Path) -> tuple[str, list[Row], s
             found, _ = compare(source, [TARGET], folder, args.steps, args.more)
             rows.append(found[0])
             names.append(str(source))
-    table = make_table(rows, args.more, "saved at", names)
-    return f"Saved on {len(rows)} meshes, resumed at {TARGET}", rows, table
+    shown = make_table(rows, args.more, "saved at", names)
+    return f"Saved on {len(rows)} meshes, resumed at {TARGET}", rows, shown
 
 
 TABLES = {"one-to-ten": one_to_ten, "seven-to-one": seven_to_one, "experts": experts}

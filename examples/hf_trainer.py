@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from lib.resumes import Case, add_arguments, compare, write_result  # beside this file
+from lib.small_llama import GLOBAL_BATCH, make_model, read_corpus, sample
 from lib.states import compare_plain, gather_plain, plant_in_moment, save, total
 from peft import LoraConfig, get_peft_model
-from train import GLOBAL_BATCH, make_model, read_corpus, sample
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import megatron_ucp as ucp  # <-- 1

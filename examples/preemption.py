@@ -21,12 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-from lib.launcher import free_port  # beside this file
+from lib import launcher  # beside this file
+from lib.resumes import TOLERANCE
 from lib.small_model import SMALL_MODEL
 
 HERE = Path(__file__).resolve().parent
-TOLERANCE = 1e-5
 MESHES = [(2, 1, 1), (1, 2, 2), (1, 1, 0), (1, 2, 3), (2, 1, 3), (1, 1, 1)]  # tp, dp, ZeRO stage
 FLAGS = [*SMALL_MODEL, "--global-batch-size", "8"]
 
@@ -90,7 +89,7 @@ def live(
 ) -> bool:
     """One life of the job on a mesh; with dice it is killed at a random moment after its first
     iterations (``--at-least``). Whether it was."""
-    port = free_port()
+    port = launcher.free_port()
     command = command_of(mesh, args.iterations, port, out / f"{name}.jsonl")
     if saves:
         checkpoint = str(out / "checkpoint")
@@ -109,7 +108,7 @@ def live(
                 job.wait(timeout=600)
         finally:
             killed = job.poll() is None
-            kill(job)
+            launcher.kill(job)
     remove_buffers(port)
     if not killed and job.returncode:
         said = out / f"{name}.log"
@@ -125,16 +124,6 @@ def command_of(mesh: tuple[int, int, int], iterations: int, port: int, log: Path
     program += ["--tensor-model-parallel-size", str(tp), "--zero-stage", str(zero)]
     program += ["--train-iters", str(iterations), "--data-path", str(HERE.parent / "LICENSE")]
     return [*launcher, *program, "--log-json", str(log)]
-
-
-def kill(job: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL: the ranks, then the launcher."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(job.pid)
-        for process in [*parent.children(recursive=True), parent]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    job.wait()
 
 
 def wait_for_losses(job: "subprocess.Popen[bytes]", path: Path, at_least: int) -> None:

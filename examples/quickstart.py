@@ -10,6 +10,7 @@ else 1.
 import argparse
 import json
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lib import launcher  # beside this file
-from lib.picture import TOLERANCE, plot
+from lib.picture import plot
+from lib.resumes import TOLERANCE, equal_states, table
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "runs"
@@ -28,54 +30,20 @@ BATCH = 8
 
 # Grouped queries with fewer groups (2) than tensor-parallel ranks (4) in one of the cases; a byte
 # is a token.
-MODEL = [
-    "--model-family",
-    "llama",
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "128",
-    "--ffn-hidden-size",
-    "384",
-    "--num-attention-heads",
-    "4",
-    "--num-query-groups",
-    "2",
-    "--seq-length",
-    "128",
-    "--make-vocab-size-divisible-by",
-    "64",
-]
+MODEL = shlex.split(
+    "--model-family llama --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 "
+    "--num-attention-heads 4 --num-query-groups 2 --seq-length 128 "
+    "--make-vocab-size-divisible-by 64"
+)
 # The same with a mixture of experts instead of each MLP, two of which see each token.
 EXPERTS = [
     *MODEL,
-    "--model-family",
-    "mixtral",
-    "--ffn-hidden-size",
-    "192",
-    "--num-experts",
-    "4",
+    *shlex.split("--model-family mixtral --ffn-hidden-size 192 --num-experts 4"),
 ]
-TRAINING = [
-    "--global-batch-size",
-    str(BATCH),
-    "--lr",
-    "1e-3",
-    "--min-lr",
-    "1e-4",
-    "--lr-decay-style",
-    "cosine",
-    "--weight-decay",
-    "0.1",
-    "--adam-beta2",
-    "0.95",
-    "--split",
-    "1",
-    "--eval-iters",
-    "0",
-    "--log-interval",
-    "10",
-]
+TRAINING = shlex.split(
+    f"--global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--weight-decay 0.1 --adam-beta2 0.95 --split 1 --eval-iters 0 --log-interval 10"
+)
 
 
 @dataclass(frozen=True)
@@ -108,16 +76,10 @@ class Mesh:
     def flags(self) -> list[str]:
         # a pipeline needs micro batches to have more than one stage at work
         micro = BATCH // self.dp // (2 if self.pp > 1 else 1)
-        flags = [
-            "--tensor-model-parallel-size",
-            str(self.tp),
-            "--pipeline-model-parallel-size",
-            str(self.pp),
-            "--zero-stage",
-            str(self.zero),
-            "--micro-batch-size",
-            str(micro),
-        ]
+        flags = shlex.split(
+            f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp} "
+            f"--zero-stage {self.zero} --micro-batch-size {micro}"
+        )
         if self.ep:
             flags += ["--expert-model-parallel-size", str(self.ep)]
         # megatron-core trains experts of several tensor-parallel ranks with it alone
@@ -168,13 +130,13 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nquickstart: interrupted; all ranks are stopped", file=sys.stderr)
         return 130
-    table = make_table(rows, args.more)
-    (out / "table.md").write_text(table)
+    shown = make_table(rows, args.more)
+    (out / "table.md").write_text(shown)
     plot(args.source, reference, rows, args.steps, out / "losses.png")
     print(
         f"\nSaved at {args.source}, step {args.steps}: {rows[0].parameters:,} parameters, whose "
         "masters and two moments take "
-        f"{12 * rows[0].parameters:,} bytes.\nResumed straight from these files:\n\n{table}"
+        f"{12 * rows[0].parameters:,} bytes.\nResumed straight from these files:\n\n{shown}"
     )
     for row in rows:
         for what in row.different[:5]:
@@ -213,32 +175,15 @@ def compare(
     ]
     if not reuse:
         clean(out, folder)
-        launch(
-            source,
-            out,
-            [
-                *flags,
-                "--save-at",
-                str(steps),
-                "--save",
-                str(folder),
-                "--save-interval",
-                str(steps),
-            ],
-            f"train {steps} steps, save, {more} steps on",
-        )
+        save = ["--save-at", str(steps), "--save-interval", str(steps), "--save", str(folder)]
+        launch(source, out, [*flags, *save], f"train {steps} steps, save, {more} steps on")
     reference = read_losses(out / f"{source.name}.json", steps + more)
     rows = []
     for mesh in targets:
         name = f"resumed_{mesh.name}"
         fault = ["--plant-fault"] if plant_fault else []
-        launch(
-            mesh,
-            out,
-            [*flags, "--load", str(folder), "--universal-checkpoint", *fault],
-            f"resume, {more} steps",
-            name,
-        )
+        load = ["--load", str(folder), "--universal-checkpoint", *fault]
+        launch(mesh, out, [*flags, *load], f"resume, {more} steps", name)
         rows.append(make_row(mesh, json.loads((out / f"{name}.json").read_text()), reference))
     return rows, reference
 
@@ -286,51 +231,27 @@ def launch(mesh: Mesh, out: Path, arguments: list[str], what: str, name: str | N
 
 
 def make_row(mesh: Mesh, result: dict[str, Any], reference: list[float]) -> Row:
-    first = result["first_step"]
-    distances = [abs(a - b) for a, b in zip(result["losses"], reference[first:], strict=True)]
-    return Row(
-        mesh,
-        result["read_bytes"],
-        result["seconds"],
-        result["parameters"],
-        result["compared"],
-        result["different"],
-        first,
-        result["losses"],
-        distances,
-    )
+    after = reference[result["first_step"] :]
+    distances = [abs(a - b) for a, b in zip(result["losses"], after, strict=True)]
+    return Row(mesh, distances=distances, **result)
 
 
 def make_table(
     rows: list[Row], more: int, first: str = "resumed at", names: list[str] | None = None
 ) -> str:
     """The results as a Markdown table; `names` are the first column."""
-    names = names or [str(row.mesh) for row in rows]
-    head = [
-        first,
-        "bytes read",
-        "seconds",
-        "states bit-equal",
-        f"largest loss difference, next {more} steps",
-    ]
-    cells = [
-        [
+    heads = (first, "bytes read", "seconds", "states bit-equal")
+    lines = [
+        (
             name,
             f"{row.read_bytes:,}",
             f"{row.seconds:.2f}",
-            f"yes ({row.compared:,} values)"
-            if not row.different
-            else f"NO ({len(row.different)} differ)",
+            equal_states(len(row.different), row.compared),
             f"{max(row.distances, default=float('nan')):.1e}",
-        ]
-        for name, row in zip(names, rows, strict=True)
+        )
+        for name, row in zip(names or [str(row.mesh) for row in rows], rows, strict=True)
     ]
-    widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
-    lines = [head, ["-" * width for width in widths], *cells]
-    return "".join(
-        "| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)) + " |\n"
-        for line in lines
-    )
+    return table((*heads, f"largest loss difference, next {more} steps"), lines)
 
 
 def mesh_argument(text: str) -> Mesh:

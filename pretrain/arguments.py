@@ -13,6 +13,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from pretrain import elastic, engine, experts
+from pretrain.checks import check_divides, check_rows, flag_of
 from pretrain.family import USUAL, check_fixed, fixed_by
 from pretrain.flags import FLAGS, IGNORED, MODEL, NEUTRAL, Flag
 
@@ -160,7 +161,7 @@ def complete_each(
 def _require(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(args, name) is None:
-            raise UsageError(f"--{name.replace('_', '-')} is required", found="nothing")
+            raise UsageError(f"{flag_of(name)} is required", found="nothing")
     for flag in FLAGS:
         value = getattr(args, flag.attribute)
         least = (
@@ -193,20 +194,11 @@ def _model(args: argparse.Namespace, given: Given) -> None:
             found="nothing",
         )
     args.num_query_groups = args.num_query_groups or args.num_attention_heads
-    if args.num_attention_heads % args.num_query_groups:
-        raise UsageError(
-            "--num-query-groups does not divide --num-attention-heads",
-            found=args.num_query_groups,
-            expected=f"a divisor of {args.num_attention_heads}",
-        )
+    heads = args.num_attention_heads
+    check_divides(args, "num_query_groups", heads, "--num-attention-heads")
     if args.kv_channels is None:
-        if args.hidden_size % args.num_attention_heads:
-            raise UsageError(
-                "--num-attention-heads does not divide --hidden-size",
-                found=args.num_attention_heads,
-                expected=f"a divisor of {args.hidden_size}",
-                fix="change one of them, or give --kv-channels",
-            )
+        fix = "change one of them, or give --kv-channels"
+        check_divides(args, "num_attention_heads", args.hidden_size, "--hidden-size", fix)
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:  # Megatron's own defaults
         args.ffn_hidden_size = (
@@ -227,15 +219,7 @@ def _choices(args: argparse.Namespace) -> None:
     args.tokenizer_type = (
         "HuggingFaceTokenizer" if args.tokenizer_type == "HFTokenizer" else args.tokenizer_type
     )
-    _exclusive("the precision is one", args, "bf16", "fp16")
-    _exclusive("the data comes from one place", args, "mock_data", "data_path")
-    _exclusive(
-        "the schedule's settings come from one place",
-        args,
-        "override_opt_param_scheduler",
-        "use_checkpoint_opt_param_scheduler",
-    )
-    _exclusive("the tag to load is given once", args, "ckpt_step", "load_tag")
+    check_rows(args)
     if not args.mock_data and not args.data_path:
         raise UsageError(
             "there is no data to train on", expected="--data-path or --mock-data", found="neither"
@@ -253,27 +237,12 @@ def _choices(args: argparse.Namespace) -> None:
             found=f"--tokenizer-type {args.tokenizer_type}",
             fix="leave --vocab-size out",
         )
-    for needs, what in (
-        ("save_interval", "save"),
-        ("keep_latest", "save"),
-        ("async_save", "save"),
-        ("keep_memory_every", "save"),
-        ("ckpt_step", "load"),
-        ("load_tag", "load"),
-        ("universal_checkpoint", "load"),
-        ("finetune", "load"),
-        ("use_checkpoint_args", "load"),
-        ("allow_vocab_resize", "load"),
-        ("allow_other_data", "load"),
-        ("elastic", "save"),
-    ):
-        if getattr(args, needs) and not getattr(args, what):
-            raise UsageError(
-                f"--{needs.replace('_', '-')} needs --{what}",
-                expected=f"--{what} DIR",
-                found="nothing",
-            )
-    elastic.check_flags(args)
+    if not 0 <= args.elastic_batch_tolerance < 1:
+        raise UsageError(
+            "--elastic-batch-tolerance is no share of the global batch",
+            expected="at least 0, below 1",
+            found=args.elastic_batch_tolerance,
+        )
     if args.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             "--tensorboard-dir needs the package tensorboard",
@@ -283,26 +252,10 @@ def _choices(args: argparse.Namespace) -> None:
         )
 
 
-def _exclusive(problem: str, args: argparse.Namespace, *names: str) -> None:
-    given = [
-        f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)
-    ]
-    if len(given) > 1:
-        raise UsageError(problem, expected="one flag", found=" and ".join(given))
-
-
 def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
-    args.world_size, tp, pp = (
-        world,
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-    )
-    if world % tp:
-        raise UsageError(
-            "--tensor-model-parallel-size does not divide the number of ranks",
-            expected=f"a divisor of {world}",
-            found=tp,
-        )
+    args.world_size = world
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    check_divides(args, "tensor_model_parallel_size", world, "the number of ranks")
     if world // tp % pp:
         raise UsageError(
             "--pipeline-model-parallel-size does not divide the number of ranks",
@@ -400,14 +353,7 @@ def _lengths(args: argparse.Namespace) -> None:
     """Train, decay and warm-up lengths, in samples."""
     batch = args.stated_batch_size  # a batch that elasticity changed moves no length
     if args.train_tokens is not None:
-        if args.train_samples is not None:
-            raise UsageError(
-                "the length of the run is given once",
-                expected="one flag",
-                found="--train-samples and --train-tokens",
-            )
         args.train_samples = args.train_tokens // args.seq_length
-    _exclusive("the length of the run is given once", args, "train_iters", "train_samples")
     if args.train_iters is None and args.train_samples is None:
         raise UsageError(
             "the length of the run is not given",
@@ -421,17 +367,9 @@ def _lengths(args: argparse.Namespace) -> None:
         _samples(args, "lr_decay", batch) or args.train_samples or args.train_iters * batch
     )
     warmup = _samples(args, "lr_warmup", batch)
-    if warmup is not None and args.lr_warmup_fraction is not None:
-        raise UsageError(
-            "the warm-up is given once",
-            expected="one flag",
-            found="--lr-warmup-fraction and another",
-        )
-    args.lr_warmup_steps = (
-        warmup
-        if warmup is not None
-        else int((args.lr_warmup_fraction or 0.0) * args.lr_decay_steps)
-    )
+    if warmup is None:
+        warmup = int((args.lr_warmup_fraction or 0.0) * args.lr_decay_steps)
+    args.lr_warmup_steps = warmup
     args.lr_wsd_decay_steps = _samples(args, "lr_wsd_decay", batch)
     _check_schedule(args)
 
@@ -462,7 +400,6 @@ def _check_schedule(args: argparse.Namespace) -> None:
 
 
 def _samples(args: argparse.Namespace, name: str, batch: int) -> int | None:
-    _exclusive("a length of the schedule is given once", args, f"{name}_iters", f"{name}_samples")
     iterations, samples = getattr(args, f"{name}_iters"), getattr(args, f"{name}_samples")
     return samples if iterations is None else iterations * batch
 
@@ -494,7 +431,7 @@ def merge_config(given: dict[str, Any]) -> dict[str, Any]:
         value = (zero if key == "stage" else config).pop(key, "auto")
         if value != "auto" and given.setdefault(name, value) != value:
             raise UsageError(
-                f"--{name.replace('_', '-')} contradicts the DeepSpeed config",
+                f"{flag_of(name)} contradicts the DeepSpeed config",
                 file=path,
                 expected=f"{key}: {value}",
                 found=given[name],

@@ -14,34 +14,30 @@ import numpy as np
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.memory import steps_of
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
-from megatron_ucp.families import find_family
 from megatron_ucp.families.arguments import with_model
-from megatron_ucp.families.family import Model, Sizes
+from megatron_ucp.families.family import Sizes
 from megatron_ucp.families.mixtral import MixtralSizes
 from megatron_ucp.families.settings import PRE_SOFTMAX, Architecture
-from megatron_ucp.formats.checkpoint import CallerModel
-from megatron_ucp.formats.deepspeed.files import TagFiles, scan
-from megatron_ucp.formats.deepspeed.weights import shapes_by_group
-from megatron_ucp.formats.folder import LocalFolder
-from megatron_ucp.formats.pt.file import PtFile
-from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
+from megatron_ucp.formats.registry import is_hugging_face
 from megatron_ucp.formats.store import Location, is_url, location
 from megatron_ucp.formats.tags import has_state_files, iteration_name, nothing_there, tag_folder
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Report
 from megatron_ucp.reshard.folder import require_plain
 from megatron_ucp.reshard.hugging_face.names import read_twin
+from megatron_ucp.reshard.look import open_anyhow
 from pretrain import elastic, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
+from pretrain.checks import flag_of
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
 from pretrain.mcore import models
 
-EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING = "word_embeddings.weight"
 # Arguments that change which samples follow: allowed, but said.
 _DATA_ARGUMENTS = ("seed", "seq_length", "data_path", "split", "mock_data", "tokenizer_model")
 
@@ -99,18 +95,15 @@ class Saved:
     weights_only: bool = False  # a Hugging Face folder: training begins at its weights
 
 
-def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
+def peek(args: argparse.Namespace) -> Saved | None:
     """The checkpoint that --load names; None where there is none yet. Reads no tensor. Collective:
-    every rank gets rank 0's.
-
-    `sizes` gives the model's sizes as the flags say them, for a padded vocabulary: a
-    tensor-parallel checkpoint that stock DeepSpeed wrote does not say how it is cut."""
+    every rank gets rank 0's."""
     with agree.together():
-        found = _peek(args, sizes) if agree.world()[0] == 0 else None
+        found = _peek(args) if agree.world()[0] == 0 else None
     return agree.gather(found)[0]
 
 
-def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
+def _peek(args: argparse.Namespace) -> Saved | None:
     if args.load is None:
         return None
     tag = _tag_of(args)
@@ -126,31 +119,46 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
                 fix="check the path, or leave --exit-on-missing-checkpoint out to start afresh",
             )
         return None
-    names = _stage_names(args, sizes)
-    folder, passed_over = _folder(args, tag, lambda folder: _declared(folder, args, sizes), names)
-    told = CallerModel(specs=_declared(folder, args, sizes), names=names)
-    with open_checkpoint(folder, told=told) as checkpoint:
+    folder, passed_over = _folder(args, tag)
+    checkpoint, is_whole = open_anyhow(folder)
+    with checkpoint:
         manifest, extras = checkpoint.manifest, checkpoint.extras
         client, counters, schedule = extras.client_state, extras.counters, extras.scheduler
-        spec = manifest.by_name.get(EMBEDDING)
-        if spec is None:
-            raise ModelMismatchError(
-                "the checkpoint is not of a model that this program builds",
-                file=checkpoint.folder,
-                parameter=EMBEDDING,
-                expected="megatron-core's GPTModel",
-                found="no such parameter",
+        arguments = arguments_of_run(client.get("args") or {}, with_model(manifest).family)
+        if args.use_checkpoint_args and not arguments:
+            raise UsageError(
+                "--use-checkpoint-args: the checkpoint holds no arguments",
+                file=folder,
+                found="a checkpoint that stock DeepSpeed wrote",
+                fix="give the model's flags",
             )
         return Saved(
             str(checkpoint.folder),
             passed_over,
             manifest.mesh,
-            spec.extent.stored if spec.extent else spec.shape[0],
-            arguments_of_run(client.get("args") or {}, with_model(manifest).family),
+            _rows(manifest, is_whole, folder),
+            arguments,
             int(client.get("iteration") or counters.get("global_steps") or 0),
             int(client.get("consumed_train_samples") or counters.get("global_samples") or 0),
             isinstance(schedule, dict) and "num_steps" in schedule,
         )
+
+
+def _rows(manifest: Manifest, is_whole: bool, folder: Location) -> int:
+    """Rows of the embedding, of which each tensor-parallel rank has a share where parameters are
+    not whole; its name is then one in the file of a stage."""
+    specs = [spec for spec in manifest.params if spec.name.endswith(EMBEDDING)]
+    if not specs or (is_whole and specs[0].name != f"embedding.{EMBEDDING}"):
+        raise ModelMismatchError(
+            "the checkpoint is not of a model that this program builds",
+            file=folder,
+            parameter=f"embedding.{EMBEDDING}",
+            expected="megatron-core's GPTModel",
+            found="no such parameter",
+        )
+    if not is_whole:
+        return specs[0].shape[0] * manifest.mesh.tp
+    return specs[0].extent.stored if specs[0].extent else specs[0].shape[0]
 
 
 def arguments_of_run(saved: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -240,94 +248,18 @@ def _arguments(family: str, sizes: Sizes, architecture: Architecture) -> dict[st
     return out
 
 
-def _folder(
-    args: argparse.Namespace,
-    tag: str | None,
-    specs: Callable[[Location], Any],
-    names: Mapping[str, str] | None,
-) -> tuple[Location, tuple[str, ...]]:
+def _folder(args: argparse.Namespace, tag: str | None) -> tuple[Location, tuple[str, ...]]:
     """The tag folder to load, and what was passed over for it: the tag that was asked for, else the
     newest that is whole."""
+    load = location(args.load)
     try:
-        if (
-            tag is None
-            and location(args.load).is_dir()
-            and not has_state_files(location(args.load))
-        ):
-            found = ucp.newest_whole(args.load, specs, names)
+        if tag is None and load.is_dir() and not has_state_files(load):
+            found = ucp.newest_whole(args.load)
             return found.folder, found.passed_over
         return tag_folder(args.load, tag), ()
     except NotFoundError as error:
         error.what_to_do = "give a --load, --ckpt-step or --load-tag that exists and is whole"
         raise
-
-
-def _declared(
-    folder: Location, args: argparse.Namespace, sizes: Callable[[int], Sizes]
-) -> Mapping[str, ParamSpec] | None:
-    """Layouts of the family for a tensor-parallel checkpoint without a manifest; None for every
-    other one."""
-    if (folder / FILE_NAME).is_file() or is_megatron(folder):
-        return None
-    rows, tp = _embedding_rows(scan(LocalFolder(folder)))
-    if tp < 2 or not rows:
-        return None  # whole parameters; or the reader says what is missing
-    if args.use_checkpoint_args:
-        raise UsageError(
-            "--use-checkpoint-args: the checkpoint holds no arguments",
-            file=folder,
-            found="a checkpoint that stock DeepSpeed wrote",
-            fix="give the model's flags",
-        )
-    model = Model(find_family(args.model_family), sizes(rows * tp))
-    return {name: declared.spec(name, "") for name, declared in model.table.items()}
-
-
-def _embedding_rows(files: TagFiles) -> tuple[int, int]:
-    """Rows of a rank's part of the embedding (0: there is none), and the number of parts, as
-    DeepSpeed's own files say."""
-    if files.layers:
-        with PtFile(files.folder / files.layers.get((0, 0), min(files.layers.values()))) as file:
-            shape = (
-                getattr(file.tree.get("word_embeddings.weight"), "shape", ())
-                if isinstance(file.tree, dict)
-                else ()
-            )
-        return (shape or (0,))[0], 1 + max(tp for _, tp in files.layers)
-    names = files.model
-    with PtFile(
-        files.folder / (names.get((None, 0)) or names.get((0, 0)) or min(names.values()))
-    ) as file:
-        meta: Any = file.tree
-        tp = meta.get("mp_world_size") if isinstance(meta, dict) else None
-        if not isinstance(tp, int):
-            return 0, 1
-        shapes: dict[str, Any] = {
-            name: getattr(value, "shape", ()) for name, value in (meta.get("module") or {}).items()
-        }
-        # at ZeRO-3 the module's own tensors are empty
-        for named in shapes_by_group(meta, file.path) or []:
-            shapes.update(named)
-    return (shapes.get(EMBEDDING) or (0,))[0], tp
-
-
-def _stage_names(
-    args: argparse.Namespace, sizes: Callable[[int], Sizes]
-) -> Mapping[str, str] | None:
-    """Canonical names of a pipeline's parameters, where --load holds a pipeline's tag without a
-    manifest: its layer files have positions for names. From the flags; they do not depend on the
-    padded vocabulary."""
-    load = location(args.load)
-    tags = (
-        [path for path in (load, *load.iterdir()) if path.is_dir() and has_state_files(path)]
-        if load.is_dir()
-        else []
-    )
-    if args.use_checkpoint_args or all(
-        (tag / FILE_NAME).is_file() or not any(tag.glob("layer_*")) for tag in tags
-    ):
-        return None
-    return Model(find_family(args.model_family), sizes(1)).pipe
 
 
 def check_saved(saved: Saved, args: argparse.Namespace) -> None:
@@ -336,15 +268,7 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     # BF16_Optimizer, which a pipeline has at stage 0 too, cuts its states as stage 1 does: the mesh
     # says 1
     before = replace(saved.mesh, zero=saved.args.get("zero_stage", saved.mesh.zero))
-    here = Mesh(
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size if args.num_experts else 0,
-        dp=args.data_parallel_size,
-        sp=args.ds_sequence_parallel_size,
-        zero=args.zero_stage,
-    )
+    here = elastic.mesh_of(args)
     if not args.universal_checkpoint and (before != here or saved.weights_only):
         raise UsageError(
             "the checkpoint is a Hugging Face folder"
@@ -362,8 +286,7 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     }
     if wrong:
         raise UsageError(
-            "flags contradict the checkpoint: "
-            + ", ".join(f"--{name.replace('_', '-')}" for name in wrong),
+            "flags contradict the checkpoint: " + ", ".join(map(flag_of, wrong)),
             file=saved.path,
             expected=", ".join(f"{name}={old}" for name, (old, _) in wrong.items()),
             found=", ".join(f"{name}={new}" for name, (_, new) in wrong.items()),
@@ -505,7 +428,7 @@ def _say_other_data(saved: Saved, args: argparse.Namespace) -> None:
     for name in ("seed",) if known else _DATA_ARGUMENTS:
         if name in saved.args and saved.args[name] != getattr(args, name):
             say(
-                f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: "
+                f"  {flag_of(name)} was {saved.args[name]}, is {getattr(args, name)}: "
                 "other samples follow"
             )
 

@@ -89,25 +89,6 @@ def vocabulary_multiple(args: argparse.Namespace) -> int:
     return math.lcm(args.tensor_model_parallel_size, *sizes)
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Raises UsageError where --elastic lacks what it needs, or a flag lacks --elastic."""
-    needed = ("global_batch_size", "save_interval") if args.elastic else ()
-    for name in needed:
-        if getattr(args, name) is None:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--elastic needs {flag}", expected=f"{flag} N", found="nothing")
-    for name in ("elastic_meshes", "elastic_batch_tolerance"):
-        if getattr(args, name) and not args.elastic:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} needs --elastic", expected="--elastic", found="nothing")
-    if not 0 <= args.elastic_batch_tolerance < 1:
-        raise UsageError(
-            "--elastic-batch-tolerance is no share of the global batch",
-            expected="at least 0, below 1",
-            found=args.elastic_batch_tolerance,
-        )
-
-
 # ---------------------------------------------------------------- the mesh
 
 
@@ -227,7 +208,7 @@ def mesh_of(args: argparse.Namespace) -> Mesh:
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
         ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size or 0,
+        etp=args.expert_tensor_parallel_size if args.num_experts else 0,
         sp=args.ds_sequence_parallel_size,
         dp=args.data_parallel_size,
         zero=args.zero_stage,

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from megatron_ucp.errors import UsageError
+from pretrain.checks import flag_of
 
 DEEPSPEED, MEGATRON = "deepspeed", "megatron"
 # Flags of the one engine, and why the other does not take them.
@@ -30,12 +31,12 @@ def check_engine(args: argparse.Namespace) -> None:
     refused = _NOT_DEEPSPEED if args.engine == DEEPSPEED else _NOT_MEGATRON
     for name, why in refused.items():
         if getattr(args, name) not in (None, False):
-            flag = "--deepspeed_config" if name == "deepspeed_config" else _flag(name)
+            given = "--deepspeed_config" if name == "deepspeed_config" else flag_of(name)
             raise UsageError(
-                f"{flag} does not go with --engine {args.engine}: {why}",
+                f"{given} does not go with --engine {args.engine}: {why}",
                 expected="the flag left out",
-                found=f"{flag} {getattr(args, name)}",
-                fix=f"leave {flag} out",
+                found=f"{given} {getattr(args, name)}",
+                fix=f"leave {given} out",
             )
     if args.engine == DEEPSPEED:
         args.zero_stage = 1 if args.zero_stage is None else args.zero_stage
@@ -51,15 +52,15 @@ def check_engine(args: argparse.Namespace) -> None:
     if args.overlap_param_gather and not all(getattr(args, name) for name in needs):
         raise UsageError(
             "--overlap-param-gather lacks what it needs",
-            expected=" ".join(map(_flag, needs)),
-            found=" ".join(_flag(name) for name in needs if getattr(args, name)) or "neither",
+            expected=" ".join(map(flag_of, needs)),
+            found=" ".join(flag_of(name) for name in needs if getattr(args, name)) or "neither",
         )
     _check_stages(args)
 
 
 def check_sequences(args: argparse.Namespace) -> None:
     """Raises UsageError where ranks can't share sequences (--ds-sequence-parallel-size)."""
-    sp, flag = args.ds_sequence_parallel_size, "--ds-sequence-parallel-size"
+    sp, own = args.ds_sequence_parallel_size, "--ds-sequence-parallel-size"
     if sp == 1:
         return
     others = {
@@ -67,17 +68,17 @@ def check_sequences(args: argparse.Namespace) -> None:
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
         "expert_model_parallel_size": args.expert_model_parallel_size,
     }
-    beside = [_flag(name) for name, size in others.items() if size > 1]
+    beside = [flag_of(name) for name, size in others.items() if size > 1]
     if beside or args.engine != DEEPSPEED or args.num_experts:
         raise UsageError(
-            f"{flag} goes with data parallelism alone, under DeepSpeed, without experts",
-            expected=f"{flag} 1, or none of the others",
+            f"{own} goes with data parallelism alone, under DeepSpeed, without experts",
+            expected=f"{own} 1, or none of the others",
             found=" ".join(beside) or f"--engine {args.engine}, --num-experts {args.num_experts}",
         )
     zero: Any = args.ds_config.get("zero_optimization", {})
     if args.zero_stage == 3 and not zero.get("reduce_scatter", True):
         raise UsageError(
-            f"{flag} at ZeRO-3 needs reduce_scatter: without it DeepSpeed divides some gradients "
+            f"{own} at ZeRO-3 needs reduce_scatter: without it DeepSpeed divides some gradients "
             "by another number of ranks than the rest",
             expected="zero_optimization.reduce_scatter true",
             found="false",
@@ -91,7 +92,7 @@ def check_sequences(args: argparse.Namespace) -> None:
     wrong = [f"{name} {count}" for name, count in divided.items() if sp < 1 or count % sp]
     if wrong:
         raise UsageError(
-            f"{flag} has to divide ranks, sequence, heads and key-value groups",
+            f"{own} has to divide ranks, sequence, heads and key-value groups",
             expected=f"multiples of {sp}",
             found=", ".join(wrong),
         )
@@ -154,7 +155,3 @@ def check_interleaved(args: argparse.Namespace) -> None:
             found=f"{pp} stages, {args.gradient_accumulation} micro batches",
             fix="change --global-batch-size or --micro-batch-size",
         )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
+from pretrain.checks import check_divides, flag_of
 from pretrain.engine import DEEPSPEED
 from pretrain.family import trained_families
 from pretrain.flags import FLAGS
@@ -58,7 +59,7 @@ def _check_dense(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
         raise UsageError(
             f"the layers of --model-family {args.model_family} have no experts",
             expected=f"--model-family {' or '.join(others)}",
-            found=f"--{flags[0].replace('_', '-')} {given[flags[0]]}",
+            found=f"{flag_of(flags[0])} {given[flags[0]]}",
             fix="leave it out, or use another family",
         )
 
@@ -81,19 +82,9 @@ def check_expert_mesh(args: argparse.Namespace) -> None:
             expected=f"a divisor of {stage}",
             found=f"{ep} x {etp}",
         )
-    for size, name, cut, flag in (
-        (args.num_experts, "--num-experts", ep, "--expert-model-parallel-size"),
-        (
-            args.moe_ffn_hidden_size,
-            "--moe-ffn-hidden-size",
-            etp,
-            "--expert-tensor-parallel-size",
-        ),
-    ):
-        if size % cut:
-            raise UsageError(
-                f"{flag} does not divide {name}", expected=f"a divisor of {size}", found=cut
-            )
+    check_divides(args, "expert_model_parallel_size", args.num_experts, "--num-experts")
+    width = args.moe_ffn_hidden_size
+    check_divides(args, "expert_tensor_parallel_size", width, "--moe-ffn-hidden-size")
     apart = (ep, etp) != (1, tp)
     if args.engine == DEEPSPEED and apart and not etp <= tp <= etp * ep:
         raise UsageError(

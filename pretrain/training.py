@@ -123,10 +123,7 @@ class Run:
             # what finds the checkpoint is known before the model's sizes
             values = {flag.attribute: flag.default for flag in reversed(FLAGS)}
             early = argparse.Namespace(**{n: given.get(n, value) for n, value in values.items()})
-        saved = checkpoint.peek(
-            early,
-            lambda padded: setup.model_config(complete(given, world), padded, padded).sizes(),
-        )
+        saved = checkpoint.peek(early)
         with agree.together():
             of_run = saved.args if saved and early.use_checkpoint_args else None
             self.args = complete(given, world, of_run)

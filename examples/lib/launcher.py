@@ -70,6 +70,17 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
+def kill(process: "subprocess.Popen[bytes]") -> None:
+    """SIGKILL to a launcher, then to its ranks. Does nothing where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        family = [parent, *parent.children(recursive=True)]
+        for member in family if process.poll() is None else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+    process.wait()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

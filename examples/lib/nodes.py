@@ -3,7 +3,6 @@ store that this process holds, so that any of them may die."""
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -113,11 +112,5 @@ class Nodes:
 
 
 def kill(node: Node) -> None:
-    """As a power cut: SIGKILL to the agent, then to its ranks. Does nothing to one that is gone."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        agent = psutil.Process(node.agent.pid)
-        family = [agent, *agent.children(recursive=True)]
-        for process in family if node.agent.poll() is None else []:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
-    node.agent.wait()
+    """As a power cut. Does nothing to one that is gone."""
+    launcher.kill(node.agent)

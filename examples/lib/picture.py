@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .resumes import TOLERANCE
+
 if TYPE_CHECKING:
     from quickstart import Mesh, Row
-
-TOLERANCE = 1e-5
 
 
 def plot(source: "Mesh", reference: list[float], rows: "list[Row]", saved: int, path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from . import launcher
 
 TOLERANCE = 1e-5  # in the loss: other ranks add in another order
-Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,17 @@ def compare(script: str, args: argparse.Namespace, source: Case, targets: list[C
     """Runs all of them and prints the table; the exit code."""
     args.out.mkdir(parents=True, exist_ok=True)
     reference = launch(script, args, source)["losses"]
-    good, rows = True, list[Row]()
+    good, rows = True, list[tuple[str, ...]]()
     for case in targets:
         found = launch(script, args, case)
         distance = max(abs(a - b) for a, b in zip(found["losses"], reference, strict=True))
         count = len(found["different"])
-        bits = f"NO ({count} differ)" if count else f"yes ({found['compared']:,} values)"
+        bits = equal_states(count, found["compared"])
         rows.append((case.where, f"{found['read_bytes']:,}", bits, f"{distance:.1e}"))
         good = good and not count and distance <= TOLERANCE
     print(f"\nSaved at {source.where}. Resumed straight from these files:\n")
-    print_table(rows, args.more)
+    heads = ("resumed at", "bytes read", "states bit-equal")
+    print(table((*heads, f"largest loss difference, next {args.more} steps"), rows), end="")
     return 0 if good else 1
 
 
@@ -73,18 +73,15 @@ def launch(script: str, args: argparse.Namespace, case: Case) -> dict[str, Any]:
     return json.loads((args.out / f"{case.name}.json").read_text())
 
 
-def print_table(rows: list[Row], more: int) -> None:
-    heads = (
-        "resumed at",
-        "bytes read",
-        "states bit-equal",
-        f"largest loss difference, next {more} steps",
-    )
-    print_rows(heads, rows)
+def equal_states(different: int, compared: int) -> str:
+    return f"NO ({different} differ)" if different else f"yes ({compared:,} values)"
 
 
-def print_rows(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table in Markdown."""
+def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """In Markdown."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    for row in [heads, tuple("-" * width for width in widths), *rows]:
-        print("| " + " | ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)) + " |")
+    lines = [heads, tuple("-" * width for width in widths), *rows]
+    return "".join(
+        "| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)) + " |\n"
+        for line in lines
+    )

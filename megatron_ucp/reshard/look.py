@@ -5,7 +5,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from megatron_ucp.core.rules import NOTHING_KNOWN, RuleSet
 from megatron_ucp.errors import DamagedFileError, NotFoundError, StoreError, UcpError, UsageError
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats import store_saves
-from megatron_ucp.formats.checkpoint import CallerModel
+from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import is_universal
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
@@ -158,11 +158,7 @@ class Newest:
     passed_over: tuple[str, ...]
 
 
-def newest_whole(
-    path: str | os.PathLike[str],
-    specs: Callable[[Location], Mapping[str, ParamSpec] | None] = lambda _: None,
-    names: Mapping[str, str] | None = None,
-) -> Newest:
+def newest_whole(path: str | os.PathLike[str]) -> Newest:
     """The tag to resume from: the one that the pointer names if it is whole, else the newest that
     is. Whole: every file is there, with the size, directory, step and mesh that belong to it;
     tensor bytes are not read.
@@ -170,9 +166,6 @@ def newest_whole(
     Args:
         path: The folder above the tags; or the one above several such folders, as trainers make
             them (`out` with `out/checkpoint-400`), of which the one that was saved last counts.
-        specs: What gives the parameters of a tag folder, where neither its files nor a family say
-            them.
-        names: Names in a pipeline, with those of the model.
 
     Returns:
         The folder of the tag, and what was passed over, with the reason.
@@ -187,7 +180,7 @@ def newest_whole(
     """
     path = require_folder(path)
     if not has_tags(path) and (below := [one for one in path.iterdir() if has_tags(one)]):
-        return _newest_of(path, below, specs, names)
+        return _newest_of(path, below)
     named = named_or_note(path)
     passed = [named.note] if named.note else []
     tags = {p.name: time_of_save(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
@@ -195,7 +188,7 @@ def newest_whole(
         passed.append(f"{named.tag}: `{named.pointer}` names it, and it is not there")
     for tag in sorted(tags, key=lambda tag: (tag == named.tag, tags[tag], tag), reverse=True):
         try:
-            check_whole(path / tag, specs(path / tag), names)
+            check_whole(path / tag)
         except StoreError:
             raise
         except UcpError as error:
@@ -217,18 +210,13 @@ def newest_whole(
     )
 
 
-def _newest_of(
-    path: Location,
-    folders: Sequence[Location],
-    specs: Callable[[Location], Mapping[str, ParamSpec] | None],
-    names: Mapping[str, str] | None,
-) -> Newest:
+def _newest_of(path: Location, folders: Sequence[Location]) -> Newest:
     """The newest of several folders with tags: of each its own."""
     found: dict[Location, Newest] = {}
     passed: list[str] = []
     for folder in sorted(folders):
         try:
-            newest, named = newest_whole(folder, specs, names), newest_named(folder)
+            newest, named = newest_whole(folder), newest_named(folder)
         except StoreError:
             raise
         except UcpError as error:
@@ -260,17 +248,25 @@ def unfinished(path: Location) -> list[str]:
     return [f"{name}: a save that was not finished" for name in names]
 
 
-def check_whole(
-    folder: Location,
-    specs: Mapping[str, ParamSpec] | None = None,
-    names: Mapping[str, str] | None = None,
-) -> None:
+def check_whole(folder: Location) -> None:
     """Raises a UcpError for a tag folder that lacks a file, or holds one that is damaged or of
     another save."""
-    with open_checkpoint(folder, told=CallerModel(specs=specs, names=names)) as checkpoint:
+    checkpoint, _ = open_anyhow(folder)
+    with checkpoint:
         for name in checkpoint.file_names:
             checkpoint.check(name)
         checkpoint.check_beside()
+
+
+def open_anyhow(folder: str | os.PathLike[str]) -> tuple[Checkpoint, bool]:
+    """A checkpoint, and whether anything says how its parameters are cut: without, they have the
+    shapes that one rank holds. Raises a UcpError."""
+    try:
+        return open_checkpoint(folder), True
+    except UcpError as error:
+        if error.id != "layout-unknown":
+            raise
+        return open_checkpoint(folder, rules=NOTHING_KNOWN), False
 
 
 def time_of_save(folder: Location) -> float:

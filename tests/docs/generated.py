@@ -221,8 +221,6 @@ def figures(word: str) -> str:
     tree = json.loads((RESULTS / f"{word}.json").read_text())
     if word == "load":
         return loads(tree)
-    if word == "weights":
-        return weights(tree["found"])
     if word == "megatron_deepspeed":
         return pairs_of_program(tree["pairs"])
     by_what: dict[str, dict[str, str]] = {}
@@ -247,42 +245,19 @@ def pairs_of_program(pairs: Sequence[Mapping[str, str]]) -> str:
     return table(heads, [tuple(cell.replace("|", "/") for cell in row) for row in rows])
 
 
-def weights(found: Mapping[str, Any]) -> str:
-    """Of a refit beside megatron-core's own resharding."""
-    limits = {"first": 1.5, "later": 0.7, "sent / needed": 1.0}
-    names = {
-        "first": "refit, first call / megatron-core",
-        "later": "refit, later calls / megatron-core",
-        "resize": "`ucp.resize` each time / megatron-core",
-        "sent / needed": "bytes sent / bytes that had to move",
-    }
-    rows = []
-    for what, name in names.items():
-        limit = limits.get(what)
-        cells = [
-            f"{row[what]:.2f}"
-            + ("" if limit is None else f" (≤{limit:g})" + ("" if row[what] <= limit else " ✗"))
-            for row in found.values()
-        ]
-        rows.append((name, *cells))
-    return table(("", *found), rows)
-
-
 def claims(tree: Any, path: Row) -> Iterator[tuple[Row, str, dict[str, Any]]]:
     if isinstance(tree, list):
         for one in tree:
             yield from claims(one, path)
     elif isinstance(tree, dict):
-        what = tree.get("what", tree.get("claim"))
-        if what and "ratio" in tree:
-            yield path or ("ratio",), what, tree
+        if "what" in tree and "ratio" in tree:
+            yield path or ("ratio",), tree["what"], tree
         for key, value in tree.items():
             yield from claims(value, path if key in ("claims", "ratios", "found") else (*path, key))
 
 
 def shown(one: dict[str, Any]) -> str:
-    limit = one.get("limit", one.get("at most"))
-    sign = "≥" if one.get("kind") == "at least" else "≤"
+    limit, sign = one["limit"], "≥" if one["kind"] == "at least" else "≤"
     aim = f" ({sign}{limit:.3g})" if limit else ""
     return f"{one['ratio']:.3g}{aim}{'' if one.get('met') in (True, None) else ' ✗'}"
 
