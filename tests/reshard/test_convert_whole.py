@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
+from megatron_ucp import errors
 from megatron_ucp.cli import main
-from megatron_ucp.errors import (
-    DamagedFileError,
-    LayoutError,
-    RuleError,
-    SaveError,
-    StateMismatchError,
-    UnsupportedError,
-    UsageError,
-)
 from megatron_ucp.formats.pt.file import PtFile
 from tests.engines import kinds
 from tests.engines.model import Setup
@@ -41,27 +33,27 @@ NAMES = (
 )
 PP = ucp.Mesh(pp=2)
 PLAIN_REFUSALS: list[tuple[type[ucp.UcpError], str, dict[str, Any]]] = [
-    (UsageError, "for one mesh", {}),
-    (UsageError, "no such format", {"to": "hf"}),
-    (RuleError, "nobody declared", {"target": ucp.Mesh(tp=2)}),
-    (UnsupportedError, "not known", {"target": PP}),
-    (UnsupportedError, "not known", {"target": PP, "to": "universal"}),
-    (UsageError, "allow names what may happen", {"target": ucp.Mesh(), "allow": {"narow"}}),
-    (UsageError, "ZeRO 0 and 1", {"target": ucp.Mesh(pp=2, zero=2)}),
+    (errors.UsageError, "for one mesh", {}),
+    (errors.UsageError, "no such format", {"to": "hf"}),
+    (errors.RuleError, "nobody declared", {"target": ucp.Mesh(tp=2)}),
+    (errors.UnsupportedError, "not known", {"target": PP}),
+    (errors.UnsupportedError, "not known", {"target": PP, "to": "universal"}),
+    (errors.UsageError, "allow names what may happen", {"target": ucp.Mesh(), "allow": {"narow"}}),
+    (errors.UsageError, "ZeRO 0 and 1", {"target": ucp.Mesh(pp=2, zero=2)}),
     (
-        UsageError,
+        errors.UsageError,
         "every trainable",
         {"target": ucp.Target(ucp.Mesh(), groups=(("up.weight",),))},
     ),
     (
-        StateMismatchError,
+        errors.StateMismatchError,
         "different hyper",
         {"target": ucp.Target(ucp.Mesh(), groups=(NAMES,))},
     ),
 ]
 LLAMA_REFUSALS: list[tuple[type[ucp.UcpError], str, dict[str, Any]]] = [
-    (LayoutError, "does not divide attention heads", {"target": ucp.Mesh(tp=5)}),
-    (UsageError, "do not add up", {"target": ucp.Target(PP, stages=(1, 1))}),
+    (errors.LayoutError, "does not divide attention heads", {"target": ucp.Mesh(tp=5)}),
+    (errors.UsageError, "do not add up", {"target": ucp.Target(PP, stages=(1, 1))}),
 ]
 
 
@@ -77,7 +69,7 @@ def test_what_a_mesh_does_not_say(sources: Sources, tmp_path: Path) -> None:
                 ucp.convert(source, out, to=to, target=target, allow=allow)
             assert not list(tmp_path.iterdir()), "something is left"
     out.mkdir()
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(errors.UsageError, match="exists"):
         ucp.convert(plain, out, target=ucp.Mesh())
 
 
@@ -98,7 +90,7 @@ def test_groups_of_ones_own(sources: Sources, tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_an_optimizer(sources: Sources, tmp_path: Path) -> None:
     folder = Path(sources.get(2, Setup(0, "bf16"), attach=False, more=0))
-    with pytest.raises(StateMismatchError, match="no optimizer"):
+    with pytest.raises(errors.StateMismatchError, match="no optimizer"):
         ucp.convert(folder, tmp_path / "out", target=ucp.Mesh(dp=2, zero=1), tag="trained")
 
 
@@ -114,7 +106,7 @@ def test_a_damaged_source_leaves_nothing(sources: Sources, broken: Any, tmp_path
     flip(path, at)
     out = tmp_path / "out"
     for to, target in (("native", ucp.Mesh(dp=4, zero=3)), ("universal", None)):
-        with pytest.raises(DamagedFileError, match="damaged"):
+        with pytest.raises(errors.DamagedFileError, match="damaged"):
             ucp.convert(folder, out / to, to=to, target=target)
         assert list(out.iterdir()) == []
 
@@ -136,7 +128,7 @@ def test_a_damaged_number_beside_the_parameters(
             tree: Any = file.tree
             at = file.record(tree["data"].storage).offset_bytes
         flip(path, at)
-    with pytest.raises(DamagedFileError, match="wrong checksum"):
+    with pytest.raises(errors.DamagedFileError, match="wrong checksum"):
         ucp.convert(folder, tmp_path / "out" / "x", target=ucp.Mesh(dp=4, zero=3))
     assert list((tmp_path / "out").iterdir()) == []
     for rank in sources.ranks.run(2, kinds.attempt, Setup(3, "bf16", seed=9), str(folder)):
@@ -175,7 +167,7 @@ def test_a_full_disk(sources: Sources, tmp_path: Path) -> None:
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-        with pytest.raises(SaveError, match="nothing is left"):
+        with pytest.raises(errors.SaveError, match="nothing is left"):
             ucp.convert(folder, out / "x", target=ucp.Mesh(dp=2, zero=1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -187,7 +179,7 @@ def test_a_full_disk(sources: Sources, tmp_path: Path) -> None:
 def test_a_target_that_can_not_be_written(sources: Sources, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "out", Path("/proc/out")):
-        with pytest.raises(SaveError, match="could not be written"):
+        with pytest.raises(errors.SaveError, match="could not be written"):
             ucp.convert(sources.get(2, Setup(1, "bf16")), place, target=ucp.Mesh(dp=2, zero=1))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
