@@ -11,6 +11,7 @@ import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
 from tests.engines.kinds import plant_fault
 from tests.engines.mixture_jobs import mixture
+from tests.engines.model import engine_around
 from tests.engines.model_classes import tiny_model
 from tests.engines.quantized_jobs import train
 from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, tiny_llama
@@ -111,8 +112,6 @@ def wrapped(kind: str, seed: int, base: Path | None = None) -> Any:
 
 
 def make(kind: str, zero: int, seed: int, dtype: str = "fp32", base: Path | None = None) -> Any:
-    import deepspeed
-
     model = wrapped(kind, seed, base)
     trained = [param for param in model.parameters() if param.requires_grad]
     config = ds_config(zero, **({dtype: {"enabled": True}} if dtype != "fp32" else {}))
@@ -121,14 +120,7 @@ def make(kind: str, zero: int, seed: int, dtype: str = "fp32", base: Path | None
         config["fp16"]["initial_scale_power"] = 8
         allow_fp16_on_cpu()
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    made = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=config,
-        dist_init_required=False,
-    )[0]
+    made = engine_around(model, optimizer, config, rate=lambda step: 1.0)
     return ucp.attach(made)
 
 

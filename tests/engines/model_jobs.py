@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_ucp.families.pipe import names
 from pretrain.mcore import models, pipeline
 from tests.engines.kinds import refusal_of
-from tests.engines.model import config_of
+from tests.engines.model import config_of, engine_around
 
 GLOBAL_BATCH, SEQUENCE = 4, 16
 GPT = models.ModelConfig(
@@ -80,19 +80,16 @@ def batches(run: Any, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def engine_of(run: Any, model: Any, optimizer: torch.optim.Optimizer, **more: Any) -> Any:
-    import deepspeed
-
     dp = dist.get_world_size() // run.tp // (run.pp or 1)
     if run.fp32_sums:
         more["data_types"] = {"grad_accum_dtype": "fp32"}
     rows, parts = GLOBAL_BATCH // dp // run.accumulate, run.accumulate
-    return deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config=config_of(run.zero, rows, run.dtype, gradient_accumulation_steps=parts, **more),
+    return engine_around(
+        model,
+        optimizer,
+        config_of(run.zero, rows, run.dtype, gradient_accumulation_steps=parts, **more),
         mpu=None if run.pp else models.mpu(),
-        dist_init_required=False,
-    )[0]
+    )
 
 
 def make_engine(run: Run) -> Any:

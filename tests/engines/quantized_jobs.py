@@ -12,6 +12,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
 from tests.engines.kinds import plant_fault
+from tests.engines.model import engine_around
 from tests.engines.trainer_jobs import ds_config, make_data, tiny_llama
 
 KINDS = ("nf4", "fp4, scales quantized too", "8 bits")
@@ -45,7 +46,6 @@ def quantized(module: Any, kind: str) -> None:
 
 def make(kind: str, zero: int, seed: int, base: int = 1, attach: str = "stock") -> Any:
     """An adapter of a seed on a base of another one."""
-    import deepspeed
     import peft
 
     torch.manual_seed(base)
@@ -59,14 +59,12 @@ def make(kind: str, zero: int, seed: int, base: int = 1, attach: str = "stock") 
     )
     wrapped: Any = peft.get_peft_model(model, config)
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    engine = deepspeed.initialize(
-        model=wrapped,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=ds_config(zero, bf16={"enabled": True}, zero_force_ds_cpu_optimizer=False),
-        dist_init_required=False,
-    )[0]
+    engine = engine_around(
+        wrapped,
+        optimizer,
+        ds_config(zero, bf16={"enabled": True}, zero_force_ds_cpu_optimizer=False),
+        rate=lambda step: 1.0,
+    )
     return ucp.attach(engine, save=attach) if attach else engine
 
 
@@ -133,12 +131,11 @@ def left_alone(folder: str, asked: bool) -> dict[str, Any]:
         model.lm_head.register_state_dict_post_hook(adds)
         model.register_load_state_dict_pre_hook(drops)
         section: dict[str, Any] = {"universal_checkpoint": {"enabled": True}} if asked else {}
-        return deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-            config={**ds_config(2, zero_force_ds_cpu_optimizer=False), **section},
-            dist_init_required=False,
-        )[0]
+        return engine_around(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            {**ds_config(2, zero_force_ds_cpu_optimizer=False), **section},
+        )
 
     def drops(_: Any, state: dict[str, Any], *rest: Any) -> None:
         state.pop("lm_head.own_entry", None)

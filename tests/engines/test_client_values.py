@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines.masters import base_of
-from tests.engines.model import GLOBAL_BATCH, WIDTH, config_of
+from tests.engines.model import GLOBAL_BATCH, WIDTH, config_of, engine_around
 from tests.engines.value_kinds import KINDS, LIVE_KINDS, exactly, strangers, table
 from tests.ranks import RankPool
 
@@ -41,7 +41,6 @@ NAMED = tuple(LIVE_KINDS)  # whose classes nobody vouches for in stock files, bu
 
 def engine_with(zero: int, which: int, attach: bool = True, without: tuple[str, ...] = ()) -> Any:
     """An engine whose scheduler and groups hold values."""
-    import deepspeed
 
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 5), torch.nn.Linear(5, 1))
@@ -49,13 +48,7 @@ def engine_with(zero: int, which: int, attach: bool = True, without: tuple[str, 
     held = {f"kept {name}": value for name, value in kept.items()}
     optimizer = torch.optim.AdamW([{"params": list(net.parameters()), **held}], lr=1e-2)
     config = config_of(zero, GLOBAL_BATCH // dist.get_world_size(), gradient_clipping=0.0)
-    engine = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=Holding(optimizer, kept),
-        config=config,
-        dist_init_required=False,
-    )[0]
+    engine = engine_around(net, optimizer, config, lr_scheduler=Holding(optimizer, kept))
     return ucp.attach(engine) if attach else engine
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import megatron_ucp as ucp
 from tests.engines.masters import base_of
-from tests.engines.model import WIDTH
+from tests.engines.model import WIDTH, engine_around
 from tests.engines.value_kinds import KINDS, exactly, strangers
 from tests.ranks import RankPool, RanksFailed
 
@@ -100,8 +100,6 @@ _OF_ADAMW = {"params", *torch.optim.AdamW([torch.zeros(1)]).defaults}
 
 
 def engine_of(zero: int) -> Any:
-    import deepspeed
-
     torch.manual_seed(11)
     net = torch.nn.Linear(WIDTH, 3)
     groups = [{"params": [net.weight]}, {"params": [net.bias], "lr": 0.5}]
@@ -111,9 +109,7 @@ def engine_of(zero: int) -> Any:
         "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
         "steps_per_print": 10**9,
     }
-    engine = deepspeed.initialize(
-        model=net, optimizer=torch.optim.AdamW(groups), config=config, dist_init_required=False
-    )[0]
+    engine = engine_around(net, torch.optim.AdamW(groups), config)
     engine.backward(engine(torch.ones(1, WIDTH)).sum())
     engine.step()
     return engine

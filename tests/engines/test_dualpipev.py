@@ -14,7 +14,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.family import Declared, Family, Sizes, whole
 from tests.engines.canonical import everywhere
 from tests.engines.kinds import refusal_of
-from tests.engines.model import config_of
+from tests.engines.model import config_of, engine_around
 from tests.families.registration import registered
 from tests.ranks import RankPool
 
@@ -65,7 +65,6 @@ known = partial(registered, FAMILY)
 
 
 def make(zero: int, seed: int, folded: bool) -> Any:
-    import deepspeed
     from deepspeed.pipe import DualPipeVModule, PipelineModule
 
     kind = DualPipeVModule if folded else PipelineModule
@@ -79,13 +78,12 @@ def make(zero: int, seed: int, folded: bool) -> Any:
         dice = torch.Generator().manual_seed(seed + 10 * int(name[0]) + param.dim())
         param.data.copy_(torch.randn(param.shape, generator=dice))
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    return deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
-        config=config_of(zero, 1, gradient_accumulation_steps=MICRO_BATCHES, gradient_clipping=0.0),
-        dist_init_required=False,
-    )[0]
+    return engine_around(
+        net,
+        optimizer,
+        config_of(zero, 1, gradient_accumulation_steps=MICRO_BATCHES, gradient_clipping=0.0),
+        rate=lambda step: 1.0 / (1 + step),
+    )
 
 
 def moments(engine: Any) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines.model import WIDTH, config_of
+from tests.engines.model import WIDTH, config_of, engine_around
 from tests.ranks import RankPool
 
 
@@ -41,16 +41,12 @@ class Normed(torch.nn.Module):
 
 
 def make(zero: int, attach: bool = True) -> Any:
-    import deepspeed
-
     torch.manual_seed(5)
     net = Normed()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     config = config_of(zero, 4, gradient_clipping=0.0)
-    engine = deepspeed.initialize(
-        model=net, optimizer=optimizer, lr_scheduler=None, config=config, dist_init_required=False
-    )[0]
+    engine = engine_around(net, optimizer, config, lr_scheduler=None)
     engine.lr_scheduler = schedule  # DeepSpeed would step it without a metric
     return ucp.attach(engine) if attach else engine
 

@@ -15,7 +15,7 @@ import torch
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
 from tests.engines.masters import base_of
-from tests.engines.model import Setup, make_engine, train
+from tests.engines.model import Setup, engine_around, make_engine, train
 from tests.ranks import RankPool
 
 KINDS = ("AdamW", "Adam", "RAdam", "NAdam", "FusedAdam")
@@ -311,7 +311,6 @@ NESTED = {"SequentialLR": _sequential, "ChainedScheduler": _chained}
 
 def _in_groups(schedule: str, way: str, attach: bool) -> Any:
     """An engine with two rates for four parameters; `way` says how the groups stand."""
-    import deepspeed
 
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1))
@@ -327,13 +326,7 @@ def _in_groups(schedule: str, way: str, attach: bool) -> Any:
         "zero_optimization": {"stage": 1},
         "steps_per_print": 10**9,
     }
-    engine = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=NESTED[schedule](optimizer),
-        config=config,
-        dist_init_required=False,
-    )[0]
+    engine = engine_around(net, optimizer, config, lr_scheduler=NESTED[schedule](optimizer))
     return ucp.attach(engine) if attach else engine
 
 

@@ -23,7 +23,7 @@ from megatron_ucp.reshard.messages import DefaultRanks
 from tests.engines import model, tensor_jobs
 from tests.engines.kinds import kind_of
 from tests.engines.megatron_jobs import Mcore
-from tests.engines.model import SEQUENCE, VOCAB, Setup
+from tests.engines.model import SEQUENCE, VOCAB, Setup, engine_around
 from tests.engines.tensor_jobs import Mega
 from tests.ranks import RankPool
 
@@ -292,18 +292,16 @@ class Noisy(torch.nn.Module):
 def noisy_losses(folder: str, workers: int, stop: int) -> tuple[list[float], list[float]]:
     """Losses of a run with dropout after a save in the middle of an epoch, or at its end; and those
     of its restart."""
-    import deepspeed
 
     data = torch.from_numpy(np.arange(8 * SEQUENCE).reshape(8, SEQUENCE) % VOCAB)
 
     def begun() -> tuple[Any, Any]:
         torch.manual_seed(3)
         net = Noisy()
-        engine, *_ = deepspeed.initialize(
-            model=net,
-            optimizer=torch.optim.AdamW(net.parameters(), lr=0.05),
-            config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}},
-            dist_init_required=False,
+        engine = engine_around(
+            net,
+            torch.optim.AdamW(net.parameters(), lr=0.05),
+            {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}},
         )
         sampler = DistributedSampler(TensorDataset(data), shuffle=True, seed=1)
         whole: Any = TensorDataset(data)
