@@ -1,6 +1,7 @@
 """A rank that fails at any step of a load, a save or an attach: every rank ends with that error, at
-once, and the same call does its work afterwards."""
+once, and the same call does its work afterwards. A rank that is late is named."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
-from megatron_ucp.reshard import agree
+from megatron_ucp.reshard import agree, waits
 from tests.engines import model
 from tests.engines.kinds import attached, kind_of
 from tests.engines.megatron_jobs import Mcore
@@ -151,3 +152,46 @@ def test_each_step_may_fail_on_each_rank(
     if what in ("save", "background"):
         assert any(name.startswith(("global_step", "iter_")) for name in jobs[0]["left"])
         assert not [name for name in jobs[0]["left"] if name.startswith(".")], jobs[0]["left"]
+
+
+def late(which: int, seconds: float) -> list[str]:
+    """What this rank says of the wait for another one."""
+    said: list[str] = []
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler, logger = Keeps(), logging.getLogger("megatron_ucp")
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(waits, "LONG_S", 0.5):
+            dist.barrier()
+            if dist.get_rank() == which:
+                time.sleep(seconds)
+            with agree.together():
+                pass
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_one_rank_says_which_one_is_late(which: int) -> None:
+    pool = RankPool(3, gloo=True)
+    try:
+        found = pool.run(3, late, which, 4.0)
+    finally:
+        pool.close()
+    (said,) = [one for rank in found for one in rank]
+    assert f"1 of 3 ranks have not come to it: rank {which}" in said
+    assert "late of tests.engines.test_fault_injection, line" in said
+    assert not found[which]
+
+
+def test_a_short_wait_is_not_told() -> None:
+    pool = RankPool(3, gloo=True)
+    try:
+        assert pool.run(3, late, 1, 0.0) == [[], [], []]
+    finally:
+        pool.close()
