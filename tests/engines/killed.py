@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -29,6 +28,7 @@ from urllib.request import urlopen
 
 from megatron_ucp.formats.store import location
 from tests import rank_worker
+from tests.scripts import run_command
 
 STEPS = 300  # more than a trial reaches
 MOST_SAVES = 5  # that may be whole when a run is killed
@@ -279,12 +279,10 @@ def trials_in_a_process(folder: Path, kinds: Sequence[str], *words: str) -> list
     loads bit for bit from the tag that its pointer names. Fails otherwise, and where no save of a
     kind was hit."""
     command = [sys.executable, "-m", "tests.engines.killed", str(folder), *kinds, *words]
-    done = subprocess.run(
+    done = run_command(
         command,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
         timeout=200 + sum(20 * int(kind.split(":")[2]) for kind in kinds),
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

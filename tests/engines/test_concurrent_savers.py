@@ -1,7 +1,6 @@
 """Saves of real engines beside other savers: two jobs in one folder, and a tag that is held."""
 
 import json
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_ucp.core.manifest import RUN, TAG
 from megatron_ucp.formats import output_folder
 from tests.engines.megatron_jobs import Mcore, arguments, close, make, train
 from tests.ranks import ROOT, RankPool
+from tests.scripts import run_command
 
 
 def folders(folder: str) -> list[str]:
@@ -64,13 +64,7 @@ def test_two_jobs_save_into_one_folder_at_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     command = [sys.executable, "-m", "tests.engines.beside", str(run), "--saves", str(SAVES)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_command(command, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert found["codes"] == [0, 0] and found["wrong"] == []

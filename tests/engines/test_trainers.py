@@ -3,8 +3,6 @@ the module runner."""
 
 import base64
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from tests.engines.canonical import differences
 from tests.engines.trainer_jobs import ON
 from tests.ranks import ROOT, RankPool
 from tests.reshard import twins
-from tests.scripts import start
+from tests.scripts import run_command, start
 
 SAVED_AT, STEPS = 4, 8
 STOCK_KEY = {"checkpoint": {"load_universal": True}}
@@ -350,13 +348,7 @@ def test_the_module_runner_is_what_python_is_to_a_script(tmp_path: Path, as_modu
         "print(__name__, sys.argv[1:], beside.VALUE, wrapped)"
     )
     what = ["-m", "job"] if as_module else [str(tmp_path / "job.py")]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ucp.run", *what, "--lr", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command([sys.executable, "-m", "megatron_ucp.run", *what, "--lr", "1"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '1'] 7 True"
 
@@ -378,14 +370,7 @@ def test_what_a_script_prints_and_raises_is_its_own(tmp_path: Path, how: list[st
         "import sys, megatron_ucp as ucp\n"
         "print('\\033[31mred\\033[0m', sys.argv[1:])\nucp.Mesh(tp=0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", *how],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command([sys.executable, "-m", *how], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     rank = ["--local_rank=0"] if "--local_rank=0" in how else []
     assert done.stdout == f"\033[31mred\033[0m {[*rank, '--epochs', '3']}\n"
     assert done.returncode == 1 and 'job.py", line 3' in done.stderr
@@ -421,7 +406,7 @@ def killed(folder: Path, *options: str, lives: int = 4) -> list[dict[str, Any]]:
     """What each life of a run did, which is killed again and again."""
     words = [sys.executable, "-m", "tests.engines.killed_trainers", str(folder), *options]
     words += ["--lives", str(lives)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=400)
+    done = run_command(words, timeout=400)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"life"')]
     assert len(found) == lives, done.stdout[-3000:] + done.stderr[-3000:]
     return found

@@ -17,6 +17,7 @@ from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, GPT, LLAMA, QUIET, RATES, command, mesh, stdlib
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source, check_resumed
 from tests.ranks import ROOT, RankPool
+from tests.scripts import run_command
 
 
 def test_random_states(ranks: RankPool, llama: Source) -> None:
@@ -166,19 +167,15 @@ def test_program_ends_with_zero_after_sigterm(tmp_path: Path) -> None:
     assert process.returncode == 0, (tmp_path / "errors").read_text()
     saved = re.search(r"saved \S+ at iteration (\d+)", rest)
     assert saved and (tmp_path / "out" / "latest").read_text() == f"global_step{saved[1]}"
-    shown = subprocess.run(
-        [sys.executable, "-m", "megatron_ucp.cli", "inspect", str(tmp_path / "out")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    shown = run_command(
+        [sys.executable, "-m", "megatron_ucp.cli", "inspect", str(tmp_path / "out")], cwd=ROOT
     )
     assert shown.returncode == 0, shown.stderr
 
 
 @pytest.mark.ranks
 def test_program_names_an_unknown_flag() -> None:
-    done = subprocess.run(
+    done = run_command(
         [
             sys.executable,
             str(ROOT / "pretrain/pretrain_gpt.py"),
@@ -186,9 +183,6 @@ def test_program_names_an_unknown_flag() -> None:
             "2",
         ],
         cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert (
         done.returncode == 2

@@ -2,7 +2,6 @@
 
 import json
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
 from tests.reshard.converted import same
+from tests.scripts import run_command
 
 pytestmark = pytest.mark.ranks
 
@@ -255,12 +255,7 @@ def test_killed_at_random_moments(sources: Sources, tmp_path: Path, trials: int)
     folder = sources.get(2, Setup(1, "bf16"))
     program = [sys.executable, "-m", "tests.reshard.killed"]
     arguments = [f"{folder}/filled", str(tmp_path), "--trials", str(trials), "--seed", "5"]
-    done = subprocess.run(
-        [*program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300 + 10 * trials,
-    )
+    done = run_command([*program, *arguments], timeout=300 + 10 * trials)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == trials and all(trial["equal"] and trial["again"] for trial in found), found

@@ -4,7 +4,6 @@ line."""
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.reshard.files import FileSource
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
+from tests.scripts import run_command
 
 
 def first(model: paper.Model, tmp_path: Path) -> Path:
@@ -400,7 +400,5 @@ def test_an_export_needs_neither_deepspeed_nor_transformers(tmp_path: Path) -> N
         "print([m for m in ('deepspeed', 'megatron', 'transformers') if m in sys.modules])"
     )
     words = ["export-hf", str(first(twins.model("gpt"), tmp_path)), str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
-    )
+    done = run_command([sys.executable, "-c", code, *words], timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

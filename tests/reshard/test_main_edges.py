@@ -17,6 +17,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.errors import UsageError
 from tests.reshard import paper
 from tests.reshard.plain import SHAPES
+from tests.scripts import run_command
 
 CLI = f"{sys.executable} -m megatron_ucp.cli"
 
@@ -27,13 +28,8 @@ def small(tmp_path: Path) -> Path:
 
 
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", f"{CLI} {command}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    return run_command(
+        ["bash", "-c", f"{CLI} {command}"], env={"PYTHONPATH": os.getcwd()}, cwd=folder
     )
 
 
