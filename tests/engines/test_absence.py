@@ -88,7 +88,7 @@ def test_what_is_missing_of_a_save(
     if not attached:  # as stock DeepSpeed would have written it
         plain_of(tmp_path / "copied")
 
-    def loads(_: Save, runs: list[Path]) -> list[str]:
+    def by_ranks(_: Save, runs: list[Path]) -> list[str]:
         tags = [str(run / "trained") for run in runs]
         job = loads, replace(saved, seed=9), str(source), tags
         ranks = sources.ranks.run(world, *job, timeout_s=400)
@@ -99,7 +99,7 @@ def test_what_is_missing_of_a_save(
         return ranks[0]
 
     save = Save(linked(tmp_path / "copied", tmp_path / "run", "trained"), "trained")
-    table = Table(save, tmp_path, loads)
+    table = Table(save, tmp_path, by_ranks)
     wrong = table.wrong()
     if kind in NEEDS_MANIFEST:  # what its manifest alone says is missed by loads, and only so
         refusals = [fault for fault in wrong if "nothing says whose they are" in fault]

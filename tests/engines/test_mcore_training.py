@@ -53,100 +53,78 @@ def test_the_truth_is_worth_comparing_with(truth: dict[ModelConfig, Truth]) -> N
         assert abs(run["losses"][0] - run["losses"][-1]) > 0.1, "it learned nothing"
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize(
-    ("world", "tp", "zero", "accumulate"),
-    [
-        (2, 2, 0, 1),
-        (2, 2, 1, 2),
-        (4, 2, 1, 1),
-        (2, 2, 2, 1),
-        (4, 2, 3, 1),
-        (4, 4, 0, 1),
-        (4, 4, 2, 1),
-        (4, 4, 3, 1),
-        (4, 1, 2, 1),
-    ],
-)
+def name_of(case: Any) -> str:
+    if not isinstance(case, Run):
+        return str(case)
+    parts = case.model.family, f"tp{case.tp}", f"z{case.zero}", str(case.accumulate)
+    return "-".join([*parts, *["sp"] * case.model.sequence_parallel])
+
+
+ACROSS = {model: replace(model, sequence_parallel=True) for model in (GPT, LLAMA)}
+CUTS = [
+    (world, Run(model, tp, zero, accumulate=accumulate))
+    for model in (GPT, LLAMA)
+    for world, tp, zero, accumulate in (
+        *((2, 2, 0, 1), (2, 2, 1, 2), (4, 2, 1, 1), (2, 2, 2, 1), (4, 2, 3, 1)),
+        *((4, 4, 0, 1), (4, 4, 2, 1), (4, 4, 3, 1), (4, 1, 2, 1)),
+    )
+]
+CUTS_OF_SEQUENCES = [
+    (world, Run(ACROSS[model], 2, zero, accumulate=accumulate))
+    for model, world, zero, accumulate in (
+        *((GPT, 2, 0, 1), (GPT, 2, 1, 1), (GPT, 2, 2, 2), (GPT, 2, 3, 1)),
+        *((GPT, 4, 0, 1), (GPT, 4, 1, 1), (GPT, 4, 2, 1), (GPT, 4, 3, 1)),
+        *((LLAMA, 2, 0, 2), (LLAMA, 4, 1, 1), (LLAMA, 2, 2, 1), (LLAMA, 4, 3, 1)),
+    )
+]
+
+
+def check(
+    ranks: RankPool, world: int, run: Run, alone: Truth, tolerance: float = TOLERANCE
+) -> None:
+    losses, norms = differences(ranks.run(world, model_jobs.train, run), alone)
+    assert losses < tolerance and norms < tolerance
+
+
+@pytest.mark.parametrize(("world", "run"), CUTS, ids=name_of)
 def test_any_cut_trains_the_same_model(
-    ranks: RankPool,
-    truth: dict[ModelConfig, Truth],
-    model: ModelConfig,
-    world: int,
-    tp: int,
-    zero: int,
-    accumulate: int,
+    ranks: RankPool, truth: dict[ModelConfig, Truth], world: int, run: Run
 ) -> None:
-    found = ranks.run(world, model_jobs.train, Run(model, tp, zero, accumulate=accumulate))
-    losses, norms = differences(found, truth[model])
-    assert losses < TOLERANCE and norms < TOLERANCE
+    check(ranks, world, run, truth[run.model])
 
 
-@pytest.mark.parametrize(
-    ("model", "world", "zero", "accumulate"),
-    [
-        (GPT, 2, 0, 1),
-        (GPT, 2, 1, 1),
-        (GPT, 2, 2, 2),
-        (GPT, 2, 3, 1),
-        (GPT, 4, 0, 1),
-        (GPT, 4, 1, 1),
-        (GPT, 4, 2, 1),
-        (GPT, 4, 3, 1),
-        (LLAMA, 2, 0, 2),
-        (LLAMA, 4, 1, 1),
-        (LLAMA, 2, 2, 1),
-        (LLAMA, 4, 3, 1),
-    ],
-    ids=lambda value: getattr(value, "family", None),
-)
+@pytest.mark.parametrize(("world", "run"), CUTS_OF_SEQUENCES, ids=name_of)
 def test_sequence_parallelism_trains_the_same(
-    ranks: RankPool,
-    truth: dict[ModelConfig, Truth],
-    model: ModelConfig,
-    world: int,
-    zero: int,
-    accumulate: int,
+    ranks: RankPool, truth: dict[ModelConfig, Truth], world: int, run: Run
 ) -> None:
-    run = Run(replace(model, sequence_parallel=True), tp=2, zero=zero, accumulate=accumulate)
-    losses, norms = differences(ranks.run(world, model_jobs.train, run), truth[model])
-    assert losses < TOLERANCE and norms < TOLERANCE
+    check(ranks, world, run, truth[replace(run.model, sequence_parallel=False)])
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_without_the_sums_sequence_parallelism_is_wrong(
     ranks: RankPool, truth: dict[ModelConfig, Truth], zero: int
 ) -> None:
-    run = Run(
-        replace(GPT, sequence_parallel=True), tp=2, zero=zero, plant="no sums over the sequence"
-    )
+    run = Run(ACROSS[GPT], tp=2, zero=zero, plant="no sums over the sequence")
     found = ranks.run(2, model_jobs.train, run)
     losses, _ = differences(found, truth[GPT], may_drift=True)
     assert losses > 1e-3 and found[0]["copies"] != found[1]["copies"]
 
 
 QWEN3 = replace(LLAMA, family="qwen3")
+QWEN2 = replace(LLAMA, family="qwen2")
 OWN_ATTENTION = [
-    (replace(LLAMA, family="qwen2"), 2, 2, 1),
-    (replace(LLAMA, family="qwen2"), 4, 4, 3),
-    (QWEN3, 2, 2, 0),
-    (QWEN3, 4, 2, 1),
-    (QWEN3, 4, 4, 3),
-    (replace(QWEN3, sequence_parallel=True), 2, 2, 2),
+    *((2, Run(QWEN2, 2, 1)), (4, Run(QWEN2, 4, 3))),
+    *((2, Run(QWEN3, 2, 0)), (4, Run(QWEN3, 2, 1)), (4, Run(QWEN3, 4, 3))),
+    (2, Run(replace(QWEN3, sequence_parallel=True), 2, 2)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "world", "tp", "zero"),
-    OWN_ATTENTION,
-    ids=lambda value: getattr(value, "family", None),
-)
+@pytest.mark.parametrize(("world", "run"), OWN_ATTENTION, ids=name_of)
 def test_biases_and_norms_of_attention_train_the_same(
-    ranks: RankPool, model: ModelConfig, world: int, tp: int, zero: int
+    ranks: RankPool, world: int, run: Run
 ) -> None:
-    alone = ranks.run(1, model_jobs.train, Run(replace(model, sequence_parallel=False)))[0]
-    losses, norms = differences(ranks.run(world, model_jobs.train, Run(model, tp, zero)), alone)
-    assert losses < TOLERANCE and norms < TOLERANCE
+    whole = Run(replace(run.model, sequence_parallel=False))
+    check(ranks, world, run, ranks.run(1, model_jobs.train, whole)[0])
 
 
 def test_without_the_sums_norms_of_attention_come_apart(ranks: RankPool) -> None:
@@ -159,9 +137,7 @@ def test_without_the_sums_norms_of_attention_come_apart(ranks: RankPool) -> None
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_sequence_parallelism_in_bf16(ranks: RankPool, zero: int) -> None:
     whole = ranks.run(1, model_jobs.train, Run(GPT, zero=zero, dtype="bf16"))[0]
-    run = Run(replace(GPT, sequence_parallel=True), tp=2, zero=zero, dtype="bf16")
-    losses, norms = differences(ranks.run(2, model_jobs.train, run), whole)
-    assert losses < 0.02 and norms < 0.02, "rounding to bf16 explains less"
+    check(ranks, 2, Run(ACROSS[GPT], 2, zero, "bf16"), whole, 0.02)  # rounding explains less
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

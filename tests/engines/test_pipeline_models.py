@@ -64,19 +64,14 @@ def check(ranks: RankPool, truth: Truth, world: int, run: Run) -> list[Found]:
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(
-    ("world", "pp", "tp", "zero", "accumulate"),
+    "cut",
     [(2, 2, 1, 0, 2), (4, 4, 1, 1, 1), (4, 2, 2, 1, 1), (4, 2, 1, 0, 1), (4, 2, 1, 1, 2)],
+    ids=str,
 )
 def test_any_cut_trains_the_same_model(
-    ranks: RankPool,
-    truth: Truth,
-    model: ModelConfig,
-    world: int,
-    pp: int,
-    tp: int,
-    zero: int,
-    accumulate: int,
+    ranks: RankPool, truth: Truth, model: ModelConfig, cut: tuple[int, ...]
 ) -> None:
+    world, pp, tp, zero, accumulate = cut
     check(ranks, truth, world, Run(model, tp, zero, accumulate=accumulate, pp=pp))
 
 
@@ -90,15 +85,8 @@ def test_sequence_parallelism(
 ) -> None:
     """Also where DeepSpeed sends parts of what it takes for the same on all tensor-parallel ranks,
     which is its default."""
-    run = Run(
-        replace(model, sequence_parallel=True),
-        pp=2,
-        tp=2,
-        zero=zero,
-        partitioned=partitioned,
-        accumulate=2,
-    )
-    check(ranks, truth, 4, run)
+    across = replace(model, sequence_parallel=True)
+    check(ranks, truth, 4, Run(across, 2, zero, accumulate=2, pp=2, partitioned=partitioned))
 
 
 def test_without_the_sums_sequence_parallelism_is_wrong(ranks: RankPool, truth: Truth) -> None:
@@ -115,29 +103,23 @@ def test_tied_copies_that_start_apart_are_seen(ranks: RankPool, truth: Truth) ->
 
 
 @pytest.mark.parametrize(
-    ("model", "world", "pp", "partition", "parts"),
+    ("model", "pp", "partition", "parts"),
     [
-        (GPT, 2, 2, "uniform", [0, 3, 5]),
-        (LLAMA, 2, 2, "parameters", [0, 2, 5]),
-        (LLAMA, 2, 2, "type:norm", [0, 4, 5]),
-        (GPT, 2, 2, "type:transformer", [0, 2, 5]),
-        (GPT, 2, 2, "1, 4", [0, 1, 5]),
-        (LLAMA, 4, 4, [1, 2, 1, 1], [0, 1, 3, 4, 5]),
-        (ONE, 4, 4, "1,1,1,1", [0, 1, 2, 3, 4]),
-        (replace(ONE, tied=False), 4, 4, "uniform", [0, 1, 2, 3, 4]),
+        (GPT, 2, "uniform", [0, 3, 5]),
+        (LLAMA, 2, "parameters", [0, 2, 5]),
+        (LLAMA, 2, "type:norm", [0, 4, 5]),
+        (GPT, 2, "type:transformer", [0, 2, 5]),
+        (GPT, 2, "1, 4", [0, 1, 5]),
+        (LLAMA, 4, [1, 2, 1, 1], [0, 1, 3, 4, 5]),
+        (ONE, 4, "1,1,1,1", [0, 1, 2, 3, 4]),
+        (replace(ONE, tied=False), 4, "uniform", [0, 1, 2, 3, 4]),
     ],
     ids=lambda value: str(getattr(value, "family", value)),
 )
 def test_partitions(
-    ranks: RankPool,
-    truth: Truth,
-    model: ModelConfig,
-    world: int,
-    pp: int,
-    partition: Any,
-    parts: list[int],
+    ranks: RankPool, truth: Truth, model: ModelConfig, pp: int, partition: Any, parts: list[int]
 ) -> None:
-    for rank in check(ranks, truth, world, Run(model, pp=pp, partition=partition, zero=1)):
+    for rank in check(ranks, truth, pp, Run(model, pp=pp, partition=partition, zero=1)):
         assert rank["parts"] == parts
 
 
@@ -148,11 +130,7 @@ def test_partitions(
         (2, Run(GPT, pp=2, zero=1, dtype="bf16"), "DeepSpeedZeroOptimizer"),
         (4, Run(GPT, pp=2, zero=1, dtype="bf16", fp32_sums=True, accumulate=2), "BF16_Optimizer"),
         (4, Run(LLAMA, pp=2, tp=2, zero=1, dtype="bf16", fp32_sums=True), "BF16_Optimizer"),
-        (
-            4,
-            Run(ONE, pp=4, zero=1, dtype="bf16", fp32_sums=True, partition=[1, 1, 1, 1]),
-            "BF16_Optimizer",
-        ),
+        (4, Run(ONE, 1, 1, "bf16", 1, 4, [1, 1, 1, 1], fp32_sums=True), "BF16_Optimizer"),
     ],
     ids=["gpt-0", "gpt-1", "gpt-fp32-sums", "llama-tp", "one-layer-stages"],
 )
