@@ -216,9 +216,7 @@ def test_lengths_in_samples() -> None:
         args.gradient_accumulation,
     ) == (160, 40, 48, 2)
     words = [word for word in REST if word not in ("--train-iters", "10")]
-    tokens = complete(
-        parse(command(LLAMA, words, "--train-tokens", "6400", "--global-batch-size", "8")), 4
-    )
+    tokens = complete(parse(command(LLAMA, words, "--train-tokens 6400 --global-batch-size 8")), 4)
     assert (tokens.train_samples, tokens.train_iters, tokens.lr_decay_steps) == (200, 25, 200)
 
 

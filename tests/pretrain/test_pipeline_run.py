@@ -23,14 +23,8 @@ def argv(family: str, *more: list[str] | str) -> list[str]:
         BATCH,
         RATES,
         stdlib(),
-        "--make-vocab-size-divisible-by",
-        "512",
-        "--log-interval",
-        "1",
-        "--eval-iters",
-        "2",
-        "--train-iters",
-        str(ITERATIONS),
+        "--make-vocab-size-divisible-by 512 --log-interval 1 --eval-iters 2",
+        f"--train-iters {ITERATIONS}",
         *more,
     )
 
@@ -48,7 +42,7 @@ class Source:
     result: dict[str, Any]
 
     def resume(self, *more: list[str] | str) -> list[str]:
-        return argv(self.family, "--load", str(self.folder), "--ckpt-step", str(SAVED), *more)
+        return argv(self.family, f"--load {self.folder} --ckpt-step {SAVED}", *more)
 
     def check(self, result: dict[str, Any]) -> None:
         assert "error" not in result, result["text"]
@@ -72,7 +66,7 @@ class Sources:
         if (family, name) not in self.made:
             folder = self.folder / f"staged_{family}_{name}"
             results = self.ranks.run(
-                4, JOB, argv(family, flags, "--save", str(folder), "--save-interval", str(SAVED))
+                4, JOB, argv(family, flags, f"--save {folder} --save-interval {SAVED}")
             )
             assert all(result.get("losses") == results[0].get("losses") for result in results), (
                 results[0]
@@ -180,7 +174,7 @@ def test_the_same_mesh_needs_no_flag(ranks: RankPool, sources: Sources) -> None:
 )
 def test_dropout_goes_on_where_it_was(ranks: RankPool, tmp_path: Path, flags: list[str]) -> None:
     """Every stage has generators of its own; a loss without dropout is another one."""
-    dropout = argv("gpt", flags, "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    dropout = argv("gpt", flags, "--hidden-dropout 0.1 --attention-dropout 0.1")
     whole = ranks.run(4, JOB, [*dropout, "--save", str(tmp_path), "--save-interval", str(SAVED)])[
         -1
     ]
@@ -236,12 +230,12 @@ def test_a_pipeline_that_stock_deepspeed_saved(
 
 def test_sigterm_stops_all_stages(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
     """One rank of the first stage gets it; the checkpoint goes on without stages."""
-    flags = argv("llama", staged(2), "--save", str(tmp_path))
+    flags = argv("llama", staged(2), f"--save {tmp_path}")
     results = ranks.run(4, jobs.run_with_sigterm, flags, rank=1, iteration=2)
     assert all((r["stopped_by"], r["iteration"]) == ("SIGTERM", 2) for r in results), results[0]
     assert (tmp_path / "latest").read_text() == "global_step2"
     resumed = ranks.run(
-        1, JOB, argv("llama", mesh(1, 0), "--load", str(tmp_path), "--universal-checkpoint")
+        1, JOB, argv("llama", mesh(1, 0), f"--load {tmp_path} --universal-checkpoint")
     )[0]
     assert resumed["losses"] == pytest.approx(
         sources.whole("llama").result["losses"][2:], rel=0, abs=1e-5
@@ -250,6 +244,6 @@ def test_sigterm_stops_all_stages(ranks: RankPool, sources: Sources, tmp_path: P
 
 def test_a_model_that_does_not_fit_the_stages(ranks: RankPool) -> None:
     for result in ranks.run(
-        2, JOB, argv("gpt", staged(2), "--pipeline-partition-method", "type:attention")
+        2, JOB, argv("gpt", staged(2), "--pipeline-partition-method type:attention")
     ):
         assert result["error"] == "UsageError" and "TransformerLayerPipe" in result["text"]

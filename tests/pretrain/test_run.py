@@ -63,9 +63,9 @@ def test_gpt_resumes_on_another_mesh(
 def test_the_comparison_sees_a_wrong_start(ranks: RankPool, llama: Source) -> None:
     """The negative control: without the optimizer's states the losses differ by more than is
     allowed above."""
-    result = ranks.run(
-        1, JOB, llama.resume(mesh(1, 0), "--universal-checkpoint", "--no-load-optim")
-    )[0]
+    result = ranks.run(1, JOB, llama.resume(mesh(1, 0), "--universal-checkpoint --no-load-optim"))[
+        0
+    ]
     assert (result["first"], result["iteration"]) == (SAVED, ITERATIONS)
     assert (
         max(
@@ -141,9 +141,7 @@ def test_bf16_and_sequence_parallelism(ranks: RankPool, llama: Source) -> None:
 
 
 def test_changed_schedule(ranks: RankPool, llama: Source) -> None:
-    changed = llama.resume(
-        mesh(1, 0), "--universal-checkpoint", "--lr", "1e-3", iterations=SAVED + 1
-    )
+    changed = llama.resume(mesh(1, 0), "--universal-checkpoint --lr 1e-3", iterations=SAVED + 1)
     mine = ranks.run(1, JOB, [*changed, "--override-opt_param-scheduler"])[0]
     theirs = ranks.run(1, JOB, [*changed, "--use-checkpoint-opt_param-scheduler"])[0]
     rate = re.compile(r"learning rate: (\S+)")
@@ -156,9 +154,7 @@ def test_finetune_takes_weights_alone(ranks: RankPool, llama: Source) -> None:
     result = ranks.run(
         2,
         JOB,
-        llama.resume(
-            mesh(2, 2), "--universal-checkpoint", "--finetune", "--lr", "1e-3", iterations=3
-        ),
+        llama.resume(mesh(2, 2), "--universal-checkpoint --finetune --lr 1e-3", iterations=3),
     )[-1]
     assert (result["first"], result["iteration"], result["consumed"]) == (0, 3, 24), result
     assert result["losses"][0] < llama.result["losses"][0] - 0.3  # trained weights, the first batch
@@ -167,7 +163,7 @@ def test_finetune_takes_weights_alone(ranks: RankPool, llama: Source) -> None:
 def test_a_folder_that_cannot_be_written_is_found_before_training(
     ranks: RankPool, llama: Source
 ) -> None:
-    for result in ranks.run(2, JOB, llama.argv(mesh(2, 1), "--save", "/proc/nothing")):
+    for result in ranks.run(2, JOB, llama.argv(mesh(2, 1), "--save /proc/nothing")):
         assert result["error"] == "DamagedFileError" and "/proc/nothing" in result["text"]
 
 
@@ -175,7 +171,7 @@ def test_without_the_optimizer_both_are_named(ranks: RankPool, llama: Source) ->
     said = ranks.run(
         1,
         JOB,
-        llama.resume(mesh(1, 0), "--universal-checkpoint", "--no-load-optim", iterations=SAVED + 1),
+        llama.resume(mesh(1, 0), "--universal-checkpoint --no-load-optim", iterations=SAVED + 1),
     )[0]["said"]
     assert (
         "neither optimizer states nor schedule were loaded, as asked" in said
@@ -184,30 +180,15 @@ def test_without_the_optimizer_both_are_named(ranks: RankPool, llama: Source) ->
 
 
 def test_sizes_from_the_checkpoint(ranks: RankPool, llama: Source) -> None:
-    short = [
-        "--seq-length",
-        "32",
-        "--num-layers",
-        "9",
-        "--hidden-size",
-        "8",
-        "--num-attention-heads",
-        "1",
-    ]
+    short = command("--seq-length 32 --num-layers 9 --hidden-size 8 --num-attention-heads 1")
     argv = command(
         short,
         BATCH,
         RATES,
         QUIET,
         stdlib(),
-        "--train-iters",
-        str(ITERATIONS),
-        "--load",
-        str(llama.folder),
-        "--ckpt-step",
-        str(SAVED),
+        f"--train-iters {ITERATIONS} --load {llama.folder} --ckpt-step {SAVED}",
         mesh(1, 0),
-        "--universal-checkpoint",
-        "--use-checkpoint-args",
+        "--universal-checkpoint --use-checkpoint-args",
     )
     check_resumed(llama, ranks.run(1, JOB, argv)[0])

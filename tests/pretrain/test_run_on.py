@@ -27,7 +27,7 @@ def test_random_states(ranks: RankPool, llama: Source) -> None:
         ranks.run(4, job, llama.resume(mesh(2, 1), seed)) for seed in ([], ["--seed", "5"])
     )
     other = ranks.run(4, job, llama.resume(mesh(1, 1), "--universal-checkpoint"))
-    fresh = ranks.run(4, job, llama.resume(mesh(2, 1), "--no-load-rng", "--seed", "5"))
+    fresh = ranks.run(4, job, llama.resume(mesh(2, 1), "--no-load-rng --seed 5"))
     assert first == again
     assert (
         first[0]["tracker"] != first[1]["tracker"] and first[0]["torch"] == first[1]["torch"]
@@ -41,17 +41,8 @@ def test_evaluation_and_exit_interval(ranks: RankPool, llama: Source) -> None:
         LLAMA,
         BATCH,
         RATES,
-        "--mock-data",
-        "--train-iters",
-        "9",
-        "--eval-iters",
-        "2",
-        "--eval-interval",
-        "2",
-        "--exit-interval",
-        "5",
-        "--log-interval",
-        "3",
+        "--mock-data --train-iters 9 --eval-iters 2 --eval-interval 2 --exit-interval 5",
+        "--log-interval 3",
     )
     results = [ranks.run(world, JOB, argv)[-1] for world in (1, 2)]
     assert [r["stopped_by"] for r in results] == ["--exit-interval"] * 2
@@ -76,20 +67,9 @@ def test_tensorboard(ranks: RankPool, tmp_path: Path) -> None:
         LLAMA,
         BATCH,
         RATES,
-        "--mock-data",
-        "--train-iters",
-        "4",
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "2",
-        "--log-interval",
-        "3",
+        "--mock-data --train-iters 4 --eval-iters 1 --eval-interval 2 --log-interval 3",
         mesh(2, 1),
-        "--tensorboard-dir",
-        str(tmp_path / "board"),
-        "--log-json",
-        str(tmp_path / "log.jsonl"),
+        f"--tensorboard-dir {tmp_path / 'board'} --log-json {tmp_path / 'log.jsonl'}",
     )
     result = ranks.run(2, JOB, argv)[-1]
     entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -118,12 +98,12 @@ def check_curves(board: Any, steps: list[dict[str, Any]]) -> None:
 
 
 def test_sigterm_on_one_rank_stops_all(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
-    argv = llama.argv(mesh(2, 1), "--save", str(tmp_path))
+    argv = llama.argv(mesh(2, 1), f"--save {tmp_path}")
     results = ranks.run(4, jobs.run_with_sigterm, argv, rank=1, iteration=3)
     assert all((r["stopped_by"], r["iteration"]) == ("SIGTERM", 3) for r in results)
     assert (tmp_path / "latest").read_text() == "global_step3"
     resumed = ranks.run(
-        1, JOB, llama.argv(mesh(1, 0), "--load", str(tmp_path), "--universal-checkpoint")
+        1, JOB, llama.argv(mesh(1, 0), f"--load {tmp_path} --universal-checkpoint")
     )[0]
     assert resumed["losses"] == pytest.approx(llama.result["losses"][3:], rel=0, abs=1e-5)
 
@@ -131,15 +111,7 @@ def test_sigterm_on_one_rank_stops_all(ranks: RankPool, llama: Source, tmp_path:
 @pytest.mark.ranks
 def test_program_ends_with_zero_after_sigterm(tmp_path: Path) -> None:
     argv = command(
-        LLAMA,
-        BATCH,
-        RATES,
-        QUIET,
-        stdlib(),
-        "--train-iters",
-        "100000",
-        "--save",
-        str(tmp_path / "out"),
+        LLAMA, BATCH, RATES, QUIET, stdlib(), f"--train-iters 100000 --save {tmp_path / 'out'}"
     )
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -198,7 +170,7 @@ def test_with_dropout_the_same_mesh_goes_on_with_the_same_losses(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     model = [*GPT[:-4], "--hidden-dropout", "0.2", "--attention-dropout", "0.2"]
-    argv = command(model, BATCH, RATES, QUIET, stdlib(), mesh(2, 1), "--train-iters", "6")
+    argv = command(model, BATCH, RATES, QUIET, stdlib(), mesh(2, 1), "--train-iters 6")
     whole = ranks.run(4, JOB, [*argv, "--save", str(tmp_path), "--save-interval", "3"])[-1]
     again = [*argv, "--load", str(tmp_path), "--ckpt-step", "3"]
     assert ranks.run(4, JOB, again)[-1]["losses"] == whole["losses"][3:]
@@ -216,13 +188,7 @@ def test_with_dropout_the_same_mesh_goes_on_with_the_same_losses(
             QUIET,
             stdlib(),
             mesh(1, 3),
-            "--train-iters",
-            "6",
-            "--load",
-            str(tmp_path),
-            "--universal-checkpoint",
-            "--ckpt-step",
-            "3",
+            f"--train-iters 6 --load {tmp_path} --universal-checkpoint --ckpt-step 3",
         ),
     )[0]
     assert "derived from the seed, the step" in other["said"]
@@ -235,9 +201,9 @@ def test_without_a_tag_the_newest_whole_one_is_taken_and_others_are_named(
 ) -> None:
     folder = shutil.copytree(llama.folder, tmp_path / "copy")
     next((folder / f"global_step{ITERATIONS}").glob("*zero_pp_rank_1*")).unlink()
-    result = ranks.run(
-        2, JOB, llama.argv(mesh(2, 2), "--load", str(folder), "--universal-checkpoint")
-    )[-1]
+    result = ranks.run(2, JOB, llama.argv(mesh(2, 2), f"--load {folder} --universal-checkpoint"))[
+        -1
+    ]
     check_resumed(llama, result)
     assert (
         f"passed over global_step{ITERATIONS}: a file that the manifest lists is missing"
@@ -246,21 +212,14 @@ def test_without_a_tag_the_newest_whole_one_is_taken_and_others_are_named(
     asked = ranks.run(
         2,
         JOB,
-        llama.argv(
-            mesh(2, 2),
-            "--load",
-            str(folder),
-            "--universal-checkpoint",
-            "--ckpt-step",
-            str(ITERATIONS),
-        ),
+        llama.argv(mesh(2, 2), f"--load {folder} --universal-checkpoint --ckpt-step {ITERATIONS}"),
     )
     assert all(result["error"] == "NotFoundError" for result in asked), (
         "a tag that was asked for is not replaced by another"
     )
     next((folder / f"global_step{SAVED}").glob("mp_rank_01*")).unlink()
     for result in ranks.run(
-        2, JOB, llama.argv(mesh(2, 2), "--load", str(folder), "--universal-checkpoint")
+        2, JOB, llama.argv(mesh(2, 2), f"--load {folder} --universal-checkpoint")
     ):
         assert (
             result["error"] == "NotFoundError"
@@ -278,13 +237,7 @@ def test_keep_latest(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
         JOB,
         llama.argv(
             mesh(2, 1),
-            "--save",
-            str(tmp_path),
-            "--save-interval",
-            "1",
-            "--keep-latest",
-            "2",
-            "--no-durable",
+            f"--save {tmp_path} --save-interval 1 --keep-latest 2 --no-durable",
             iterations=4,
         ),
     )[0]["said"]

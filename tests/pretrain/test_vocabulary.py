@@ -12,28 +12,16 @@ from tests.pretrain.common import QUIET, RATES, command, mesh, stdlib
 from tests.ranks import RankPool
 
 STATES = jobs.states
-MODEL = [
-    "--model-family",
-    "llama",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "48",
-    "--ffn-hidden-size",
-    "96",
-    "--num-attention-heads",
-    "6",
-    "--num-query-groups",
-    "6",
-    "--seq-length",
-    "32",
-]
+MODEL = command(
+    "--model-family llama --num-layers 2 --hidden-size 48 --ffn-hidden-size 96 "
+    "--num-attention-heads 6 --num-query-groups 6 --seq-length 32"
+)
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def argv(*more: list[str] | str) -> list[str]:
     batch = ["--global-batch-size", "6", "--micro-batch-size", "1"]
-    return command(MODEL, batch, RATES, QUIET, stdlib(), "--train-iters", "3", *more)
+    return command(MODEL, batch, RATES, QUIET, stdlib(), "--train-iters 3", *more)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +42,9 @@ def test_resize(
     note: str,
 ) -> None:
     source = ranks.run(
-        world, STATES, argv(mesh(world, 1), first, "--save", str(tmp_path)), train=True
+        world, STATES, argv(mesh(world, 1), first, f"--save {tmp_path}"), train=True
     )[0]["full"]
-    resume = argv(mesh(tp, 1), "--load", str(tmp_path), "--universal-checkpoint")
+    resume = argv(mesh(tp, 1), f"--load {tmp_path} --universal-checkpoint")
     refused = ranks.run(tp, jobs.run, resume)
     assert all(
         r["error"] == "UsageError"
@@ -91,11 +79,11 @@ def check(
 
 def test_a_size_that_divides_is_kept(ranks: RankPool, tmp_path: Path) -> None:
     """With the flag too: nothing is resized that need not be, and nothing is said."""
-    source = ranks.run(1, STATES, argv(mesh(1, 1), "--save", str(tmp_path)), train=True)[0]["full"]
+    source = ranks.run(1, STATES, argv(mesh(1, 1), f"--save {tmp_path}"), train=True)[0]["full"]
     found = ranks.run(
         2,
         STATES,
-        argv(mesh(2, 1), "--load", str(tmp_path), "--universal-checkpoint", "--allow-vocab-resize"),
+        argv(mesh(2, 1), f"--load {tmp_path} --universal-checkpoint --allow-vocab-resize"),
     )
     assert len(source[VOCABULARY[0], "fp32"]) == 384
     check(source, found[0]["full"], 384, 384)
