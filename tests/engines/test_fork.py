@@ -28,7 +28,7 @@ from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from tests.engines import fork_jobs
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
 from tests.engines.sources import Sources
-from tests.reshard import test_convert
+from tests.reshard import plain
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,7 +282,7 @@ def test_what_stocks_converter_joined(sources: Sources, tmp_path: Path) -> None:
         folder, out = stock(sources, setup.tp, setup), tmp_path / str(setups.index(setup))
         if not out.exists():
             # there, as it imports the classes of the arguments
-            job = test_convert.stock_converted
+            job = plain.stock_converted
             sources.ranks.run(1, job, folder / "filled", out, timeout_s=120)
         if right:
             assert masters(folder, out, rules) == set()

@@ -5,11 +5,9 @@ The oracle joins and cuts by megatron-core's own parameter attributes, not by th
 """
 
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -18,6 +16,7 @@ from tests.engines import kinds, tensor_jobs
 from tests.engines.sources import Sources, of_states, patterns_alone
 from tests.engines.sources import check as check_loads
 from tests.engines.tensor_jobs import Mega
+from tests.reshard.plain import stock_converted
 from tests.share import LOSS_STEPS, every
 
 pytestmark = pytest.mark.ranks
@@ -243,17 +242,6 @@ def test_the_manifest_names_family_layouts_and_padding(sources: Sources) -> None
     )
 
 
-def convert_with_stock(folder: str) -> None:
-    """Runs stock DeepSpeed's converter on the tag `trained`."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    args = ["--input_folder", f"{folder}/trained"]
-    args += ["--output_folder", f"{folder}/universal/trained_universal"]
-    args += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    with mock.patch.object(sys, "argv", ["ds_to_universal", *args]):
-        ds_to_universal.main(ds_to_universal.parse_arguments())
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("keep", ["affine map", "patterns"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
@@ -266,8 +254,8 @@ def test_stock_tools_keep_working_on_our_saves(
     shutil.copytree(source(sources, (before, 1, 1), family), folder)
     if keep == "patterns":
         patterns_alone(folder)
-    convert_with_stock(str(folder))
     path, setup = folder / "universal" / "trained_universal", Mega(family, after, 1, seed=9)
+    stock_converted(folder / "trained", path)
     job = kinds.stock_load, setup, str(path), str(folder), "trained", True
     for rank in sources.ranks.run(after, *job):
         assert of_states(rank["differences"]) == []

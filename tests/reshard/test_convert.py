@@ -1,7 +1,7 @@
 """Conversions on real checkpoints: equal to the source bit by bit; stock DeepSpeed loads them."""
 
 import shutil
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega, Staged
 from tests.reshard.converted import Mesh, digest, loaded, same
+from tests.reshard.plain import stock_converted
 
 pytestmark = pytest.mark.ranks
 
@@ -54,15 +55,9 @@ def test_the_client_state_travels(sources: Sources, tmp_path: Path) -> None:
     folder = sources.get(2, Setup(1, "bf16"))
     for to, target in (("native", ucp.Mesh(dp=2, zero=1)), ("universal", None)):
         found = ucp.convert(folder, tmp_path / to, to=to, target=target, tag="trained")
-        state = sources.ranks.run(
-            2,
-            kinds.stock_load,
-            Setup(1, "bf16", seed=9),
-            found.path,
-            folder,
-            tag="trained",
-            universal=to == "universal",
-        )[0]["client_state"]
+        job = kinds.stock_load, Setup(1, "bf16", seed=9), found.path, folder
+        how = {"tag": "trained", "universal": to == "universal"}
+        state = sources.ranks.run(2, *job, **how)[0]["client_state"]
         assert state["note"] == "mine" and torch.equal(state["data"], torch.arange(5))
 
 
@@ -90,25 +85,11 @@ def test_to_and_from_a_job_with_other_settings(sources: Sources, tmp_path: Path,
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
     folder = sources.get(2, plain)
-    found = ucp.convert(
-        folder,
-        tmp_path / "there",
-        target=ucp.Mesh(dp=2, zero=setup.zero),
-        tag="filled",
-        ds_config=config,
-    )
+    there, mesh = tmp_path / "there", ucp.Mesh(dp=2, zero=setup.zero)
+    found = ucp.convert(folder, there, target=mesh, tag="filled", ds_config=config)
     if name != "elastic":  # its own form is not written: DeepSpeed reads the plain one there, too
         same(Path(folder) / "filled", found.path)
-    other = Setup(
-        setup.zero,
-        dtype,
-        setup.optimizer,
-        setup.options,
-        setup.config,
-        setup.zero_config,
-        setup.groups,
-        seed=9,
-    )
+    other = replace(setup, dtype=dtype, seed=9)
     assert loaded(sources, 2, other, found.path, folder) == []
     own = sources.get(2, setup)
     back = ucp.convert(
@@ -284,17 +265,6 @@ def test_a_universal_folder_with_the_names_of_a_pipeline(sources: Sources, tmp_p
     assert loaded(sources, 2, setup, found.path, folder, universal=True) == []
 
 
-def stock_converted(source: Path, output: Path, *more: str) -> None:
-    from unittest import mock
-
-    from deepspeed.checkpoint import ds_to_universal
-
-    args = ["--input_folder", str(source), "--output_folder", str(output)]
-    args += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    with mock.patch.object(sys, "argv", ["ds_to_universal", *args, *more]):
-        ds_to_universal.main(ds_to_universal.parse_arguments())
-
-
 @pytest.mark.parametrize(("dp", "zero"), [(2, 1), (2, 2), (4, 3)])
 def test_stocks_own_universal_folders_are_read(
     sources: Sources, tmp_path: Path, dp: int, zero: int
@@ -302,9 +272,8 @@ def test_stocks_own_universal_folders_are_read(
     """In both of its forms. Its converter makes all values float32, and writes neither frozen
     parameters nor buffers at stage 3."""
     folder = Path(sources.get(dp, Setup(zero, "bf16")))
-    stock_converted(
-        folder / "filled", tmp_path / "stock", *(["--inject_missing_state"] if zero < 3 else [])
-    )
+    more = ["--inject_missing_state"] if zero < 3 else []
+    stock_converted(folder / "filled", tmp_path / "stock", *more)
     different = ucp.diff(folder / "filled", tmp_path / "stock")
     assert {(d.parameter, d.what) for d in different} == (
         {("frozen.weight", "parameter"), ("calls", "parameter"), ("scale", "parameter")}
