@@ -46,11 +46,8 @@ def make_source(ranks: RankPool, model: list[str], folder: Path) -> Source:
 
 def check_resumed(source: Source, result: dict[str, Any]) -> None:
     assert "error" not in result, result["text"]
-    assert (result["first"], result["iteration"], result["consumed"]) == (
-        SAVED,
-        ITERATIONS,
-        ITERATIONS * 8,
-    )
+    reached = result["first"], result["iteration"], result["consumed"]
+    assert reached == (SAVED, ITERATIONS, ITERATIONS * 8)
     after = source.result["losses"][SAVED:]
     assert len(result["losses"]) == len(after) == ITERATIONS - SAVED
     assert result["losses"] == pytest.approx(after, rel=0, abs=1e-5)
