@@ -54,7 +54,7 @@ def test_what_a_mesh_does_not_say(sources: Sources, tmp_path: Path) -> None:
     for source, refusals in ((plain, PLAIN_REFUSALS), (llama, LLAMA_REFUSALS)):
         for error, words, arguments in refusals:
             with pytest.raises(error, match=words):
-                ucp.convert(source, out, **arguments)
+                ucp.convert(source, out, **{"to": "native", **arguments})
             assert not list(tmp_path.iterdir()), "something is left"
     out.mkdir()
     with pytest.raises(errors.UsageError, match="exists"):
