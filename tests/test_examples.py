@@ -148,27 +148,11 @@ def test_the_minimal_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """examples/preemption.sh with fewer kills."""
-    done = subprocess.run(
-        [
-            "bash",
-            str(ROOT / "examples" / "preemption.sh"),
-            "--out",
-            str(tmp_path),
-            "--kills",
-            "2",
-            "--iterations",
-            "60",
-            "--longest",
-            "0.5",
-            "--at-least",
-            "4",  # a save every second iteration: there is one, however slow the machine
-            "--seed",
-            "4",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    # a save every second iteration: there is one, however slow the machine
+    how = ["--kills", "2", "--iterations", "60", "--longest", "0.5"]
+    how += ["--at-least", "4", "--seed", "4"]
+    script = ROOT / "examples" / "preemption.sh"
+    done = run_command(["bash", script, "--out", tmp_path, *how], timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     lives = re.findall(
         r"life +\d+: .* from iteration +(\d+) to +(\d+), (killed|finished)", done.stdout

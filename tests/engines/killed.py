@@ -49,6 +49,22 @@ class Runs:
     save: Callable[[Any, Any, int], None]
 
 
+def connect(rank: int, ranks: int, store: Path, limit_s: float) -> None:
+    """Of forks: there is no agent that has a store."""
+    import deepspeed
+
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": 0}
+    os.environ |= {name: str(value) for name, value in places.items()}
+    deepspeed.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        timeout=timedelta(seconds=limit_s),
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+    )
+
+
 def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: Any) -> int:
     """Forks a rank that does the work and ends; its pid."""
     pid = os.fork()
@@ -57,22 +73,7 @@ def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: 
     code = 1
     try:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-        import deepspeed
-
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_PORT": "0",
-        }
-        deepspeed.init_distributed(
-            "gloo",
-            auto_mpi_discovery=False,
-            timeout=timedelta(seconds=LIMIT_S),
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=ranks,
-        )
+        connect(rank, ranks, store, LIMIT_S)
         work(*args)
         code = 0
     except BaseException:
@@ -113,14 +114,9 @@ def runs_of(name: str) -> Runs:
         setups = [(Setup(zero, "fp32"), ranks) for zero, ranks in meshes]
         return Runs(setups, "latest", str, save_tag)
     small = Mcore(layers=2, style="constant")
-    stacks = [
-        (small, 2),
-        (replace(small, overlap=True, gather=True, bucket=2000), 2),
-        (replace(small, tp=2), 2),
-        (replace(small, pp=2), 2),
-        (replace(small, distributed=False), 2),
-        (small, 1),
-    ]
+    others = ({"overlap": True, "gather": True, "bucket": 2000}, {"tp": 2}, {"pp": 2})
+    changes: tuple[dict[str, Any], ...] = ({}, *others, {"distributed": False})
+    stacks = [*((replace(small, **change), 2) for change in changes), (small, 1)]
     pointer = "latest_checkpointed_iteration.txt"
     return Runs(stacks, pointer, lambda text: f"iter_{int(text):07d}", save_latest)
 

@@ -1,6 +1,7 @@
 """The models in stages, under DeepSpeed's PipelineEngine: every cut starts from and trains the same
 model as no cut."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,9 @@ def test_bf16(ranks: RankPool, truth: Truth, world: int, run: Run, optimizer: st
     assert len({copy for rank in found for copy in rank["tied"]}) <= 1
 
 
+KEYS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 4)])
 def test_the_stages_start_as_the_whole_model_does(ranks: RankPool, tp: int, pp: int) -> None:
     """Every parameter bit by bit and with its attributes; a tied one on both stages, positions on
@@ -153,27 +157,17 @@ def test_the_stages_start_as_the_whole_model_does(ranks: RankPool, tp: int, pp: 
         for rank, found in enumerate(staged):
             for name, (value, attributes, _) in found[index].items():
                 want, wanted, _ = whole[rank % tp][index][name]
-                assert torch.equal(value, want) and (
-                    value.count_nonzero() or name.endswith(".bias")
-                ), name
-                keys = (
-                    "tensor_model_parallel",
-                    "partition_dim",
-                    "partition_stride",
-                    "sequence_parallel",
-                )
-                assert [attributes.get(key) for key in keys] == [wanted.get(key) for key in keys], (
+                assert torch.equal(value, want), name
+                assert value.count_nonzero() or name.endswith(".bias"), name
+                assert [attributes.get(key) for key in KEYS] == [wanted.get(key) for key in KEYS], (
                     name
                 )
                 if not rank % tp:
                     seen.setdefault(name, []).append(rank // tp)
         assert set(seen) == set(find_family(config.family).table(config.sizes()))
         for name, held in seen.items():
-            assert held == (
-                [0, pp - 1]
-                if config.tied and name == "embedding.word_embeddings.weight"
-                else held[:1]
-            ), name
+            is_tied = config.tied and name == "embedding.word_embeddings.weight"
+            assert held == ([0, pp - 1] if is_tied else held[:1]), name
 
 
 def test_names_are_those_of_the_family(ranks: RankPool) -> None:
@@ -186,23 +180,16 @@ def test_names_are_those_of_the_family(ranks: RankPool) -> None:
 
 
 def test_files_of_a_save_by_deepspeed(ranks: RankPool, tmp_path: Path) -> None:
-    files = ranks.run(4, pipeline_models.layer_files, Run(GPT, pp=2, tp=2, zero=1), str(tmp_path))[
-        0
-    ]
-    layers = [
-        f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in range(4) for tp in range(2)
-    ]
-    ranks_files = [
-        f"{prefix}mp_rank_{rank:02d}_{what}.pt"
-        for rank in range(4)
-        for prefix, what in (("", "model_states"), ("zero_pp_rank_0_", "optim_states"))
-    ]
-    assert files == sorted([*layers, *ranks_files])
+    job = pipeline_models.layer_files, Run(GPT, pp=2, tp=2, zero=1), str(tmp_path)
+    files = ranks.run(4, *job)[0]
+    places = itertools.product(range(4), range(2))
+    layers = [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer, tp in places]
+    of_models = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(4)]
+    of_optimizers = [f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt" for rank in range(4)]
+    assert files == sorted([*layers, *of_models, *of_optimizers])
     first = torch.load(tmp_path / "one" / layers[0], weights_only=False)
-    assert [key for key, value in first.items() if value is not None] == [
-        "word_embeddings.weight",
-        "position_embeddings.weight",
-    ]
+    held = [key for key, value in first.items() if value is not None]
+    assert held == ["word_embeddings.weight", "position_embeddings.weight"]
 
 
 def test_groups_are_the_same_ranks(ranks: RankPool) -> None:
@@ -238,10 +225,8 @@ def test_pipeline_clip(ranks: RankPool, truth: Truth, model: ModelConfig) -> Non
 def test_pipeline_group_norms(ranks: RankPool) -> None:
     """The patch: by itself DeepSpeed waits on the first stage for a collective that the last one
     never enters."""
-    stock, patched = zip(
-        *ranks.run(2, pipeline_models.norm_collectives, Run(LLAMA, pp=2, zero=1, partition="4,1")),
-        strict=True,
-    )
+    run = Run(LLAMA, pp=2, zero=1, partition="4,1")
+    stock, patched = zip(*ranks.run(2, pipeline_models.norm_collectives, run), strict=True)
     assert stock == (2, 1), "the defect is gone: drop the patch"
     assert patched == (2, 2)
 

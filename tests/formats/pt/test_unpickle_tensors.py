@@ -180,11 +180,8 @@ def test_resolve_replaces_tensors_and_keeps_types_and_sharing() -> None:
         collections.deque(["a", 2]),
         {5: 2},
     ]
-    assert (
-        isinstance(result, list)
-        and result[0] is result[1]
-        and type(result[3]) is collections.OrderedDict
-    )
+    assert isinstance(result, list) and result[0] is result[1]
+    assert type(result[3]) is collections.OrderedDict
     assert isinstance(result[5], collections.defaultdict) and result[5].default_factory is list
     assert isinstance(result[6], collections.deque) and result[6].maxlen == 3
     assert type(result[7]) is collections.Counter
