@@ -47,7 +47,8 @@ def test_an_adapter_resumes(sources: Sources, tmp_path: Path, case: tuple[Any, .
     steps = 2 if target == zero else 1  # stages sum gradients in other orders
     more: dict[str, Any] = {"more": steps if world == 2 else 0, "tags": ("trained",)}
     found = sources.resume(world, Quantized(kind, target, seed=8), folder, allow=MISSING, **more)
-    check(found, 0.0 if world == 2 else None, different=0)
+    check(found, different=0)
+    assert world == 1 or found[0]["loss"] == 0.0  # each rank has losses of its own
     assert ucp.verify(folder, deep=True).findings == ()
     options = {"config": folder / "peft", "dtype": "bfloat16"}
     ucp.export_hf(folder, tmp_path / "out", verify=True, **options)
