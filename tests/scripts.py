@@ -29,6 +29,14 @@ TIMEOUT_S = 300.0
 Done = subprocess.CompletedProcess[str]
 
 
+def run_command(
+    command: Sequence[str | Path], timeout: float = 120, env: Any = None, **how: Any
+) -> Done:
+    """What a command printed, and its exit code. `env` is beside this process's own environment."""
+    how |= {"timeout": timeout, "env": {**os.environ, **(env or {})}}
+    return subprocess.run(command, capture_output=True, text=True, **how)
+
+
 def run_example(name: str, *arguments: str, preload: Sequence[str] = ()) -> Done:
     """`python examples/NAME` with these arguments; its ranks also find `preload` imported."""
     if AS_A_USER:

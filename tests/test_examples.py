@@ -15,7 +15,7 @@ import pytest
 from matplotlib import image
 
 from tests.ranks import ROOT
-from tests.scripts import AS_A_USER, Done, run_example, start
+from tests.scripts import AS_A_USER, Done, run_command, run_example, start
 
 SCRIPT = ["bash", str(ROOT / "examples" / "quickstart.sh")]
 ROW = re.compile(
@@ -31,13 +31,7 @@ def quickstart(out: Path, *arguments: str) -> Done:
     arguments = ("--out", str(out), *FEW_STEPS, *arguments)
     if not AS_A_USER:
         return run_example("quickstart.py", *arguments)
-    return subprocess.run(
-        [*SCRIPT, *arguments],
-        cwd=out.parent,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    return run_command([*SCRIPT, *arguments], timeout=400, cwd=out.parent)
 
 
 @pytest.fixture(scope="module")
@@ -157,27 +151,11 @@ def test_the_minimal_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """examples/preemption.sh with fewer kills."""
-    done = subprocess.run(
-        [
-            "bash",
-            str(ROOT / "examples" / "preemption.sh"),
-            "--out",
-            str(tmp_path),
-            "--kills",
-            "2",
-            "--iterations",
-            "60",
-            "--longest",
-            "0.5",
-            "--at-least",
-            "4",  # a save every second iteration: there is one, however slow the machine
-            "--seed",
-            "4",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    # a save every second iteration: there is one, however slow the machine
+    how = ["--kills", "2", "--iterations", "60", "--longest", "0.5"]
+    how += ["--at-least", "4", "--seed", "4"]
+    script = ROOT / "examples" / "preemption.sh"
+    done = run_command(["bash", script, "--out", tmp_path, *how], timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     lives = re.findall(
         r"life +\d+: .* from iteration +(\d+) to +(\d+), (killed|finished)", done.stdout
@@ -190,12 +168,7 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
 def test_an_elastic_run(tmp_path: Path) -> None:
     """examples/elastic.sh with fewer iterations."""
     script = ["bash", str(ROOT / "examples" / "elastic.sh"), "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*script, "--iterations", "60", "--interval", "5"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = run_command([*script, "--iterations", "60", "--interval", "5"], timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(r"\| (\d) +\| (tp=\d),pp=1,(dp=\d),zero=\d \|", done.stdout)
     assert rows == [("4", "tp=2", "dp=2"), ("3", "tp=1", "dp=3"), ("4", "tp=2", "dp=2")]

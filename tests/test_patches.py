@@ -3,8 +3,6 @@ is there without it."""
 
 import inspect
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +17,7 @@ import pytest
 from megatron_ucp.errors import UnsupportedError, UsageError
 from tests.engines import model_jobs
 from tests.ranks import ROOT, RankPool
+from tests.scripts import run_command
 
 
 def test_every_patch_says_what_it_is() -> None:
@@ -331,13 +330,11 @@ def test_megatron_without_a_gpu(tmp_path: Path) -> None:
         "import json, sys; from tests.test_patches import megatron_without_a_gpu as probe; "
         "json.dump(probe(sys.argv[1]), open(sys.argv[1] + '/found.json', 'w'))"
     )
-    ran = subprocess.run(
+    ran = run_command(
         [sys.executable, "-c", code, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=ROOT,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())

@@ -3,10 +3,8 @@
 import ast
 import doctest
 import inspect
-import os
 import pydoc
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp import errors
 from tests.ranks import ROOT
+from tests.scripts import run_command
 
 FUNCTIONS = [name for name in ucp.__all__ if inspect.isroutine(getattr(ucp, name))]
 ERRORS = [
@@ -95,13 +94,7 @@ def test_examples_that_need_nothing_run(name: str) -> None:
 def test_importing_takes_neither_torch_nor_deepspeed() -> None:
     heavy = "{'torch', 'deepspeed'}"
     code = f"import sys, megatron_ucp as u; dir(u); u.Mesh; print({heavy} & {{*sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_command([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, timeout=60)
     assert done.stdout == "set()\n", done.stderr
 
 

@@ -2,7 +2,6 @@
 engine has to be there for the other. Stand-ins of `megatron.training` have the import lines of each
 version: in 0.18 they became one statement."""
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ROOT
+from tests.scripts import run_command
 
 ONE_BY_ONE = """\
 from megatron.training.checkpointing import load_checkpoint
@@ -81,13 +81,8 @@ def run(folder: Path, *words: str, without: tuple[str, ...] = (), **env: str) ->
     site = folder / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(WITHOUT.format(names=without) if without else "")
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{site}:{ROOT}", **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
+    done = run_command(
+        [sys.executable, "-m", *words], env={"PYTHONPATH": f"{site}:{ROOT}", **env}, cwd=folder
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

@@ -1,8 +1,6 @@
 """The visible line, notes and progress: who sees them, and when."""
 
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ucp import say
+from tests.scripts import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -97,13 +96,8 @@ say.ended("loaded", ["a fact"])
 
 
 def test_it_is_seen_once_under_the_levels_of_deepspeed_and_of_trainers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "DEEPSPEED_LOG_LEVEL": "error"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+    done = run_command(
+        [sys.executable, "-c", PROGRAM], env={"DEEPSPEED_LOG_LEVEL": "error"}, cwd=ROOT, check=True
     )
     ours = [line for line in done.stderr.splitlines() if "megatron_ucp" in line]
     assert ours == ["megatron_ucp: loaded; 1 note", "megatron_ucp: note: a fact"]

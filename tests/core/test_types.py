@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ucp import errors
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Box, flat_boxes, flat_index, whole
 from megatron_ucp.core.flat import FlatBuffer, Member
@@ -29,14 +30,6 @@ from megatron_ucp.core.manifest_json import from_json, plain_name, to_json
 from megatron_ucp.core.mesh import Coord, Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.rules import Rule, RuleSet
-from megatron_ucp.errors import (
-    DamagedFileError,
-    LayoutError,
-    RuleError,
-    StateMismatchError,
-    UnsupportedError,
-    UsageError,
-)
 from megatron_ucp.formats.deepspeed import buffers
 from megatron_ucp.formats.optimizers import check_known, kept_by, require_equal
 from tests.core.strategies import meshes
@@ -138,7 +131,7 @@ def test_what_are_no_slices():
     ],
 )
 def test_a_layout_that_does_not_fit(layout, shape, size, word):
-    with pytest.raises(LayoutError, match=word) as error:
+    with pytest.raises(errors.LayoutError, match=word) as error:
         layout.pieces("some.weight", shape, {"tp": (size, 0)})
     assert error.value.parameter == "some.weight"
 
@@ -169,7 +162,7 @@ def test_layouts_as_json(layout):
     "data", [[], ["Sharded", "tp", 0], ["Shard"], "Shard", None, ["Shard", "tp", 0, 1, 2]]
 )
 def test_what_is_no_layout(data):
-    with pytest.raises(LayoutError, match="no layout"):
+    with pytest.raises(errors.LayoutError, match="no layout"):
         layout_from_json(data)
 
 
@@ -236,9 +229,9 @@ def test_meshes_as_text():
         "order=xy",
         "ep=3,dp=2",
     ):
-        with pytest.raises(UsageError):
+        with pytest.raises(errors.UsageError):
             Mesh.parse(wrong)
-    with pytest.raises(UsageError, match="no such rank"):
+    with pytest.raises(errors.UsageError, match="no such rank"):
         Mesh(dp=2).coord(2)
 
 
@@ -248,13 +241,13 @@ def test_rules_match_in_full_and_exactly_once():
         (Rule(r"layers\.\d+\.fc1\.weight", Shard("tp", 0)), Rule(r".*\.bias", Replicate())),
     )
     assert rules.find("layers.10.fc1.weight").layout == Shard("tp", 0)
-    with pytest.raises(RuleError, match="no rule") as error:
+    with pytest.raises(errors.RuleError, match="no rule") as error:
         rules.find("layers.10.fc1.weights")
     assert error.value.file == "model.toml" and r"layers\.\d+\.fc1\.weight" in str(
         error.value.found
     )
     doubled = RuleSet("model.toml", (*rules.rules, Rule(r"layers\.1\..*", Replicate())))
-    with pytest.raises(RuleError, match="two rules"):
+    with pytest.raises(errors.RuleError, match="two rules"):
         doubled.find("layers.1.fc1.weight")
 
 
@@ -268,7 +261,7 @@ def test_states_are_known_by_optimizer_and_key():
         kept_by("torch.SGD", {"momentum": 0}).element == ()
         and kept_by("torch.SGD", {"momentum": 0}).scalar == ()
     )
-    with pytest.raises(UnsupportedError, match="not known"):
+    with pytest.raises(errors.UnsupportedError, match="not known"):
         kept_by("apex.FusedNovoGrad", {})
     for key, why in (
         ("state1", "8-bit"),
@@ -276,10 +269,10 @@ def test_states_are_known_by_optimizer_and_key():
         ("exp_avg_sq_row", "factored"),
         ("x", "not known"),
     ):
-        with pytest.raises(UnsupportedError, match="can't be cut") as error:
+        with pytest.raises(errors.UnsupportedError, match="can't be cut") as error:
             check_known(["exp_avg", key], "f.pt")
         assert why in str(error.value.found)
-    with pytest.raises(StateMismatchError, match="other states"):
+    with pytest.raises(errors.StateMismatchError, match="other states"):
         require_equal(("exp_avg",), ("exp_avg", "sum"), "w", "f")
 
 
@@ -361,7 +354,7 @@ HOSTILE = {
 def test_a_hostile_manifest_is_a_named_error(case):
     data = json.loads(to_json(manifest()))
     HOSTILE[case](data)
-    with pytest.raises((DamagedFileError, LayoutError, UsageError)):
+    with pytest.raises((errors.DamagedFileError, errors.LayoutError, errors.UsageError)):
         from_json(json.dumps(data), "ucp_manifest.json")
 
 
@@ -370,7 +363,7 @@ def test_a_hostile_manifest_is_a_named_error(case):
     ["", "null", "[" * 100_000, "{}", '{"format": "megatron_ucp"}', "\x00", '{"version": 1}'],
 )
 def test_what_is_no_manifest(text):
-    with pytest.raises(DamagedFileError):
+    with pytest.raises(errors.DamagedFileError):
         from_json(text, "ucp_manifest.json")
 
 

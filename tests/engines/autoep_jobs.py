@@ -13,7 +13,7 @@ import megatron_ucp as ucp
 from pretrain.mcore.experts import apply_patches
 from tests.engines import kinds
 from tests.engines.kinds import KINDS, Kind
-from tests.engines.model import config_of
+from tests.engines.model import config_of, engine_around
 from tests.engines.moe_jobs import hash_of, train
 from tests.engines.tensor_jobs import swap
 
@@ -77,7 +77,6 @@ def draw(net: torch.nn.Module, seed: int) -> None:
 
 def make(setup: Auto, attach: bool = True) -> Any:
     """An engine with two groups, which DeepSpeed's function splits, and LambdaLR."""
-    import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
     # a job before may have patched the norms of experts in some processes of the pool: all or none
@@ -121,13 +120,12 @@ def make(setup: Auto, attach: bool = True) -> Any:
         gradient_clipping=0.0,  # at stage 0 a rank clips by the norm of its own experts
         expert_parallel=experts,
     )
-    made = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
+    made = engine_around(
+        net,
+        optimizer,
+        config,
         lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, _slower),
-        config=config,
-        dist_init_required=False,
-    )[0]
+    )
     return ucp.attach(made) if attach else made
 
 

@@ -14,7 +14,7 @@ from tests.engines import kinds
 from tests.engines.autotp_states import canonical, fill, tensor_place
 from tests.engines.canonical import base_of
 from tests.engines.kinds import KINDS, Kind, refusal_of
-from tests.engines.model import config_of, muon_section, step_with, tokens_of
+from tests.engines.model import config_of, engine_around, muon_section, step_with, tokens_of
 
 VOCAB, SEQUENCE, BATCH = 61, 8, 4  # 61 rows are 31 and 30
 CHANGED = {
@@ -125,7 +125,6 @@ def tensor_parallel(setup: Auto) -> dict[str, Any]:
 
 def make(setup: Auto, attach: bool = True) -> Any:
     """An engine with two groups and LambdaLR."""
-    import deepspeed
 
     net = network(setup)
     whole = {name: param.shape for name, param in net.named_parameters()}
@@ -141,14 +140,13 @@ def make(setup: Auto, attach: bool = True) -> Any:
     groups = regrouped(groups, setup.groups)
     # a larger epsilon: gradients that are 0 but for rounding (of biases of keys) must not steer
     optimizer = None if setup.muon else torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
-    engine = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
+    engine = engine_around(
+        net,
+        optimizer,
+        ds_config(setup),
         model_parameters=groups,
         lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + 0.1 * step)),
-        config=ds_config(setup),
-        dist_init_required=False,
-    )[0]
+    )
     engine.plain_shapes = whole
     return ucp.attach(engine) if attach else engine
 

@@ -12,7 +12,7 @@ from pretrain.mcore import models, pipeline
 from tests.engines import megatron_states, tensor_jobs
 from tests.engines.kinds import KINDS, Kind
 from tests.engines.megatron_jobs import BATCH, Mcore
-from tests.engines.model import config_of
+from tests.engines.model import config_of, engine_around
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,15 @@ class Zero(Mcore):
 
 
 def make(setup: Zero, attach: bool = True) -> Any:
-    import deepspeed
-
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp)
     sizes = setup.model
     model: Any = pipeline.build_pipeline(sizes, setup.pp) if setup.pp > 1 else models.build(sizes)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1), eps=setup.eps)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     dp = dist.get_world_size() // setup.tp // setup.pp
     config = config_of(setup.zero, BATCH // dp, setup.dtype, gradient_clipping=setup.clip)
-    made = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=config,
-        mpu=None if setup.pp > 1 else models.mpu(),
-        dist_init_required=False,
-    )[0]
+    made = engine_around(
+        model, optimizer, config, rate=lambda step: 1.0, mpu=None if setup.pp > 1 else models.mpu()
+    )
     return ucp.attach(made, family=setup.family) if attach else made
 
 

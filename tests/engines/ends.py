@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -135,26 +134,6 @@ def end(how: str, training: Training, is_last: bool) -> None:
 # ------------------------------------------------ how ranks are started
 
 
-def connect(folder: Path, rank: int, ranks: int) -> None:
-    """Of forks: there is no agent that has a store."""
-    import deepspeed
-
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_PORT": "0",
-    }
-    deepspeed.init_distributed(
-        "gloo",
-        auto_mpi_discovery=False,
-        timeout=timedelta(seconds=LIMIT_S),
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-    )
-
-
 def connect_as_a_user() -> tuple[int, int]:
     import deepspeed
     import torch
@@ -264,7 +243,7 @@ def main() -> None:
         rank = forked(args)
         if rank is not None:
             faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-            connect(args.folder, rank, args.ranks)
+            killed.connect(rank, args.ranks, args.folder / "store", LIMIT_S)
             train_and_end(args, rank, args.ranks)
             return
 

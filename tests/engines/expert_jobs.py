@@ -1,6 +1,5 @@
 """What the ranks do in the tests of models with experts."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +14,18 @@ from megatron_ucp.families import find_family
 from pretrain.mcore import experts, models, pipeline
 from pretrain.mcore.experts import Experts
 from tests.engines import tensor_jobs
-from tests.engines.model import config_of
-from tests.engines.model_jobs import LLAMA, attempting
+from tests.engines.model_jobs import (
+    GLOBAL_BATCH,
+    LLAMA,
+    SEQUENCE,
+    attempting,
+    close,
+    engine_of,
+    record_norms,
+    train_step,
+)
 
-GLOBAL_BATCH, SEQUENCE, VOCAB = 4, 16, 32
+VOCAB = 32
 MIXTRAL = models.ModelConfig(
     "mixtral",
     layers=2,
@@ -58,6 +65,11 @@ class Cut:
     plant: str = ""
 
     @property
+    def accumulate(self) -> int:
+        """Always one sequence in a micro batch: the auxiliary loss is that of a micro batch."""
+        return GLOBAL_BATCH // (dist.get_world_size() // self.tp // (self.pp or 1))
+
+    @property
     def saved_whole(self) -> bool:
         """Whether DeepSpeed saves all of the model; the builder refuses where not."""
         etp = self.etp or self.tp
@@ -91,90 +103,6 @@ def values(model: Any, cut: Cut) -> dict[str, torch.Tensor]:
     held = canonical(model, cut)
     with deepspeed.zero.GatheredParameters(list(held.values())):
         return {name: param.detach().clone() for name, param in held.items()}
-
-
-def engine_of(cut: Cut, model: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Always one sequence in a micro batch: the auxiliary loss is that of a micro batch."""
-    import deepspeed
-
-    more: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}} if cut.fp32_sums else {}
-    settings = config_of(
-        cut.zero,
-        1,
-        cut.dtype,
-        gradient_accumulation_steps=accumulate(cut),
-        gradient_clipping=cut.clip,
-        **more,
-    )
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config=settings,
-        mpu=None if cut.pp else models.mpu(),
-        dist_init_required=False,
-    )
-    return engine
-
-
-def accumulate(cut: Cut) -> int:
-    return GLOBAL_BATCH // (dist.get_world_size() // cut.tp // (cut.pp or 1))
-
-
-def record_norms(engine: Any) -> list[float]:
-    """Gradient norms before clipping, filled step by step."""
-    import deepspeed.runtime.engine as module
-
-    norms: list[float] = []
-    clip, step = engine.clip_fp32_gradients, engine._take_model_step
-    stock: Any = module.clip_grad_norm_
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        norm = stock(*args, **kwargs)
-        norms.append(float(norm))
-        return norm
-
-    def clip_and_record() -> None:
-        module.clip_grad_norm_ = noted
-        try:
-            norm = clip()  # None from DeepSpeed's own, which throws the norm away
-        finally:
-            module.clip_grad_norm_ = stock
-        if norm is not None:
-            norms.append(float(norm))
-
-    def step_and_record(*args: Any, **kwargs: Any) -> None:
-        step(*args, **kwargs)
-        if engine.get_global_grad_norm() is not None:
-            norms.append(float(engine.get_global_grad_norm()))
-
-    engine.clip_fp32_gradients, engine._take_model_step = clip_and_record, step_and_record
-    return norms
-
-
-def batches(cut: Cut, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's micro batches of a step."""
-    mesh = models.mpu()
-    dp, index = mesh.get_data_parallel_world_size(), mesh.get_data_parallel_rank()
-    starts = torch.randint(
-        VOCAB, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(1000 + step)
-    )
-    tokens = (starts + 7 * torch.arange(SEQUENCE + 1)) % VOCAB
-    for part in tokens.chunk(dp)[index].split(1):
-        yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
-
-
-def train_step(engine: Any, cut: Cut, step: int) -> float:
-    """The mean loss of the global batch."""
-    if cut.pp:
-        return float(engine.train_batch(batches(cut, step)))
-    total = torch.zeros(1, dtype=torch.float64)
-    for inputs, labels in batches(cut, step):
-        value = models.loss(engine, inputs, labels)
-        engine.backward(value)
-        engine.step()
-        total += value.detach().double()
-    dist.all_reduce(total, group=models.mpu().get_data_parallel_group())
-    return float(total) / GLOBAL_BATCH
 
 
 def planted(fault: str) -> Any:
@@ -224,20 +152,19 @@ def _gradients(cut: Cut) -> dict[str, Any]:
     model = build(cut)
     before = values(model, cut)
     optimizer = torch.optim.SGD(models.param_groups(model, lr=1.0, weight_decay=0.0))
-    engine = engine_of(cut, model, optimizer)
+    engine = engine_of(cut, model, optimizer, gradient_clipping=cut.clip)
     norms = record_norms(engine)
     loss = train_step(engine, cut, 0)
     after = values(engine.module, cut)
     found = {
         "loss": loss,
         "norms": norms,
-        "auxiliary": experts.auxiliary_losses(engine.module.config, accumulate(cut)),
+        "auxiliary": experts.auxiliary_losses(engine.module.config, cut.accumulate),
         "gradients": {name: before[name] - after[name] for name in before},
         "tensor": parallel_state.get_tensor_model_parallel_rank(),
         "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
     }
-    engine.destroy()
-    models.stop()
+    close(engine)
     return found
 
 
@@ -343,15 +270,14 @@ def native(cut: Cut, folder: str, load: bool) -> dict[str, torch.Tensor]:
     seed = 99 if load else cut.model.seed
     model = build(replace(cut, model=replace(cut.model, seed=seed)))
     optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1))
-    engine = engine_of(cut, model, optimizer)
+    engine = engine_of(cut, model, optimizer, gradient_clipping=cut.clip)
     if load:
         engine.load_checkpoint(folder, tag="one")
     else:
         train_step(engine, cut, 0)
         engine.save_checkpoint(folder, tag="one")
     found = values(engine.module, cut)
-    engine.destroy()
-    models.stop()
+    close(engine)
     return found
 
 
@@ -360,14 +286,13 @@ def train(cut: Cut, steps: int = 20) -> dict[str, Any]:
     model = build(cut)
     # eps as in `model_jobs`: a gradient that is 0 but for rounding must not move a weight
     groups = models.param_groups(model, lr=3e-3, weight_decay=0.1)
-    engine = engine_of(cut, model, torch.optim.AdamW(groups, eps=1e-4))
+    engine = engine_of(cut, model, torch.optim.AdamW(groups, eps=1e-4), gradient_clipping=cut.clip)
     norms, losses = record_norms(engine), []
     for step in range(steps):
         losses.append(train_step(engine, cut, step))
         experts.update_expert_bias(engine.module, engine.module.config)
     buffers = {name: value.clone() for name, value in engine.module.named_buffers()}
-    engine.destroy()
-    models.stop()
+    close(engine)
     return {"losses": losses, "norms": norms, "buffers": buffers}
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import megatron_ucp as ucp
 from pretrain.mcore import models
 from tests.engines.canonical import canonical, fill
-from tests.engines.model import config_of
+from tests.engines.model import config_of, engine_around
 from tests.engines.tensor_jobs import close
 
 LAYERS, HIDDEN, HEADS, BATCH = 2, 8, 4, 4
@@ -235,7 +235,6 @@ def staged(setup: Fork) -> Any:
 
 def make(setup: Fork) -> Any:
     """An engine."""
-    import deepspeed
 
     rows = BATCH * setup.tp * (setup.pp or 1) // dist.get_world_size()
     config = config_of(setup.zero, rows, gradient_clipping=0.0)
@@ -244,14 +243,13 @@ def make(setup: Fork) -> Any:
     torch.manual_seed(setup.seed)
     model: Any = staged(setup) if setup.pp else Plain(setup)
     params = [param for param in model.parameters() if param.requires_grad]
-    engine = deepspeed.initialize(
-        model=model,
-        optimizer=getattr(torch.optim, setup.optimizer)(params, lr=3e-3),
+    engine = engine_around(
+        model,
+        getattr(torch.optim, setup.optimizer)(params, lr=3e-3),
+        config,
         lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + step)),
-        config=config,
         mpu=None if setup.pp else models.mpu(),
-        dist_init_required=False,
-    )[0]
+    )
     if setup.pp:  # by this the gather names a pipeline's parameters; here the embedding is layer 0
         engine.module.config = argparse.Namespace(num_layers=LAYERS + 1)
     return engine

@@ -12,6 +12,7 @@ import megatron_ucp as ucp
 from tests.engines import cross_jobs, megatron_jobs, tensor_jobs
 from tests.engines.autotp_states import canonical, tensor_place
 from tests.engines.megatron_states import canonical as of_stack
+from tests.engines.model import engine_around
 from tests.formats import fsdp2_program as program
 
 
@@ -27,8 +28,6 @@ class Plain:
 
 
 def make(setup: Plain, model: str | None) -> Any:
-    import deepspeed
-
     net = program.model(model, torch.float32)
     with torch.no_grad():  # other weights than those that are loaded
         for param in net.parameters():
@@ -51,15 +50,7 @@ def make(setup: Plain, model: str | None) -> Any:
         config["tensor_parallel"] = {"autotp_size": setup.tp}
     if setup.dtype != "fp32":
         config[setup.dtype] = {"enabled": True}
-    engine = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: 1 / (1 + decay * step)
-        ),
-        config=config,
-        dist_init_required=False,
-    )[0]
+    engine = engine_around(net, optimizer, config, rate=lambda step: 1 / (1 + decay * step))
     engine.plain_shapes = shapes
     return ucp.attach(engine)
 

@@ -20,6 +20,7 @@ from tests.engines.canonical import canonical, differences
 from tests.engines.hf_twin import wide
 from tests.engines.kinds import oracle_of
 from tests.engines.masters import runs_of
+from tests.engines.model import engine_around
 from tests.engines.tensor_jobs import Staged, close
 
 
@@ -69,7 +70,6 @@ def randomise(model: Any) -> None:
 
 def engine_of(config: models.ModelConfig) -> Any:
     """An attached engine around a model, in fp32 on one rank."""
-    import deepspeed
 
     models.start(1, seed=7)
     model = models.build(config)
@@ -82,13 +82,7 @@ def engine_of(config: models.ModelConfig) -> Any:
         "steps_per_print": 10**9,
     }
     optimizer = torch.optim.AdamW(models.param_groups(model, 1e-3, 0.1))
-    made = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config=settings,
-        mpu=models.mpu(),
-        dist_init_required=False,
-    )[0]
+    made = engine_around(model, optimizer, settings, mpu=models.mpu())
     return ucp.attach(made, family=config.family)
 
 
@@ -146,7 +140,6 @@ def load_and_compute(
 
 def plain_engine(zero: int, seed: int, dtype: str = "bf16") -> Any:
     """transformers' Llama, with a buffer of its own, under DeepSpeed."""
-    import deepspeed
 
     from tests.engines.trainer_jobs import ds_config, make_model
 
@@ -154,13 +147,7 @@ def plain_engine(zero: int, seed: int, dtype: str = "bf16") -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = ds_config(zero, **({dtype: {"enabled": True}} if dtype != "fp32" else {}))
     config["zero_force_ds_cpu_optimizer"] = False
-    made = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-        config=config,
-        dist_init_required=False,
-    )[0]
+    made = engine_around(model, optimizer, config, rate=lambda step: 1.0)
     return ucp.attach(made)
 
 

@@ -89,35 +89,27 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
 
 def writer_refusal(checkpoint: dict[str, Any]) -> str:
     """What `attach` says to an engine with another checkpoint writer."""
-    engine = make_engine(
-        Setup(
-            1,
-            "bf16",
-            config=(("checkpoint", {k: v for k, v in checkpoint.items() if k != "writer"}),),
-        ),
-        attach=False,
+    from deepspeed.runtime.checkpoint_engine import (
+        decoupled_checkpoint_engine,
+        fast_checkpoint_engine,
     )
-    if (
-        "writer" in checkpoint
-    ):  # these need libaio to be built: their own classes, without their set-up
-        from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
-            DecoupledCheckpointEngine,
-        )
-        from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 
-        kind = (
-            DecoupledCheckpointEngine
-            if checkpoint["writer"] == "decoupled"
-            else FastCheckpointEngine
-        )
-        stock, engine.checkpoint_engine = engine.checkpoint_engine, kind.__new__(kind)
+    own = {key: value for key, value in checkpoint.items() if key != "writer"}
+    engine = make_engine(Setup(1, "bf16", config=(("checkpoint", own),)), attach=False)
+    stock = engine.checkpoint_engine
+    # these need libaio to be built: their own classes, without their set-up
+    kind = {
+        "decoupled": decoupled_checkpoint_engine.DecoupledCheckpointEngine,
+        "fast": fast_checkpoint_engine.FastCheckpointEngine,
+    }.get(checkpoint.get("writer", ""))
+    if kind is not None:
+        engine.checkpoint_engine = kind.__new__(kind)
     try:
         ucp.attach(engine)
     except ucp.UcpError as error:
         return str(error)
     finally:
-        if "writer" in checkpoint:
-            engine.checkpoint_engine = stock
+        engine.checkpoint_engine = stock
         engine.destroy()
     return "nothing was refused"
 
@@ -155,53 +147,38 @@ def unstepped_after(setup: Setup, folder: str) -> dict[str, tuple[bool, bool]]:
     load."""
     oracle = oracle_of(folder)["states"]["trained"]
     engine = make_engine(setup)
-    out = []
-    for load in (False, True):
-        if load:
-            ucp.load(engine, folder, tag="trained")
+
+    def equal() -> dict[str, bool]:
         have = canonical(engine)
-        out.append(
-            {
-                "frozen.weight": torch.equal(
-                    have["weights"]["frozen.weight"], oracle["weights"]["frozen.weight"]
-                ),
-                **{
-                    n: torch.equal(have["values"][n], oracle["values"][n])
-                    for n in ("scale", "calls")
-                },
-            }
-        )
+        parts = {"frozen.weight": "weights", "scale": "values", "calls": "values"}
+        return {n: torch.equal(have[part][n], oracle[part][n]) for n, part in parts.items()}
+
+    before = equal()
+    ucp.load(engine, folder, tag="trained")
+    after = equal()
     engine.destroy()
-    return {name: (out[0][name], out[1][name]) for name in out[0]}
+    return {name: (before[name], after[name]) for name in before}
 
 
 def weights_only(setup: Setup, folder: str) -> dict[str, Any]:
-    oracle = oracle_of(folder)["states"]["trained"]
-    out = {}
-    for option, options in (
-        ("load_module_only", {"load_module_only": True}),
-        ("load_optimizer_states", {"load_optimizer_states": False}),
-    ):
-        engine = make_engine(setup)
+    oracle = oracle_of(folder)["states"]["trained"]["full"]
+    masters = {key: value for key, value in oracle.items() if key[1] == "fp32"}
+
+    def settings(engine: Any) -> dict[str, Any]:
+        found = canonical(engine)["hyper"].items()
         scheduled = ("lr", "_last_lr")
-        settings = {
-            n: {k: v for k, v in h.items() if k not in scheduled}
-            for n, h in canonical(engine)["hyper"].items()
-        }
-        ucp.load(engine, folder, tag="trained", **options)
+        return {n: {k: v for k, v in one.items() if k not in scheduled} for n, one in found}
+
+    out = {}
+    for option, value in (("load_module_only", True), ("load_optimizer_states", False)):
+        engine = make_engine(setup)
+        own = settings(engine)
+        ucp.load(engine, folder, tag="trained", **{option: value})
         have = canonical(engine)
         out[option] = {
-            "masters": all(
-                torch.equal(have["full"][n, "fp32"], v)
-                for (n, k), v in oracle["full"].items()
-                if k == "fp32"
-            ),
+            "masters": all(torch.equal(have["full"][key], one) for key, one in masters.items()),
             "no states": {k for _, k in have["full"]} == {"fp32"} and not have["scalars"],
-            "own hyper-parameters": settings
-            == {
-                n: {k: v for k, v in h.items() if k not in scheduled}
-                for n, h in have["hyper"].items()
-            },
+            "own hyper-parameters": settings(engine) == own,
             "steps": engine.global_steps,
         }
         engine.destroy()

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -29,6 +28,7 @@ from urllib.request import urlopen
 
 from megatron_ucp.formats.store import location
 from tests import rank_worker
+from tests.scripts import run_command
 
 STEPS = 300  # more than a trial reaches
 MOST_SAVES = 5  # that may be whole when a run is killed
@@ -49,6 +49,22 @@ class Runs:
     save: Callable[[Any, Any, int], None]
 
 
+def connect(rank: int, ranks: int, store: Path, limit_s: float) -> None:
+    """Of forks: there is no agent that has a store."""
+    import deepspeed
+
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": 0}
+    os.environ |= {name: str(value) for name, value in places.items()}
+    deepspeed.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        timeout=timedelta(seconds=limit_s),
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+    )
+
+
 def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: Any) -> int:
     """Forks a rank that does the work and ends; its pid."""
     pid = os.fork()
@@ -57,22 +73,7 @@ def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: 
     code = 1
     try:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-        import deepspeed
-
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_PORT": "0",
-        }
-        deepspeed.init_distributed(
-            "gloo",
-            auto_mpi_discovery=False,
-            timeout=timedelta(seconds=LIMIT_S),
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=ranks,
-        )
+        connect(rank, ranks, store, LIMIT_S)
         work(*args)
         code = 0
     except BaseException:
@@ -113,14 +114,9 @@ def runs_of(name: str) -> Runs:
         setups = [(Setup(zero, "fp32"), ranks) for zero, ranks in meshes]
         return Runs(setups, "latest", str, save_tag)
     small = Mcore(layers=2, style="constant")
-    stacks = [
-        (small, 2),
-        (replace(small, overlap=True, gather=True, bucket=2000), 2),
-        (replace(small, tp=2), 2),
-        (replace(small, pp=2), 2),
-        (replace(small, distributed=False), 2),
-        (small, 1),
-    ]
+    others = ({"overlap": True, "gather": True, "bucket": 2000}, {"tp": 2}, {"pp": 2})
+    changes: tuple[dict[str, Any], ...] = ({}, *others, {"distributed": False})
+    stacks = [*((replace(small, **change), 2) for change in changes), (small, 1)]
     pointer = "latest_checkpointed_iteration.txt"
     return Runs(stacks, pointer, lambda text: f"iter_{int(text):07d}", save_latest)
 
@@ -279,12 +275,10 @@ def trials_in_a_process(folder: Path, kinds: Sequence[str], *words: str) -> list
     loads bit for bit from the tag that its pointer names. Fails otherwise, and where no save of a
     kind was hit."""
     command = [sys.executable, "-m", "tests.engines.killed", str(folder), *kinds, *words]
-    done = subprocess.run(
+    done = run_command(
         command,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
         timeout=200 + sum(20 * int(kind.split(":")[2]) for kind in kinds),
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

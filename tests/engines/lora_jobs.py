@@ -1,6 +1,8 @@
 """What the ranks do with low-rank adapters: the real peft around a model of transformers, under
 DeepSpeed."""
 
+import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines.canonical import canonical, differences
-from tests.engines.kinds import plant_fault
+from tests.engines import kinds
+from tests.engines.kinds import Kind
 from tests.engines.mixture_jobs import mixture
+from tests.engines.model import engine_around
 from tests.engines.model_classes import tiny_model
-from tests.engines.quantized_jobs import train
+from tests.engines.quantized_jobs import train, whole
 from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, tiny_llama
 from tests.ranks import allow_fp16_on_cpu
 
@@ -94,12 +97,10 @@ def base_model(kind: str, seed: int) -> Any:
     return tiny_llama(tied=kind in ("tied", "tokens of a tied head"))
 
 
-def wrapped(kind: str, seed: int, base: Path | None = None) -> Any:
+def wrapped(kind: str, seed: int) -> Any:
     import peft
 
     model = base_model(kind, 1)  # the base is always the same
-    if base is not None and dist.get_rank() == 0:
-        model.save_pretrained(base)
     torch.manual_seed(seed)
     name, settings = FORMS.get(kind, ("LoraConfig", KINDS.get(kind, {})))
     usual = {"r": RANK, "lora_alpha": ALPHA} if name == "LoraConfig" else {}
@@ -110,70 +111,42 @@ def wrapped(kind: str, seed: int, base: Path | None = None) -> Any:
     return wrapped
 
 
-def make(kind: str, zero: int, seed: int, dtype: str = "fp32", base: Path | None = None) -> Any:
-    import deepspeed
+@dataclass(frozen=True)
+class Adapted:
+    kind: str
+    zero: int
+    dtype: str = "fp32"
+    seed: int = 3
 
-    model = wrapped(kind, seed, base)
+
+def make(setup: Adapted, attach: bool = True) -> Any:
+    model = wrapped(setup.kind, setup.seed)
     trained = [param for param in model.parameters() if param.requires_grad]
-    config = ds_config(zero, **({dtype: {"enabled": True}} if dtype != "fp32" else {}))
-    config["zero_force_ds_cpu_optimizer"] = False
-    if dtype == "fp16":
+    section = {} if setup.dtype == "fp32" else {setup.dtype: {"enabled": True}}
+    config = ds_config(setup.zero, zero_force_ds_cpu_optimizer=False, **section)
+    if setup.dtype == "fp16":
         config["fp16"]["initial_scale_power"] = 8
         allow_fp16_on_cpu()
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    made = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=config,
-        dist_init_required=False,
-    )[0]
-    return ucp.attach(made)
+    made = engine_around(model, optimizer, config, rate=lambda step: 1.0)
+    made.adapted = setup.kind
+    return ucp.attach(made) if attach else made
 
 
-def save(kind: str, zero: int, folder: str, exclude: bool, dtype: str = "fp32") -> dict[str, Any]:
-    """Trains and saves; beside it the base model, and what peft writes of the adapter and of the
-    merged model."""
-    import deepspeed
-
-    out, rank = Path(folder), dist.get_rank()
-    engine = make(kind, zero, 3, dtype, out / "base")
-    train(engine, 3)
-    engine.save_checkpoint(folder, tag="tag", exclude_frozen_parameters=exclude)
-    live = engine.ucp_export_hf(out / "live", "float32")
-    found = {"states": canonical(engine), "live": live.notes}
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero == 3):
-        if rank == 0:
-            engine.module.save_pretrained(out / "peft")
+def write(engine: Any, folder: Path, tag: str, exclude: bool) -> None:
+    """Saves; beside it the base model, what is trained, and what peft writes of the adapter and of
+    the merged model."""
+    engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
+    engine.ucp_export_hf(folder / "live", "float32")
+    with whole(engine):
+        if dist.get_rank() == 0:
+            base_model(engine.adapted, 1).save_pretrained(folder / "base")
+            engine.module.save_pretrained(folder / "peft")
             named = engine.module.named_parameters()
-            found["trained"] = {n: p.detach().clone() for n, p in named if p.requires_grad}
-            if zero < 3:
-                engine.module.merge_and_unload().save_pretrained(out / "merged")
-    engine.destroy()
-    return found
+            trained = {n: p.detach().clone() for n, p in named if p.requires_grad}
+            torch.save(trained, folder / "trained.pt")
+            if engine.zero_optimization_stage() < 3:
+                copy.deepcopy(engine.module).merge_and_unload().save_pretrained(folder / "merged")
 
 
-def resume(
-    kind: str,
-    zero: int,
-    folder: str,
-    want: dict[str, Any],
-    excluded: bool | set[str],
-    fault: str = "",
-    dtype: str = "fp32",
-    **options: Any,
-) -> dict[str, Any]:
-    """Another seed's adapter, then the checkpoint's, whose canonical state is `want`. `excluded`:
-    whether it lacks the frozen weights, or what is allowed to it."""
-    engine = make(kind, zero, 8, dtype)
-    fresh = canonical(engine)
-    lacking = {"missing"} if excluded else set[str]()
-    allow = excluded if isinstance(excluded, set) else lacking
-    ucp.load(engine, folder, tag="tag", allow=allow, **options)
-    if fault:
-        plant_fault(engine, fault)
-    found = {"tag": differences(want, canonical(engine))}
-    train(engine, 1)
-    engine.destroy()
-    return {"before": {"tag": differences(want, fresh)}, "differences": found}
+kinds.KINDS[Adapted] = Kind(make, train, write=write, trains_on=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from pretrain.mcore import models
 from tests.engines.canonical import canonical
-from tests.engines.model import config_of
+from tests.engines.model import config_of, engine_around
 
 SAMPLES, SEQUENCE = 4, 16
 # as the runs that wrote the golden folders were started; steps are samples
@@ -30,7 +30,6 @@ SCHEDULE: dict[str, Any] = {
 
 def make(tp: int, zero: int, dtype: str, seed: int = 5, layers: int = 4) -> Any:
     """An attached engine around the LLaMA of the golden folders, with other weights."""
-    import deepspeed
 
     models.start(tp, seed=seed)
     config = models.ModelConfig(
@@ -58,14 +57,7 @@ def make(tp: int, zero: int, dtype: str, seed: int = 5, layers: int = 4) -> Any:
     optimizer: Any = torch.optim.AdamW(groups)
     schedule: Any = OptimizerParamScheduler(optimizer, **SCHEDULE)
     settings = config_of(zero, SAMPLES * tp // dist.get_world_size(), dtype)
-    made = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=settings,
-        mpu=models.mpu(),
-        dist_init_required=False,
-    )[0]
+    made = engine_around(model, optimizer, settings, lr_scheduler=schedule, mpu=models.mpu())
     return ucp.attach(made, family="llama")
 
 

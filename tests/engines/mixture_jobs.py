@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical
+from tests.engines.model import engine_around
 from tests.engines.trainer_jobs import ds_config
 
 SIZES: dict[str, Any] = {
@@ -59,21 +60,18 @@ def write(kind: str, folder: Path, fault: str) -> dict[str, torch.Tensor]:
 def load(kind: str, zero: int, folder: str, fault: str = "") -> dict[str, Any]:
     """Loads what transformers wrote of a model into an engine of another seed, and saves `native`.
     Parameters whose masters are others than those of the written model, before and after."""
-    import deepspeed
 
     want = write(kind, Path(folder) / "hf", fault) if dist.get_rank() == 0 else None
     box = [want]
     dist.broadcast_object_list(box)
     model = mixture(kind, 9)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    made = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config={**ds_config(zero), "zero_force_ds_cpu_optimizer": False},
-        dist_init_required=False,
-    )[0]
+    made = engine_around(
+        model,
+        optimizer,
+        {**ds_config(zero), "zero_force_ds_cpu_optimizer": False},
+        rate=lambda step: 1.0,
+    )
     engine = ucp.attach(made)
     before = canonical(engine)["full"]
     found: dict[str, Any] = {"error": "", "before": others(before, box[0] or {})}

@@ -317,6 +317,18 @@ def make_optimizer(
     return getattr(*own.get(name, (torch.optim, name)))(groups, **options)
 
 
+def engine_around(
+    model: Any, optimizer: Any, config: dict[str, Any], rate: Any = None, **more: Any
+) -> Any:
+    """An engine of stock DeepSpeed on the ranks that are there. `rate`: of LambdaLR, by step."""
+    import deepspeed
+
+    if rate:
+        more["lr_scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    more |= {"optimizer": optimizer, "config": config}
+    return deepspeed.initialize(model=model, dist_init_required=False, **more)[0]
+
+
 def config_of(
     zero: int,
     rows: int,

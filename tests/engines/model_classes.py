@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
+from tests.engines.model import engine_around
 from tests.engines.trainer_jobs import ds_config
 
 # of any config that has such a key, in the configs inside of it too
@@ -208,7 +209,6 @@ def differing(found: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor
 def there_and_back(name: str, folder: str, fault: str = "") -> dict[str, Any]:
     """save_pretrained -> load at ZeRO-3 -> save -> export -> from_pretrained, with a `fault` in the
     folder that is loaded or in the one that is exported."""
-    import deepspeed
     import transformers
 
     start, native, out = (Path(folder) / part for part in ("start", "native", "out"))
@@ -219,12 +219,11 @@ def there_and_back(name: str, folder: str, fault: str = "") -> dict[str, Any]:
     if fault == "loaded":
         flip(start)
     other = tiny_model(name, 5)
-    engine: Any = deepspeed.initialize(
-        model=other,
-        optimizer=torch.optim.AdamW(other.parameters(), lr=1e-2),
-        config={**ds_config(3), "zero_force_ds_cpu_optimizer": False},
-        dist_init_required=False,
-    )[0]
+    engine: Any = engine_around(
+        other,
+        torch.optim.AdamW(other.parameters(), lr=1e-2),
+        {**ds_config(3), "zero_force_ds_cpu_optimizer": False},
+    )
     ucp.attach(engine)
     drawn = gathered(engine)
     report = ucp.load(engine, start)

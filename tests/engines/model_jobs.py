@@ -1,18 +1,21 @@
-"""What the ranks do in the tests of the megatron-core models."""
+"""What the ranks do in the tests of the megatron-core models, whole or in stages."""
 
+import itertools
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import megatron_ucp_patches as patches
 import torch
 import torch.distributed as dist
 
-from pretrain.mcore import models
+from megatron_ucp.families.pipe import names
+from pretrain.mcore import models, pipeline
 from tests.engines.kinds import refusal_of
-from tests.engines.model import config_of
+from tests.engines.model import config_of, engine_around
 
 GLOBAL_BATCH, SEQUENCE = 4, 16
 GPT = models.ModelConfig(
@@ -44,49 +47,70 @@ LLAMA = models.ModelConfig(
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: how the model is cut, and how DeepSpeed runs it."""
+    """One training run: how the model is cut, and how DeepSpeed runs it. `pp` 0: without its
+    pipeline."""
 
     model: models.ModelConfig
     tp: int = 1
     zero: int = 0
     dtype: str = "fp32"
     accumulate: int = 1
+    pp: int = 0
+    partition: str | Sequence[int] = pipeline.PARTITION
+    partitioned: bool = True  # pipe_partitioned and grad_partitioned of DeepSpeed's config
+    fp32_sums: bool = False  # data_types.grad_accum_dtype
     plant: str = ""  # what is undone in a negative control
 
 
-def batch(step: int) -> torch.Tensor:
+def batch(step: int, vocab: int = 61) -> torch.Tensor:
     """The step's global batch with one token more than a sequence, on every rank the same:
     something that can be learned."""
     starts = torch.randint(
-        61, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(1000 + step)
+        vocab, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(1000 + step)
     )
-    return (starts + 7 * torch.arange(SEQUENCE + 1)) % 61
+    return (starts + 7 * torch.arange(SEQUENCE + 1)) % vocab
+
+
+def batches(run: Any, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's micro batches of a step."""
+    mesh = models.mpu()
+    dp, index = mesh.get_data_parallel_world_size(), mesh.get_data_parallel_rank()
+    for part in batch(step, run.model.true_vocab).chunk(dp)[index].chunk(run.accumulate):
+        yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+
+def engine_of(run: Any, model: Any, optimizer: torch.optim.Optimizer, **more: Any) -> Any:
+    dp = dist.get_world_size() // run.tp // (run.pp or 1)
+    if run.fp32_sums:
+        more["data_types"] = {"grad_accum_dtype": "fp32"}
+    rows, parts = GLOBAL_BATCH // dp // run.accumulate, run.accumulate
+    return engine_around(
+        model,
+        optimizer,
+        config_of(run.zero, rows, run.dtype, gradient_accumulation_steps=parts, **more),
+        mpu=None if run.pp else models.mpu(),
+    )
 
 
 def make_engine(run: Run) -> Any:
-    import deepspeed
-
     config = replace(run.model, dtype=run.dtype)
-    models.start(run.tp, config.seed)
-    model = models.build(config)
+    models.start(run.tp, config.seed, run.pp or 1)
+    whole = not run.pp
+    model: Any = (
+        models.build(config) if whole else pipeline.build_pipeline(config, run.pp, run.partition)
+    )
     for param in model.parameters():
         if run.plant == "no sums over the sequence":
             param._backward_hooks = None
         if run.plant == "no attributes":
-            param.tensor_model_parallel = False  # type: ignore[attr-defined]
+            param.tensor_model_parallel = False
+    if run.plant == "tied copies apart" and model.stage_id:
+        model.get_parameter("tied_modules.embed.word_embeddings.weight").data.mul_(1.01)
     # eps: an element whose gradient is 0 but for rounding would move by lr, either way: 1.3e-5 in
     # the losses with Adam's 1e-8
     optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1), eps=1e-4)
-    dp = dist.get_world_size() // run.tp
-    rows, parts = GLOBAL_BATCH // dp // run.accumulate, run.accumulate
-    settings = config_of(run.zero, rows, run.dtype, gradient_accumulation_steps=parts)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config=settings,
-        mpu=models.mpu(),
-        dist_init_required=False,
-    )
+    section = {"pipe_partitioned": run.partitioned, "grad_partitioned": run.partitioned}
+    engine = engine_of(run, model, optimizer, **({} if whole else {"pipeline": section}))
     if run.plant == "unpatched norm":
         from deepspeed.moe.utils import split_params_grads_into_shared_and_expert_params as stock
         from deepspeed.runtime.fp16 import unfused_optimizer
@@ -95,22 +119,30 @@ def make_engine(run: Run) -> Any:
     return engine
 
 
+def close(engine: Any) -> None:
+    engine.destroy()
+    models.stop()
+
+
 def record_norms(engine: Any) -> list[float]:
-    """Gradient norms before clipping, filled step by step. Without ZeRO in fp32 the engine throws
-    its norm away."""
+    """Gradient norms before clipping, filled step by step. Without ZeRO in fp32 DeepSpeed's own
+    engine throws its norm away."""
     import deepspeed.runtime.engine as module
 
     norms: list[float] = []
-    step = engine._take_model_step
+    clip, step = engine.clip_fp32_gradients, engine._take_model_step
+    stock: Any = module.clip_grad_norm_
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        norm = stock(*args, **kwargs)
+        norms.append(float(norm))
+        return norm
 
     def clip_and_record() -> None:
-        norms.append(
-            float(
-                module.clip_grad_norm_(
-                    engine.module.parameters(), engine.gradient_clipping(), mpu=engine.mpu
-                )
-            )
-        )
+        with mock.patch.object(module, "clip_grad_norm_", noted):
+            norm = clip()
+        if norm is not None:
+            norms.append(float(norm))
 
     def step_and_record(*args: Any, **kwargs: Any) -> None:
         step(*args, **kwargs)
@@ -130,41 +162,58 @@ def checksum_of_copies(engine: Any) -> int:
         return zlib.crc32(b"".join(param.detach().float().numpy().tobytes() for param in params))
 
 
-def train(run: Run, steps: int = 20) -> dict[str, Any]:
-    """The global batch's mean loss and the gradient norm before clipping, by step; a checksum of
-    the copies at the end."""
-    engine = make_engine(run)
+def train_step(engine: Any, run: Any, step: int) -> float:
+    """The mean loss of the global batch."""
+    if run.pp:
+        return float(engine.train_batch(batches(run, step)))
+    total = torch.zeros(1, dtype=torch.float64)
+    for inputs, labels in batches(run, step):
+        value = models.loss(engine, inputs, labels)
+        engine.backward(value)
+        engine.step()
+        total += value.detach().double() / run.accumulate
     mesh = models.mpu()
-    norms = record_norms(engine)
-    dp, index = mesh.get_data_parallel_world_size(), mesh.get_data_parallel_rank()
-    losses = []
-    for step in range(steps):
-        total = torch.zeros(1, dtype=torch.float64)
-        for part in batch(step).chunk(dp)[index].chunk(run.accumulate):
-            value = models.loss(engine, part[:, :-1].contiguous(), part[:, 1:].contiguous())
-            engine.backward(value)
-            engine.step()
-            total += value.detach().double() / run.accumulate
-        dist.all_reduce(total, group=mesh.get_data_parallel_group())
-        losses.append(float(total) / dp)
-    copies = checksum_of_copies(engine)
-    engine.destroy()
-    models.stop()
+    dist.all_reduce(total, group=mesh.get_data_parallel_group())
+    return float(total) / mesh.get_data_parallel_world_size()
+
+
+def train(run: Run, steps: int = 20) -> dict[str, Any]:
+    """Losses and gradient norms before clipping, by step; at the end a checksum of the copies, or
+    of stages the evaluation of the first batch, the partition and the copies of tied weights."""
+    engine = make_engine(run)
+    found: dict[str, Any] = {"norms": record_norms(engine)}
+    found["losses"] = [train_step(engine, run, step) for step in range(steps)]
+    if run.pp:
+        tied = [one.detach().float() for one, _ in engine.module.get_tied_weights_and_groups()]
+        found |= {
+            "evaluation": float(engine.eval_batch(batches(run, 0))),
+            "parts": [int(part) for part in engine.module.parts],
+            "optimizer": type(engine.optimizer).__name__,
+            "tied": [weight.numpy().tobytes() for weight in tied],
+        }
+    else:
+        found["copies"] = checksum_of_copies(engine)
+    close(engine)
     if run.plant == "unpatched norm":
         patches.find("unfused_norm").change()  # back to what the other jobs of this process expect
-    return {"losses": losses, "norms": norms, "copies": copies}
+    return found
 
 
-def live(configs: Sequence[models.ModelConfig], tp: int) -> list[dict[str, Any]]:
-    """Each model's parameters as megatron-core holds them on this rank: values and the attributes
-    that are there."""
+def live(configs: Sequence[models.ModelConfig], tp: int, pp: int = 0) -> list[dict[str, Any]]:
+    """Each model's parameters as megatron-core holds them on this rank, by canonical name: values,
+    the attributes that are there, and the name on a stage."""
     found = []
-    models.start(tp, seed=1)
+    models.start(tp, 1, pp or 1)
     for config in configs:
-        model = models.build(config)
+        model: Any = pipeline.build_pipeline(config, pp) if pp else models.build(config)
+        canonical = names(config.sizes()) if pp else {}
         found.append(
             {
-                name: (param.detach().clone(), dict(param.__dict__))
+                canonical[name] if pp else name: (
+                    param.detach().clone(),
+                    dict(param.__dict__),
+                    name,
+                )
                 for name, param in model.named_parameters()
             }
         )
@@ -188,25 +237,37 @@ def groups_and_steps(config: models.ModelConfig) -> dict[str, Any]:
     }
 
 
+def masks_of(shape: Any) -> dict[str, Any]:
+    """All tokens of a batch, the first half, the second half, none."""
+    first = torch.zeros(shape)
+    first[:, : SEQUENCE // 2] = 1
+    ones, none = torch.ones(shape), torch.zeros(shape)
+    return {"all": None, "ones": ones, "first": first, "second": 1 - first, "none": none}
+
+
 def masked(config: models.ModelConfig, tp: int) -> dict[str, float]:
-    """Losses of one batch: of all tokens, of the first half, of the second half, of none; each part
-    on its own."""
+    """Losses of one batch under each mask; of the first half on its own."""
     models.start(tp, seed=1)
     model = models.build(config)
     tokens = batch(0)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    first = torch.zeros(inputs.shape)
-    first[:, : SEQUENCE // 2] = 1
-    masks = {
-        "all": None,
-        "ones": torch.ones(inputs.shape),
-        "first": first,
-        "second": 1 - first,
-        "none": torch.zeros(inputs.shape),
-    }
+    masks = masks_of(inputs.shape)
     out = {name: float(models.loss(model, inputs, labels, mask)) for name, mask in masks.items()}
     out["short"] = float(models.loss(model, inputs[:, : SEQUENCE // 2], labels[:, : SEQUENCE // 2]))
     models.stop()
+    return out
+
+
+def masked_stages() -> dict[str, float]:
+    """The same by evaluation, on two stages."""
+    run = Run(LLAMA, pp=2)
+    engine = make_engine(run)
+    tokens, labels = next(batches(run, 0))
+    out = {}
+    for name, mask in masks_of(tokens.shape).items():
+        given = tokens, labels if mask is None else (labels, mask)
+        out[name] = float(engine.eval_batch(itertools.repeat(given)))
+    close(engine)
     return out
 
 
@@ -229,11 +290,13 @@ def generators(config: models.ModelConfig, tp: int) -> list[bytes]:
     return [state.numpy().tobytes() for state in states]
 
 
-def restarts(times: int) -> list[tuple[int, int]]:
-    """Open files and threads after each start and stop."""
+def restarts(times: int, pp: int) -> list[tuple[int, int]]:
+    """Open files and threads after each start and stop, with what is built in stages."""
     out = []
     for index in range(times):
-        models.start(1 + index % 2, seed=1)
+        models.start(1 + index % 2 if pp == 1 else 1, 1, pp)
+        if pp > 1:
+            pipeline.build_pipeline(GPT, pp)
         models.stop()
         out.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     return out

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from tests.engines import kinds, tensor_jobs
 from tests.engines.kinds import KINDS, Kind, kind_of
-from tests.engines.model import config_of, step_with, tokens_of
+from tests.engines.model import config_of, engine_around, step_with, tokens_of
 from tests.engines.tensor_jobs import swap
 
 WIDTH, VOCAB, SEQUENCE, BATCH = 6, 24, 6, 4
@@ -125,7 +125,6 @@ def hash_of(name: str) -> int:
 
 def make(setup: Moe, attach: bool = True) -> Any:
     """An engine with two groups, which DeepSpeed's function splits, and LambdaLR."""
-    import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
     torch.manual_seed(setup.seed)
@@ -138,7 +137,6 @@ def make(setup: Moe, attach: bool = True) -> Any:
         {"name": "vectors", "params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(split(groups), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     config = config_of(
         setup.zero,
         BATCH // dist.get_world_size(),
@@ -148,13 +146,7 @@ def make(setup: Moe, attach: bool = True) -> Any:
         # apart (deepspeed 0.19.8, clip_grad_norm_ without an mpu)
         gradient_clipping=1.0 if setup.zero else 0.0,
     )
-    made = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=config,
-        dist_init_required=False,
-    )[0]
+    made = engine_around(net, optimizer, config, rate=lambda step: 1.0 / (1 + step))
     return ucp.attach(made) if attach else made
 
 

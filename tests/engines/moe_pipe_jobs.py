@@ -15,7 +15,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.family import Declared, Family, Sizes, whole
 from tests.engines.canonical import named
 from tests.engines.kinds import KINDS, Kind
-from tests.engines.model import config_of, step_with, tokens_of
+from tests.engines.model import config_of, engine_around, step_with, tokens_of
 from tests.engines.moe_jobs import BATCH, SEQUENCE, VOCAB, WIDTH, Moe, draw, mixture
 from tests.engines.tensor_jobs import swap
 from tests.families.registration import registered
@@ -142,7 +142,6 @@ known = partial(registered, FAMILY)
 
 def make(setup: Piped, attach: bool = True) -> Any:
     """As moe_jobs.make, with a pipeline or without."""
-    import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
     from deepspeed.pipe import PipelineModule
 
@@ -159,17 +158,15 @@ def make(setup: Piped, attach: bool = True) -> Any:
     draw(net, setup.seed, setup.ep)
     params = [param for param in net.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(split([{"name": "all", "params": params}]), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     dp = dist.get_world_size() // (setup.pp or 1)
-    made = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=config_of(
+    made = engine_around(
+        net,
+        optimizer,
+        config_of(
             setup.zero, BATCH // dp, zero_config={"reduce_scatter": True}, gradient_clipping=0.0
         ),
-        dist_init_required=False,
-    )[0]
+        rate=lambda step: 1.0 / (1 + step),
+    )
     return ucp.attach(made, family="piped") if attach else made
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,11 +11,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines.canonical import canonical, differences
-from tests.engines.kinds import plant_fault
+from tests.engines.kinds import KINDS, Kind
+from tests.engines.model import engine_around
 from tests.engines.trainer_jobs import ds_config, make_data, tiny_llama
-
-KINDS = ("nf4", "fp4, scales quantized too", "8 bits")
 
 
 def quantized(module: Any, kind: str) -> None:
@@ -43,37 +42,41 @@ def quantized(module: Any, kind: str) -> None:
         setattr(module, name, layer)
 
 
-def make(kind: str, zero: int, seed: int, base: int = 1, attach: str = "stock") -> Any:
-    """An adapter of a seed on a base of another one."""
-    import deepspeed
+@dataclass(frozen=True)
+class Quantized:
+    """An adapter of a seed on a base of another one, attached for saves in a way, or not at all."""
+
+    kind: str
+    zero: int
+    way: str = "stock"
+    base: int = 1
+    seed: int = 3
+
+
+def make(setup: Quantized, attach: bool = True) -> Any:
     import peft
 
-    torch.manual_seed(base)
+    torch.manual_seed(setup.base)
     model = tiny_llama(tied=False).to(torch.bfloat16)
-    quantized(model, kind)
+    quantized(model, setup.kind)
     model = model.to("cpu")  # quantizes
     model.requires_grad_(False)
-    torch.manual_seed(seed)
+    torch.manual_seed(setup.seed)
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False
     )
     wrapped: Any = peft.get_peft_model(model, config)
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    engine = deepspeed.initialize(
-        model=wrapped,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=ds_config(zero, bf16={"enabled": True}, zero_force_ds_cpu_optimizer=False),
-        dist_init_required=False,
-    )[0]
-    return ucp.attach(engine, save=attach) if attach else engine
+    settings = ds_config(setup.zero, bf16={"enabled": True}, zero_force_ds_cpu_optimizer=False)
+    engine = engine_around(wrapped, optimizer, settings, rate=lambda step: 1.0)
+    return ucp.attach(engine, save=setup.way) if attach and setup.way else engine
 
 
-def train(engine: Any, steps: int) -> list[float]:
+def train(engine: Any, steps: int, first: int = 0) -> list[float]:
+    """Each rank's own losses."""
     rank, world = dist.get_rank(), dist.get_world_size()
     losses: list[float] = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         rows = torch.stack([row["input_ids"] for row in make_data()[4 * step : 4 * step + 4]])
         mine = rows.chunk(world)[rank]
         loss = engine(input_ids=mine, labels=mine).loss
@@ -83,38 +86,23 @@ def train(engine: Any, steps: int) -> list[float]:
     return losses
 
 
-def save(kind: str, zero: int, folder: str, exclude: bool, attach: str) -> dict[str, Any]:
-    """Trains and saves; the state, the losses of the next steps, and the adapter as peft has it."""
+def write(engine: Any, folder: Path, tag: str, exclude: bool) -> None:
+    """Saves; beside it the adapter as peft has it."""
+    engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
+    with whole(engine):
+        if dist.get_rank() == 0:
+            engine.module.save_pretrained(folder / "peft")
+
+
+def whole(engine: Any) -> Any:
+    """Every parameter is on every rank inside."""
     import deepspeed
 
-    engine = make(kind, zero, 3, attach=attach)
-    train(engine, 3)
-    engine.save_checkpoint(folder, tag="tag", exclude_frozen_parameters=exclude)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero == 3):
-        if dist.get_rank() == 0:
-            engine.module.save_pretrained(Path(folder) / "peft")
-    found = {"states": canonical(engine), "losses": train(engine, 2)}
-    engine.destroy()
-    return found
+    partitioned = engine.zero_optimization_stage() == 3
+    return deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=partitioned)
 
 
-def resume(
-    kind: str, zero: int, folder: str, want: dict[str, Any], base: int = 1, fault: str = ""
-) -> dict[str, Any]:
-    """Another seed's adapter, then the checkpoint's."""
-    engine = make(kind, zero, 8, base)
-    before = differences(want, canonical(engine))
-    try:
-        report = ucp.load(engine, folder, tag="tag", allow={"missing"})
-    except ucp.UcpError as error:
-        engine.destroy()
-        return {"error": str(error)}
-    if fault:
-        plant_fault(engine, fault)
-    found = {"after": differences(want, canonical(engine)), "before": before, "error": ""}
-    found |= {"losses": train(engine, 2), "notes": report.notes}
-    engine.destroy()
-    return found
+KINDS[Quantized] = Kind(make, train, write=write, trains_on=True)
 
 
 def left_alone(folder: str, asked: bool) -> dict[str, Any]:
@@ -133,12 +121,11 @@ def left_alone(folder: str, asked: bool) -> dict[str, Any]:
         model.lm_head.register_state_dict_post_hook(adds)
         model.register_load_state_dict_pre_hook(drops)
         section: dict[str, Any] = {"universal_checkpoint": {"enabled": True}} if asked else {}
-        return deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-            config={**ds_config(2, zero_force_ds_cpu_optimizer=False), **section},
-            dist_init_required=False,
-        )[0]
+        return engine_around(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            {**ds_config(2, zero_force_ds_cpu_optimizer=False), **section},
+        )
 
     def drops(_: Any, state: dict[str, Any], *rest: Any) -> None:
         state.pop("lm_head.own_entry", None)

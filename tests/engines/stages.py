@@ -30,5 +30,13 @@ def resume(
     return sources.resume(ranks_of(mesh), setup(mesh, family, seed=9, **kwargs), folder, **asked)
 
 
+def pair(
+    sources: Sources, mesh: Mesh, target: Mesh, family: str, more: int = 0, **kwargs: Any
+) -> list[dict[str, Any]]:
+    """One model on both meshes."""
+    folder = source(sources, mesh, family, more=more, **kwargs)
+    return resume(sources, target, family, folder, more=more, **kwargs)
+
+
 def show(value: object) -> str:
     return "pp{}tp{}dp{}z{}".format(*value) if isinstance(value, tuple) else str(value)

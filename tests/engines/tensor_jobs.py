@@ -15,7 +15,7 @@ from pretrain.mcore.experts import Experts
 from tests.engines import kinds
 from tests.engines.canonical import base_of, canonical, named
 from tests.engines.kinds import KINDS, Kind, oracle_of
-from tests.engines.model import config_of, muon_section, step_with, tokens_of
+from tests.engines.model import config_of, engine_around, muon_section, step_with, tokens_of
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
 LAYER = "decoder.layers.1.mlp."
@@ -73,7 +73,6 @@ def settings_of(setup: Mega) -> dict[str, Any]:
 
 def make(setup: Mega, attach: bool = True) -> Any:
     """An engine with the groups of Megatron (a stage may have one alone) and LambdaLR."""
-    import deepspeed
 
     models.start(setup.tp, seed=7, pp=setup.pp or 1, ep=setup.ep, etp=setup.etp or None)
     config = models.ModelConfig(
@@ -106,15 +105,14 @@ def make(setup: Mega, attach: bool = True) -> Any:
         add_extras(model, setup.seed)
     groups = models.param_groups(model, 3e-3, 0.1)
     optimizer = None if setup.muon else torch.optim.AdamW(groups)
-    made = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
+    made = engine_around(
+        model,
+        optimizer,
+        settings_of(setup),
         model_parameters=groups,
         lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + step)),
-        config=settings_of(setup),
         mpu=None if setup.pp else models.mpu(),
-        dist_init_required=False,
-    )[0]
+    )
     return ucp.attach(made, family=setup.family) if attach else made
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME
-from tests.engines import absence_jobs, autoep_jobs, autotp_jobs
-from tests.engines.absence_jobs import EXACT
+from tests.engines import autoep_jobs, autotp_jobs
+from tests.engines.kinds import Kind, kind_of, oracle_of
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
 from tests.engines.moe_pipe_jobs import Piped
@@ -18,6 +19,32 @@ from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Staged
 from tests.engines.test_mixtral import mixtral
 from tests.reshard.absence import Save, Table, linked, plain_of
+
+EXACT = "exact"
+
+
+def loads(setup: Any, oracle: str, tags: list[str]) -> list[str]:
+    """Loads each tag folder into one engine, which has other values before: `EXACT` where it has
+    what the engine had that saved, else what the load says."""
+    kind, want = kind_of(setup), oracle_of(oracle)["states"]["trained"]
+    with kind.known():
+        engine = kind.make(setup)
+        found = [_load(kind, engine, tag, want) for tag in tags]
+        kind.close(engine)
+    return found
+
+
+def _load(kind: Kind, engine: Any, tag: str, want: dict[str, Any]) -> str:
+    kind.fill(engine)
+    if not kind.differences(want, kind.canonical(engine)):
+        return "the engine had these values before the load: nothing is shown"
+    try:
+        ucp.load(engine, tag)
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    other = kind.differences(want, kind.canonical(engine))
+    return f"other values: {other[:3]}" if other else EXACT
+
 
 pytestmark = pytest.mark.ranks
 Run = tuple[int, Any]  # on how many ranks, a setup
@@ -61,9 +88,9 @@ def test_what_is_missing_of_a_save(
     if not attached:  # as stock DeepSpeed would have written it
         plain_of(tmp_path / "copied")
 
-    def loads(_: Save, runs: list[Path]) -> list[str]:
+    def by_ranks(_: Save, runs: list[Path]) -> list[str]:
         tags = [str(run / "trained") for run in runs]
-        job = absence_jobs.loads, replace(saved, seed=9), str(source), tags
+        job = loads, replace(saved, seed=9), str(source), tags
         ranks = sources.ranks.run(world, *job, timeout_s=400)
         # ranks agree what a load did, but for their own numbers in a message
         assert all(
@@ -72,7 +99,7 @@ def test_what_is_missing_of_a_save(
         return ranks[0]
 
     save = Save(linked(tmp_path / "copied", tmp_path / "run", "trained"), "trained")
-    table = Table(save, tmp_path, loads)
+    table = Table(save, tmp_path, by_ranks)
     wrong = table.wrong()
     if kind in NEEDS_MANIFEST:  # what its manifest alone says is missed by loads, and only so
         refusals = [fault for fault in wrong if "nothing says whose they are" in fault]

@@ -6,13 +6,108 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.reshard.options import TABLE
-from tests.engines import part_jobs
-from tests.engines.model import Setup
+from tests.engines.canonical import canonical, differences
+from tests.engines.kinds import oracle_of
+from tests.engines.model import Setup, make_engine, train
 from tests.engines.sources import Sources, without_manifest
+
+
+def resize(setup: Setup, folder: str, step: bool = True) -> dict[str, Any]:
+    """A load into a model with other rows: refused without the allowance; with it, what is not as
+    it should be: rows that both have from the checkpoint, the others as they were, states zero."""
+    oracle = oracle_of(folder)["states"]["filled"]
+    engine = make_engine(setup)
+    before = canonical(engine)
+    out: dict[str, Any] = {"refusal": "", "id": ""}
+    try:
+        ucp.load(engine, folder, tag="filled")
+    except ucp.UcpError as error:
+        out |= {"refusal": str(error), "id": error.id}
+    out["unchanged"] = differences(before, canonical(engine)) == []
+    report = ucp.load(engine, folder, tag="filled", allow={"vocab"})
+    have = canonical(engine)
+    wrong, compared = [], 0
+    for key, want in oracle["full"].items():
+        found, rows = have["full"][key], min(len(want), len(have["full"][key]))
+        own = before["full"].get(key, torch.zeros_like(found))
+        rest = own[rows:] if key[1] == "fp32" else torch.zeros_like(found[rows:])
+        same = torch.equal(found[:rows], want[:rows]) and torch.equal(found[rows:], rest)
+        compared += len(found) - rows
+        wrong += [] if same else [key]
+    out |= {"wrong": wrong, "new": compared, "notes": report.notes, "steps": report.global_steps}
+    out["scalars"] = [k for k, v in oracle["scalars"].items() if have["scalars"].get(k) != v]
+    out["weights"] = [
+        name
+        for name, weight in have["weights"].items()
+        if (name, "fp32") in have["full"]
+        and not torch.equal(weight, have["full"][name, "fp32"].to(weight.dtype))
+    ]
+    if step:
+        train(engine, 1)
+    engine.destroy()
+    return out
+
+
+def attempts(setup: Setup, folder: str, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Loads into one engine with each of the options given: the error, whether the engine is as
+    before, the notes."""
+    engine = make_engine(setup)
+    out: list[dict[str, Any]] = []
+    for options in given:
+        before = canonical(engine)
+        found: dict[str, Any] = {"error": "", "notes": ()}
+        try:
+            found["notes"] = ucp.load(engine, folder, tag="trained", **options).notes
+        except ucp.UcpError as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        found["unchanged"] = differences(before, canonical(engine)) == []
+        out.append(found)
+    engine.destroy()
+    return out
+
+
+ALL_WAYS: dict[str, dict[str, Any]] = {
+    "load": {},
+    "states out": {"load_optimizer_states": False},
+    "module only": {"load_module_only": True},
+    "scheduler out": {"load_lr_scheduler_states": False},
+}
+
+
+def each_word(setup: Setup, folder: str, words: list[str]) -> dict[str, dict[str, str]]:
+    """For each way to load, and each word that is allowed there, what the load says against it."""
+    engine = make_engine(setup)
+    out: dict[str, dict[str, str]] = {}
+    for way in (*ALL_WAYS, "held", "resize"):
+        out[way] = {word: _said(engine, setup, folder, way, word) for word in words}
+    engine.destroy()
+    return out
+
+
+def _said(engine: Any, setup: Setup, folder: str, way: str, word: str) -> str:
+    try:
+        if way == "held":
+            ucp.load(engine, ucp.hold(engine), allow={word})
+        elif way == "resize":
+            other = make_engine(setup)
+            try:
+                ucp.resize(engine, other, allow={word})
+            finally:
+                other.destroy()
+        else:
+            ucp.load(engine, folder, tag="trained", allow={word}, **ALL_WAYS[way])
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# ------------------------------------------------ tests
+
 
 pytestmark = pytest.mark.ranks
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
@@ -40,7 +135,7 @@ def test_a_resized_vocabulary_goes_on(
     folder = sources.get(2, Setup(zero, dtype, net=net), more=0)
     target = Setup(zero, dtype, net=wanted, seed=9)
     # fewer rows than the data have tokens: no step
-    found = sources.ranks.run(2, part_jobs.resize, target, folder, wanted != "FewerRows")
+    found = sources.ranks.run(2, resize, target, folder, wanted != "FewerRows")
     rows = 14 if wanted.startswith("More") else 9
     for rank in found:
         assert rank["id"] == "vocabulary" and 'allow={"vocab"}' in rank["refusal"]
@@ -55,9 +150,7 @@ def test_rows_are_no_way_round_another_width(sources: Sources) -> None:
     """Two biases and rows of one matrix grow, and columns of another: no vocabulary."""
     folder = sources.get(2, Setup(1, "fp32"), more=0)
     given = [{}, {"allow": {"vocab"}}]
-    for rank in sources.ranks.run(
-        2, part_jobs.attempts, Setup(1, "fp32", net="Wider"), folder, given
-    ):
+    for rank in sources.ranks.run(2, attempts, Setup(1, "fp32", net="Wider"), folder, given):
         plain, allowed = rank
         assert "another shape" in plain["error"] and '"vocab"' not in plain["error"]
         assert '"vocab" is for parameters that all have the same number of rows' in allowed["error"]
@@ -74,7 +167,7 @@ def test_a_load_that_finds_nothing_fails_whatever_is_allowed(sources: Sources) -
     folder = sources.get(2, Setup(1, "bf16"), more=0)
     weights = {**ALL, "load_module_only": True}
     for rank in sources.ranks.run(
-        2, part_jobs.attempts, Setup(1, "bf16", net="Unlike"), folder, [{}, ALL, weights]
+        2, attempts, Setup(1, "bf16", net="Unlike"), folder, [{}, ALL, weights]
     ):
         for found in rank:
             assert "holds no parameter of the model" in found["error"] and found["unchanged"]
@@ -89,7 +182,7 @@ def test_a_part_that_nobody_named_is_not_begun_anew(sources: Sources) -> None:
     named = [{"allow": {"new:tower"}, **states}, {"allow": {"new", "new:tower"}, **states}]
     given = [{}, ALL, {"allow": {"new"}, **states}, *named, {"allow": {"new:towe"}, **states}]
     setup = Setup(0, "fp32", net="WithTower", seed=9)
-    for rank in sources.ranks.run(2, part_jobs.attempts, setup, folder, given):
+    for rank in sources.ranks.run(2, attempts, setup, folder, given):
         plain, everything, new, alone, both, other = rank
         for found in (plain, everything, new, other):
             assert "holds no parameter of a part of the model" in found["error"]
@@ -101,9 +194,7 @@ def test_a_part_that_nobody_named_is_not_begun_anew(sources: Sources) -> None:
                 note.startswith("new,") and "tower.1.weight" in note for note in found["notes"]
             )
     setup = Setup(0, "fp32", net="Grown", seed=9)
-    (found,) = sources.ranks.run(
-        2, part_jobs.attempts, setup, folder, [{"allow": {"new"}, **states}]
-    )[0]
+    (found,) = sources.ranks.run(2, attempts, setup, folder, [{"allow": {"new"}, **states}])[0]
     assert found["error"] == ""
 
 
@@ -115,12 +206,12 @@ def test_a_frozen_part_may_be_missing_where_nothing_else_is_there(
     setup = Setup(1, "bf16", net="WithFrozenTower", seed=9)
     given = [{}, {"allow": {"missing"}}, {"allow": {"missing:tower"}}]
     folder = sources.get(2, Setup(1, "bf16"), more=0)
-    for rank in sources.ranks.run(2, part_jobs.attempts, setup, folder, given):
+    for rank in sources.ranks.run(2, attempts, setup, folder, given):
         assert "a frozen parameter that the checkpoint lacks" in rank[0]["error"]
         assert [found["error"] for found in rank[1:]] == ["", ""]
     more = sources.get(2, Setup(1, "bf16", net="MoreBuffers"), more=0)
     allowed = [{"allow": {"missing", "extra"}}, {"allow": {"missing:tower", "extra"}}]
-    for rank in sources.ranks.run(2, part_jobs.attempts, setup, more, allowed):
+    for rank in sources.ranks.run(2, attempts, setup, more, allowed):
         assert "holds no parameter of a part" in rank[0]["error"]
         assert '"missing:tower"' in rank[0]["error"] and rank[1]["error"] == ""
 
@@ -158,9 +249,7 @@ def test_the_words_are_those_of_the_table() -> None:
 
 def test_each_word_acts_in_a_load_or_is_refused(sources: Sources) -> None:
     folder = sources.get(2, Setup(1, "bf16"), more=0)
-    for rank in sources.ranks.run(
-        2, part_jobs.each_word, Setup(1, "bf16", seed=9), folder, [*ACTS]
-    ):
+    for rank in sources.ranks.run(2, each_word, Setup(1, "bf16", seed=9), folder, [*ACTS]):
         for way, letter in WAYS.items():
             refused = {word for word, said in rank[way].items() if said}
             assert refused == {word for word, acts in ACTS.items() if letter not in acts}, way
@@ -217,7 +306,7 @@ def test_weights_alone_are_loaded_without_the_optimizers_files(
     states = {"load_optimizer_states": False}
     given = [{}, states, {"allow": {"weights"}}, {**states, "allow": {"weights"}}]
     setup = Setup(2, "bf16", seed=9)
-    for rank in sources.ranks.run(2, part_jobs.attempts, setup, str(tmp_path / "run"), given):
+    for rank in sources.ranks.run(2, attempts, setup, str(tmp_path / "run"), given):
         for found in rank[:2]:
             assert "missing" in found["error"] and found["unchanged"]
         assert "can do nothing in this load" in rank[2]["error"]

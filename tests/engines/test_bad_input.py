@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,6 @@ def expect(found: list[dict], kind: str, *words: str, unchanged: bool = True) ->
 
 def test_a_path_that_is_not_there(sources: Sources, tmp_path: Path) -> None:
     expect(attempt(sources, tmp_path / "nowhere"), "NotFoundError", "nowhere")
-
-
-def test_a_tag_that_is_not_there(sources: Sources, broken: Any) -> None:
-    expect(
-        attempt(sources, broken(), tag="global_step7"),
-        "NotFoundError",
-        "global_step7",
-        "tags: filled, trained",
-    )
-
-
-def test_latest_names_a_tag_that_is_not_there(sources: Sources, broken: Any) -> None:
-    folder = broken()
-    (folder / "latest").write_text("gone")
-    expect(attempt(sources, folder), "NotFoundError", "gone", "tags: filled, trained")
 
 
 def test_an_empty_folder(sources: Sources, tmp_path: Path) -> None:
@@ -108,42 +94,54 @@ def test_a_file_of_another_save(
     expect(attempt(sources, folder, tag="trained"), "ForeignFileError", OPTIM.format(1))
 
 
-def test_one_partition_more_than_the_run_had(sources: Sources, broken: Any) -> None:
-    folder = without_manifest(broken())
-    shutil.copy(folder / "filled" / OPTIM.format(1), folder / "filled" / OPTIM.format(2))
-    expect(attempt(sources, folder, tag="filled"), "ForeignFileError", "more optimizer files")
+def put(at: Path, text: str) -> None:
+    (at / "ucp_manifest.json").write_text(text)
 
 
-def test_a_file_that_the_manifest_does_not_know(sources: Sources, broken: Any) -> None:
-    folder = broken()
-    shutil.copy(folder / "filled" / OPTIM.format(1), folder / "filled" / OPTIM.format(2))
-    expect(
-        attempt(sources, folder, tag="filled"),
+def one_more(run: Path) -> None:
+    shutil.copy(run / "filled" / OPTIM.format(1), run / "filled" / OPTIM.format(2))
+
+
+TAGS = "tags: filled, trained"
+OF_ANOTHER_VERSION = '{"format": "megatron_ucp", "version": 99}'
+OF_NO_FILES = '{"format": "megatron_ucp", "version": 1}'
+MANIFEST = "DamagedFileError", "ucp_manifest.json"
+# what is done to a run, the tag that is loaded, the error and its words
+WRONG: dict[str, tuple[Callable[[Path], Any], str | None, *tuple[str, ...]]] = {
+    "no such tag": (lambda run: None, "global_step7", "NotFoundError", "global_step7", TAGS),
+    "latest names no tag": (
+        *(lambda run: (run / "latest").write_text("gone"), None),
+        *("NotFoundError", "gone", TAGS),
+    ),
+    "one partition more than the run had": (
+        *(lambda run: one_more(without_manifest(run)), "filled"),
+        *("ForeignFileError", "more optimizer files"),
+    ),
+    "a file that the manifest does not know": (
+        *(one_more, "filled", "ForeignFileError", OPTIM.format(2), "not part of the save"),
+    ),
+    "half a manifest": (lambda run: put(run / "filled", "{"), "filled", *MANIFEST, "can't be read"),
+    "a version of later": (
+        *(lambda run: put(run / "filled", OF_ANOTHER_VERSION), "filled", *MANIFEST, "version"),
+    ),
+    "a list": (lambda run: put(run / "filled", "[1]"), "filled", *MANIFEST, "can't be read"),
+    "a manifest of nothing": (
+        *(lambda run: put(run / "filled", OF_NO_FILES), "filled", *MANIFEST, "read"),
+    ),
+    "the manifest of another tag": (
+        *(lambda run: shutil.copy(run / "trained" / "ucp_manifest.json", run / "filled"), "filled"),
         "ForeignFileError",
-        OPTIM.format(2),
-        "not part of the save",
-    )
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("{", "can't be read"),
-        ('{"format": "megatron_ucp", "version": 99}', "version"),
-        ("[1]", "can't be read"),
-        ('{"format": "megatron_ucp", "version": 1}', "read"),
-    ],
-)
-def test_a_manifest_that_is_none(sources: Sources, broken: Any, text: str, word: str) -> None:
+@pytest.mark.cases()
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_with_a_run_is_named(sources: Sources, broken: Any, what: str) -> None:
+    change, tag, kind, *words = WRONG[what]
     folder = broken()
-    (folder / "filled" / "ucp_manifest.json").write_text(text)
-    expect(attempt(sources, folder, tag="filled"), "DamagedFileError", "ucp_manifest.json", word)
-
-
-def test_a_manifest_of_another_tag(sources: Sources, broken: Any) -> None:
-    folder = broken()
-    shutil.copy(folder / "trained" / "ucp_manifest.json", folder / "filled")
-    expect(attempt(sources, folder, tag="filled"), "ForeignFileError")
+    change(folder)
+    expect(attempt(sources, folder, tag=tag), kind, *words)
 
 
 @pytest.mark.parametrize(
@@ -178,13 +176,8 @@ def test_groups_that_do_not_fit(sources: Sources, broken: Any) -> None:
 
 
 def test_a_buffer_that_would_be_rounded(sources: Sources) -> None:
-    folder = Path(sources.get(2, Setup(0, "fp32")))
-    expect(
-        attempt(sources, folder, setup=Setup(1, "bf16", seed=9)),
-        "InexactError",
-        "rounded",
-        'allow={"narrow"}',
-    )
+    found = attempt(sources, Path(sources.get(2, Setup(0, "fp32"))))
+    expect(found, "InexactError", "rounded", 'allow={"narrow"}')
 
 
 class Hostile:

@@ -3,7 +3,6 @@ say that it is not, and why. The interpreter ends as it does for a user: nothing
 between `main` and its finalization."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 import megatron_ucp as ucp
 from tests.ranks import ROOT
+from tests.scripts import run_command
 
 pytestmark = pytest.mark.ranks
 WHOLE, LOST = "3", "2"  # the number of the tag that is the newest then
@@ -56,9 +56,7 @@ TWENTY = [
 
 def ended(folder: Path, trials: list[str], slow_s: float) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.engines.ends", str(folder), "--slow", str(slow_s)]
-    done = subprocess.run(
-        [*command, "--trials", *trials], cwd=ROOT, capture_output=True, text=True, timeout=3600
-    )
+    done = run_command([*command, "--trials", *trials], timeout=3600, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -105,14 +103,7 @@ def as_a_user(folder: Path, ranks: int, *arguments: str) -> subprocess.Completed
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = [*(launch if ranks else []), "-m", "tests.engines.ends", str(folder), *arguments]
     own = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    return subprocess.run(
-        [sys.executable, *script],
-        cwd=ROOT,
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run_command([sys.executable, *script], env={**own}, timeout=600, cwd=ROOT)
 
 
 LAUNCHED = [(2, "deepspeed", "script"), (2, "deepspeed", "refused")]

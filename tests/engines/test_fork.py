@@ -28,7 +28,7 @@ from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from tests.engines import fork_jobs
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
 from tests.engines.sources import Sources
-from tests.reshard import test_convert_universal
+from tests.reshard import plain
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,14 +123,8 @@ def test_an_attached_run_saves_what_resumes_without_rules(sources: Sources, tmp_
     ucp.convert(folder, tmp_path / "one", target=ucp.Mesh(tp=1, dp=2, zero=1))
     assert masters(folder, tmp_path / "one", None) == set()
     for target in (Fork(1, "split"), Fork(4, "split")):
-        run = sources.ranks.run(
-            target.tp,
-            fork_jobs.resume,
-            target,
-            str(folder),
-            rules_of(target),
-            timeout_s=120,
-        )
+        job = fork_jobs.resume, target, str(folder), rules_of(target)
+        run = sources.ranks.run(target.tp, *job, timeout_s=120)
         assert differing(oracle(folder), run[0]["state"]) == set()
     refused = sources.ranks.run(
         2, fork_jobs.resume, Fork(2, "interleaved"), str(folder), other(source), timeout_s=120
@@ -146,14 +140,9 @@ def test_nested_weights_of_every_writer(sources: Sources, way: str) -> None:
     rules = rules_of(source)
     folder = Path(sources.get(4, source, fork_jobs.save, attach=rules, save=way))
     assert ucp.verify(folder, deep=True).findings == ()
-    found = sources.ranks.run(
-        1,
-        fork_jobs.resume,
-        Fork(1, "interleaved", frozen=True, seed=9),
-        str(folder),
-        rules,
-        timeout_s=120,
-    )[0]
+    target = Fork(1, "interleaved", frozen=True, seed=9)
+    job = fork_jobs.resume, target, str(folder), rules
+    (found,) = sources.ranks.run(1, *job, timeout_s=120)
     assert found["error"] == "" and differing(oracle(folder), found["state"]) == set()
     frozen = "language_model.embedding.position_embeddings.weight", "weights"
     assert not torch.equal(oracle(folder)[frozen], found["before"][frozen])
@@ -282,7 +271,7 @@ def test_what_stocks_converter_joined(sources: Sources, tmp_path: Path) -> None:
         folder, out = stock(sources, setup.tp, setup), tmp_path / str(setups.index(setup))
         if not out.exists():
             # there, as it imports the classes of the arguments
-            job = test_convert_universal.stock_converted
+            job = plain.stock_converted
             sources.ranks.run(1, job, folder / "filled", out, timeout_s=120)
         if right:
             assert masters(folder, out, rules) == set()

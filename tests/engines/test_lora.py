@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,32 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError
 from megatron_ucp.reshard.hugging_face.adapter import adapter_of
-from tests.engines import lora_jobs
-from tests.engines.lora_jobs import BESIDE, FORMS
-from tests.engines.sources import check, check_fails, without_manifest
-from tests.ranks import RankPool, RanksFailed
+from tests.engines.lora_jobs import BESIDE, FORMS, Adapted, base_model
+from tests.engines.sources import Sources, check, check_fails, without_manifest
+from tests.ranks import RanksFailed
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
-Saved = Callable[..., tuple[Path, dict[str, Any]]]
+Saved = Callable[..., Path]
 
 
-@pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_checkpoints: Path) -> Saved:
-    """(kind, ZeRO stage, without frozen weights) -> the folder of a run on two ranks, and what rank
-    0 saw."""
-    kept: dict[Any, tuple[Path, dict[str, Any]]] = {}
+@pytest.fixture
+def saved(sources: Sources) -> Saved:
+    """(kind, ZeRO stage, without frozen weights) -> the folder of a run on two ranks."""
 
-    def get(kind: str, zero: int = 1, exclude: bool = True, dtype: str = "fp32") -> Any:
-        key = kind, zero, exclude, dtype
-        if key not in kept:
-            folder = tmp_checkpoints / f"lora_{kind}_{zero}_{exclude}_{dtype}"
-            found = ranks.run(2, lora_jobs.save, kind, zero, str(folder), exclude, dtype)
-            kept[key] = folder, found[0]
-        return kept[key]
+    def get(kind: str, zero: int = 1, exclude: bool = True, dtype: str = "fp32") -> Path:
+        setup = Adapted(kind, zero, dtype)
+        return Path(sources.get(2, setup, more=1, filled=False, exclude=exclude))
 
     return get
+
+
+def resumed(
+    sources: Sources, world: int, setup: Adapted, folder: Path, allow: Any = (), **how: Any
+) -> list[dict[str, Any]]:
+    """Another seed's adapter, then the checkpoint's; a step follows."""
+    how |= {"tags": ("trained",), "allow": allow} if allow else {"tags": ("trained",)}
+    return sources.resume(world, replace(setup, seed=8), folder, more=1, **how)
 
 
 CASES = [
@@ -61,7 +63,7 @@ def test_the_adapter_as_peft_writes_it(
     saved: Saved, tmp_path: Path, kind: str, zero: int, exclude: bool
 ) -> None:
     """The same names and bits, from files and from memory; and the config of the run."""
-    folder, _ = saved(kind, zero, exclude)
+    folder = saved(kind, zero, exclude)
     found = ucp.export_hf(
         folder,
         tmp_path / "out",
@@ -91,7 +93,8 @@ def test_the_adapter_as_peft_writes_it(
 def test_every_form_of_adapter_as_peft_writes_it(saved: Saved, tmp_path: Path, kind: str) -> None:
     """Tensor by tensor, from files and from memory; of what was trained beside it every name is
     said, with a way that keeps it."""
-    folder, seen = saved(kind, 3, False)
+    folder = saved(kind, 3, False)
+    trained = torch.load(folder / "trained.pt")
     config = folder / "peft"
     done = ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=config, verify=True)
     want = load_file(config / "adapter_model.safetensors")
@@ -101,20 +104,18 @@ def test_every_form_of_adapter_as_peft_writes_it(saved: Saved, tmp_path: Path, k
     assert ("NOT IN THE ADAPTER" in notes) == (kind in BESIDE) == (not done.complete)
     if kind not in BESIDE:
         return
-    beside = {n for n in seen["trained"] if not re.search(r"\.lora_|default", n)}
+    beside = {n for n in trained if not re.search(r"\.lora_|default", n)}
     assert f"{len(beside)} tensors" in notes and any(name in notes for name in beside)
     # the way that the note names has all of it
     whole = ucp.fp32_state_dict(folder)
-    assert all(torch.equal(whole[name], value) for name, value in seen["trained"].items())
+    assert all(torch.equal(whole[name], value) for name, value in trained.items())
 
 
 def test_peft_loads_adapters_of_experts_and_tokens(saved: Saved, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    from tests.engines.lora_jobs import base_model
-
     for kind in ("experts", "tokens and head"):
-        folder, _ = saved(kind, 3, False)
+        folder = saved(kind, 3, False)
         out = tmp_path / kind
         ucp.export_hf(folder, out, dtype="float32", config=folder / "peft")
         tokens = torch.arange(8).view(1, 8)
@@ -128,7 +129,7 @@ def test_peft_loads_adapters_of_experts_and_tokens(saved: Saved, tmp_path: Path)
 
 def test_one_sign_of_an_adapter_is_seen(saved: Saved, tmp_path: Path) -> None:
     """By the comparison of the tests above, and by that of `--verify`, which reads it back."""
-    folder, _ = saved("experts", 3, False)
+    folder = saved("experts", 3, False)
     ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "peft")
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     want = load_file(folder / "peft" / "adapter_model.safetensors")
@@ -155,9 +156,7 @@ def settings(folder: Path) -> dict[str, Any]:
 def test_peft_loads_the_adapter(saved: Saved, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    from tests.engines.lora_jobs import base_model
-
-    folder, _ = saved("llama", 3)
+    folder = saved("llama", 3)
     ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "peft")
     tokens = torch.arange(8).view(1, 8)
     logits = [
@@ -169,7 +168,7 @@ def test_peft_loads_the_adapter(saved: Saved, tmp_path: Path) -> None:
 
 
 def test_without_a_config_the_weights_alone(saved: Saved, tmp_path: Path) -> None:
-    folder, _ = saved("llama")
+    folder = saved("llama")
     found = ucp.export_hf(folder, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"adapter_model.safetensors", "ucp_export.json"} and not found.loadable
@@ -187,9 +186,7 @@ def test_peft_merges_what_is_exported(saved: Saved, tmp_path: Path) -> None:
     """Bit for bit what it merges of the live model."""
     from peft import PeftModel
 
-    from tests.engines.lora_jobs import base_model
-
-    folder, _ = saved("llama")
+    folder = saved("llama")
     ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "peft")
     model = PeftModel.from_pretrained(base_model("llama", 1), str(tmp_path / "out"))
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
@@ -202,7 +199,7 @@ def test_peft_merges_what_is_exported(saved: Saved, tmp_path: Path) -> None:
 
 
 def test_a_config_of_another_adapter(saved: Saved, tmp_path: Path) -> None:
-    folder, _ = saved("llama")
+    folder = saved("llama")
     config = json.loads((folder / "peft" / "adapter_config.json").read_text())
     (tmp_path / "wrong").mkdir()
     cases: list[tuple[dict[str, Any], type[ucp.UcpError], str]] = [
@@ -263,12 +260,11 @@ PAIRS = [
 @pytest.mark.parametrize(("kind", "zero", "exclude", "world", "target"), PAIRS)
 @pytest.mark.cases(5)
 def test_pair(
-    ranks: RankPool, saved: Saved, kind: str, zero: int, exclude: bool, world: int, target: int
+    sources: Sources, saved: Saved, kind: str, zero: int, exclude: bool, world: int, target: int
 ) -> None:
     """Without its frozen weights, which the model has from its base."""
-    folder, run = saved(kind, zero, exclude)
-    job = lora_jobs.resume
-    check(ranks.run(world, job, kind, target, str(folder), run["states"], exclude))
+    folder, allow = saved(kind, zero, exclude), {"missing"} if exclude else ()
+    check(resumed(sources, world, Adapted(kind, target), folder, allow))
 
 
 HALF = [
@@ -280,50 +276,35 @@ HALF = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "zero", "exclude", "world", "target", "dtype"), HALF)
-def test_half_precision(
-    ranks: RankPool,
-    saved: Saved,
-    kind: str,
-    zero: int,
-    exclude: bool,
-    world: int,
-    target: int,
-    dtype: str,
-) -> None:
-    folder, run = saved(kind, zero, exclude, dtype)
-    options = {"dtype": dtype}
-    job = lora_jobs.resume
-    check(ranks.run(world, job, kind, target, str(folder), run["states"], exclude, **options))
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_half_precision(sources: Sources, saved: Saved, case: tuple[Any, ...]) -> None:
+    kind, zero, exclude, world, target, dtype = case
+    folder = saved(kind, zero, exclude, dtype)
+    check(resumed(sources, world, Adapted(kind, target, dtype), folder, {"missing"}))
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_tied_weights_that_were_left_out(
-    ranks: RankPool, saved: Saved, tmp_path: Path, named: bool
+    sources: Sources, saved: Saved, tmp_path: Path, named: bool
 ) -> None:
     """DeepSpeed leaves out the embedding, and at stage 0 not the head, which is the same."""
-    folder, run = saved("gpt2", 0, True, "bf16")
-    shutil.copytree(folder / "tag", tmp_path / "tag")
+    folder, tied = saved("gpt2", 0, True, "bf16"), Adapted("gpt2", 0, "bf16")
+    shutil.copytree(folder, tmp_path / "run")
+    run = tmp_path / "run"
     if not named:
-        without_manifest(tmp_path)
-        words = {"missing", "weights"}
-        job = lora_jobs.resume, "gpt2", 0, str(tmp_path), run["states"]
-        more: dict[str, Any] = {"dtype": "bf16", "load_optimizer_states": False}
+        without_manifest(run)
+        words, more = {"missing", "weights"}, {"load_optimizer_states": False}
         with pytest.raises(RanksFailed, match="leaves out their first names alone"):
-            ranks.run(1, *job, words, **more)
-        for rank in ranks.run(2, *job, words | {"extra"}, **more):
-            kinds = {line.partition(" ")[0] for line in rank["differences"]["tag"]}
+            resumed(sources, 1, tied, run, words, **more)
+        for rank in resumed(sources, 2, tied, run, words | {"extra"}, **more):
+            kinds = {line.partition(" ")[0] for line in rank["differences"]["trained"]}
             assert kinds and not kinds & {"weights", "values"}
-    assert ucp.verify(tmp_path / "tag", deep=True).findings == ()
-    job = lora_jobs.resume
+    assert ucp.verify(run / "trained", deep=True).findings == ()
     for zero in (0, 2) if named else ():  # without a manifest its states have no names
-        check(
-            ranks.run(2, job, "gpt2", zero, str(tmp_path), run["states"], {"missing"}, dtype="bf16")
-        )
+        check(resumed(sources, 2, replace(tied, zero=zero), run, {"missing"}))
 
 
 @pytest.mark.parametrize("fault", ["one bit", "one moment", "one step"])
-def test_a_planted_fault_is_seen(ranks: RankPool, saved: Saved, fault: str) -> None:
-    folder, run = saved("llama", 2, True)
-    job = lora_jobs.resume
-    check_fails(ranks.run(1, job, "llama", 1, str(folder), run["states"], True, fault))
+def test_a_planted_fault_is_seen(sources: Sources, saved: Saved, fault: str) -> None:
+    folder = saved("llama", 2, True)
+    check_fails(resumed(sources, 1, Adapted("llama", 1), folder, {"missing"}, plant=fault))

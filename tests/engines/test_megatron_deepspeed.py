@@ -160,23 +160,14 @@ def test_ranks_of_a_conversion_do_not_draw_the_same_unasked(tmp_path: Path) -> N
 def test_flags_of_other_tokenizers_and_of_nobody(tmp_path: Path) -> None:
     """A vocabulary that only the NullTokenizer reads; numbers that no model has; values that are
     none."""
-    folder = older(
-        FOLDER / "gpt_nopipe_z3_dp2",
-        tmp_path / "other",
-        vocab_size=100,
-        tokenizer_type="GPT2BPETokenizer",
-        ds_sequence_parallel_fpdt=False,
-    )
+    said = {"tokenizer_type": "GPT2BPETokenizer", "ds_sequence_parallel_fpdt": False}
+    folder = older(FOLDER / "gpt_nopipe_z3_dp2", tmp_path / "other", vocab_size=100, **said)
     ucp.export_hf(folder, tmp_path / "hf")
     words = load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"]
     assert words.shape[0] == 128, "what the files say of it"
     for number, layers in enumerate((10**12, torch.tensor(2))):
-        odd = older(
-            FOLDER / "gpt_nopipe_z3_dp2",
-            tmp_path / f"odd{number}",
-            num_layers=layers,
-            ds_sequence_parallel_fpdt=False,
-        )
+        said = {"num_layers": layers, "ds_sequence_parallel_fpdt": False}
+        odd = older(FOLDER / "gpt_nopipe_z3_dp2", tmp_path / f"odd{number}", **said)
         assert "step" in str(ucp.inspect(odd)) and ucp.verify(odd).findings == ()
         ucp.convert(odd, tmp_path / f"out{number}", target=Mesh(tp=1, dp=1, zero=1))
 
@@ -237,16 +228,8 @@ def test_engines_of_other_meshes_take_it(ranks: RankPool, name: str) -> None:
 
 def test_an_engine_of_the_other_order_is_refused(ranks: RankPool) -> None:
     setup = Fork(**{**vars(GPT), "order": "interleaved", "tp": 2})
-    found = ranks.run(
-        2,
-        fork_jobs.resume,
-        setup,
-        str(FOLDER / "gpt_tp2pp2_z1"),
-        "megatron_deepspeed_interleaved",
-        tag=None,
-        hyper="config",
-        timeout_s=120,
-    )
+    job = fork_jobs.resume, setup, str(FOLDER / "gpt_tp2pp2_z1"), "megatron_deepspeed_interleaved"
+    found = ranks.run(2, *job, tag=None, hyper="config", timeout_s=120)
     assert all("another order" in one["error"] for one in found) and found[0]["unchanged"]
 
 
@@ -279,11 +262,8 @@ def test_a_gpt_is_exported_under_released_names(
         assert torch.equal(have[theirs], want[ours, "fp32"])
     assert len(have) == 28
     config = json.loads((tmp_path / "hf/config.json").read_text())
-    assert (config["n_head"], config["vocab_size"], config["activation_function"]) == (
-        4,
-        128,
-        "gelu",
-    )
+    names = ("n_head", "vocab_size", "activation_function")
+    assert [config[name] for name in names] == [4, 128, "gelu"]
 
 
 def test_what_no_class_of_transformers_computes_is_refused(tmp_path: Path) -> None:

@@ -4,22 +4,123 @@ engine."""
 import json
 import struct
 import zipfile
+from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from isal.isal_zlib import crc32
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, FINGERPRINT
-from tests.engines import megatron_fingerprint_jobs
+from tests.engines import cross_jobs, tensor_jobs
 from tests.engines.cross_jobs import Zero
-from tests.engines.megatron_jobs import Mcore
+from tests.engines.kinds import attached
+from tests.engines.megatron_jobs import Engine, Mcore, arguments, close, make, train
+from tests.engines.megatron_states import held, numbered, plant_fault
 from tests.engines.test_megatron_background import ENGINES, SMALL
 from tests.engines.test_megatron_pairs import CONSTANT, MOE, show
 from tests.ranks import RankPool
+
+
+@contextmanager
+def trained(setup: Mcore, steps: int) -> Any:
+    """An engine of either kind: what this package handles, and what `megatron_states` takes."""
+    if isinstance(setup, Zero):
+        engine = cross_jobs.make(setup)
+        tensor_jobs.train(engine, steps, first=90)
+        yield engine, None
+        tensor_jobs.close(engine)
+    else:
+        own = make(setup)
+        train(own, steps, first=90)
+        yield own.handle, own
+        close(own)
+
+
+def memory(engine: Engine) -> list[int]:
+    """Where everything that the optimizer steps lies."""
+    tensors = [t for one in held(engine) for t in (one[3], *one[4].values())]
+    return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def saved(setup: Mcore, folder: str, way: str = "direct") -> dict[str, Any]:
+    """Fingerprints of an engine, and of the files of its save; what the first one moved."""
+    engine = attached(setup, save="background") if way == "background" else make(setup)
+    first = ucp.fingerprint(engine.handle)
+    train(engine, 2)
+    before = memory(engine)
+    own = ucp.fingerprint(engine.handle)
+    moved = before != memory(engine)
+    ucp.save(engine.handle, folder, arguments=arguments(engine))
+    if way == "background":
+        train(engine, 1, first=2)
+        ucp.wait(engine.handle)
+    notes = ucp.report(engine.handle).save.notes
+    dist.barrier()
+    files = ucp.fingerprint(folder)
+    close(engine)
+    states = sorted({state for kept in first.table.values() for state in kept})
+    return {"own": own, "files": files, "moved": moved, "notes": notes, "first": states}
+
+
+def loaded(setup: Mcore, folder: str) -> list[Any]:
+    """The fingerprint of an engine that loaded a save, and how far it was from it."""
+    with trained(replace(setup, seed=9), 1) as (handle, _):
+        before = ucp.fingerprint(handle)
+        ucp.load(handle, folder, load_lr_scheduler_states=False)
+        after = ucp.fingerprint(handle)
+    return [after, len(before.differences(after))]
+
+
+def refused(setup: Mcore, folder: str) -> str:
+    with trained(setup, 1) as (handle, _):
+        try:
+            ucp.load(handle, folder, load_lr_scheduler_states=False)
+        except ucp.UcpError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def changed_by(setup: Mcore, faults: list[str]) -> dict[str, list[str]]:
+    """What a fault of each kind changes."""
+    out: dict[str, list[str]] = {}
+    with trained(setup, 2) as (handle, engine):
+        before = ucp.fingerprint(handle)
+        for fault in faults:
+            plant_fault(engine, fault)
+            after = ucp.fingerprint(handle)
+            out[fault], before = before.differences(after), after
+    return out
+
+
+def diverged(setup: Mcore, param: str, folder: str) -> dict[str, Any]:
+    """One bit of a copy of a parameter differs on the last rank: what a save says, and what the
+    fingerprint of the engine is."""
+    out: dict[str, Any] = {}
+    with trained(setup, 2) as (handle, engine):
+        names = numbered(engine)
+        ucp.save(handle, folder, arguments=arguments(engine))
+        out["alike"] = ucp.report(handle).save.notes
+        for held_param, _, _, master, _, _ in held(engine):
+            if dist.get_rank() == dist.get_world_size() - 1 and names[held_param] == param:
+                master.view(torch.int32).view(-1)[1] ^= 1
+        ucp.save(handle, f"{folder}/apart", arguments=arguments(engine))
+        out["notes"] = ucp.report(handle).save.notes
+        try:
+            ucp.fingerprint(handle)
+        except ucp.UcpError as error:
+            out["error"] = f"{type(error).__name__}: {error}"
+    out["recorded"] = sorted(ucp.fingerprint(Path(folder) / "apart").table)
+    return out
+
+
+# ------------------------------------------------ tests
+
 
 pytestmark = pytest.mark.ranks
 
@@ -36,7 +137,7 @@ def test_engine_files_and_manifest_have_one(
 ) -> None:
     """In the background of the moment of the call, and nothing in the engine moves."""
     world, setup = ENGINES[engine]
-    for found in ranks.run(world, megatron_fingerprint_jobs.saved, setup, str(tmp_path), way):
+    for found in ranks.run(world, saved, setup, str(tmp_path), way):
         assert found["own"].differences(found["files"]) == []
         assert found["own"].digest == found["files"].digest
         assert found["own"].table == recorded(tmp_path) and len(found["own"].table) > 10
@@ -60,8 +161,8 @@ def test_whoever_loads_it_has_the_same(
     ranks: RankPool, tmp_path: Path, source: str, world: int, target: Mcore
 ) -> None:
     own, setup = ENGINES[source]
-    want = ranks.run(own, megatron_fingerprint_jobs.saved, setup, str(tmp_path))[0]["own"]
-    for found, before in ranks.run(world, megatron_fingerprint_jobs.loaded, target, str(tmp_path)):
+    want = ranks.run(own, saved, setup, str(tmp_path))[0]["own"]
+    for found, before in ranks.run(world, loaded, target, str(tmp_path)):
         assert found.table == want.table
         assert before > 10, "the engine was equal before the load"
 
@@ -71,9 +172,7 @@ def test_the_smallest_fault_changes_it(ranks: RankPool) -> None:
         "one bit": "mlp.linear_fc1.weight (fp32)",
         "two elements swapped": "mlp.linear_fc1.weight (exp_avg)",
     }
-    (found,) = ranks.run(
-        1, megatron_fingerprint_jobs.changed_by, SMALL, [*states, "one group's weight decay"]
-    )
+    (found,) = ranks.run(1, changed_by, SMALL, [*states, "one group's weight decay"])
     for fault, said in states.items():
         (changed,) = found[fault]
         assert changed.endswith(said)
@@ -121,9 +220,9 @@ PLAIN = replace(SMALL, distributed=False)  # whose weights are the masters
 def test_a_changed_file_with_checksums_of_its_own_is_named(
     ranks: RankPool, tmp_path: Path, setup: Mcore, stored: str, state: str, target: Mcore
 ) -> None:
-    ranks.run(2, megatron_fingerprint_jobs.saved, setup, str(tmp_path))
+    ranks.run(2, saved, setup, str(tmp_path))
     flip(tmp_path, f"{stored}embedding.word_embeddings.weight")
-    for said in ranks.run(2, megatron_fingerprint_jobs.refused, target, str(tmp_path)):
+    for said in ranks.run(2, refused, target, str(tmp_path)):
         assert said.startswith("ForeignFileError"), said
         assert f"embedding.word_embeddings.weight ({state})" in said
         assert "CRC-32 of float32" in said
@@ -133,9 +232,7 @@ def test_a_changed_file_with_checksums_of_its_own_is_named(
     said = json.loads((tag / FILE_NAME).read_text())
     del said["run"][FINGERPRINT]
     (tag / FILE_NAME).write_text(json.dumps(said))
-    assert ranks.run(2, megatron_fingerprint_jobs.refused, target, str(tmp_path)) == ["", ""], (
-        "nothing else sees it"
-    )
+    assert ranks.run(2, refused, target, str(tmp_path)) == ["", ""], "nothing else sees it"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +246,7 @@ def test_a_changed_file_with_checksums_of_its_own_is_named(
 def test_copies_that_differ_are_said(
     ranks: RankPool, tmp_path: Path, setup: Mcore, param: str
 ) -> None:
-    for found in ranks.run(2, megatron_fingerprint_jobs.diverged, setup, param, str(tmp_path)):
+    for found in ranks.run(2, diverged, setup, param, str(tmp_path)):
         assert found["alike"] == ()
         (said,) = found["notes"]
         assert "copies of one parameter differ between ranks" in said and param in said

@@ -9,11 +9,31 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import legacy_jobs
-from tests.engines.megatron_jobs import Mcore
+import megatron_ucp as ucp
+from tests.engines.megatron_jobs import Mcore, close, legacy_save, make, train
 from tests.engines.sources import Sources, check
 from tests.engines.test_megatron_saves import MIXTURE
 from tests.ranks import RankPool
+
+
+def by_stock(setup: Mcore, folder: str) -> None:
+    engine = make(setup)
+    train(engine, 2)
+    legacy_save(engine, Path(folder) / "iter_0000002")
+    close(engine)
+
+
+def load_refused(setup: Mcore, folder: str) -> str:
+    engine = make(setup)
+    train(engine, 1, first=9)
+    try:
+        ucp.load(engine.handle, folder)
+        return ""
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        close(engine)
+
 
 TIED: dict[str, Any] = {"family": "gpt", "tied": True}
 MOE: dict[str, Any] = {"family": "mixtral"}
@@ -84,12 +104,12 @@ FAULTS: dict[str, Any] = {
 def test_states_at_others_places_are_refused(ranks: RankPool, tmp_path: Path, said: str) -> None:
     """Of optimizers that every data-parallel rank has whole: nothing in the files names them."""
     setup = Mcore(distributed=False, dtype="bf16", layers=2)
-    ranks.run(1, legacy_jobs.by_stock, setup, str(tmp_path))
+    ranks.run(1, by_stock, setup, str(tmp_path))
     folder = tmp_path / "iter_0000002"
     path = folder / "mp_rank_00" / "model_optim_rng.pt"
-    assert ranks.run(1, legacy_jobs.load_refused, setup, str(folder)) == [""]
+    assert ranks.run(1, load_refused, setup, str(folder)) == [""]
     tree = torch.load(path, weights_only=False)
     FAULTS[said](tree)
     torch.save(tree, path)
-    (found,) = ranks.run(1, legacy_jobs.load_refused, setup, str(folder))
+    (found,) = ranks.run(1, load_refused, setup, str(folder))
     assert found.startswith("StateMismatchError") and said in found, found

@@ -1,25 +1,104 @@
 """`ucp.save` of megatron-core's own stack: loaded by megatron-core's own reader, and by this
 package into both engines."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.proof import is_rounded
-from tests.engines import kinds, megatron_jobs, megatron_own_jobs
+from tests.engines import kinds, megatron_jobs
 from tests.engines.cross_jobs import Zero
-from tests.engines.megatron_jobs import Mcore
-from tests.engines.megatron_states import canonical, compare
+from tests.engines.kinds import refusal_of
+from tests.engines.megatron_jobs import Engine, Mcore, close, make, train, write
+from tests.engines.megatron_states import biases, canonical, compare
 from tests.engines.sources import Sources, check
 from tests.engines.test_megatron_pairs import BUCKETS, CONSTANT, MOE, show
 from tests.formats.megatron_files import by_torch, split
 from tests.ranks import RankPool, RanksFailed
 from tests.share import LOSS_STEPS
+
+
+def own_buffers(setup: Mcore, folder: str) -> dict[str, Any]:
+    """Buffers that differ from rank to rank: saved, and loaded on the same mesh; what is refused
+    before the save; the error of a group's value that no file holds."""
+    engine = make(setup)
+    train(engine, 1)
+    for value in biases(engine).values():
+        value += dist.get_rank()
+    want = {name: value.tolist() for name, value in biases(engine).items()}
+    ucp.save(engine.handle, folder)
+    for value in biases(engine).values():
+        value.zero_()
+    report = ucp.load(engine.handle, folder)
+    have = {name: value.tolist() for name, value in biases(engine).items()}
+    engine.handle.optimizer.chained_optimizers[0].optimizer.param_groups[0]["mine"] = object()
+    said = refusal_of(lambda: ucp.save(engine.handle, folder))
+    close(engine)
+    return {"same": want == have, "want": want, "notes": list(report.notes), "error": said}
+
+
+def load_own_buffers(setup: Mcore, folder: str, **options: Any) -> str:
+    engine = make(setup)
+    try:
+        notes = ucp.load(engine.handle, folder, **options).notes
+        return "\n".join(notes)
+    except ucp.UcpError as error:
+        return f"error: {error}"
+    finally:
+        close(engine)
+
+
+def export_in_place(setup: Mcore, folder: str) -> list[tuple[int, ...]]:
+    """Exports the weights from memory, and those of a save; where each master lies before the
+    export, and after it."""
+    from megatron_ucp.engines.megatron.optimizer import inner_optimizers, pieces_of
+
+    engine = make(setup)
+    train(engine, 1)
+    inners = inner_optimizers(engine.optimizer)
+    masters = [piece.master for inner in inners for piece in pieces_of(inner)]
+    found = [tuple(master.data_ptr() for master in masters)]
+    engine.handle.ucp.export_hf(f"{folder}/live", "float32")
+    found.append(tuple(master.data_ptr() for master in masters))
+    write(engine, Path(folder) / "saved", "ours")
+    close(engine)
+    return found
+
+
+def regrouped(setup: Mcore, folder: str) -> tuple[list[str], list[str]]:
+    """What differs after a load of a run whose groups another program made, into an engine that
+    was built so too; and the notes."""
+    engine = _with_swapped_decays(setup)
+    train(engine, 2)
+    ucp.save(engine.handle, folder)
+    want = canonical(engine)
+    close(engine)
+    engine = _with_swapped_decays(replace(setup, seed=5))
+    train(engine, 1, first=9)
+    report = ucp.load(engine.handle, folder)
+    found = compare(want, canonical(engine))
+    close(engine)
+    return found, [note for note in report.notes if "weight_decay" in note]
+
+
+def _with_swapped_decays(setup: Mcore) -> Engine:
+    """Matrices have no weight decay, norms have one."""
+    engine = make(setup)
+    (inner,) = engine.optimizer.chained_optimizers
+    one, other = inner.optimizer.param_groups
+    one["wd_mult"], other["wd_mult"] = other["wd_mult"], one["wd_mult"]
+    return engine
+
+
+# ------------------------------------------------ tests
+
 
 RESUME, STOCK = kinds.resume, megatron_jobs.stock_load
 # layers with experts and without, one that sees every token, and routers' biases, which are buffers
@@ -154,7 +233,7 @@ def test_an_export_of_the_memory_moves_none_of_it(
     ranks: RankPool, source: str, tmp_path: Path
 ) -> None:
     world, setup = SOURCES[source]
-    for before, after in ranks.run(world, megatron_own_jobs.export_in_place, setup, str(tmp_path)):
+    for before, after in ranks.run(world, export_in_place, setup, str(tmp_path)):
         assert before and before == after
     ucp.export_hf(tmp_path / "saved", tmp_path / "files", dtype="float32")
     names = [path.name for path in (tmp_path / "files").iterdir()]
@@ -183,11 +262,11 @@ def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
 
 def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) -> None:
     setup = Mcore(**MIXTURE)
-    found = ranks.run(2, megatron_own_jobs.own_buffers, setup, str(tmp_path))
+    found = ranks.run(2, own_buffers, setup, str(tmp_path))
     assert all(rank["same"] for rank in found) and found[0]["want"] != found[1]["want"]
     for rank in found:
         assert rank["error"].startswith("SaveError") and "mine" in rank["error"]
-    job = megatron_own_jobs.load_own_buffers
+    job = load_own_buffers
     (refused,) = ranks.run(1, job, setup, str(tmp_path))
     assert refused.startswith("error: ") and "expert_bias" in refused
     (noted,) = ranks.run(1, job, setup, str(tmp_path), allow={"per_rank"})
@@ -197,7 +276,7 @@ def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) 
 def test_groups_of_other_rules_than_megatrons(ranks: RankPool, tmp_path: Path) -> None:
     """The files list no group's parameters, but the manifest beside them says them."""
     setup = Mcore(layers=2, style="constant")
-    job = megatron_own_jobs.regrouped
+    job = regrouped
     assert ranks.run(2, job, setup, str(tmp_path)) == [([], []), ([], [])]
 
 

@@ -5,25 +5,103 @@ and numbers of ranks, bit for bit.
 momentum is gathered by DeepSpeed's own list of what touches a partition (`masters.matrices_of`).
 """
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_ucp as ucp
+from megatron_ucp.engines.deepspeed import optimizer
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.deepspeed.optimizers import in_its_order
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.reshard import fingerprint, load
 from megatron_ucp.reshard.plan import plan
-from tests.engines import kinds, muon_jobs
-from tests.engines.model import Setup
+from tests.engines import kinds
+from tests.engines.canonical import canonical, differences, everywhere
+from tests.engines.kinds import oracle_of, refusal_of
+from tests.engines.masters import matrices_of
+from tests.engines.model import Setup, make_engine
 from tests.engines.sources import Sources, check, check_fails, without_manifest
 from tests.engines.tensor_jobs import Mega, Staged
 from tests.reshard.test_preview import READS, compare
 from tests.share import LOSS_STEPS
+
+
+def cast(setup: Setup, folder: str, **options: Any) -> tuple[list[str], list[str]]:
+    """Differences after a load into an engine that keeps the momentum in another dtype, whose
+    elements must be those of the checkpoint in it; and the notes of the load."""
+    engine = make_engine(setup)
+    want = oracle_of(folder)["states"]["filled"]
+    notes = ucp.load(engine, folder, tag="filled", **options).notes
+    have = canonical(engine)
+    for key, value in want["full"].items():
+        if key[1] == "momentum_buffer":
+            assert value.dtype != have["full"][key].dtype
+            want["full"][key] = value.to(have["full"][key].dtype)
+    found = differences(want, have)
+    engine.destroy()
+    return found, [*notes]
+
+
+def damaged_copy(setup: Setup, folder: str, compares: bool) -> tuple[str, int]:
+    """What a load says, and of how many copies, where a bit of a matrix is another one in every
+    partition but the first that keeps it. `compares`: with copies compared."""
+    engine = make_engine(setup)
+    stock, flipped, said = fingerprint.sums_of, list[str](), "nothing"
+
+    def sums(manifest: Any, wants: Any, read: Any, *args: Any, **more: Any) -> Any:
+        flipped.extend(_flip_copies(manifest, wants, read))
+        return stock(manifest, wants, read, *args, **{**more, "copies": compares})
+
+    with mock.patch.object(load, "sums_of", sums):
+        said = refusal_of(lambda: ucp.load(engine, folder, tag="filled"), "nothing")
+    engine.destroy()
+    return said, sum(everywhere(len(flipped)))
+
+
+def _flip_copies(manifest: Any, wants: Any, read: Any) -> Iterator[str]:
+    for slot, state in wants:
+        buffer = manifest.buffers[slot.buffer].of(state)
+        for one in buffer.fragments(slot.part) if buffer.rule == "uncut" else ():
+            member = buffer.members[one.member]
+            if buffer.owners(member, 0, 1)[0] != slot.part:
+                read(slot, one.offset, one.offset + 1).view(torch.int32)[0] ^= 1
+                yield member.param
+
+
+def faulty(setup: Setup, folder: str, fault: str) -> dict[str, Any]:
+    """What a comparison says of a load in which something went wrong, as `resume` says it."""
+    engine = make_engine(setup)
+    want = oracle_of(folder)["states"]["filled"]
+    found = {"before": {"filled": differences(want, canonical(engine))}}
+    asked = mock.patch.object(optimizer, "uncut_states", return_value=())
+    try:
+        with asked if fault == "as a partition" else contextlib.nullcontext():
+            ucp.load(engine, folder, tag="filled")
+        if fault in ("one element", "one copy"):
+            ((master, _),) = matrices_of(engine)
+            momentum = engine.optimizer.optimizer.state[master]["momentum_buffer"]
+            # the first matrix of the first rank is whole there, that of the last one is split
+            at_fault = 0 if fault == "one element" else dist.get_world_size() - 1
+            momentum[0] += dist.get_rank() == at_fault
+        seen = differences(want, canonical(engine))
+    except (AssertionError, RuntimeError, ucp.UcpError) as error:
+        seen = [f"{type(error).__name__}: {error}"]
+    finally:
+        engine.destroy()
+    return found | {"differences": {"filled": seen}}
+
+
+# ------------------------------------------------ tests
+
 
 pytestmark = pytest.mark.ranks
 STOCK, ATTEMPT = kinds.stock_load, kinds.attempt
@@ -99,7 +177,7 @@ def test_pair(sources: Sources, name: str, world: int, setup: Setup) -> None:
 
 def test_copies_in_other_partitions_are_compared(sources: Sources) -> None:
     folder = source(sources, "dp4z3")
-    job, setup = muon_jobs.damaged_copy, muon(2, seed=9)
+    job, setup = damaged_copy, muon(2, seed=9)
     for said, copies in sources.ranks.run(2, job, setup, folder, True):
         assert said.startswith("ForeignFileError: ") and "parameter: " in said and copies
     for said, copies in sources.ranks.run(2, job, setup, folder, False):
@@ -145,7 +223,7 @@ def test_the_momentum_in_another_dtype(
     narrower = name in ("dp1z0fp16", "dp4bf16")
     options = {"allow": {"narrow"}} if narrower else {}
     for wrong, notes in sources.ranks.run(
-        world, muon_jobs.cast, replace(setup, seed=9), source(sources, name), **options
+        world, cast, replace(setup, seed=9), source(sources, name), **options
     ):
         assert wrong == []
         assert any("rounded to a narrower dtype: back.weight" in n for n in notes) == narrower
@@ -154,8 +232,8 @@ def test_the_momentum_in_another_dtype(
 @pytest.mark.parametrize("fault", ["one element", "one copy", "as a partition"])
 def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
     folder = source(sources, "dp4z3")
-    check_fails(sources.ranks.run(2, muon_jobs.faulty, muon(1, seed=9), folder, fault))
-    check(sources.ranks.run(2, muon_jobs.faulty, muon(1, seed=9), folder, ""))
+    check_fails(sources.ranks.run(2, faulty, muon(1, seed=9), folder, fault))
+    check(sources.ranks.run(2, faulty, muon(1, seed=9), folder, ""))
 
 
 CONVERTED = [

@@ -2,6 +2,7 @@
 hyper-parameter, bit by bit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,24 +32,26 @@ SAID = {
 
 # what is saved once and loaded often: of every stage and dtype
 SOURCES: list[Mesh] = [
-    (2, 0, "fp32"),
-    (4, 1, "fp32"),
-    (2, 1, "bf16"),
-    (2, 2, "fp16"),
-    (4, 3, "bf16"),
-    (1, 3, "fp32"),
-    (2, 3, "fp16"),
-    (4, 2, "fp32"),
-    (1, 0, "bf16"),
-    (2, 0, "fp16"),
-    (4, 2, "bf16"),
-    (2, 1, "fp16"),
+    *((2, 0, "fp32"), (4, 1, "fp32"), (2, 1, "bf16"), (2, 2, "fp16"), (4, 3, "bf16")),
+    *((1, 3, "fp32"), (2, 3, "fp16"), (4, 2, "fp32"), (1, 0, "bf16"), (2, 0, "fp16")),
+    *((4, 2, "bf16"), (2, 1, "fp16")),
 ]
 
 
 def columns(source: Mesh, target: Mesh) -> tuple[object, ...]:
     """What meets by twos: the source's stage, the dtype, and the target's size and stage."""
     return source[1], source[2], target[0], target[1]
+
+
+def engine(mesh: Mesh, seed: int = 9) -> tuple[int, Setup]:
+    """On how many ranks, and which."""
+    return mesh[0], Setup(mesh[1], mesh[2], seed=seed)
+
+
+def others(found: list[dict[str, Any]]) -> list[str]:
+    """What is not as it was, but for values that a dtype rounds."""
+    said = [d for rank in found for tag in rank["differences"].values() for d in tag]
+    return [one for one in said if not one.startswith("values ")]
 
 
 ALL_PAIRS = [(a, b) for a in MESHES for b in MESHES]
@@ -79,11 +82,8 @@ def show(value: object) -> str:
 @pytest.mark.cases()
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=show)
 def test_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
-    folder = sources.get(source[0], Setup(source[1], source[2]))
-    losses = (source, target) in LOSSES
-    found = sources.resume(
-        target[0], Setup(target[1], target[2], seed=9), folder, more=LOSS_STEPS if losses else 0
-    )
+    folder, losses = sources.get(*engine(source, 1)), (source, target) in LOSSES
+    found = sources.resume(*engine(target), folder, more=LOSS_STEPS if losses else 0)
     check(found, 1e-5 if losses else None)
 
 
@@ -91,30 +91,20 @@ def test_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("source", "target"), every(ALL_PAIRS), ids=show)
 def test_every_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
-    folder, same = sources.get(source[0], Setup(source[1], source[2])), source[2] == target[2]
-    found = sources.resume(
-        target[0],
-        Setup(target[1], target[2], seed=9),
-        folder,
-        same_dtype=same,
-        allow=() if same else ("narrow",),
-    )
+    folder, same = sources.get(*engine(source, 1)), source[2] == target[2]
+    how: dict[str, Any] = {"same_dtype": same, "allow": () if same else ("narrow",)}
+    found = sources.resume(*engine(target), folder, **how)
     if same:
         check(found)
-    for rank in found:
-        assert [
-            d for tag in rank["differences"].values() for d in tag if not d.startswith("values ")
-        ] == []
+    assert others(found) == []
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("dp", "zero"), [(4, 0), (2, 1), (2, 2), (4, 3)])
 def test_the_same_mesh_goes_on_with_identical_losses(sources: Sources, dp: int, zero: int) -> None:
-    setup = Setup(zero, "fp32")
-    check(
-        sources.resume(dp, Setup(zero, "fp32", seed=9), sources.get(dp, setup), more=LOSS_STEPS),
-        0.0,
-    )
+    mesh = dp, zero, "fp32"
+    found = sources.resume(*engine(mesh), sources.get(*engine(mesh, 1)), more=LOSS_STEPS)
+    check(found, 0.0)
 
 
 @pytest.mark.ranks
@@ -129,15 +119,9 @@ def test_the_same_mesh_goes_on_with_identical_losses(sources: Sources, dp: int, 
     ids=show,
 )
 def test_masters_and_states_cross_dtypes(sources: Sources, source: Mesh, target: Mesh) -> None:
-    folder = sources.get(source[0], Setup(source[1], source[2]))
-    found = sources.resume(
-        target[0], Setup(target[1], target[2], seed=9), folder, same_dtype=False, allow=("narrow",)
-    )
-    for rank in found:
-        wrong = [
-            d for tag in rank["differences"].values() for d in tag if not d.startswith("values ")
-        ]
-        assert wrong == []
+    folder = sources.get(*engine(source, 1))
+    how: dict[str, Any] = {"same_dtype": False, "allow": ("narrow",)}
+    assert others(sources.resume(*engine(target), folder, **how)) == []
 
 
 @pytest.mark.ranks
@@ -157,16 +141,12 @@ def test_the_comparison_sees_a_planted_fault(sources: Sources, zero: int, fault:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("source", "target"),
-    [
-        ((2, 1, "bf16"), (4, 3)),
-        ((2, 3, "fp32"), (2, 1)),
-        ((4, 2, "fp16"), (2, 0)),
-    ],
+    [((2, 1, "bf16"), (4, 3)), ((2, 3, "fp32"), (2, 1)), ((4, 2, "fp16"), (2, 0))],
     ids=show,
 )
 def test_a_checkpoint_that_stock_deepspeed_wrote(
     sources: Sources, source: Mesh, target: tuple[int, int]
 ) -> None:
-    folder = sources.get(source[0], Setup(source[1], source[2]), attach=False, more=0)
+    folder = sources.get(*engine(source, 1), attach=False, more=0)
     assert not list(Path(folder).rglob("ucp_manifest.json"))
-    check(sources.resume(target[0], Setup(target[1], source[2], seed=9), folder))
+    check(sources.resume(*engine((*target, source[2])), folder))

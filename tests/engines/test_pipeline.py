@@ -14,7 +14,7 @@ import pytest
 from tests.engines import kinds
 from tests.engines.sources import Sources
 from tests.engines.sources import check as check_loads
-from tests.engines.stages import Mesh, resume, setup, show, source
+from tests.engines.stages import Mesh, pair, resume, setup, show, source
 from tests.share import LOSS_STEPS
 
 pytestmark = pytest.mark.ranks
@@ -31,30 +31,13 @@ PIPED: list[Mesh] = [
 ]
 WHOLE: list[Mesh] = [(0, tp, dp, zero) for tp in (1, 2) for dp in (1, 2) for zero in (0, 1, 2, 3)]
 SOURCES: list[Mesh] = [
-    (2, 1, 2, 1),
-    (4, 1, 1, 0),
-    (2, 2, 1, 1),
-    (2, 2, 1, 0),
-    (0, 2, 2, 3),
-    (0, 1, 2, 1),
+    *((2, 1, 2, 1), (4, 1, 1, 0), (2, 2, 1, 1), (2, 2, 1, 0)),
+    *((0, 2, 2, 3), (0, 1, 2, 1)),
 ]
 TARGETS: list[Mesh] = [
-    (2, 1, 1, 0),
-    (2, 1, 1, 1),
-    (2, 1, 2, 0),
-    (2, 1, 2, 1),
-    (2, 2, 1, 0),
-    (2, 2, 1, 1),
-    (4, 1, 1, 0),
-    (4, 1, 1, 1),
-    (1, 2, 2, 1),
-    (1, 1, 1, 0),
-    (0, 1, 1, 0),
-    (0, 2, 2, 1),
-    (0, 1, 2, 2),
-    (0, 2, 1, 3),
-    (0, 1, 4, 3),
-    (1, 1, 4, 1),
+    *((2, 1, 1, 0), (2, 1, 1, 1), (2, 1, 2, 0), (2, 1, 2, 1), (2, 2, 1, 0), (2, 2, 1, 1)),
+    *((4, 1, 1, 0), (4, 1, 1, 1), (1, 2, 2, 1), (1, 1, 1, 0)),
+    *((0, 1, 1, 0), (0, 2, 2, 1), (0, 1, 2, 2), (0, 2, 1, 3), (0, 1, 4, 3), (1, 1, 4, 1)),
 ]
 KINDS = [("gpt", True), ("llama", False), ("gpt", False), ("llama", True)]
 
@@ -81,7 +64,7 @@ def test_the_sample_is_what_it_says() -> None:
 @pytest.mark.parametrize(("family", "tied", "origin", "target"), PAIRS, ids=show)
 @pytest.mark.cases(9)
 def test_pair(sources: Sources, family: str, tied: bool, origin: Mesh, target: Mesh) -> None:
-    found = resume(sources, target, family, source(sources, origin, family, tied=tied), tied=tied)
+    found = pair(sources, origin, target, family, tied=tied)
     check(found)
     replicas = tied and origin[0] > 1
     assert all(
@@ -105,7 +88,7 @@ EVERY = [
     ("family", "tied", "origin", "target"), random.Random(5).sample(EVERY, 60), ids=show
 )
 def test_more_pairs(sources: Sources, family: str, tied: bool, origin: Mesh, target: Mesh) -> None:
-    check(resume(sources, target, family, source(sources, origin, family, tied=tied), tied=tied))
+    check(pair(sources, origin, target, family, tied=tied))
 
 
 @pytest.mark.parametrize(
@@ -120,16 +103,7 @@ def test_more_pairs(sources: Sources, family: str, tied: bool, origin: Mesh, tar
 def test_the_losses_of_the_run_go_on(
     sources: Sources, family: str, origin: Mesh, target: Mesh
 ) -> None:
-    tied = family == "gpt"
-    found = resume(
-        sources,
-        target,
-        family,
-        source(sources, origin, family, more=LOSS_STEPS, tied=tied),
-        more=LOSS_STEPS,
-        tied=tied,
-    )
-    check(found, 1e-5)
+    check(pair(sources, origin, target, family, more=LOSS_STEPS, tied=family == "gpt"), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -143,15 +117,8 @@ def test_uneven_stages(sources: Sources, before: Any, after: Any) -> None:
     origin, target = (
         (len(p) if isinstance(p, tuple) else 4, 1, 1, zero) for p, zero in ((before, 1), (after, 0))
     )
-    check(
-        resume(
-            sources,
-            target,
-            "llama",
-            source(sources, origin, "llama", partition=before),
-            partition=after,
-        )
-    )
+    folder = source(sources, origin, "llama", partition=before)
+    check(resume(sources, target, "llama", folder, partition=after))
 
 
 @pytest.mark.parametrize(
@@ -169,24 +136,14 @@ def test_low_precision(
 ) -> None:
     """The first and the third are BF16_Optimizer's at ZeRO 0, which stock DeepSpeed writes and
     can't read back."""
-    folder = source(sources, origin, "gpt", tied=True, dtype=dtype, fp32_sums=sums)
-    check(resume(sources, target, "gpt", folder, tied=True, dtype=dtype, fp32_sums=sums))
+    check(pair(sources, origin, target, "gpt", tied=True, dtype=dtype, fp32_sums=sums))
 
 
 @pytest.mark.parametrize(
     ("origin", "target"), [((2, 1, 2, 1), (0, 1, 2, 3)), ((0, 2, 1, 2), (2, 2, 1, 0))], ids=show
 )
 def test_frozen_parameters_and_buffers(sources: Sources, origin: Mesh, target: Mesh) -> None:
-    check(
-        resume(
-            sources,
-            target,
-            "gpt",
-            source(sources, origin, "gpt", tied=True, extras=True),
-            tied=True,
-            extras=True,
-        )
-    )
+    check(pair(sources, origin, target, "gpt", tied=True, extras=True))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +185,6 @@ def test_a_stock_pipeline_without_zero_is_refused_by_name(sources: Sources) -> N
     ["two layers swapped", "one bit of a later stage", "one group's weight decay", "one step"],
 )
 def test_the_comparison_sees_a_planted_fault(sources: Sources, fault: str) -> None:
-    found = resume(
-        sources, (2, 1, 1, 0), "llama", source(sources, (2, 2, 1, 1), "llama"), plant=fault
-    )
+    folder = source(sources, (2, 2, 1, 1), "llama")
+    found = resume(sources, (2, 1, 1, 0), "llama", folder, plant=fault)
     assert all(rank["differences"]["filled"] for rank in found)

@@ -61,15 +61,14 @@ def test_a_gap_in_the_layers(sources: Sources, stock: Path) -> None:
     expect(attempt(sources, stock), "NotFoundError", "layer file", "position 1")
 
 
+FC1 = "mlp.linear_fc1.weight"
+
+
 def test_a_layer_file_of_another_model(sources: Sources, stock: Path) -> None:
     other = Path(source(sources, *STOCK, attach=False, tied=True, ffn=32)) / "trained"
     shutil.copy(other / "layer_01-model_01-model_states.pt", stock / "trained")
-    expect(
-        attempt(sources, stock),
-        "ForeignFileError",
-        "layer file differs",
-        "decoder.layers.0.mlp.linear_fc1",
-    )
+    found = attempt(sources, stock)
+    expect(found, "ForeignFileError", "layer file differs", "decoder.layers.0.mlp.linear_fc1")
 
 
 def test_files_of_another_mesh(sources: Sources, stock: Path) -> None:
@@ -80,35 +79,24 @@ def test_files_of_another_mesh(sources: Sources, stock: Path) -> None:
 
 def test_a_layer_file_of_another_run(sources: Sources, stock: Path) -> None:
     def other(state: dict) -> None:
-        state["mlp.linear_fc1.weight"] = state["mlp.linear_fc1.weight"] + 1
+        state[FC1] = state[FC1] + 1
 
     edit(stock / "trained" / "layer_02-model_01-model_states.pt", other)
-    expect(
-        attempt(sources, stock),
-        "ForeignFileError",
-        "master weights",
-        "decoder.layers.1.mlp.linear_fc1.weight",
-    )
+    found = attempt(sources, stock)
+    expect(found, "ForeignFileError", "master weights", f"decoder.layers.1.{FC1}")
 
 
 def test_a_parameter_that_two_stages_hold_without_a_tie(sources: Sources, stock: Path) -> None:
     def steal(state: dict) -> None:
         shapes = state["param_shapes"][0]
-        taken = next(name for name in shapes if name.endswith("mlp.linear_fc1.weight"))
-        state["param_shapes"][0] = type(shapes)(
-            ("1.mlp.linear_fc1.weight" if name == taken else name, shape)
-            for name, shape in shapes.items()
-        )
+        taken = next(name for name in shapes if name.endswith(FC1))
+        renamed = [f"1.{FC1}" if name == taken else name for name in shapes]
+        state["param_shapes"][0] = type(shapes)(zip(renamed, shapes.values(), strict=True))
 
     for rank in ("02", "03"):
         edit(stock / "trained" / f"mp_rank_{rank}_model_states.pt", steal)
-    expect(
-        attempt(sources, stock),
-        "ModelMismatchError",
-        "not tied",
-        "decoder.layers.0.mlp.linear_fc1.weight",
-        "stages 0, 1",
-    )
+    words = "not tied", f"decoder.layers.0.{FC1}", "stages 0, 1"
+    expect(attempt(sources, stock), "ModelMismatchError", *words)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +118,8 @@ def test_a_tie_that_went_apart(
 
     for path in (stock / "trained").glob("*mp_rank_0[23]_optim_states.pt"):
         edit(path, apart)
-    expect(
-        attempt(sources, stock), "StateMismatchError", "embedding.word_embeddings.weight", *words
-    )
+    found = attempt(sources, stock)
+    expect(found, "StateMismatchError", "embedding.word_embeddings.weight", *words)
 
 
 @pytest.mark.parametrize(
@@ -150,18 +137,10 @@ def test_another_model_size(sources: Sources, stock: Path, change: dict, kind: s
 
 
 def test_no_family(sources: Sources, stock: Path) -> None:
-    expect(
-        attempt(sources, stock, (2, 1, 1, 1), given=None),
-        "UnsupportedError",
-        "pipeline",
-        "no family",
-    )
-    expect(
-        attempt(sources, stock, (0, 1, 1, 1), given=None),
-        "UnsupportedError",
-        "pipeline checkpoint",
-        "needs a family",
-    )
+    found = attempt(sources, stock, (2, 1, 1, 1), given=None)
+    expect(found, "UnsupportedError", "pipeline", "no family")
+    found = attempt(sources, stock, (0, 1, 1, 1), given=None)
+    expect(found, "UnsupportedError", "pipeline checkpoint", "needs a family")
 
 
 def test_the_manifest_of_a_save(sources: Sources) -> None:
@@ -169,11 +148,9 @@ def test_the_manifest_of_a_save(sources: Sources) -> None:
     found = describe(folder)
     assert str(found.mesh) == "tp=2,pp=2,dp=1,zero=1" and found.family == "gpt"
     assert {b.at for b in found.buffers} == {(("pp", 0),), (("pp", 1),)}
-    assert [found.buffers[b].at for b, _ in found.holders["embedding.word_embeddings.weight"]] == [
-        (("pp", 0),),
-        (("pp", 1),),
-    ]
-    assert found.names["2.mlp.linear_fc1.weight"] == "decoder.layers.1.mlp.linear_fc1.weight"
+    holders = [found.buffers[b] for b, _ in found.holders["embedding.word_embeddings.weight"]]
+    assert [one.at for one in holders] == [(("pp", 0),), (("pp", 1),)]
+    assert found.names[f"2.{FC1}"] == f"decoder.layers.1.{FC1}"
     assert {f.name for f in found.files} >= {p.name for p in folder.glob("*_states.pt")}
     assert len([f for f in found.files if f.name.startswith("layer_")]) == 2 * 5
 
@@ -186,10 +163,8 @@ def test_diff_needs_no_family_for_our_own_saves(sources: Sources, tmp_path: Path
     sources.ranks.run(4, kinds.reshard, target, folder, str(out))
     assert diff(Path(folder) / "trained", out / "again") == []
     different = diff(Path(folder) / "trained", Path(folder) / "filled")
-    assert {d.parameter for d in different} >= {
-        "decoder.layers.1.mlp.linear_fc1.weight",
-        "decoder.final_layernorm.bias",
-    }
+    names = {d.parameter for d in different}
+    assert names >= {f"decoder.layers.1.{FC1}", "decoder.final_layernorm.bias"}
 
 
 def test_without_its_manifest_our_save_is_read_like_stock(sources: Sources, tmp_path: Path) -> None:
@@ -214,13 +189,8 @@ def test_older_file_names_and_no_word_about_dimensions(sources: Sources, tmp_pat
 def test_the_same_mesh_gets_its_random_states_back(sources: Sources) -> None:
     found = resume(sources, STOCK[0], "gpt", source(sources, *STOCK, tied=True), tied=True)
     check(found)
-    assert not [
-        note
-        for rank in found
-        for notes in rank["notes"].values()
-        for note in notes
-        if "random" in note
-    ]
+    said = [notes for rank in found for notes in rank["notes"].values()]
+    assert not [note for notes in said for note in notes if "random" in note]
 
 
 def test_a_failure_while_bytes_move(sources: Sources) -> None:

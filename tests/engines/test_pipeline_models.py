@@ -1,6 +1,7 @@
 """The models in stages, under DeepSpeed's PipelineEngine: every cut starts from and trains the same
 model as no cut."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from pretrain.mcore.models import ModelConfig
 from pretrain.mcore.pipeline import stage_method
 from tests.engines import model_jobs, pipeline_models
 from tests.engines.model_jobs import GPT, LLAMA, Run, largest_differences
-from tests.engines.pipeline_models import Staged
 from tests.ranks import RankPool
 
 TOLERANCE = 1e-5
@@ -52,8 +52,8 @@ def differences(found: list[Found], want: Found) -> tuple[float, float]:
     return largest_differences(found, want, STEPS)
 
 
-def check(ranks: RankPool, truth: Truth, world: int, run: Staged) -> list[Found]:
-    found = ranks.run(world, pipeline_models.train, run)
+def check(ranks: RankPool, truth: Truth, world: int, run: Run) -> list[Found]:
+    found = ranks.run(world, model_jobs.train, run, STEPS)
     losses, norms = differences(found, truth.get(run.model))
     assert losses < TOLERANCE and norms < TOLERANCE
     assert len({copy for rank in found for copy in rank["tied"]}) <= run.tp, (
@@ -65,20 +65,15 @@ def check(ranks: RankPool, truth: Truth, world: int, run: Staged) -> list[Found]
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(
-    ("world", "pp", "tp", "zero", "accumulate"),
+    "cut",
     [(2, 2, 1, 0, 2), (4, 4, 1, 1, 1), (4, 2, 2, 1, 1), (4, 2, 1, 0, 1), (4, 2, 1, 1, 2)],
+    ids=str,
 )
 def test_any_cut_trains_the_same_model(
-    ranks: RankPool,
-    truth: Truth,
-    model: ModelConfig,
-    world: int,
-    pp: int,
-    tp: int,
-    zero: int,
-    accumulate: int,
+    ranks: RankPool, truth: Truth, model: ModelConfig, cut: tuple[int, ...]
 ) -> None:
-    check(ranks, truth, world, Staged(model, pp, tp, zero, accumulate=accumulate))
+    world, pp, tp, zero, accumulate = cut
+    check(ranks, truth, world, Run(model, tp, zero, accumulate=accumulate, pp=pp))
 
 
 @pytest.mark.parametrize(
@@ -91,26 +86,17 @@ def test_sequence_parallelism(
 ) -> None:
     """Also where DeepSpeed sends parts of what it takes for the same on all tensor-parallel ranks,
     which is its default."""
-    run = Staged(
-        replace(model, sequence_parallel=True),
-        pp=2,
-        tp=2,
-        zero=zero,
-        partitioned=partitioned,
-        accumulate=2,
-    )
-    check(ranks, truth, 4, run)
+    across = replace(model, sequence_parallel=True)
+    check(ranks, truth, 4, Run(across, 2, zero, accumulate=2, pp=2, partitioned=partitioned))
 
 
 def test_without_the_sums_sequence_parallelism_is_wrong(ranks: RankPool, truth: Truth) -> None:
-    run = Staged(
-        replace(GPT, sequence_parallel=True), pp=2, tp=2, plant="no sums over the sequence"
-    )
-    assert differences(ranks.run(4, pipeline_models.train, run), truth.get(GPT))[0] > 1e-4
+    run = Run(replace(GPT, sequence_parallel=True), pp=2, tp=2, plant="no sums over the sequence")
+    assert differences(ranks.run(4, model_jobs.train, run, STEPS), truth.get(GPT))[0] > 1e-4
 
 
 def test_tied_copies_that_start_apart_are_seen(ranks: RankPool, truth: Truth) -> None:
-    found = ranks.run(2, pipeline_models.train, Staged(GPT, pp=2, plant="tied copies apart"))
+    found = ranks.run(2, model_jobs.train, Run(GPT, pp=2, plant="tied copies apart"), STEPS)
     assert (
         differences(found, truth.get(GPT))[0] > 1e-4
         and len({copy for rank in found for copy in rank["tied"]}) == 2
@@ -118,53 +104,46 @@ def test_tied_copies_that_start_apart_are_seen(ranks: RankPool, truth: Truth) ->
 
 
 @pytest.mark.parametrize(
-    ("model", "world", "pp", "partition", "parts"),
+    ("model", "pp", "partition", "parts"),
     [
-        (GPT, 2, 2, "uniform", [0, 3, 5]),
-        (LLAMA, 2, 2, "parameters", [0, 2, 5]),
-        (LLAMA, 2, 2, "type:norm", [0, 4, 5]),
-        (GPT, 2, 2, "type:transformer", [0, 2, 5]),
-        (GPT, 2, 2, "1, 4", [0, 1, 5]),
-        (LLAMA, 4, 4, [1, 2, 1, 1], [0, 1, 3, 4, 5]),
-        (ONE, 4, 4, "1,1,1,1", [0, 1, 2, 3, 4]),
-        (replace(ONE, tied=False), 4, 4, "uniform", [0, 1, 2, 3, 4]),
+        (GPT, 2, "uniform", [0, 3, 5]),
+        (LLAMA, 2, "parameters", [0, 2, 5]),
+        (LLAMA, 2, "type:norm", [0, 4, 5]),
+        (GPT, 2, "type:transformer", [0, 2, 5]),
+        (GPT, 2, "1, 4", [0, 1, 5]),
+        (LLAMA, 4, [1, 2, 1, 1], [0, 1, 3, 4, 5]),
+        (ONE, 4, "1,1,1,1", [0, 1, 2, 3, 4]),
+        (replace(ONE, tied=False), 4, "uniform", [0, 1, 2, 3, 4]),
     ],
     ids=lambda value: str(getattr(value, "family", value)),
 )
 def test_partitions(
-    ranks: RankPool,
-    truth: Truth,
-    model: ModelConfig,
-    world: int,
-    pp: int,
-    partition: Any,
-    parts: list[int],
+    ranks: RankPool, truth: Truth, model: ModelConfig, pp: int, partition: Any, parts: list[int]
 ) -> None:
-    for rank in check(ranks, truth, world, Staged(model, pp, partition=partition, zero=1)):
+    for rank in check(ranks, truth, pp, Run(model, pp=pp, partition=partition, zero=1)):
         assert rank["parts"] == parts
 
 
 @pytest.mark.parametrize(
     ("world", "run", "optimizer"),
     [
-        (2, Staged(GPT, 2, zero=0, dtype="bf16"), "BF16_Optimizer"),
-        (2, Staged(GPT, 2, zero=1, dtype="bf16"), "DeepSpeedZeroOptimizer"),
-        (4, Staged(GPT, 2, zero=1, dtype="bf16", fp32_sums=True, accumulate=2), "BF16_Optimizer"),
-        (4, Staged(LLAMA, 2, tp=2, zero=1, dtype="bf16", fp32_sums=True), "BF16_Optimizer"),
-        (
-            4,
-            Staged(ONE, 4, zero=1, dtype="bf16", fp32_sums=True, partition=[1, 1, 1, 1]),
-            "BF16_Optimizer",
-        ),
+        (2, Run(GPT, pp=2, zero=0, dtype="bf16"), "BF16_Optimizer"),
+        (2, Run(GPT, pp=2, zero=1, dtype="bf16"), "DeepSpeedZeroOptimizer"),
+        (4, Run(GPT, pp=2, zero=1, dtype="bf16", fp32_sums=True, accumulate=2), "BF16_Optimizer"),
+        (4, Run(LLAMA, pp=2, tp=2, zero=1, dtype="bf16", fp32_sums=True), "BF16_Optimizer"),
+        (4, Run(ONE, 1, 1, "bf16", 1, 4, [1, 1, 1, 1], fp32_sums=True), "BF16_Optimizer"),
     ],
     ids=["gpt-0", "gpt-1", "gpt-fp32-sums", "llama-tp", "one-layer-stages"],
 )
-def test_bf16(ranks: RankPool, truth: Truth, world: int, run: Staged, optimizer: str) -> None:
-    found = ranks.run(world, pipeline_models.train, run)
+def test_bf16(ranks: RankPool, truth: Truth, world: int, run: Run, optimizer: str) -> None:
+    found = ranks.run(world, model_jobs.train, run, STEPS)
     losses, norms = differences(found, truth.get(run.model, zero=1, dtype="bf16"))
     assert losses < 0.02 and norms < 0.02, "rounding to bf16 explains less"
     assert {rank["optimizer"] for rank in found} == {optimizer}
     assert len({copy for rank in found for copy in rank["tied"]}) <= 1
+
+
+KEYS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 4)])
@@ -172,37 +151,27 @@ def test_the_stages_start_as_the_whole_model_does(ranks: RankPool, tp: int, pp: 
     """Every parameter bit by bit and with its attributes; a tied one on both stages, positions on
     the first alone."""
     whole = ranks.run(tp, model_jobs.live, list(MODELS.values()), tp)
-    staged = ranks.run(tp * pp, pipeline_models.stages, list(MODELS.values()), tp, pp)
+    staged = ranks.run(tp * pp, model_jobs.live, list(MODELS.values()), tp, pp)
     for index, config in enumerate(MODELS.values()):
         seen: dict[str, list[int]] = {}
         for rank, found in enumerate(staged):
             for name, (value, attributes, _) in found[index].items():
-                want, wanted = whole[rank % tp][index][name]
-                assert torch.equal(value, want) and (
-                    value.count_nonzero() or name.endswith(".bias")
-                ), name
-                keys = (
-                    "tensor_model_parallel",
-                    "partition_dim",
-                    "partition_stride",
-                    "sequence_parallel",
-                )
-                assert [attributes.get(key) for key in keys] == [wanted.get(key) for key in keys], (
+                want, wanted, _ = whole[rank % tp][index][name]
+                assert torch.equal(value, want), name
+                assert value.count_nonzero() or name.endswith(".bias"), name
+                assert [attributes.get(key) for key in KEYS] == [wanted.get(key) for key in KEYS], (
                     name
                 )
                 if not rank % tp:
                     seen.setdefault(name, []).append(rank // tp)
         assert set(seen) == set(find_family(config.family).table(config.sizes()))
         for name, held in seen.items():
-            assert held == (
-                [0, pp - 1]
-                if config.tied and name == "embedding.word_embeddings.weight"
-                else held[:1]
-            ), name
+            is_tied = config.tied and name == "embedding.word_embeddings.weight"
+            assert held == ([0, pp - 1] if is_tied else held[:1]), name
 
 
 def test_names_are_those_of_the_family(ranks: RankPool) -> None:
-    staged = ranks.run(2, pipeline_models.stages, list(MODELS.values()), 1, 2)
+    staged = ranks.run(2, model_jobs.live, list(MODELS.values()), 1, 2)
     for index, config in enumerate(MODELS.values()):
         held = {
             name: canonical for found in staged for canonical, (_, _, name) in found[index].items()
@@ -211,23 +180,16 @@ def test_names_are_those_of_the_family(ranks: RankPool) -> None:
 
 
 def test_files_of_a_save_by_deepspeed(ranks: RankPool, tmp_path: Path) -> None:
-    files = ranks.run(
-        4, pipeline_models.layer_files, Staged(GPT, pp=2, tp=2, zero=1), str(tmp_path)
-    )[0]
-    layers = [
-        f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in range(4) for tp in range(2)
-    ]
-    ranks_files = [
-        f"{prefix}mp_rank_{rank:02d}_{what}.pt"
-        for rank in range(4)
-        for prefix, what in (("", "model_states"), ("zero_pp_rank_0_", "optim_states"))
-    ]
-    assert files == sorted([*layers, *ranks_files])
+    job = pipeline_models.layer_files, Run(GPT, pp=2, tp=2, zero=1), str(tmp_path)
+    files = ranks.run(4, *job)[0]
+    places = itertools.product(range(4), range(2))
+    layers = [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer, tp in places]
+    of_models = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(4)]
+    of_optimizers = [f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt" for rank in range(4)]
+    assert files == sorted([*layers, *of_models, *of_optimizers])
     first = torch.load(tmp_path / "one" / layers[0], weights_only=False)
-    assert [key for key, value in first.items() if value is not None] == [
-        "word_embeddings.weight",
-        "position_embeddings.weight",
-    ]
+    held = [key for key, value in first.items() if value is not None]
+    assert held == ["word_embeddings.weight", "position_embeddings.weight"]
 
 
 def test_groups_are_the_same_ranks(ranks: RankPool) -> None:
@@ -235,13 +197,6 @@ def test_groups_are_the_same_ranks(ranks: RankPool) -> None:
         for found in ranks.run(4, pipeline_models.groups_match, tp, pp):
             assert all(ours == theirs for ours, theirs in found.values()), found
             assert (len(found["tensor"][0]), len(found["pipe"][0])) == (tp, pp)
-
-
-def test_start_and_stop_leave_nothing_open(ranks: RankPool) -> None:
-    for (files, threads), *_, (last_files, last_threads) in ranks.run(
-        2, pipeline_models.restarts, 6
-    ):
-        assert last_files < files + 10 and last_threads < threads + 5
 
 
 def test_stages_draw_apart(ranks: RankPool) -> None:
@@ -252,7 +207,7 @@ def test_stages_draw_apart(ranks: RankPool) -> None:
 
 
 def test_masked_loss(ranks: RankPool) -> None:
-    for found in ranks.run(2, pipeline_models.masked):
+    for found in ranks.run(2, model_jobs.masked_stages):
         assert found["all"] == pytest.approx(found["ones"], abs=1e-6)
         assert found["all"] == pytest.approx((found["first"] + found["second"]) / 2, abs=1e-6)
         assert found["none"] == 0.0 and abs(found["first"] - found["second"]) > 1e-3
@@ -262,7 +217,7 @@ def test_masked_loss(ranks: RankPool) -> None:
 def test_pipeline_clip(ranks: RankPool, truth: Truth, model: ModelConfig) -> None:
     """The patch: DeepSpeed's own norm leaves out vectors of later stages, and counts a tied matrix
     twice."""
-    stock = ranks.run(2, pipeline_models.stock_clip, Staged(model, pp=2))[0]
+    stock = ranks.run(2, pipeline_models.stock_clip, Run(model, pp=2))[0]
     want = truth.get(model)["norms"][0]
     assert abs(stock - want) / want > 1e-3, "the defect is gone: drop the patch"
 
@@ -270,12 +225,8 @@ def test_pipeline_clip(ranks: RankPool, truth: Truth, model: ModelConfig) -> Non
 def test_pipeline_group_norms(ranks: RankPool) -> None:
     """The patch: by itself DeepSpeed waits on the first stage for a collective that the last one
     never enters."""
-    stock, patched = zip(
-        *ranks.run(
-            2, pipeline_models.norm_collectives, Staged(LLAMA, pp=2, zero=1, partition="4,1")
-        ),
-        strict=True,
-    )
+    run = Run(LLAMA, pp=2, zero=1, partition="4,1")
+    stock, patched = zip(*ranks.run(2, pipeline_models.norm_collectives, run), strict=True)
     assert stock == (2, 1), "the defect is gone: drop the patch"
     assert patched == (2, 2)
 

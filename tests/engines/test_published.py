@@ -5,7 +5,6 @@
 losses; the marked test here starts it.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from tests.ranks import ROOT
 sys.path.append(str(ROOT / "examples"))
 import evaluation  # type: ignore[import-not-found]
 from quickstart import Mesh  # type: ignore[import-not-found]
+
+from tests.scripts import run_command
 
 pytestmark = pytest.mark.ranks
 FOUR = [source for source in evaluation.SOURCES if source.ranks <= 4]
@@ -76,11 +77,8 @@ def test_the_scenarios_of_flexibility(sources: Sources, scenario: str) -> None:
 
 @pytest.mark.slow
 def test_the_whole_evaluation_as_training_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples" / "evaluation.sh"), "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=2400,
+    done = run_command(
+        ["bash", str(ROOT / "examples" / "evaluation.sh"), "--out", str(tmp_path)], timeout=2400
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| yes (") == 17 + len(evaluation.EXPERTS_TARGETS)

@@ -1,7 +1,6 @@
 """Adapters on a quantized base: they resume bit for bit on any mesh, exports are peft's own files,
 and a base that is another one is seen; what can't be attached is left alone by the runner."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +9,23 @@ from safetensors.torch import load_file
 
 import megatron_ucp as ucp
 from megatron_ucp.formats.deepspeed.weights import is_side_data, without_side_data
-from tests.engines import quantized_jobs
+from tests.engines import kinds, quantized_jobs
+from tests.engines.quantized_jobs import Quantized
+from tests.engines.sources import Sources, check
 from tests.ranks import RankPool
 from tests.reshard import twins
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.ranks
-Saved = Callable[..., tuple[Path, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_checkpoints: Path) -> Saved:
-    """(kind, ZeRO stage, without frozen weights, how attached) -> the folder of a run on two ranks,
-    and what rank 0 saw."""
-    kept: dict[Any, tuple[Path, dict[str, Any]]] = {}
-
-    def get(kind: str, zero: int, exclude: bool, attach: str) -> Any:
-        key = kind, zero, exclude, attach
-        if key not in kept:
-            folder = tmp_checkpoints / f"quantized_{len(kept)}"
-            found = ranks.run(2, quantized_jobs.save, kind, zero, str(folder), exclude, attach)
-            kept[key] = folder, found[0]
-        return kept[key]
-
-    return get
+def saved(sources: Sources, kind: str, zero: int, exclude: bool, way: str) -> Path:
+    """The folder of a run on two ranks, perhaps without its frozen weights."""
+    setup = Quantized(kind, zero, way)
+    return Path(sources.get(2, setup, more=2, filled=False, exclude=exclude))
 
 
+MISSING = {"missing"}
 CASES = [
     ("nf4", 2, True, "", 1, 1),
     ("nf4", 3, True, "", 2, 3),
@@ -49,26 +39,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "zero", "exclude", "attach", "world", "target"), CASES)
-def test_an_adapter_resumes(
-    ranks: RankPool,
-    saved: Saved,
-    tmp_path: Path,
-    kind: str,
-    zero: int,
-    exclude: bool,
-    attach: str,
-    world: int,
-    target: int,
-) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_adapter_resumes(sources: Sources, tmp_path: Path, case: tuple[Any, ...]) -> None:
     """Of a plain save, and of attached ones; the frozen weights in the files or not."""
-    folder, run = saved(kind, zero, exclude, attach)
-    found = ranks.run(world, quantized_jobs.resume, kind, target, str(folder), run["states"])[0]
-    assert found["error"] == "" and found["after"] == []
-    assert found["before"] != []
-    if world == 2:
-        same = 2 if target == zero else 1  # stages sum gradients in other orders
-        assert found["losses"][:same] == run["losses"][:same]
+    *run, world, target = case
+    folder, (kind, zero, *_) = saved(sources, *run), run
+    steps = 2 if target == zero else 1  # stages sum gradients in other orders
+    more: dict[str, Any] = {"more": steps if world == 2 else 0, "tags": ("trained",)}
+    found = sources.resume(world, Quantized(kind, target, seed=8), folder, allow=MISSING, **more)
+    check(found, different=0)
+    assert world == 1 or found[0]["loss"] == 0.0  # each rank has losses of its own
     assert ucp.verify(folder, deep=True).findings == ()
     options = {"config": folder / "peft", "dtype": "bfloat16"}
     ucp.export_hf(folder, tmp_path / "out", verify=True, **options)
@@ -76,22 +56,25 @@ def test_an_adapter_resumes(
     assert twins.same(load_file(tmp_path / "out" / "adapter_model.safetensors"), want) == []
 
 
-def test_weights_between_other_scales_are_refused(ranks: RankPool, saved: Saved) -> None:
+def test_weights_between_other_scales_are_refused(sources: Sources) -> None:
     """Quantized weights in the files go into a base that has the run's scales, and no other."""
-    folder, run = saved("nf4", 3, False, "")
-    job = quantized_jobs.resume
-    found = ranks.run(1, job, "nf4", 2, str(folder), run["states"], base=2)[0]
-    assert "the quantized weights of the base are others" in found["error"]
-    assert "absmax" in found["error"] and "exclude_frozen_parameters=True" in found["error"]
-    alone, run = saved("nf4", 2, True, "")  # the way that the message names
-    assert ranks.run(1, job, "nf4", 1, str(alone), run["states"], base=2)[0]["error"] == ""
+    run, job = sources.ranks.run, kinds.attempt
+    folder = saved(sources, "nf4", 3, False, "")
+    other = Quantized("nf4", 2, base=2, seed=8)
+    (found,) = run(1, job, other, str(folder), "trained", allow=MISSING)
+    assert "the quantized weights of the base are others" in found["message"]
+    assert "absmax" in found["message"] and "exclude_frozen_parameters=True" in found["message"]
+    alone = saved(sources, "nf4", 2, True, "")  # the way that the message names
+    other = Quantized("nf4", 1, base=2, seed=8)
+    (found,) = run(1, job, other, str(alone), "trained", allow=MISSING)
+    assert found["error"] is None
 
 
-def test_a_planted_fault_is_seen(ranks: RankPool, saved: Saved) -> None:
-    folder, run = saved("nf4", 2, True, "")
-    job = quantized_jobs.resume
-    found = ranks.run(1, job, "nf4", 1, str(folder), run["states"], fault="one bit")[0]
-    assert found["after"] != []
+def test_a_planted_fault_is_seen(sources: Sources) -> None:
+    folder, target = saved(sources, "nf4", 2, True, ""), Quantized("nf4", 1, seed=8)
+    how: dict[str, Any] = {"tags": ("trained",), "allow": MISSING, "plant": "one bit"}
+    (found,) = sources.resume(1, target, folder, **how)
+    assert found["differences"]["trained"] != []
 
 
 def test_what_can_not_be_attached_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:

@@ -4,12 +4,59 @@ quarter of the bytes on four ranks, and one fate where a reader fails."""
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.engines import read_once_jobs
+import megatron_ucp as ucp
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.reshard import files, read_once
+from tests.engines import kinds
 from tests.engines.megatron_jobs import Mcore
-from tests.engines.model import Setup
+from tests.engines.model import Setup, make_engine
 from tests.engines.sources import Sources, check, check_fails
 from tests.engines.test_megatron_pairs import SOURCES
+
+
+def resume(setup: Any, folder: str, window_bytes: int, **options: Any) -> dict[str, Any]:
+    """As `kinds.resume`, with windows of another size, and the windows that this rank read."""
+    stock, fill_window, read = read_once.WINDOW_BYTES, files.SharedFiles.fill_window, [0]
+
+    def counted(source: Any, plan: Any, *args: Any) -> None:
+        read[0] += 1
+        fill_window(source, plan, *args)
+
+    read_once.WINDOW_BYTES, files.SharedFiles.fill_window = window_bytes, counted
+    try:
+        return kinds.resume(setup, folder, **options) | {"windows": read[0]}
+    finally:
+        read_once.WINDOW_BYTES, files.SharedFiles.fill_window = stock, fill_window
+
+
+def fails(setup: Setup, folder: str, rank: int, at: int) -> dict[str, Any]:
+    """A load in which one rank can't read its window number `at`."""
+    engine = make_engine(setup)
+    stock, fill_window, read = read_once.WINDOW_BYTES, files.SharedFiles.fill_window, [0]
+
+    def failing(source: Any, plan: Any, *args: Any) -> None:
+        read[0] += 1
+        if dist.get_rank() == rank and read[0] == at:
+            raise DamagedFileError("only here", file="a file")
+        fill_window(source, plan, *args)
+
+    read_once.WINDOW_BYTES, files.SharedFiles.fill_window = 1024, failing
+    out: dict[str, Any] = {"message": "", "refuses": False}
+    try:
+        ucp.load(engine, folder, tag="trained", read="once")
+    except ucp.UcpError as error:
+        out["message"] = str(error)
+    finally:
+        read_once.WINDOW_BYTES, files.SharedFiles.fill_window = stock, fill_window
+    try:
+        engine.step()
+    except ucp.UcpError as error:
+        out["refuses"] = type(error).__name__ == "EngineUnusableError"
+    engine.destroy()
+    return out
+
 
 pytestmark = pytest.mark.ranks
 TARGET = Setup(0, "bf16", seed=9)
@@ -25,7 +72,7 @@ def read(found: list[dict[str, Any]]) -> int:
 @pytest.mark.parametrize("window_bytes", [512, 2**21])
 def test_the_same_bits_are_read_once(sources: Sources, dtype: str, window_bytes: int) -> None:
     folder, target = sources.get(2, Setup(1, dtype)), Setup(0, dtype, seed=9)
-    job = read_once_jobs.resume, target, folder, window_bytes
+    job = resume, target, folder, window_bytes
     once = sources.ranks.run(4, *job, read="once")
     each = sources.ranks.run(4, *job, read="each")
     alone = sources.resume(1, target, folder)
@@ -47,7 +94,7 @@ def test_few_ranks_read_each_what_they_hold(sources: Sources) -> None:
         (zero_1, {"read": "once"}, range(1, 30)),  # of the frozen layer, and of buffers
         (Setup(3, "bf16", seed=9), {"read": "once"}, range(30)),
     ):
-        found = sources.ranks.run(4, read_once_jobs.resume, target, folder, 512, **how)
+        found = sources.ranks.run(4, resume, target, folder, 512, **how)
         check(found)
         assert sum(rank["windows"] for rank in found) in windows
 
@@ -65,7 +112,7 @@ def test_groups_of_some_ranks(sources: Sources, case: str) -> None:
     """Where tensor or expert parallelism leaves two ranks each that hold the same."""
     source, target = STACKS[case]
     folder = sources.get(*SOURCES[source])
-    found = sources.ranks.run(4, read_once_jobs.resume, target, folder, 256, read="once")
+    found = sources.ranks.run(4, resume, target, folder, 256, read="once")
     check(found)
     windows = [rank["windows"] for rank in found]
     assert all(windows) == (not target.distributed)
@@ -73,7 +120,7 @@ def test_groups_of_some_ranks(sources: Sources, case: str) -> None:
 
 def test_the_comparison_sees_a_planted_fault(sources: Sources) -> None:
     folder = sources.get(2, Setup(1, "bf16"))
-    job = read_once_jobs.resume, TARGET, folder, 512
+    job = resume, TARGET, folder, 512
     found = sources.ranks.run(4, *job, tags=("filled",), plant="one bit", read="once")
     check_fails(found)
 
@@ -82,7 +129,7 @@ def test_the_comparison_sees_a_planted_fault(sources: Sources) -> None:
 @pytest.mark.parametrize("at", [1, 5])
 def test_a_reader_that_fails_is_an_error_of_all(sources: Sources, rank: int, at: int) -> None:
     folder = sources.get(2, Setup(1, "bf16"))
-    found = sources.ranks.run(4, read_once_jobs.fails, TARGET, folder, rank, at, timeout_s=60)
+    found = sources.ranks.run(4, fails, TARGET, folder, rank, at, timeout_s=60)
     for one in found:
         assert "only here" in one["message"] and "a file" in one["message"]
         assert one["refuses"]
@@ -99,5 +146,5 @@ def test_what_is_on_disk_is_compared_once(sources: Sources, tmp_path: Any) -> No
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    found = sources.ranks.run(4, read_once_jobs.fails, TARGET, str(folder), 0, -1)
+    found = sources.ranks.run(4, fails, TARGET, str(folder), 0, -1)
     assert all(path.name in one["message"] and one["refuses"] for one in found), found

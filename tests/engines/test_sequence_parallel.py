@@ -5,15 +5,97 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME
-from tests.engines import optimizer_jobs, save_jobs, ulysses_jobs
+from tests.engines import kinds, optimizer_jobs, save_jobs
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
 from tests.engines.sources import Sources, check, check_fails
 from tests.engines.tensor_jobs import Mega
+
+
+class Mpu:
+    """megatron-core's groups, and beside them `sp` ranks that share each sequence: what programs
+    around DeepSpeed bring as mpu."""
+
+    def __init__(self, inner: Any, sp: int) -> None:
+        self.inner, self.ranks = inner, inner.get_data_parallel_group()
+        tp, world = inner.get_tensor_model_parallel_world_size(), dist.get_world_size()
+        self.groups: dict[str, Any] = {}
+        for share in range(tp):  # ranks that differ in data and sequence
+            alike = list(range(share, world, tp))
+            rows = [alike[n : n + sp] for n in range(0, len(alike), sp)]
+            for axis, parts in (("sequence", rows), ("data", zip(*rows, strict=True))):
+                for part in parts:
+                    group = dist.new_group(list(part))
+                    if dist.get_rank() in part:
+                        self.groups[axis] = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.groups["sequence"]
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.groups["sequence"])
+
+    def get_sequence_parallel_rank(self) -> int:
+        return dist.get_rank(self.groups["sequence"])
+
+    def get_data_parallel_group(self) -> Any:
+        return self.groups["data"]
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.groups["data"])
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.groups["data"])
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self.ranks
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.ranks)
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.ranks)
+
+
+def sharing_sequences(sp: int, job: str, setup: Mega | Moe, *arguments: Any, **options: Any) -> Any:
+    """A job of `kinds`, where `sp` ranks share each sequence; what it refuses."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    stock, experts = deepspeed.initialize, isinstance(setup, Moe)
+    if experts and sp > 1:
+        parallel_state_sp.initialize_sequence_parallel(sp)
+
+    def initialize(mpu: Any = None, **kwargs: Any) -> Any:
+        if sp > 1:
+            mpu = parallel_state_sp if experts else Mpu(mpu, sp)
+        return stock(mpu=mpu, **kwargs)
+
+    with mock.patch.object(deepspeed, "initialize", initialize):
+        try:
+            return getattr(kinds, job)(setup, *arguments, **options)
+        except ucp.UcpError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def save(sharing_by: tuple[int, Mega | Moe], folder: str) -> None:
+    sp, setup = sharing_by
+    said = sharing_sequences(sp, "save", setup, folder, more=0)
+    assert said is None, said
+
+
+# ------------------------------------------------ tests
+
 
 pytestmark = pytest.mark.ranks
 DERIVED = "derived from the seed, the step"
@@ -86,16 +168,16 @@ BESIDE = [
 @pytest.mark.parametrize(("source", "target"), BESIDE)
 def test_beside_tensor_parallelism_and_experts(sources: Sources, source: Any, target: Any) -> None:
     (ranks, *sharing), (world, sp, setup) = source, target
-    folder = sources.get(ranks, tuple(sharing), ulysses_jobs.save)
+    folder = sources.get(ranks, tuple(sharing), save)
     setup = replace(setup, seed=9)
-    check(sources.ranks.run(world, ulysses_jobs.sharing, sp, "resume", setup, folder))
+    check(sources.ranks.run(world, sharing_sequences, sp, "resume", setup, folder))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_copies_that_drift_apart_are_refused(sources: Sources, tmp_path: Path, tp: int) -> None:
     """DeepSpeed's ZeRO-3 divides over the mpu's data-parallel ranks, and reduces no gradient over
     those of a sequence."""
-    said = sources.ranks.run(4, ulysses_jobs.sharing, 2, "save", beside(3, tp), str(tmp_path))
+    said = sources.ranks.run(4, sharing_sequences, 2, "save", beside(3, tp), str(tmp_path))
     for message in said:
         assert message.startswith("UnsupportedError") and "drift apart" in message
 

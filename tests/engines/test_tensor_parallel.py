@@ -4,6 +4,7 @@ ZeRO stage to any other.
 The oracle joins and cuts by megatron-core's own parameter attributes, not by the package's tables.
 """
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.engines import kinds, tensor_jobs
 from tests.engines.sources import Sources, of_states, patterns_alone
 from tests.engines.sources import check as check_loads
 from tests.engines.tensor_jobs import Mega
+from tests.reshard.plain import stock_converted
 from tests.share import LOSS_STEPS, every
 
 pytestmark = pytest.mark.ranks
@@ -35,13 +37,14 @@ def resume(
     sources: Sources, mesh: Mesh, family: str, folder: str, more: int = 0, **kwargs: Any
 ) -> list[dict]:
     options = {key: kwargs.pop(key) for key in ("plant", "tags") if key in kwargs}
-    return sources.resume(
-        mesh[0] * mesh[1],
-        Mega(family, mesh[0], mesh[2], seed=9, **kwargs),
-        folder,
-        more=more,
-        **options,
-    )
+    setup = Mega(family, mesh[0], mesh[2], seed=9, **kwargs)
+    return sources.resume(mesh[0] * mesh[1], setup, folder, more=more, **options)
+
+
+def pair(sources: Sources, origin: Mesh, target: Mesh, family: str, **kwargs: Any) -> list[dict]:
+    """One kind of model on both meshes."""
+    folder = source(sources, origin, family, more=0, **kwargs)
+    return resume(sources, target, family, folder, **kwargs)
 
 
 def columns(family: str, origin: Mesh, target: Mesh) -> tuple[object, ...]:
@@ -78,18 +81,9 @@ def test_pair(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "origin", "target"),
-    every(ALL_PAIRS),
-    ids=show,
-)
+@pytest.mark.parametrize(("family", "origin", "target"), every(ALL_PAIRS), ids=show)
 def test_every_pair(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None:
-    tied = family == "gpt"
-    check(
-        resume(
-            sources, target, family, source(sources, origin, family, tied=tied, more=0), tied=tied
-        )
-    )
+    check(pair(sources, origin, target, family, tied=family == "gpt"))
 
 
 @pytest.mark.parametrize(("groups", "heads"), [(1, 4), (2, 4), (4, 4), (2, 8)])
@@ -99,21 +93,12 @@ def test_every_pair(sources: Sources, family: str, origin: Mesh, target: Mesh) -
 def test_key_value_groups_fewer_than_equal_to_and_more_than_tp(
     sources: Sources, groups: int, heads: int, origin: Mesh, target: Mesh
 ) -> None:
-    folder = source(sources, origin, "llama", groups=groups, heads=heads, more=0)
-    check(resume(sources, target, "llama", folder, groups=groups, heads=heads))
+    check(pair(sources, origin, target, "llama", groups=groups, heads=heads))
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt", False)])
 def test_tied_and_untied(sources: Sources, family: str, tied: bool) -> None:
-    check(
-        resume(
-            sources,
-            (1, 2, 2),
-            family,
-            source(sources, (2, 2, 3), family, tied=tied, more=0),
-            tied=tied,
-        )
-    )
+    check(pair(sources, (2, 2, 3), (1, 2, 2), family, tied=tied))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -121,15 +106,7 @@ def test_tied_and_untied(sources: Sources, family: str, tied: bool) -> None:
     ("origin", "target"), [((2, 2, 1), (4, 1, 3)), ((2, 2, 3), (1, 2, 0))], ids=show
 )
 def test_low_precision(sources: Sources, dtype: str, origin: Mesh, target: Mesh) -> None:
-    check(
-        resume(
-            sources,
-            target,
-            "llama",
-            source(sources, origin, "llama", dtype=dtype, more=0),
-            dtype=dtype,
-        )
-    )
+    check(pair(sources, origin, target, "llama", dtype=dtype))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -146,14 +123,8 @@ def test_sequence_parallelism(sources: Sources, zero: int) -> None:
     ["gate and up swapped", "two key-value groups swapped", "one group's weight decay", "one step"],
 )
 def test_the_comparison_sees_a_planted_fault(sources: Sources, fault: str) -> None:
-    found = resume(
-        sources,
-        (1, 1, 0),
-        "llama",
-        source(sources, (2, 2, 1), "llama"),
-        plant=fault,
-        tags=("filled",),
-    )
+    how = {"plant": fault, "tags": ("filled",)}
+    found = resume(sources, (1, 1, 0), "llama", source(sources, (2, 2, 1), "llama"), **how)
     assert found[0]["differences"]["filled"] != []
 
 
@@ -199,46 +170,27 @@ def test_tensor_parallel_files_without_family_and_manifest(sources: Sources) -> 
 
 
 def test_a_family_that_does_not_fit(sources: Sources) -> None:
+    folder, mesh = source(sources, (2, 2, 1), "llama"), (2, 1, 1)
+    found = attempt(sources, mesh, Mega("gpt", 2, 1), folder, family="llama")
+    expect(found, "UsageError", "no LLaMA")
+    found = attempt(sources, mesh, Mega("llama", 2, 1), folder, family="mamba")
+    expect(found, "UsageError", "no such family", "gpt, gpt_oss, llama")
+
+
+WEIGHT = "decoder.layers.0.mlp.linear_fc2.weight"
+CHANGES: dict[Any, tuple[str, ...]] = {
+    tensor_jobs.unknown_parameter: ("RuleError", "surprise", "nearest", "families/llama.py"),
+    tensor_jobs.other_cut: ("LayoutError", "partition_dim", WEIGHT, "expected: 1", "found: 0"),
+}
+
+
+@pytest.mark.cases()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_contradicts_its_family(sources: Sources, change: Any) -> None:
+    """A parameter that no rule matches, and attributes that disagree."""
     folder = source(sources, (2, 2, 1), "llama")
     expect(
-        attempt(sources, (2, 1, 1), Mega("gpt", 2, 1), folder, family="llama"),
-        "UsageError",
-        "no LLaMA",
-    )
-    expect(
-        attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family="mamba"),
-        "UsageError",
-        "no such family",
-        "gpt, gpt_oss, llama",
-    )
-
-
-def test_a_parameter_that_no_rule_matches(sources: Sources) -> None:
-    found = attempt(
-        sources,
-        (2, 1, 1),
-        Mega("llama", 2, 1),
-        source(sources, (2, 2, 1), "llama"),
-        change=tensor_jobs.unknown_parameter,
-    )
-    expect(found, "RuleError", "surprise", "nearest", "families/llama.py")
-
-
-def test_attributes_that_disagree(sources: Sources) -> None:
-    found = attempt(
-        sources,
-        (2, 1, 1),
-        Mega("llama", 2, 1),
-        source(sources, (2, 2, 1), "llama"),
-        change=tensor_jobs.other_cut,
-    )
-    expect(
-        found,
-        "LayoutError",
-        "partition_dim",
-        "decoder.layers.0.mlp.linear_fc2.weight",
-        "expected: 1",
-        "found: 0",
+        attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, change=change), *CHANGES[change]
     )
 
 
@@ -251,13 +203,9 @@ def test_attributes_that_disagree(sources: Sources) -> None:
     ],
 )
 def test_a_tp_that_does_not_divide(sources: Sources, change: dict, word: str) -> None:
-    folder = source(sources, (2, 2, 1), "llama")
-    expect(
-        attempt(sources, (4, 1, 1), Mega("llama", 4, 1, **change), folder),
-        "LayoutError",
-        word,
-        "use a tensor-parallel size",
-    )
+    setup = Mega("llama", 4, 1, **change)
+    found = attempt(sources, (4, 1, 1), setup, source(sources, (2, 2, 1), "llama"))
+    expect(found, "LayoutError", word, "use a tensor-parallel size")
 
 
 def test_a_missing_tensor_parallel_rank(sources: Sources, broken: Any) -> None:
@@ -267,11 +215,8 @@ def test_a_missing_tensor_parallel_rank(sources: Sources, broken: Any) -> None:
         kept = path.read_bytes()
         path.unlink()
         try:
-            expect(
-                attempt(sources, (2, 1, 1), Mega("llama", 2, 1), str(folder)),
-                "NotFoundError",
-                "missing",
-            )
+            found = attempt(sources, (2, 1, 1), Mega("llama", 2, 1), str(folder))
+            expect(found, "NotFoundError", "missing")
         finally:
             path.write_bytes(kept)
 
@@ -279,11 +224,8 @@ def test_a_missing_tensor_parallel_rank(sources: Sources, broken: Any) -> None:
 def test_another_model_size(sources: Sources) -> None:
     folder = source(sources, (2, 2, 1), "llama")
     for change in ({"ffn": 32}, {"layers": 3}, {"layers": 1}, {"tied": True}):
-        expect(
-            attempt(sources, (2, 1, 1), Mega("llama", 2, 1, **change), folder),
-            "ModelMismatchError",
-            "parameter:",
-        )
+        found = attempt(sources, (2, 1, 1), Mega("llama", 2, 1, **change), folder)
+        expect(found, "ModelMismatchError", "parameter:")
 
 
 def test_the_manifest_names_family_layouts_and_padding(sources: Sources) -> None:
@@ -300,27 +242,6 @@ def test_the_manifest_names_family_layouts_and_padding(sources: Sources) -> None
     )
 
 
-def convert_with_stock(folder: str) -> None:
-    """Runs stock DeepSpeed's converter on the tag `trained`."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    args = [
-        "--input_folder",
-        f"{folder}/trained",
-        "--output_folder",
-        f"{folder}/universal/trained_universal",
-        "--num_extract_workers",
-        "1",
-        "--num_merge_workers",
-        "1",
-    ]
-    import sys
-    from unittest import mock
-
-    with mock.patch.object(sys, "argv", ["ds_to_universal", *args]):
-        ds_to_universal.main(ds_to_universal.parse_arguments())
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("keep", ["affine map", "patterns"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
@@ -329,14 +250,12 @@ def test_stock_tools_keep_working_on_our_saves(
 ) -> None:
     """Stock converter and stock load at other tensor-parallel sizes: bit-equal, by the affine map
     and by the patterns alone."""
-    import shutil
-
     folder = tmp_path / "save"
     shutil.copytree(source(sources, (before, 1, 1), family), folder)
     if keep == "patterns":
         patterns_alone(folder)
-    convert_with_stock(str(folder))
     path, setup = folder / "universal" / "trained_universal", Mega(family, after, 1, seed=9)
+    stock_converted(folder / "trained", path)
     job = kinds.stock_load, setup, str(path), str(folder), "trained", True
     for rank in sources.ranks.run(after, *job):
         assert of_states(rank["differences"]) == []
@@ -350,8 +269,6 @@ def test_a_stock_checkpoint_with_patterns_and_no_family(
     """Our own save without its manifest is what a stock run with universal_checkpoint_info
     writes. Nothing is left to stock's default: the model of the engine says how it is cut, where no
     map does."""
-    import shutil
-
     folder = tmp_path / "save"
     shutil.copytree(source(sources, (2, 2, 3), family), folder)
     for path in folder.rglob("ucp_manifest.json"):

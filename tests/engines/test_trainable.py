@@ -18,12 +18,26 @@ from megatron_ucp.engines.megatron.live import LiveMegatron
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.reshard.match import Fit, require_alone
 from tests.engines import kinds
-from tests.engines.kinds import oracle_of
+from tests.engines.kinds import oracle_of, plant_fault
+from tests.engines.masters import base_of, named, runs_of
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_muon import muon
-from tests.engines.trainable_jobs import plant
 from tests.share import LOSS_STEPS
+
+
+def plant(engine: Any, fault: str, name: str = "") -> None:
+    """What a load must not do to a parameter that the checkpoint does not train; or a fault of
+    another one."""
+    if fault == "states of its own":
+        (master,) = {master for held, _, _, master, *_ in runs_of(engine) if held == name}
+        moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+        base_of(engine).state[master] = {**moments, "step": torch.tensor(0.0)}
+    elif fault == "another value":
+        named(engine)[name].data.view(-1)[0] += 1
+    else:
+        plant_fault(engine, fault)
+
 
 pytestmark = pytest.mark.ranks
 STEPS = 3

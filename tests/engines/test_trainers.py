@@ -3,8 +3,6 @@ the module runner."""
 
 import base64
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from tests.engines.canonical import differences
 from tests.engines.trainer_jobs import ON
 from tests.ranks import ROOT, RankPool
 from tests.reshard import twins
-from tests.scripts import start
+from tests.scripts import run_command, start
 
 SAVED_AT, STEPS = 4, 8
 STOCK_KEY = {"checkpoint": {"load_universal": True}}
@@ -58,15 +56,8 @@ def test_hf_trainer_resumes_on_another_mesh(
     ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path, dp: int, zero: int
 ) -> None:
     checkpoint, reference = trained
-    found = ranks.run(
-        dp,
-        trainer_jobs.trainer,
-        str(tmp_path),
-        zero=zero,
-        steps=STEPS,
-        resume=checkpoint,
-        seed=5,
-    )
+    job = trainer_jobs.trainer, str(tmp_path)
+    found = ranks.run(dp, *job, zero=zero, steps=STEPS, resume=checkpoint, seed=5)
     check_equal(reference["saved"], reference["begin"], found)
     check_losses(reference["losses"], found[0]["losses"])
 
@@ -78,18 +69,14 @@ def samples(found: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "batch", "said"), [(1, 4, ""), (4, 4, ""), (2, 2, "repeats 8"), (1, 6, "leaves out 8")]
+    "case", [(1, 4, ""), (4, 4, ""), (2, 2, "repeats 8"), (1, 6, "leaves out 8")], ids=str
 )
 def test_the_trainers_own_counters(
-    ranks: RankPool,
-    trained: tuple[str, dict[str, Any]],
-    tmp_path: Path,
-    dp: int,
-    batch: int,
-    said: str,
+    ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path, case: tuple[int, int, str]
 ) -> None:
     """It goes on where it was while a step has as many samples, on any number of ranks; else a note
     says what it repeats or leaves out."""
+    dp, batch, said = case
     job, arguments = trainer_jobs.trainer, {"zero": 1, "batch": batch}
     whole = ranks.run(1, job, str(tmp_path / "whole"), steps=14, zero=0)
     order = [number for step in samples(whole) for number in step]
@@ -98,9 +85,8 @@ def test_the_trainers_own_counters(
     assert samples(found)[0] == order[first : first + batch]
     for rank in found:
         notes = [note for note in rank["report"].notes if "trainer_state.json" in note]
-        assert [f"after sample {first:,}, which {said} samples" in note for note in notes] == (
-            [True] if said else []
-        )
+        known = [f"after sample {first:,}, which {said} samples" in note for note in notes]
+        assert known == [True] * bool(said)
         # 4 samples in a step before; 2 and 6 are as many for each of the ranks and steps between
         changed = [note for note in rank["report"].notes if "another batch" in note]
         assert [f"4 samples before, {batch} (" in note for note in changed] == [True] * bool(said)
@@ -122,19 +108,15 @@ def cut(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "size", "batch", "said"),
+    "case",
     [(1, 1, 4, ""), (4, 2, 8, ""), (2, 2, 4, "repeats 8"), (1, 1, 6, "leaves out 8")],
+    ids=str,
 )
 def test_the_trainer_under_autotp(
-    ranks: RankPool,
-    cut: tuple[str, dict[str, Any]],
-    tmp_path: Path,
-    world: int,
-    size: int,
-    batch: int,
-    said: str,
+    ranks: RankPool, cut: tuple[str, dict[str, Any]], tmp_path: Path, case: tuple[Any, ...]
 ) -> None:
     """DeepSpeed counts the samples of a step once for each of AutoTP's ranks."""
+    world, size, batch, said = case
     checkpoint, reference = cut
     options = {"resume": checkpoint, "seed": 5, "batch": batch, "config": autotp(size)}
     job = trainer_jobs.trainer
@@ -144,16 +126,13 @@ def test_the_trainer_under_autotp(
         check_losses(reference["losses"], found[0]["losses"])
     for rank in found:
         notes = [note for note in rank["report"].notes if "trainer_state.json" in note]
-        assert ["took 16 samples in 4 steps" in n and said in n for n in notes] == [True] * bool(
-            said
-        )
+        known = ["took 16 samples in 4 steps" in n and said in n for n in notes]
+        assert known == [True] * bool(said)
 
 
 def test_the_trainer_comparison_sees_another_step(trained: tuple[str, dict[str, Any]]) -> None:
     saved = trained[1]["saved"]
-    scalars = {
-        key: value + 1 if key[1] == "step" else value for key, value in saved["scalars"].items()
-    }
+    scalars = {key: value + (key[1] == "step") for key, value in saved["scalars"].items()}
     assert len(differences(saved, {**saved, "scalars": scalars})) == 1
 
 
@@ -164,9 +143,7 @@ def exported(folder: Path, out: Path, saved: dict[str, Any], **options: Any) -> 
     found = twins.read(out)
     masters = {name: full for (name, state), full in saved["full"].items() if state == "fp32"}
     assert len(masters) > 10 and {*masters} <= {*found}
-    assert [
-        n for n, full in masters.items() if not torch.equal(found[n].view(-1), full.view(-1))
-    ] == []
+    assert all(torch.equal(found[n].view(-1), full.view(-1)) for n, full in masters.items())
     return found
 
 
@@ -183,32 +160,19 @@ def test_a_trainer_checkpoint_goes_to_hugging_face(
     assert all(torch.equal(held[name], found[name]) for name in found if name != "mark")
 
 
-@pytest.mark.parametrize(
-    ("installed", "config"),
-    [
-        (False, {"universal_checkpoint": {"enabled": True}}),
-        (True, {}),
-        (True, {"universal_checkpoint": {"enabled": False}}),
-    ],
-    ids=["not installed", "no section", "not enabled"],
-)
+STOCK: dict[str, tuple[bool, dict[str, Any]]] = {
+    "not installed": (False, {"universal_checkpoint": {"enabled": True}}),
+    "no section": (True, {}),
+    "not enabled": (True, {"universal_checkpoint": {"enabled": False}}),
+}
+
+
+@pytest.mark.parametrize("how", STOCK)
 def test_stock_deepspeed_refuses_the_same_resume(
-    ranks: RankPool,
-    trained: tuple[str, dict[str, Any]],
-    tmp_path: Path,
-    installed: bool,
-    config: dict[str, Any],
+    ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path, how: str
 ) -> None:
-    said = ranks.run(
-        1,
-        trainer_jobs.refused,
-        installed,
-        config,
-        folder=str(tmp_path),
-        zero=2,
-        steps=STEPS,
-        resume=trained[0],
-    )
+    run = {"folder": str(tmp_path), "zero": 2, "steps": STEPS, "resume": trained[0]}
+    said = ranks.run(1, trainer_jobs.refused, *STOCK[how], **run)
     assert said[0].startswith("ZeRORuntimeException"), said[0]
 
 
@@ -220,17 +184,9 @@ def test_the_stock_key_needs_no_converted_folder_and_follows_latest(
     stale = Path(checkpoint) / "latest_universal"
     stale.write_text("global_step2_universal")
     (Path(checkpoint) / "global_step2_universal" / "zero").mkdir(parents=True)
+    run = {"zero": 1, "steps": STEPS, "resume": checkpoint, "seed": 5, "config": STOCK_KEY}
     try:
-        found = ranks.run(
-            1,
-            trainer_jobs.trainer,
-            str(tmp_path),
-            zero=1,
-            steps=STEPS,
-            resume=checkpoint,
-            seed=5,
-            config=STOCK_KEY,
-        )
+        found = ranks.run(1, trainer_jobs.trainer, str(tmp_path), **run)
     finally:
         stale.unlink()
     check_equal(reference["saved"], reference["begin"], found)
@@ -272,10 +228,8 @@ def test_an_adapter_under_accelerate(
 def test_the_section_is_found_wherever_deepspeed_finds_its_config(
     ranks: RankPool, tmp_path: Path, form: str
 ) -> None:
-    config: Any = {
-        "train_batch_size": 1,
-        "universal_checkpoint": {"enabled": True, "hyper": "config"},
-    }
+    section = {"enabled": True, "hyper": "config"}
+    config: Any = {"train_batch_size": 1, "universal_checkpoint": section}
     if form == "file with comments":
         (tmp_path / "ds.json").write_text("{\n  // mine\n" + json.dumps(config)[1:-1] + ",\n}")
         config = str(tmp_path / "ds.json")
@@ -336,9 +290,8 @@ def test_the_module_runner_resumes_a_script_that_knows_nothing(
     assert start(1, [*runner, "resume", "3"], log) == 0, log.read_text()
     (line,) = [line for line in log.read_text().splitlines() if "loaded step 3" in line]
     assert "tp=1,pp=1,dp=2,zero=1 -> tp=1,pp=1,dp=1,zero=3" in line and "fingerprint of" in line
-    want, have = (
-        torch.load(tmp_path / f"{verb}.pt", weights_only=False) for verb in ("save", "resume")
-    )
+    files = [tmp_path / f"{verb}.pt" for verb in ("save", "resume")]
+    want, have = (torch.load(file, weights_only=False) for file in files)
     assert differences(want, have) == []
 
 
@@ -352,13 +305,7 @@ def test_the_module_runner_is_what_python_is_to_a_script(tmp_path: Path, as_modu
         "print(__name__, sys.argv[1:], beside.VALUE, wrapped)"
     )
     what = ["-m", "job"] if as_module else [str(tmp_path / "job.py")]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ucp.run", *what, "--lr", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command([sys.executable, "-m", "megatron_ucp.run", *what, "--lr", "1"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '1'] 7 True"
 
@@ -380,14 +327,7 @@ def test_what_a_script_prints_and_raises_is_its_own(tmp_path: Path, how: list[st
         "import sys, megatron_ucp as ucp\n"
         "print('\\033[31mred\\033[0m', sys.argv[1:])\nucp.Mesh(tp=0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", *how],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command([sys.executable, "-m", *how], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     rank = ["--local_rank=0"] if "--local_rank=0" in how else []
     assert done.stdout == f"\033[31mred\033[0m {[*rank, '--epochs', '3']}\n"
     assert done.returncode == 1 and 'job.py", line 3' in done.stderr
@@ -423,7 +363,7 @@ def killed(folder: Path, *options: str, lives: int = 4) -> list[dict[str, Any]]:
     """What each life of a run did, which is killed again and again."""
     words = [sys.executable, "-m", "tests.engines.killed_trainers", str(folder), *options]
     words += ["--lives", str(lives)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=400)
+    done = run_command(words, timeout=400)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"life"')]
     assert len(found) == lives, done.stdout[-3000:] + done.stderr[-3000:]
     return found

@@ -11,6 +11,7 @@ import megatron_ucp as ucp
 from tests.engines import fsdp2_jobs
 from tests.engines.autotp_states import canonical
 from tests.engines.fsdp2_jobs import Plain
+from tests.engines.model import engine_around
 from tests.formats import titan_program as program
 
 _SMALL = ("norm", "bias", "sinks")
@@ -18,7 +19,6 @@ _SMALL = ("norm", "bias", "sinks")
 
 def make(setup: Plain, config: str) -> Any:
     """A model of a config under DeepSpeed, its weights others than those that are loaded."""
-    import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM
 
     said = AutoConfig.from_pretrained(config)
@@ -44,13 +44,7 @@ def make(setup: Plain, config: str) -> Any:
     }
     if setup.tp > 1:
         config_of_engine["tensor_parallel"] = {"autotp_size": setup.tp}
-    engine = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-        config=config_of_engine,
-        dist_init_required=False,
-    )[0]
+    engine = engine_around(net, optimizer, config_of_engine, rate=lambda step: 1.0)
     engine.plain_shapes = shapes
     return ucp.attach(engine)
 

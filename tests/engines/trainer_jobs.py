@@ -97,15 +97,7 @@ def as_in_a_new_process(installed: bool) -> Iterator[None]:
 
 
 def trainer(
-    folder: str,
-    zero: int,
-    steps: int,
-    save_at: int | None = None,
-    resume: str | None = None,
-    seed: int = 1,
-    installed: bool = True,
-    config: Mapping[str, Any] = ON,
-    batch: int = GLOBAL_BATCH,
+    folder: str, zero: int, steps: int, installed: bool = True, **how: Any
 ) -> dict[str, Any]:
     """Trains up to step `steps` under `transformers.Trainer`, with `batch` samples in a step.
 
@@ -113,18 +105,18 @@ def trainer(
     (`save_at`), and those on_train_begin, after a resume.
     """
     with as_in_a_new_process(installed):
-        return _trainer(folder, zero, steps, save_at, resume, seed, config, batch)
+        return _trainer(folder, zero, steps, **how)
 
 
 def _trainer(
     folder: str,
     zero: int,
     steps: int,
-    save_at: int | None,
-    resume: str | None,
-    seed: int,
-    config: Mapping[str, Any],
-    batch: int,
+    save_at: int | None = None,
+    resume: str | None = None,
+    seed: int = 1,
+    config: Mapping[str, Any] = ON,
+    batch: int = GLOBAL_BATCH,
 ) -> dict[str, Any]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -167,25 +159,9 @@ def _trainer(
     )
     run = Noting(model=make_model(seed), args=arguments, train_dataset=data, callbacks=[Watch()])
     run.train(resume_from_checkpoint=resume)
-    found["losses"] = {
-        entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry
-    }
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    found["losses"] = {entry["step"]: entry["loss"] for entry in logged}
     return found
-
-
-def accelerator(
-    folder: str,
-    zero: int,
-    steps: int,
-    save_at: int | None = None,
-    load: bool = False,
-    seed: int = 1,
-    adapter: bool = False,
-) -> dict[str, Any]:
-    """Trains up to step `steps` under `accelerate.Accelerator`; saves before step `save_at`, or
-    loads first. Of an `adapter` of peft the frozen weights are not saved."""
-    with as_in_a_new_process(installed=True):
-        return _accelerator(folder, zero, steps, save_at, load, seed, adapter)
 
 
 def adapted(seed: int) -> Any:
@@ -208,20 +184,27 @@ def _training(seed: int, adapter: bool) -> tuple[Any, torch.optim.Optimizer, Any
     """A model, an optimizer with two groups, and a scheduler, as they come to Accelerate."""
     model = adapted(seed) if adapter else make_model(seed)
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() > 1]
-    vectors = [p for p in trained if p.dim() == 1]
     groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-3},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     return model, optimizer, scheduler
 
 
-def _accelerator(
-    folder: str, zero: int, steps: int, save_at: int | None, load: bool, seed: int, adapter: bool
+@as_in_a_new_process(installed=True)
+def accelerator(
+    folder: str,
+    zero: int,
+    steps: int,
+    save_at: int | None = None,
+    load: bool = False,
+    seed: int = 1,
+    adapter: bool = False,
 ) -> dict[str, Any]:
+    """Trains up to step `steps` under `accelerate.Accelerator`; saves before step `save_at`, or
+    loads first. Of an `adapter` of peft the frozen weights are not saved."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
 

@@ -10,7 +10,7 @@ import torch
 import megatron_ucp as ucp
 from pretrain.mcore import models
 from tests.engines.kinds import KINDS, Kind
-from tests.engines.model import config_of
+from tests.engines.model import config_of, engine_around
 from tests.engines.tensor_jobs import close
 from tests.families.own import MIXER, NEO, MixerSizes
 from tests.families.registration import registered
@@ -103,20 +103,13 @@ class Mixer(Held):
 
 
 def make(setup: Own, attach: bool = True) -> Any:
-    import deepspeed
-
     models.start(setup.tp, seed=7)
     model = Mixer(setup, models.mpu().get_tensor_model_parallel_rank())
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
     settings = config_of(setup.zero, 1, setup.dtype, gradient_clipping=0.0)
-    engine = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
-        config=settings,
-        mpu=models.mpu(),
-        dist_init_required=False,
-    )[0]
+    engine = engine_around(
+        model, optimizer, settings, rate=lambda step: 1.0 / (1 + step), mpu=models.mpu()
+    )
     return ucp.attach(engine, family="mixer") if attach else engine
 
 

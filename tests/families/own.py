@@ -10,60 +10,49 @@ from typing import Any
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import ShardNC
-from megatron_ucp.families import gpt
+from megatron_ucp.families import family, gpt
 from megatron_ucp.families import pipe as dense_pipe
-from megatron_ucp.families.family import (
-    Builder,
-    Declared,
-    Divided,
-    Family,
-    Sizes,
-    column,
-    norm,
-    row,
-    vocabulary,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixerSizes(Sizes):
+class MixerSizes(family.Sizes):
     """`states` is the width of the second part of a fused projection."""
 
     states: int
 
 
-def fused(parts: tuple[int, ...], *rest: int) -> Declared:
+def fused(parts: tuple[int, ...], *rest: int) -> family.Declared:
     """Parts of several sizes, one above the other, each cut on dim 0 for itself."""
-    return Declared(
+    return family.Declared(
         (sum(parts), *rest),
         ShardNC("tp", 0, parts),
         {"tensor_model_parallel": True, "partition_dim": 0},
     )
 
 
-def mixer_table(sizes: MixerSizes) -> dict[str, Declared]:
-    out = {"words": vocabulary(sizes, sizes.hidden)}
+def mixer_table(sizes: MixerSizes) -> dict[str, family.Declared]:
+    out = {"words": family.vocabulary(sizes, sizes.hidden)}
     for layer in range(sizes.layers):
         out |= {f"layers.{layer}.{name}": declared for name, declared in mixer_layer(sizes).items()}
     return out
 
 
-def mixer_layer(sizes: MixerSizes) -> dict[str, Declared]:
+def mixer_layer(sizes: MixerSizes) -> dict[str, family.Declared]:
     return {
-        "norm": norm(sizes.hidden),
+        "norm": family.norm(sizes.hidden),
         "in_proj": fused((sizes.ffn, sizes.states, sizes.heads), sizes.hidden),
         "conv": fused((sizes.ffn, sizes.states), 1, 3),
-        "skip": column(sizes.heads),
-        "out_proj": row(sizes.hidden, sizes.ffn),
+        "skip": family.column(sizes.heads),
+        "out_proj": family.row(sizes.hidden, sizes.ffn),
     }
 
 
-def mixer_divided(sizes: MixerSizes) -> tuple[Divided, ...]:
+def mixer_divided(sizes: MixerSizes) -> tuple[family.Divided, ...]:
     return (
-        Divided("heads", sizes.heads),
-        Divided("states", sizes.states),
-        Divided("the inner width", sizes.ffn),
-        Divided("the padded vocabulary", sizes.vocab),
+        family.Divided("heads", sizes.heads),
+        family.Divided("states", sizes.states),
+        family.Divided("the inner width", sizes.ffn),
+        family.Divided("the padded vocabulary", sizes.vocab),
     )
 
 
@@ -89,12 +78,12 @@ def mixer_layers(held: Collection[str]) -> Layers:
     return Layers(tuple(at), names, frozenset(range(count)))
 
 
-def mixer_sizes(module: Any) -> Sizes:
+def mixer_sizes(module: Any) -> family.Sizes:
     """From a live module, which knows them."""
     return module.sizes
 
 
-MIXER = Family(
+MIXER = family.Family(
     "mixer",
     mixer_table,
     "tests/families/own.py",
@@ -104,12 +93,12 @@ MIXER = Family(
     sizes=MixerSizes,
     measure=mixer_sizes,
 )
-NEO = Family(
+NEO = family.Family(
     "neo",
     gpt.table,
     "tests/families/own.py",
     dense_pipe.names,
     dense_pipe.layers,
-    builder=Builder("RMSNorm", gated=False, biases=True, position_embedding_type="rope"),
+    builder=family.Builder("RMSNorm", gated=False, biases=True, position_embedding_type="rope"),
     defaults={"untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0},
 )

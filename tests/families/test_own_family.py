@@ -4,7 +4,6 @@ parameter that none of ours has, and no other line changed."""
 import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +27,7 @@ from tests.families import jobs
 from tests.families.jobs import PLANTED, SIZES, Own, whole_parts
 from tests.families.own import MIXER
 from tests.ranks import RankPool
+from tests.scripts import run_command
 
 FUSED = "layers.1.in_proj"
 ELEMS = sum(math.prod(shape) for _, _, shape in whole_parts().values())
@@ -178,9 +178,7 @@ def test_a_process_that_does_not_know_the_family(folder: Path, tmp_path: Path) -
     """The manifest says how parameters are cut: the tool needs the family for a pipeline alone."""
     for target, code in (("tp=1,dp=2,zero=3", 0), ("pp=2,dp=2,zero=1", 2)):
         words = ["convert", str(folder), str(tmp_path / target), "--mesh", target]
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_ucp.cli", *words], capture_output=True, text=True
-        )
+        done = run_command([sys.executable, "-m", "megatron_ucp.cli", *words])
         assert done.returncode == code, done.stderr
     assert "the names of the parameters in a pipeline are not known" in done.stderr
     assert main(["diff", str(folder), str(tmp_path / "tp=1,dp=2,zero=3")]) == 0

@@ -1,6 +1,7 @@
 """Megatron's files for tests: those that stock Megatron-LM wrote, and what torch's own reader says
 of them."""
 
+import os
 import pickle
 import re
 import shutil
@@ -165,3 +166,37 @@ def swapped_chunks(tag: Path, one: tuple[str, tuple[int, ...]], other: tuple[str
         places[a], places[b] = places[b], places[a]
 
     changed_index(tag, change)
+
+
+# ---- changes of a folder, for tables of what is refused
+
+
+def index_of(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    return lambda folder: changed_index(folder, change)
+
+
+def outside(name: str) -> Callable[[Path], None]:
+    def change(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
+            place.relative_path = name
+
+    return index_of(change)
+
+
+def negative(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).offset = -1
+
+    changed_index(folder, change)
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def lost(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def no_index(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps({}))

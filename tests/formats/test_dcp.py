@@ -35,7 +35,14 @@ from megatron_ucp.reshard.check import read_state, verify
 from tests.formats.craft import names_of_python_3_13
 from tests.formats.hostile import bounded
 from tests.formats.hostile_pickles import System
-from tests.formats.megatron_files import changed_index
+from tests.formats.megatron_files import (
+    cut,
+    index_of,
+    lost,
+    negative,
+    no_index,
+    outside,
+)
 from tests.places import Place
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
@@ -294,28 +301,8 @@ def other_bytes(metadata: Any) -> None:
     held[one], held[other] = held[other], held[one]
 
 
-def outside(name: str) -> Callable[[Any], None]:
-    def change(metadata: Any) -> None:
-        for place in metadata.storage_data.values():
-            place.relative_path = name
-
-    return change
-
-
 def huge(metadata: Any) -> None:
     entry(metadata, WEIGHT).size = torch.Size((2**40, 2**40))
-
-
-def negative(metadata: Any) -> None:
-    next(iter(metadata.storage_data.values())).offset = -1
-
-
-def index_of(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    return lambda folder: changed_index(folder, change)
-
-
-def cut(name: str, size: int) -> Callable[[Path], None]:
-    return lambda folder: os.truncate(folder / name, size)
 
 
 def saved(tree: Any) -> Callable[[Path], None]:
@@ -400,57 +387,35 @@ def infinite(tree: Any) -> None:
     tree["optim"]["state"]["weight"]["step"] = torch.tensor(float("nan"))
 
 
+LOST = (StateMismatchError, "states of the optimizer are missing")
+OF_ONE = [f"optim.state.inner.weight.{state}" for state in ("exp_avg", "exp_avg_sq", "step")]
+FILES = "files that the index lists are missing"
+OTHER_BYTES = "not the one that the index says"
+OVERLAP = "overlap|belong to no entry|nowhere"
+NO_LIST = removed("optim.param_groups.1.params")
+NO_GROUP = renamed("optim.param_groups.1.", "optim.param_groups.2.")
+OF_MEGATRON = {"model": {"w": torch.ones(2)}, "checkpoint_version": 3.0, "iteration": 3}
 REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
-    "a file is missing": (
-        lambda folder: (folder / "__1_0.distcp").unlink(),
-        NotFoundError,
-        "files that the index lists are missing",
-    ),
+    "a file is missing": (lost("__1_0.distcp"), NotFoundError, FILES),
     "a file is cut": (cut("__1_0.distcp", 4000), DamagedFileError, "shorter than the index says"),
     "the index is cut": (cut(".metadata", 1000), DamagedFileError, "truncated"),
     "the index is empty": (cut(".metadata", 0), DamagedFileError, "malf"),
-    "the index is a dict": (
-        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({})) and None,
-        DamagedFileError,
-        "another structure",
-    ),
-    "chunks overlap": (
-        index_of(moved_chunk),
-        DamagedFileError,
-        "overlap|belong to no entry|nowhere",
-    ),
+    "the index is a dict": (no_index, DamagedFileError, "another structure"),
+    "chunks overlap": (index_of(moved_chunk), DamagedFileError, OVERLAP),
     "chunks leave a gap": (index_of(dropped_chunk), DamagedFileError, "gap"),
     "two chunks share bytes": (index_of(shared_bytes), DamagedFileError, "share bytes"),
-    "chunks of other tensors": (
-        index_of(other_bytes),
-        DamagedFileError,
-        "not the one that the index says",
-    ),
-    "a path upwards": (index_of(outside("../x")), DamagedFileError, "outside of its folder"),
-    "an absolute path": (index_of(outside("/etc/passwd")), DamagedFileError, "outside of its"),
-    "a negative place": (index_of(negative), DamagedFileError, "impossible place"),
+    "chunks of other tensors": (index_of(other_bytes), DamagedFileError, OTHER_BYTES),
+    "a path upwards": (outside("../x"), DamagedFileError, "outside of its folder"),
+    "an absolute path": (outside("/etc/passwd"), DamagedFileError, "outside of its"),
+    "a negative place": (negative, DamagedFileError, "impossible place"),
     "a parameter of 2**80 elements": (index_of(huge), DamagedFileError, "gap"),
     "a weight is missing": (index_of(removed(WEIGHT)), StateMismatchError, "are not in the folder"),
-    "one state of one parameter is missing": (
-        index_of(removed(MOMENT)),
-        StateMismatchError,
-        "states of the optimizer are missing",
-    ),
-    "a step is missing": (
-        index_of(removed("optim.state.inner.weight.step")),
-        StateMismatchError,
-        "states of the optimizer are missing",
-    ),
+    "one state of one parameter is missing": (index_of(removed(MOMENT)), *LOST),
+    "a step is missing": (index_of(removed(OF_ONE[-1])), *LOST),
     "a group's list of parameters is missing": (
-        index_of(removed("optim.param_groups.1.params")),
-        DamagedFileError,
-        "listed in two ways|missing",
+        *(index_of(NO_LIST), DamagedFileError, "listed in two ways|missing"),
     ),
-    "a group is missing": (
-        index_of(renamed("optim.param_groups.1.", "optim.param_groups.2.")),
-        DamagedFileError,
-        "a parameter group is missing",
-    ),
+    "a group is missing": (index_of(NO_GROUP), DamagedFileError, "a parameter group is missing"),
     "states by position": (saved(by_position()), UnsupportedError, "by position"),
     "8-bit states": (saved(named(eight_bits)), UnsupportedError, "can't be cut"),
     "a state of another shape": (
@@ -480,9 +445,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
         "states of several optimizers",
     ),
     "Megatron's other formats": (
-        saved({"model": {"w": torch.ones(2)}, "checkpoint_version": 3.0, "iteration": 3}),
-        UnsupportedError,
-        "Megatron-core writes by default",
+        *(saved(OF_MEGATRON), UnsupportedError, "Megatron-core writes by default"),
     ),
 }
 

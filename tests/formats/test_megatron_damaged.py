@@ -2,7 +2,6 @@
 nothing that a pickle names is run."""
 
 import json
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,13 @@ from tests.formats.megatron_files import (
     GOLDEN,
     TAG,
     changed_arguments,
-    changed_index,
     copied,
+    cut,
+    index_of,
+    lost,
+    negative,
+    no_index,
+    outside,
     rewritten,
     swapped_chunks,
 )
@@ -75,18 +79,6 @@ def shared_bytes(metadata: Any) -> None:
     metadata.storage_data[one] = metadata.storage_data[other]
 
 
-def outside(name: str) -> Callable[[Any], None]:
-    def change(metadata: Any) -> None:
-        for place in metadata.storage_data.values():
-            place.relative_path = name
-
-    return change
-
-
-def negative(metadata: Any) -> None:
-    next(iter(metadata.storage_data.values())).offset = -1
-
-
 def orphan(metadata: Any) -> None:
     """States of a parameter that is not there."""
     for key in [k for k in metadata.state_dict_metadata if k == WEIGHT]:
@@ -130,107 +122,83 @@ def shifted_masters(tag: Path) -> None:
     swapped_chunks(tag, (FC2, (1, 0, 0)), (FC2, (2, 0, 0)))  # type: ignore[arg-type]
 
 
-def cut_file(tag: Path) -> None:
-    path = tag / "__0_0.distcp"
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def backend(tag: Path) -> None:
     (tag / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
 
 
-def groups(change: Callable[[list[Any]], None]) -> Callable[[Path], None]:
-    return lambda tag: rewritten(
-        tag / "common.pt", lambda tree: change(tree["optimizer"]["optimizer"]["param_groups"])
-    )
+def said(**arguments: Any) -> Callable[[Path], None]:
+    return lambda tag: changed_arguments(tag, **arguments)
+
+
+def common(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    return lambda tag: rewritten(tag / "common.pt", change)
+
+
+def groups(change: Callable[[list[Any]], object]) -> Callable[[Path], None]:
+    return common(lambda tree: change(tree["optimizer"]["optimizer"]["param_groups"]))
+
+
+def swapped(*with_it: Any) -> Callable[[Path], None]:
+    return lambda tag: swapped_chunks(tag, (FC2, (1, 0, 0)), with_it)  # type: ignore[arg-type]
 
 
 def third_group(found: list[Any]) -> None:
     found.append({**found[0], "lr": 1.0})
 
 
-def index_of(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    return lambda tag: changed_index(tag, change)
+def no_schedule(tree: Any) -> None:
+    tree["opt_param_scheduler"] = [1]
 
 
+FILES = "files that the index lists are missing"
+OTHER_BYTES = "not the one that the index says"
+BY_DEFAULT = (UnsupportedError, "Megatron-core writes by default")
+OF_EXPERTS = (ForeignFileError, "expert parallelism")
+OFFLOADED = said(optimizer_cpu_offload=True)
 REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
-    "a file is missing": (
-        lambda tag: (tag / "__2_1.distcp").unlink(),
-        NotFoundError,
-        "files that the index lists are missing",
-    ),
-    "common.pt is missing": (lambda tag: (tag / "common.pt").unlink(), NotFoundError, "not exist"),
-    "a file is cut": (cut_file, DamagedFileError, "shorter than the index says"),
-    "the index is cut": (
-        lambda tag: os.truncate(tag / ".metadata", 1000),
-        DamagedFileError,
-        "truncated",
-    ),
-    "the index is empty": (lambda tag: os.truncate(tag / ".metadata", 0), DamagedFileError, "malf"),
-    "the index is a dict": (
-        lambda tag: (tag / ".metadata").write_bytes(pickle.dumps({})) and None,
-        DamagedFileError,
-        "another structure",
-    ),
+    "a file is missing": (lost("__2_1.distcp"), NotFoundError, FILES),
+    "common.pt is missing": (lost("common.pt"), NotFoundError, "not exist"),
+    "a file is cut": (cut("__0_0.distcp", 71_000), DamagedFileError, "shorter than the index says"),
+    "the index is cut": (cut(".metadata", 1000), DamagedFileError, "truncated"),
+    "the index is empty": (cut(".metadata", 0), DamagedFileError, "malf"),
+    "the index is a dict": (no_index, DamagedFileError, "another structure"),
     "chunks overlap": (index_of(moved_chunk), DamagedFileError, "overlap"),
     "chunks leave a gap": (index_of(dropped_chunk), DamagedFileError, "gap"),
     "a chunk lies nowhere": (index_of(lost_place), DamagedFileError, "lies nowhere"),
     "two chunks share bytes": (index_of(shared_bytes), DamagedFileError, "share bytes"),
-    "a path upwards": (index_of(outside("../x")), DamagedFileError, "outside of its folder"),
-    "an absolute path": (index_of(outside("/etc/passwd")), DamagedFileError, "outside of its"),
-    "a negative place": (index_of(negative), DamagedFileError, "impossible place"),
+    "a path upwards": (outside("../x"), DamagedFileError, "outside of its folder"),
+    "an absolute path": (outside("/etc/passwd"), DamagedFileError, "outside of its"),
+    "a negative place": (negative, DamagedFileError, "impossible place"),
     "a parameter of 2**120 elements": (index_of(huge), DamagedFileError, "gap"),
     "states without a parameter": (index_of(orphan), DamagedFileError, "that is not there"),
     "one state is missing": (index_of(lost_state), DamagedFileError, "has not all of the optim"),
     "a compressed file": (index_of(transformed), UnsupportedError, "stream transformation"),
     "chunks of two layers swapped": (
-        lambda tag: swapped_chunks(tag, (FC2, (1, 0, 0)), (FC2, (2, 0, 0))),  # type: ignore[arg-type]
-        StateMismatchError,
-        "not the weights beside them",
+        *(swapped(FC2, (2, 0, 0)), StateMismatchError, "not the weights beside them"),
     ),
     "the bucket error of 0.16.1": (shifted_masters, StateMismatchError, "0.16.1 to 0.19.0"),
     "chunks of other tensors": (
-        lambda tag: swapped_chunks(tag, (FC2, (1, 0, 0)), ("output_layer.weight", (0, 0))),  # type: ignore[arg-type]
-        DamagedFileError,
-        "not the one that the index says",
+        *(swapped("output_layer.weight", (0, 0)), DamagedFileError, OTHER_BYTES),
     ),
-    "experts' optimizer in common.pt": (other_kind, ForeignFileError, "expert parallelism"),
-    "one optimizer for experts": (
-        lambda tag: changed_arguments(tag, expert_model_parallel_size=2),
-        ForeignFileError,
-        "expert parallelism",
-    ),
-    "another backend": (backend, UnsupportedError, "Megatron-core writes by default"),
-    "no metadata.json": (
-        lambda tag: (tag / "metadata.json").unlink(),
-        UnsupportedError,
-        "Megatron-core writes by default",
-    ),
-    "offloaded": (
-        lambda tag: changed_arguments(tag, optimizer_cpu_offload=True),
-        UnsupportedError,
-        "offloaded to the CPU",
-    ),
+    "experts' optimizer in common.pt": (other_kind, *OF_EXPERTS),
+    "one optimizer for experts": (said(expert_model_parallel_size=2), *OF_EXPERTS),
+    "another backend": (backend, *BY_DEFAULT),
+    "no metadata.json": (lost("metadata.json"), *BY_DEFAULT),
+    "offloaded": (OFFLOADED, UnsupportedError, "offloaded to the CPU"),
     "a group that could be another": (
-        groups(third_group),
-        StateMismatchError,
-        "which parameter group",
+        *(groups(third_group), StateMismatchError, "which parameter group"),
     ),
     "a step that is a text": (
-        groups(lambda found: found[0].update(step="3")),
-        DamagedFileError,
-        "a step is no number",
+        *(groups(lambda found: found[0].update(step="3")), DamagedFileError, "a step is no number"),
     ),
     "an iteration that is a text": (
-        lambda tag: rewritten(tag / "common.pt", lambda tree: tree.update(iteration="3")),
-        DamagedFileError,
-        "iteration is no number",
+        *(
+            common(lambda tree: tree.update(iteration="3")),
+            DamagedFileError,
+            "iteration is no number",
+        ),
     ),
-    "a scheduler that is a list": (
-        lambda tag: rewritten(tag / "common.pt", lambda t: t.update(opt_param_scheduler=[1])),
-        DamagedFileError,
-        "no dictionary",
-    ),
+    "a scheduler that is a list": (common(no_schedule), DamagedFileError, "no dictionary"),
 }
 
 

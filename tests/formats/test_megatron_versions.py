@@ -12,13 +12,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.errors import (
-    DamagedFileError,
-    NotFoundError,
-    StateMismatchError,
-    UcpError,
-    UnsupportedError,
-)
+from megatron_ucp import errors
 from megatron_ucp.formats.byte_files import Record
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.megatron.distcp import DistcpFile
@@ -122,7 +116,7 @@ def test_it_becomes_a_hugging_face_model(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [case for case in LATER if case not in EXPORTED])
 def test_no_other_model_is_exported_in_its_place(case: str, tmp_path: Path) -> None:
-    with pytest.raises(UcpError):
+    with pytest.raises(errors.UcpError):
         ucp.export_hf(GOLDEN_LATER / case, tmp_path / "hf", dtype="float32")
     assert not (tmp_path / "hf").exists()
 
@@ -158,7 +152,7 @@ def test_a_flipped_byte_of_any_record_is_found(case: str, tmp_path: Path) -> Non
             file.seek(at)
             file.write(bytes([old ^ 0x10]))
             file.flush()
-            with contextlib.suppress(UcpError):
+            with contextlib.suppress(errors.UcpError):
                 assert not ucp.verify(tag, deep=True), f"{name}: {record.name}"
             file.seek(at)
             file.write(bytes([old]))
@@ -172,7 +166,10 @@ def test_states_of_two_layers_that_are_swapped_are_found(tmp_path: Path) -> None
     tag = copied("v019_dpr_mla_tp2", tmp_path / "saved")
     key = "decoder.layers.self_attention.linear_kv_up_proj.weight"
     swapped_chunks(tag, (key, (1, 0, 0)), (key, (2, 0, 0)))
-    with open_checkpoint(tag) as checkpoint, pytest.raises(StateMismatchError, match="masters"):
+    with (
+        open_checkpoint(tag) as checkpoint,
+        pytest.raises(errors.StateMismatchError, match="masters"),
+    ):
         for name in checkpoint.file_names:
             checkpoint.check(name)
 
@@ -181,12 +178,12 @@ def test_a_file_in_front_counts_and_none_at_all_is_named(tmp_path: Path) -> None
     """As in megatron-core: `common.pt` where there is one."""
     tag = copied("v019_dpr_tp2dp2", tmp_path / "saved")
     shutil.copy(GOLDEN / "td_dpr_dp2_bf16" / TAG / "common.pt", tag)
-    with open_checkpoint(GOLDEN / "td_dpr_dp2_bf16") as one, pytest.raises(UcpError):
+    with open_checkpoint(GOLDEN / "td_dpr_dp2_bf16") as one, pytest.raises(errors.UcpError):
         assert one.manifest.written_on.dp == 2  # another mesh: the buckets are not that run's
         open_checkpoint(tag).__enter__()
     old = copied("td_full_tp2dp2", tmp_path / "old")
     (old / "common.pt").unlink()
-    with pytest.raises(NotFoundError, match=r"common\.pt"):
+    with pytest.raises(errors.NotFoundError, match=r"common\.pt"):
         open_checkpoint(old).__enter__()
 
 
@@ -213,7 +210,7 @@ def test_what_they_do_not_hold_is_named(tmp_path: Path) -> None:
             del metadata.storage_data[index]
 
     changed_index(tag, without_masters)
-    with pytest.raises(DamagedFileError, match="lost its fp32 masters"):
+    with pytest.raises(errors.DamagedFileError, match="lost its fp32 masters"):
         open_checkpoint(tag).__enter__()
 
     def in_blocks(metadata: Any) -> None:
@@ -223,5 +220,5 @@ def test_what_they_do_not_hold_is_named(tmp_path: Path) -> None:
 
     whole = copied("td_full_tp2dp2", tmp_path / "blocks")
     changed_index(whole, in_blocks)
-    with pytest.raises(UnsupportedError, match="scaled by blocks"):
+    with pytest.raises(errors.UnsupportedError, match="scaled by blocks"):
         open_checkpoint(whole).__enter__()

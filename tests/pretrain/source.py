@@ -24,13 +24,11 @@ class Source:
 
     def argv(self, *more: list[str] | str, iterations: int = ITERATIONS) -> list[str]:
         return command(
-            self.model, BATCH, RATES, QUIET, stdlib(), "--train-iters", str(iterations), *more
+            self.model, BATCH, RATES, QUIET, stdlib(), f"--train-iters {iterations}", *more
         )
 
     def resume(self, *more: list[str] | str, iterations: int = ITERATIONS) -> list[str]:
-        return self.argv(
-            "--load", str(self.folder), "--ckpt-step", str(SAVED), *more, iterations=iterations
-        )
+        return self.argv(f"--load {self.folder} --ckpt-step {SAVED}", *more, iterations=iterations)
 
 
 def make_source(ranks: RankPool, model: list[str], folder: Path) -> Source:
@@ -39,13 +37,7 @@ def make_source(ranks: RankPool, model: list[str], folder: Path) -> Source:
         4,
         JOB,
         source.argv(
-            mesh(2, 1),
-            "--save",
-            str(folder),
-            "--save-interval",
-            str(SAVED),
-            "--log-json",
-            str(folder / "log.jsonl"),
+            mesh(2, 1), f"--save {folder} --save-interval {SAVED} --log-json {folder / 'log.jsonl'}"
         ),
     )
     assert all(result["losses"] == results[0]["losses"] for result in results)
@@ -54,11 +46,8 @@ def make_source(ranks: RankPool, model: list[str], folder: Path) -> Source:
 
 def check_resumed(source: Source, result: dict[str, Any]) -> None:
     assert "error" not in result, result["text"]
-    assert (result["first"], result["iteration"], result["consumed"]) == (
-        SAVED,
-        ITERATIONS,
-        ITERATIONS * 8,
-    )
+    reached = result["first"], result["iteration"], result["consumed"]
+    assert reached == (SAVED, ITERATIONS, ITERATIONS * 8)
     after = source.result["losses"][SAVED:]
     assert len(result["losses"]) == len(after) == ITERATIONS - SAVED
     assert result["losses"] == pytest.approx(after, rel=0, abs=1e-5)

@@ -20,30 +20,22 @@ REST = ["--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "10", "--moc
 
 
 def arguments(*more: str, model: list[str] = LLAMA, world: int = 4) -> argparse.Namespace:
-    return complete(parse(command(model, REST, list(more))), world)
+    return complete(parse(command(model, REST, *more)), world)
 
 
 def test_family_defaults() -> None:
     llama, gpt = arguments(), arguments(model=GPT)
-    assert (
-        llama.normalization,
-        llama.swiglu,
-        llama.disable_bias_linear,
-        llama.position_embedding_type,
-    ) == ("RMSNorm", True, True, "rope")
-    assert (
-        gpt.normalization,
-        gpt.swiglu,
-        gpt.disable_bias_linear,
-        gpt.position_embedding_type,
-    ) == ("LayerNorm", False, False, "learned_absolute")
+    names = ("normalization", "swiglu", "disable_bias_linear", "position_embedding_type")
+    for args, values in (
+        (llama, ["RMSNorm", True, True, "rope"]),
+        (gpt, ["LayerNorm", False, False, "learned_absolute"]),
+    ):
+        assert [getattr(args, name) for name in names] == values
     assert llama.untie_embeddings_and_output_weights and not gpt.untie_embeddings_and_output_weights
-    assert (
-        gpt.ffn_hidden_size == 4 * 32 and llama.num_query_groups == 2 and gpt.num_query_groups == 4
-    )
-    assert arguments(
-        "--untie-embeddings-and-output-weights", model=GPT
-    ).untie_embeddings_and_output_weights
+    assert gpt.ffn_hidden_size == 4 * 32
+    assert llama.num_query_groups == 2 and gpt.num_query_groups == 4
+    untied = arguments("--untie-embeddings-and-output-weights", model=GPT)
+    assert untied.untie_embeddings_and_output_weights
     assert not arguments("--tie-embeddings-and-output-weights").untie_embeddings_and_output_weights
 
 
@@ -206,19 +198,11 @@ def test_stages_divide_the_ranks() -> None:
 
 
 def test_lengths_in_samples() -> None:
-    args = arguments(
-        "--global-batch-size", "16", "--lr-warmup-fraction", "0.25", "--lr-wsd-decay-iters", "3"
-    )
-    assert (
-        args.lr_decay_steps,
-        args.lr_warmup_steps,
-        args.lr_wsd_decay_steps,
-        args.gradient_accumulation,
-    ) == (160, 40, 48, 2)
+    args = arguments("--global-batch-size 16 --lr-warmup-fraction 0.25 --lr-wsd-decay-iters 3")
+    assert (args.lr_decay_steps, args.lr_warmup_steps) == (160, 40)
+    assert (args.lr_wsd_decay_steps, args.gradient_accumulation) == (48, 2)
     words = [word for word in REST if word not in ("--train-iters", "10")]
-    tokens = complete(
-        parse(command(LLAMA, words, "--train-tokens", "6400", "--global-batch-size", "8")), 4
-    )
+    tokens = complete(parse(command(LLAMA, words, "--train-tokens 6400 --global-batch-size 8")), 4)
     assert (tokens.train_samples, tokens.train_iters, tokens.lr_decay_steps) == (200, 25, 200)
 
 
@@ -229,24 +213,15 @@ def test_deepspeed_config_is_merged(tmp_path: Path) -> None:
         path.write_text(json.dumps(config))
         return deepspeed_config(arguments("--deepspeed", "--deepspeed_config", str(path), *flags))
 
-    config = merged(
-        {
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "gradient_clipping": 0.5,
-            "train_batch_size": "auto",
-            "bf16": {"enabled": True},
-            "wall_clock_breakdown": False,
-        },
-        "--zero-stage",
-        "3",
-    )
-    assert config["zero_optimization"] == {"stage": 3, "stage3_param_persistence_threshold": 0}
-    assert (
-        config["gradient_clipping"],
-        config["train_batch_size"],
-        config["wall_clock_breakdown"],
-    ) == (0.5, 8, False)
-    assert config["bf16"] == {"enabled": True}
+    theirs = {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "wall_clock_breakdown": False,
+    }
+    config = merged({**theirs, "train_batch_size": "auto"}, "--zero-stage 3")
+    assert {name: config[name] for name in theirs} == theirs
+    assert config["train_batch_size"] == 8
     for wrong, flags, says in [
         ({"zero_optimization": {"stage": 2}}, ("--zero-stage", "1"), "--zero-stage"),
         ({"train_micro_batch_size_per_gpu": 4}, (), "--micro-batch-size"),
@@ -270,16 +245,14 @@ def test_padded_vocabulary() -> None:
     two = arguments("--tensor-model-parallel-size", "2")
     assert padded_vocab(257, arguments(), None) == 384 and padded_vocab(257, two, None) == 512
     assert padded_vocab(257, two, saved(384)) == 384  # as it was, not as a new run would have it
-    with pytest.raises(
-        UsageError, match="use 1; or drop rows or add zero rows with --allow-vocab-resize"
-    ) as caught:
+    advice = "use 1; or drop rows or add zero rows with --allow-vocab-resize"
+    with pytest.raises(UsageError, match=advice) as caught:
         padded_vocab(257, two, saved(387))
     assert "a divisor of 387" in str(caught.value)
     resize = arguments("--tensor-model-parallel-size", "2", "--load", "x", "--allow-vocab-resize")
     assert padded_vocab(257, resize, saved(387)) == 512  # as a new run would have it
-    assert (
-        padded_vocab(257, resize, saved(384)) == 384
-    )  # where it divides nothing changes, flag or not
+    # where it divides nothing changes, flag or not
+    assert padded_vocab(257, resize, saved(384)) == 384
     with pytest.raises(UsageError, match="more ids"):
         padded_vocab(257, resize, saved(255))
     with pytest.raises(UsageError, match="more ids"):

@@ -1,17 +1,22 @@
 """Samples by number: the same whatever the number of ranks, nothing twice, nothing left out."""
 
 import hashlib
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_ucp.errors import NotFoundError, UsageError
+from pretrain import same_data
 from pretrain.arguments import complete, parse
 from pretrain.data import Batches, Samples, make_samples, parse_blend, parse_split
 from pretrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, make_tokenizer
-from tests.pretrain.common import LLAMA, command
+from tests.pretrain import jobs
+from tests.pretrain.common import BATCH, LLAMA, QUIET, RATES, command, stdlib
+from tests.ranks import RankPool
 
 SEQUENCE = 32
 TEXT = "".join(
@@ -21,11 +26,7 @@ TEXT = "".join(
 
 def samples_of(*flags: str, split: int = 0, count: int = 1000) -> Samples:
     args = complete(
-        parse(
-            command(
-                LLAMA, "--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "10", list(flags)
-            )
-        ),
+        parse(command(LLAMA, "--micro-batch-size 1 --lr 1e-3 --train-iters 10", *flags)),
         1,
     )
     return make_samples(args, make_tokenizer(args), split, count)
@@ -82,9 +83,9 @@ def test_batches_do_not_depend_on_dp(kind: str, text: str, indexed: str) -> None
     assert len(set(expected)) == 6
     for dp, micro in ((2, 4), (4, 1), (4, 4), (16, 1)):
         assert hashes(samples_of(*flags), dp, micro, 6) == expected
-    assert hashes(samples_of(*flags, "--seed", "5"), 1, 16, 6) != expected
+    assert hashes(samples_of(*flags, "--seed 5"), 1, 16, 6) != expected
     assert (
-        hashes(samples_of(*flags, "--train-iters", "500"), 1, 16, 6) == expected
+        hashes(samples_of(*flags, "--train-iters 500"), 1, 16, 6) == expected
     )  # nor on the length of the run
     assert hashes(samples_of(*flags, count=5000), 1, 16, 6) == expected
 
@@ -131,14 +132,7 @@ def test_indexed_data_is_as_megatron_core_reads_it(indexed: str) -> None:
         IndexedDataset(indexed), indexed, np.arange(40, dtype=np.int32), None, Split.train, config
     )
     mine = samples_of(
-        "--data-path",
-        indexed,
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "5000",
-        "--split",
-        "1",
+        "--data-path", indexed, "--tokenizer-type NullTokenizer --vocab-size 5000 --split 1"
     )
     assert len(theirs) == mine.epoch
     for number in (0, 7, mine.epoch - 1):
@@ -154,7 +148,7 @@ def test_splits_share_nothing(text: str, indexed: str) -> None:
         ["--data-path", text],
         ["--data-path", indexed, "--tokenizer-type", "NullTokenizer", "--vocab-size", "5000"],
     ):
-        parts = [samples_of(*flags, "--split", "8,1,1", split=split) for split in (0, 1, 2)]
+        parts = [samples_of(*flags, "--split 8,1,1", split=split) for split in (0, 1, 2)]
         rows = [{tuple(part[n]) for n in range(part.epoch)} for part in parts]
         assert (
             all(rows)
@@ -166,15 +160,7 @@ def test_splits_share_nothing(text: str, indexed: str) -> None:
 
 def test_blend_weights(text: str, indexed: str) -> None:
     samples = samples_of(
-        "--data-path",
-        "3",
-        text,
-        "1",
-        indexed,
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "5000",
+        "--data-path 3", text, "1", indexed, "--tokenizer-type NullTokenizer --vocab-size 5000"
     )
     from_text = sum(int(samples[n].max()) < 256 or samples[n].max() == 5000 for n in range(400))
     assert from_text == pytest.approx(
@@ -195,7 +181,7 @@ def test_split_text() -> None:
 def test_byte_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(256)))
     (tmp_path / "b.txt").write_bytes(b"\xff" * 200)
-    samples = samples_of("--data-path", str(tmp_path), "--split", "1")
+    samples = samples_of(f"--data-path {tmp_path} --split 1")
     seen = {token for n in range(samples.epoch) for token in samples[n]}
     assert 256 in seen and max(seen) == 256 and ByteTokenizer().vocab_size == 257
 
@@ -215,14 +201,9 @@ def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a line " * 100)
     for spelling in ("HuggingFaceTokenizer", "HFTokenizer"):
         samples = samples_of(
-            "--data-path",
-            str(tmp_path / "text.txt"),
-            "--tokenizer-type",
+            f"--data-path {tmp_path / 'text.txt'} --tokenizer-type",
             spelling,
-            "--tokenizer-model",
-            str(tmp_path / "tokenizer"),
-            "--split",
-            "1",
+            f"--tokenizer-model {tmp_path / 'tokenizer'} --split 1",
         )
         assert set(samples[0]) == {2, 3}
 
@@ -231,13 +212,123 @@ def test_data_that_can_not_be_used(tmp_path: Path, text: str, indexed: str) -> N
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "nothing", tmp_path / "empty"):
         with pytest.raises(NotFoundError, match="--data-path"):
-            samples_of("--data-path", str(path))
+            samples_of(f"--data-path {path}")
     with pytest.raises(UsageError, match="without the ending"):
         samples_of("--data-path", indexed + ".bin")
     with pytest.raises(UsageError, match="the valid part of the data holds no whole sequence"):
-        samples_of("--data-path", text, "--split", "9999,1", split=1)
+        samples_of("--data-path", text, "--split 9999,1", split=1)
     with pytest.raises(NotFoundError, match="--tokenizer-model"):
         HuggingFaceTokenizer(str(tmp_path / "nothing"))
     samples = samples_of("--data-path", indexed)  # ids up to 3999, a tokenizer of bytes
     with pytest.raises(UsageError, match="an id that the vocabulary lacks"):
         Batches(samples, ByteTokenizer(), 8, 1, 0).get(0, 0)
+
+
+JOB = jobs.run
+
+
+def told(*flags: str) -> str:
+    rest = "--micro-batch-size 2 --lr 1e-3 --train-iters 10"
+    return same_data.identity(complete(parse(command(LLAMA, rest, *flags)), 1))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[str]:
+    paths = [str(tmp_path / name) for name in ("one.txt", "two.txt")]
+    for number, path in enumerate(paths):
+        Path(path).write_text(f"{number} and more\n" * 400)
+    return paths
+
+
+def test_what_is_the_same_data(texts: list[str], tmp_path: Path) -> None:
+    one, two = texts
+    moved = str(tmp_path / "elsewhere.text")
+    shutil.copy(one, moved)
+    first = told("--data-path", one)
+    assert same_data.differences(first, told("--data-path", moved)) == []
+    assert same_data.differences(first, told("--data-path 3", one)) == []  # one source
+    split = told("--data-path", one, "--split 8,2")
+    assert same_data.differences(split, told("--data-path", one, "--split 80,20,0")) == []
+    blend = told("--data-path 1", one, "3", two)
+    assert same_data.differences(blend, told("--data-path 2", moved, "6", two)) == []
+    for unknown in (None, "", "[]", "nothing", 3):  # of an older checkpoint
+        assert same_data.differences(unknown, first) == []
+
+
+def test_what_is_other_data(texts: list[str], tmp_path: Path) -> None:
+    one, two = texts
+    base = ("--data-path", "1", one, "3", two)
+    longer = str(tmp_path / "longer.txt")
+    Path(longer).write_text(Path(one).read_text() + "x")
+    for flags, flag in {
+        ("--data-path", one): "--data-path",
+        ("--data-path", "1", two, "3", one): "--data-path",
+        ("--data-path", "1", one, "2", two): "--data-path",
+        ("--data-path", "1", longer, "3", two): "--data-path",
+        (*base, "--split", "8,2"): "--split",
+        (*base, "--seq-length", "16"): "--seq-length",
+    }.items():
+        (line,) = same_data.differences(told(*base), told(*flags))
+        assert line.startswith(f"{flag} was "), line
+    assert len(same_data.differences(told(*base), told("--mock-data"))) == 3
+
+
+def test_changes_in_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends of a large file are looked at, and its size."""
+    monkeypatch.setattr(same_data, "WINDOWS", 4)
+    monkeypatch.setattr(same_data, "WINDOW_BYTES", 16)
+    data = bytes(range(256)) * 3
+    path = tmp_path / "data.txt"
+    path.write_bytes(data)
+    first = told(f"--data-path {path}")
+    for other in (b"x" + data[1:], data[:-1] + b"x", data + b"x"):
+        path.write_bytes(other)
+        assert same_data.differences(first, told(f"--data-path {path}"))
+    path.write_bytes(data)
+    assert same_data.differences(first, told(f"--data-path {path}")) == []
+
+
+def test_the_flag_needs_a_checkpoint() -> None:
+    with pytest.raises(UsageError, match="needs --load"):
+        told("--mock-data --allow-other-data")
+
+
+class Runs:
+    """A run that was saved after two iterations, and what follows."""
+
+    def __init__(self, ranks: RankPool, folder: str, engine: str, data: str) -> None:
+        whole = command(LLAMA, BATCH, RATES, QUIET, "--engine", engine)
+        self._whole = [*whole, "--train-iters", "4", "--lr-decay-iters", "4"]
+        self._ranks, self._folder = ranks, folder
+        first = self.of("--data-path", data, "--save", folder, "--exit-interval 2")
+        assert first["iteration"] == 2
+        self.losses = self.of("--data-path", data)["losses"][2:]
+
+    def of(self, *flags: str) -> dict[str, Any]:
+        return self._ranks.run(1, JOB, command(self._whole, *flags))[0]
+
+    def resumed(self, *flags: str) -> dict[str, Any]:
+        return self.of("--load", self._folder, *flags)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+def test_a_run_goes_on_in_its_own_data_alone(ranks: RankPool, tmp_path: Path, engine: str) -> None:
+    """The losses are those of the run that was not interrupted where only the path is another one,
+    and others where other data were allowed."""
+    own, moved, other = stdlib()[2], str(tmp_path / "moved.py"), stdlib()[4]
+    shutil.copy(own, moved)
+    runs = Runs(ranks, str(tmp_path / "saved"), engine, own)
+    assert runs.resumed("--data-path", moved)["losses"] == runs.losses
+    for flags, words in {
+        ("--data-path", other): ("--data-path was", own, other),
+        ("--data-path", own, "--split", "1,1"): ("--split was 0.969 0.03 0.001, is 0.5 0.5 0",),
+        ("--mock-data",): ("--mock-data was not given, is True",),
+    }.items():
+        refused = runs.resumed(*flags)
+        assert refused["error"] == "UsageError", refused
+        assert all(word in refused["text"] for word in (*words, "--allow-other-data")), refused
+        found = runs.resumed(*flags, "--allow-other-data")
+        assert words[0] in found["said"] and "as allowed" in found["said"]
+        assert (found["first"], found["iteration"]) == (2, 4) and found["losses"] != runs.losses
+    begun = runs.resumed("--data-path", other, "--finetune")
+    assert begun["first"] == 0 and "as allowed" not in begun["said"]

@@ -248,7 +248,7 @@ def test_no_mesh_for_the_ranks_is_an_error_on_each(
     ranks: RankPool, llama: Source, tmp_path: Path
 ) -> None:
     flags = ["--elastic", "--elastic-meshes", "dp=2;dp=4", "--save", str(tmp_path)]
-    found = ranks.run(3, JOB, llama.argv(flags, "--save-interval", "100"))
+    found = ranks.run(3, JOB, llama.argv(flags, "--save-interval 100"))
     assert all("no mesh of --elastic-meshes has 3 ranks" in one["text"] for one in found)
 
 
@@ -256,12 +256,12 @@ def test_a_rank_that_is_not_signalled_wants_to_be_started_again(
     ranks: RankPool, llama: Source, tmp_path: Path
 ) -> None:
     """A node is given back: its rank is done, and the others' agents shall start them again."""
-    argv = llama.argv(mesh(1, 1), "--elastic", "--save", str(tmp_path), "--save-interval", "100")
+    argv = llama.argv(mesh(1, 1), f"--elastic --save {tmp_path} --save-interval 100")
     found = ranks.run(2, jobs.run_with_sigterm, argv, rank=1, iteration=3)
     assert [one["again"] for one in found] == [True, False]
     assert all((one["stopped_by"], one["iteration"]) == ("SIGTERM", 3) for one in found)
     assert (tmp_path / "latest").read_text() == "global_step3"
-    argv = llama.argv(mesh(1, 1), "--save", str(tmp_path / "plain"))
+    argv = llama.argv(mesh(1, 1), f"--save {tmp_path / 'plain'}")
     found = ranks.run(2, jobs.run_with_sigterm, argv, rank=1, iteration=3)
     assert not any(one["again"] for one in found)
 

@@ -13,34 +13,17 @@ from tests.pretrain.common import RATES, command, stdlib
 from tests.ranks import RankPool
 
 JOB = jobs.run
-MIXTRAL = [
-    "--model-family",
-    "mixtral",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--ffn-hidden-size",
-    "48",
-    "--num-attention-heads",
-    "4",
-    "--num-query-groups",
-    "2",
-    "--seq-length",
-    "32",
-    "--num-experts",
-    "4",
-    "--moe-aux-loss-coeff",
-    "0.02",
-    "--moe-shared-expert-intermediate-size",
-    "16",
-]
+MIXTRAL = command(
+    "--model-family mixtral --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 "
+    "--num-attention-heads 4 --num-query-groups 2 --seq-length 32 --num-experts 4 "
+    "--moe-aux-loss-coeff 0.02 --moe-shared-expert-intermediate-size 16"
+)
 # the auxiliary loss is of a micro batch: one size on all meshes
 BATCH = ["--global-batch-size", "4", "--micro-batch-size", "1"]
 ITERATIONS = 8
 
 
-def argv(*more: str) -> list[str]:
+def argv(*more: list[str] | str) -> list[str]:
     return command(
         MIXTRAL,
         BATCH,
@@ -48,7 +31,7 @@ def argv(*more: str) -> list[str]:
         stdlib(),
         ["--make-vocab-size-divisible-by", "512", "--log-interval", "1", "--eval-iters", "1"],
         ["--train-iters", str(ITERATIONS)],
-        list(more),
+        *more,
     )
 
 
@@ -72,9 +55,7 @@ def test_losses_of_one_rank_on_every_mesh(ranks: RankPool, tmp_path: Path) -> No
         assert " load_balancing_loss: " in want["said"]
         for name in MESHES if not more else ("shared",):
             log = tmp_path / f"{name}.json"
-            for rank in ranks.run(
-                4, JOB, argv(*more, *MESHES[name].split(), "--log-json", str(log))
-            ):
+            for rank in ranks.run(4, JOB, argv(*more, MESHES[name], ["--log-json", str(log)])):
                 assert "error" not in rank, rank["text"]
                 assert rank["losses"] == pytest.approx(want["losses"], rel=0, abs=1e-5), name
                 assert rank["evaluations"] == pytest.approx(want["evaluations"], rel=0, abs=1e-5)

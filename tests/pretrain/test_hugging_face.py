@@ -17,7 +17,7 @@ from tests.reshard import paper, twins
 
 STATES = jobs.states
 DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
-RUN = command(BATCH, RATES, QUIET, DATA, "--seq-length", "8", "--train-iters", "4")
+RUN = command(BATCH, RATES, QUIET, DATA, "--seq-length 8 --train-iters 4")
 SIZES = {
     "llama": replace(twins.LLAMA, vocab=256, true_vocab=256),
     "gpt": replace(twins.GPT, vocab=256, true_vocab=256),
@@ -47,7 +47,7 @@ def test_masters_are_those_of_the_folder(
     ranks: RankPool, tmp_path: Path, family: str, world: int, on: list[str]
 ) -> None:
     model, folder = folder_of(family, tmp_path)
-    argv = command(RUN, KNOWN, on, "--load", str(folder))
+    argv = command(RUN, KNOWN, on, f"--load {folder}")
     for rank in ranks.run(world, STATES, argv, timeout_s=120):
         masters = {name: full for (name, state), full in rank["full"].items() if state == "fp32"}
         wanted = {name: model.truth(name) for name in model.shapes}
@@ -61,7 +61,7 @@ def test_out_at_the_end(ranks: RankPool, tmp_path: Path) -> None:
     _, folder = folder_of("llama", tmp_path)
     out, saved = tmp_path / "out", tmp_path / "saved"
     ends = ["--export-hf", str(out), "--save", str(saved)]
-    argv = command(RUN, KNOWN, mesh(2, 1), "--load", str(folder), ends)
+    argv = command(RUN, KNOWN, mesh(2, 1), f"--load {folder}", ends)
     found = ranks.run(4, JOB, argv, timeout_s=120)[-1]
     assert "error" not in found and (found["first"], found["iteration"]) == (0, 4)
     ucp.export_hf(saved, tmp_path / "again")
@@ -85,7 +85,7 @@ def test_what_no_tensor_shows_is_the_folders(ranks: RankPool, tmp_path: Path, wh
     family, computed = COMPUTED[what]
     _, folder = folder_of(family, tmp_path, **computed)
     out = tmp_path / "out"
-    argv = command(RUN, KNOWN, mesh(1, 1), "--load", str(folder), "--export-hf", str(out))
+    argv = command(RUN, KNOWN, mesh(1, 1), f"--load {folder} --export-hf {out}")
     found = ranks.run(2, JOB, argv, timeout_s=120)[-1]
     assert "error" not in found, found
     before, after = (json.loads((one / "config.json").read_text()) for one in (folder, out))
@@ -106,10 +106,10 @@ def test_what_can_not_be(ranks: RankPool, tmp_path: Path) -> None:
     sizes = [word for word in KNOWN if word != "--universal-checkpoint"]
     for argv, problem in (
         (command(RUN, sizes, load), "is a Hugging Face folder"),
-        (command(RUN, KNOWN, load, "--export-hf", str(folder)), "the output exists"),
-        (command(RUN, KNOWN, load, "--ckpt-step", "3"), "has no tags"),
+        (command(RUN, KNOWN, load, f"--export-hf {folder}"), "the output exists"),
+        (command(RUN, KNOWN, load, "--ckpt-step 3"), "has no tags"),
         (
-            command(RUN, KNOWN[:1], load, "--model-family", "llama", "--num-layers", "2")
+            command(RUN, KNOWN[:1], load, "--model-family llama --num-layers 2")
             + ["--hidden-size", "16", "--num-attention-heads", "2", "--ffn-hidden-size", "24"],
             "flags contradict the checkpoint: --num-attention-heads",
         ),

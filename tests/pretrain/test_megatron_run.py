@@ -18,7 +18,7 @@ from tests.ranks import RankPool
 MEGATRON = ["--engine", "megatron"]
 SHARED = [*MEGATRON, "--use-distributed-optimizer"]
 DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "63"]
-STOCK = command(BATCH, RATES, QUIET, DATA, "--seq-length", "16", "--train-iters", "4")
+STOCK = command(BATCH, RATES, QUIET, DATA, "--seq-length 16 --train-iters 4")
 MESHES = {
     "tp2pp2": ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
     "layout": [
@@ -53,7 +53,7 @@ def own(ranks: RankPool, llama: Source, tmp_path_factory: pytest.TempPathFactory
     """The run of `llama` on megatron-core's stack, with checkpoints of its own."""
     folder = tmp_path_factory.mktemp("stack") / "run"
     tp = ["--tensor-model-parallel-size", "2"]
-    argv = llama.argv(SHARED, tp, "--save", str(folder), "--save-interval", str(SAVED))
+    argv = llama.argv(SHARED, tp, f"--save {folder} --save-interval {SAVED}")
     return Source(llama.model, folder, ranks.run(4, JOB, argv)[-1])
 
 
@@ -65,7 +65,7 @@ def test_its_files_resume_on_other_meshes(ranks: RankPool, own: Source) -> None:
 
 
 def test_its_files_resume_under_deepspeed(ranks: RankPool, own: Source) -> None:
-    argv = own.resume("--zero-stage", "3", "--universal-checkpoint")
+    argv = own.resume("--zero-stage 3 --universal-checkpoint")
     check_resumed(own, ranks.run(2, JOB, argv)[-1])
 
 
@@ -80,7 +80,7 @@ def test_the_end_of_a_run(ranks: RankPool, llama: Source, tmp_path: Path) -> Non
     which a rank has pieces."""
     out, saved = tmp_path / "out", tmp_path / "saved"
     flags = ["--save-interval", "1", "--keep-latest", "2", "--no-durable", "--export-hf", str(out)]
-    argv = llama.argv(SHARED, MESHES["overlap"], "--save", str(saved), flags, iterations=4)
+    argv = llama.argv(SHARED, MESHES["overlap"], f"--save {saved}", flags, iterations=4)
     said = ranks.run(2, JOB, argv)[0]["said"]
     tags = sorted(path.name for path in saved.iterdir() if path.is_dir())
     assert tags == ["iter_0000003", "iter_0000004"] and "removed iter_0000002" in said
@@ -133,7 +133,7 @@ def test_one_run_under_both_engines_goes_on_in_one_folder(
     engines = [["--zero-stage", "1"], SHARED, SHARED, ["--zero-stage", "3"]]
     for number, engine in enumerate(engines):
         first, last = 2 * number, 2 * number + 2
-        found = ranks.run(2, JOB, llama.argv(where, engine, "--exit-interval", str(last)))
+        found = ranks.run(2, JOB, llama.argv(where, engine, f"--exit-interval {last}"))
         assert (found[-1]["first"], found[-1]["iteration"]) == (first, last)
         newest = f"iter_{last:07d}" if engine == SHARED else f"global_step{last}"
         assert (tmp_path / "latest").read_text() == newest
@@ -141,7 +141,7 @@ def test_one_run_under_both_engines_goes_on_in_one_folder(
         if engine == SHARED:
             assert pointer.read_text() == str(last)
     assert "still names iter_0000006" in found[0]["said"]
-    again = ranks.run(2, JOB, llama.argv(where, SHARED, "--exit-interval", "9"))[-1]
+    again = ranks.run(2, JOB, llama.argv(where, SHARED, "--exit-interval 9"))[-1]
     assert again["first"] == ITERATIONS and "names iter_0000006" in again["said"]
 
 

@@ -23,14 +23,8 @@ def argv(family: str, *more: list[str] | str) -> list[str]:
         BATCH,
         RATES,
         stdlib(),
-        "--make-vocab-size-divisible-by",
-        "512",
-        "--log-interval",
-        "1",
-        "--eval-iters",
-        "2",
-        "--train-iters",
-        str(ITERATIONS),
+        "--make-vocab-size-divisible-by 512 --log-interval 1 --eval-iters 2",
+        f"--train-iters {ITERATIONS}",
         *more,
     )
 
@@ -48,15 +42,12 @@ class Source:
     result: dict[str, Any]
 
     def resume(self, *more: list[str] | str) -> list[str]:
-        return argv(self.family, "--load", str(self.folder), "--ckpt-step", str(SAVED), *more)
+        return argv(self.family, f"--load {self.folder} --ckpt-step {SAVED}", *more)
 
     def check(self, result: dict[str, Any]) -> None:
         assert "error" not in result, result["text"]
-        assert (result["first"], result["iteration"], result["consumed"]) == (
-            SAVED,
-            ITERATIONS,
-            ITERATIONS * 8,
-        )
+        reached = result["first"], result["iteration"], result["consumed"]
+        assert reached == (SAVED, ITERATIONS, ITERATIONS * 8)
         assert result["losses"] == pytest.approx(self.result["losses"][SAVED:], rel=0, abs=1e-5)
         assert result["evaluations"] == pytest.approx(self.result["evaluations"], rel=0, abs=1e-5)
 
@@ -71,14 +62,11 @@ class Sources:
     def get(self, family: str, name: str, flags: list[str]) -> Source:
         if (family, name) not in self.made:
             folder = self.folder / f"staged_{family}_{name}"
-            results = self.ranks.run(
-                4, JOB, argv(family, flags, "--save", str(folder), "--save-interval", str(SAVED))
-            )
-            assert all(result.get("losses") == results[0].get("losses") for result in results), (
-                results[0]
-            )
-            assert "error" not in results[0], results[0]["text"]
-            self.made[family, name] = Source(family, folder, results[-1])
+            save = argv(family, flags, f"--save {folder} --save-interval {SAVED}")
+            first, *_, last = results = self.ranks.run(4, JOB, save)
+            assert all(result.get("losses") == first.get("losses") for result in results), first
+            assert "error" not in first, first["text"]
+            self.made[family, name] = Source(family, folder, last)
         return self.made[family, name]
 
     def whole(self, family: str) -> Source:
@@ -102,13 +90,9 @@ def test_two_stages_train_as_one(sources: Sources, family: str) -> None:
 
     def lines(result: dict[str, Any]) -> list[list[str]]:
         """Iteration lines without the time; the rate by samples, the norm as printed."""
-        said = [
-            line.split(" | ")
-            for line in result["said"].splitlines()
-            if line.startswith(" iteration")
-        ]
+        said = [line for line in result["said"].splitlines() if line.startswith(" iteration")]
         return [
-            [part for part in line if "elapsed" not in part and "lm loss" not in part]
+            [part for part in line.split(" | ") if "elapsed" not in part and "lm loss" not in part]
             for line in said
         ]
 
@@ -168,9 +152,8 @@ def test_a_pipeline_resumes_what_was_whole(
 
 def test_the_same_mesh_needs_no_flag(ranks: RankPool, sources: Sources) -> None:
     source = sources.staged("gpt")
-    assert (
-        ranks.run(4, JOB, source.resume(staged(2)))[-1]["losses"] == source.result["losses"][SAVED:]
-    )  # not a bit differs
+    result = ranks.run(4, JOB, source.resume(staged(2)))[-1]
+    assert result["losses"] == source.result["losses"][SAVED:]  # not a bit differs
 
 
 @pytest.mark.parametrize(
@@ -180,7 +163,7 @@ def test_the_same_mesh_needs_no_flag(ranks: RankPool, sources: Sources) -> None:
 )
 def test_dropout_goes_on_where_it_was(ranks: RankPool, tmp_path: Path, flags: list[str]) -> None:
     """Every stage has generators of its own; a loss without dropout is another one."""
-    dropout = argv("gpt", flags, "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    dropout = argv("gpt", flags, "--hidden-dropout 0.1 --attention-dropout 0.1")
     whole = ranks.run(4, JOB, [*dropout, "--save", str(tmp_path), "--save-interval", str(SAVED)])[
         -1
     ]
@@ -193,42 +176,29 @@ def test_dropout_goes_on_where_it_was(ranks: RankPool, tmp_path: Path, flags: li
 def test_another_number_of_stages_needs_it(ranks: RankPool, sources: Sources) -> None:
     for result in ranks.run(4, JOB, sources.staged("gpt").resume(staged(4))):
         assert result["error"] == "UsageError" and "--universal-checkpoint" in result["text"]
-        assert (
-            "tp=1,pp=2,dp=2,zero=1" in result["text"] and "tp=1,pp=4,dp=1,zero=1" in result["text"]
-        )
+        meshes = "tp=1,pp=2,dp=2,zero=1", "tp=1,pp=4,dp=1,zero=1"
+        assert all(mesh in result["text"] for mesh in meshes)
 
 
 @pytest.mark.parametrize(
-    ("family", "saved", "world", "flags"),
+    "case",
     [
         ("gpt", staged(2, tp=2), 2, mesh(1, 2)),
         ("llama", staged(2, tp=2), 4, staged(4)),
         ("llama", staged(2), 4, mesh(2, 1)),
         ("gpt", staged(2), 1, mesh(1, 0)),
     ],
+    ids=["gpt to 2", "llama to 4 stages", "llama to tp 2", "gpt to 1"],
 )
 def test_a_pipeline_that_stock_deepspeed_saved(
-    ranks: RankPool,
-    sources: Sources,
-    tmp_path: Path,
-    family: str,
-    saved: list[str],
-    world: int,
-    flags: list[str],
+    ranks: RankPool, sources: Sources, tmp_path: Path, case: tuple[Any, ...]
 ) -> None:
     """Without a manifest: what is at each position, and how it is cut, is the family's, at the
     sizes of the flags."""
-    whole, vocabulary = (
-        sources.whole(family),
-        ["--make-vocab-size-divisible-by", "256"] if "2" in saved[:2] else [],
-    )
-    ranks.run(
-        4,
-        jobs.save_with_stock,
-        argv(family, saved, vocabulary),
-        str(tmp_path),
-        SAVED,
-    )
+    family, saved, world, flags = case
+    whole = sources.whole(family)
+    vocabulary = "--make-vocab-size-divisible-by 256" if "2" in saved[:2] else ""
+    ranks.run(4, jobs.save_with_stock, argv(family, saved, vocabulary), str(tmp_path), SAVED)
     assert not list(tmp_path.glob("*/ucp_*")) and list(tmp_path.glob("*/layer_*"))
     source = Source(family, tmp_path, whole.result)
     source.check(ranks.run(world, JOB, source.resume(flags, "--universal-checkpoint"))[-1])
@@ -236,20 +206,16 @@ def test_a_pipeline_that_stock_deepspeed_saved(
 
 def test_sigterm_stops_all_stages(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
     """One rank of the first stage gets it; the checkpoint goes on without stages."""
-    flags = argv("llama", staged(2), "--save", str(tmp_path))
+    flags = argv("llama", staged(2), f"--save {tmp_path}")
     results = ranks.run(4, jobs.run_with_sigterm, flags, rank=1, iteration=2)
     assert all((r["stopped_by"], r["iteration"]) == ("SIGTERM", 2) for r in results), results[0]
     assert (tmp_path / "latest").read_text() == "global_step2"
-    resumed = ranks.run(
-        1, JOB, argv("llama", mesh(1, 0), "--load", str(tmp_path), "--universal-checkpoint")
-    )[0]
-    assert resumed["losses"] == pytest.approx(
-        sources.whole("llama").result["losses"][2:], rel=0, abs=1e-5
-    )
+    resume = argv("llama", mesh(1, 0), f"--load {tmp_path} --universal-checkpoint")
+    resumed, want = ranks.run(1, JOB, resume)[0], sources.whole("llama").result["losses"][2:]
+    assert resumed["losses"] == pytest.approx(want, rel=0, abs=1e-5)
 
 
 def test_a_model_that_does_not_fit_the_stages(ranks: RankPool) -> None:
-    for result in ranks.run(
-        2, JOB, argv("gpt", staged(2), "--pipeline-partition-method", "type:attention")
-    ):
+    flags = argv("gpt", staged(2), "--pipeline-partition-method type:attention")
+    for result in ranks.run(2, JOB, flags):
         assert result["error"] == "UsageError" and "TransformerLayerPipe" in result["text"]

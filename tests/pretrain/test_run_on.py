@@ -17,52 +17,34 @@ from tests.pretrain import jobs
 from tests.pretrain.common import BATCH, GPT, LLAMA, QUIET, RATES, command, mesh, stdlib
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source, check_resumed
 from tests.ranks import ROOT, RankPool
+from tests.scripts import run_command
+
+PROGRAM = [sys.executable, str(ROOT / "pretrain/pretrain_gpt.py")]
 
 
 def test_random_states(ranks: RankPool, llama: Source) -> None:
     """Same mesh: the saved ones, whatever --seed says now; another mesh, or none wanted: others."""
     job = jobs.random_numbers
-    first, again = (
-        ranks.run(4, job, llama.resume(mesh(2, 1), seed)) for seed in ([], ["--seed", "5"])
-    )
+    first, again = (ranks.run(4, job, llama.resume(mesh(2, 1), seed)) for seed in ("", "--seed 5"))
     other = ranks.run(4, job, llama.resume(mesh(1, 1), "--universal-checkpoint"))
-    fresh = ranks.run(4, job, llama.resume(mesh(2, 1), "--no-load-rng", "--seed", "5"))
+    fresh = ranks.run(4, job, llama.resume(mesh(2, 1), "--no-load-rng --seed 5"))
     assert first == again
-    assert (
-        first[0]["tracker"] != first[1]["tracker"] and first[0]["torch"] == first[1]["torch"]
-    )  # tensor-parallel ranks
+    one, two = first[:2]  # tensor-parallel ranks
+    assert one["tracker"] != two["tracker"] and one["torch"] == two["torch"]
     assert other[0] not in first and fresh[0] not in first
     assert fresh[0]["torch"] != other[0]["torch"]
 
 
 def test_evaluation_and_exit_interval(ranks: RankPool, llama: Source) -> None:
-    argv = command(
-        LLAMA,
-        BATCH,
-        RATES,
-        "--mock-data",
-        "--train-iters",
-        "9",
-        "--eval-iters",
-        "2",
-        "--eval-interval",
-        "2",
-        "--exit-interval",
-        "5",
-        "--log-interval",
-        "3",
-    )
+    how = "--mock-data --train-iters 9 --eval-iters 2 --eval-interval 2 --exit-interval 5"
+    argv = command(LLAMA, BATCH, RATES, how, "--log-interval 3")
     results = [ranks.run(world, JOB, argv)[-1] for world in (1, 2)]
     assert [r["stopped_by"] for r in results] == ["--exit-interval"] * 2
     assert all(r["iteration"] == 5 and sorted(r["evaluations"]) == [2, 4] for r in results)
-    assert list(results[0]["evaluations"].values()) == pytest.approx(
-        list(results[1]["evaluations"].values()), abs=1e-5
-    )
-    assert re.search(
-        r" validation loss at iteration 2 \| lm loss value: \d\.\d{6}E\+00 \| lm loss PPL: "
-        r"\d\.\d{6}E\+\d\d \| ",
-        results[0]["said"],
-    )
+    one, two = ([*result["evaluations"].values()] for result in results)
+    assert one == pytest.approx(two, abs=1e-5)
+    line = r" validation loss at iteration 2 \| lm loss value: \d\.\d{6}E\+00 \| lm loss PPL: "
+    assert re.search(line + r"\d\.\d{6}E\+\d\d \| ", results[0]["said"])
     assert re.findall(r"iteration\s+(\d+)/", results[0]["said"]) == ["1", "3"]
 
 
@@ -71,25 +53,9 @@ def test_tensorboard(ranks: RankPool, tmp_path: Path) -> None:
     full."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    argv = command(
-        LLAMA,
-        BATCH,
-        RATES,
-        "--mock-data",
-        "--train-iters",
-        "4",
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "2",
-        "--log-interval",
-        "3",
-        mesh(2, 1),
-        "--tensorboard-dir",
-        str(tmp_path / "board"),
-        "--log-json",
-        str(tmp_path / "log.jsonl"),
-    )
+    how = "--mock-data --train-iters 4 --eval-iters 1 --eval-interval 2 --log-interval 3"
+    logs = f"--tensorboard-dir {tmp_path / 'board'} --log-json {tmp_path / 'log.jsonl'}"
+    argv = command(LLAMA, BATCH, RATES, how, mesh(2, 1), logs)
     result = ranks.run(2, JOB, argv)[-1]
     entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [entry for entry in entries if "lm_loss" in entry]
@@ -117,43 +83,25 @@ def check_curves(board: Any, steps: list[dict[str, Any]]) -> None:
 
 
 def test_sigterm_on_one_rank_stops_all(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
-    argv = llama.argv(mesh(2, 1), "--save", str(tmp_path))
+    argv = llama.argv(mesh(2, 1), f"--save {tmp_path}")
     results = ranks.run(4, jobs.run_with_sigterm, argv, rank=1, iteration=3)
     assert all((r["stopped_by"], r["iteration"]) == ("SIGTERM", 3) for r in results)
     assert (tmp_path / "latest").read_text() == "global_step3"
-    resumed = ranks.run(
-        1, JOB, llama.argv(mesh(1, 0), "--load", str(tmp_path), "--universal-checkpoint")
-    )[0]
+    resume = llama.argv(mesh(1, 0), f"--load {tmp_path} --universal-checkpoint")
+    resumed = ranks.run(1, JOB, resume)[0]
     assert resumed["losses"] == pytest.approx(llama.result["losses"][3:], rel=0, abs=1e-5)
 
 
 @pytest.mark.ranks
 def test_program_ends_with_zero_after_sigterm(tmp_path: Path) -> None:
     argv = command(
-        LLAMA,
-        BATCH,
-        RATES,
-        QUIET,
-        stdlib(),
-        "--train-iters",
-        "100000",
-        "--save",
-        str(tmp_path / "out"),
+        LLAMA, BATCH, RATES, QUIET, stdlib(), f"--train-iters 100000 --save {tmp_path / 'out'}"
     )
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-    }
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     with (tmp_path / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "pretrain/pretrain_gpt.py"), *argv],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        process = subprocess.Popen([*PROGRAM, *argv], env=environment, **streams)
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -166,35 +114,16 @@ def test_program_ends_with_zero_after_sigterm(tmp_path: Path) -> None:
     assert process.returncode == 0, (tmp_path / "errors").read_text()
     saved = re.search(r"saved \S+ at iteration (\d+)", rest)
     assert saved and (tmp_path / "out" / "latest").read_text() == f"global_step{saved[1]}"
-    shown = subprocess.run(
-        [sys.executable, "-m", "megatron_ucp.cli", "inspect", str(tmp_path / "out")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    inspect = [sys.executable, "-m", "megatron_ucp.cli", "inspect", str(tmp_path / "out")]
+    shown = run_command(inspect, cwd=ROOT)
     assert shown.returncode == 0, shown.stderr
 
 
 @pytest.mark.ranks
 def test_program_names_an_unknown_flag() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "pretrain/pretrain_gpt.py"),
-            "--tensor-model-paralel-size",
-            "2",
-        ],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (
-        done.returncode == 2
-        and "the nearest is --tensor-model-parallel-size" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    done = run_command([*PROGRAM, "--tensor-model-paralel-size", "2"], cwd="/")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "the nearest is --tensor-model-parallel-size" in done.stderr
 
 
 # ------------------------------------------------ saves that can be trusted
@@ -204,33 +133,16 @@ def test_with_dropout_the_same_mesh_goes_on_with_the_same_losses(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     model = [*GPT[:-4], "--hidden-dropout", "0.2", "--attention-dropout", "0.2"]
-    argv = command(model, BATCH, RATES, QUIET, stdlib(), mesh(2, 1), "--train-iters", "6")
+    argv = command(model, BATCH, RATES, QUIET, stdlib(), mesh(2, 1), "--train-iters 6")
     whole = ranks.run(4, JOB, [*argv, "--save", str(tmp_path), "--save-interval", "3"])[-1]
     again = [*argv, "--load", str(tmp_path), "--ckpt-step", "3"]
     assert ranks.run(4, JOB, again)[-1]["losses"] == whole["losses"][3:]
     without = ranks.run(4, JOB, [*again, "--no-load-rng"])[-1]["losses"]
-    assert all(a != b for a, b in zip(without, whole["losses"][3:], strict=True)), (
-        "dropout draws random numbers"
-    )
-    other = ranks.run(
-        2,
-        JOB,
-        command(
-            model,
-            BATCH,
-            RATES,
-            QUIET,
-            stdlib(),
-            mesh(1, 3),
-            "--train-iters",
-            "6",
-            "--load",
-            str(tmp_path),
-            "--universal-checkpoint",
-            "--ckpt-step",
-            "3",
-        ),
-    )[0]
+    pairs = zip(without, whole["losses"][3:], strict=True)
+    assert all(a != b for a, b in pairs), "dropout draws random numbers"
+    resume = f"--train-iters 6 --load {tmp_path} --universal-checkpoint --ckpt-step 3"
+    argv = command(model, BATCH, RATES, QUIET, stdlib(), mesh(1, 3), resume)
+    other = ranks.run(2, JOB, argv)[0]
     assert "derived from the seed, the step" in other["said"]
     assert other["losses"] == pytest.approx(whole["losses"][3:], rel=0.1)
     assert other["losses"] != whole["losses"][3:]
@@ -241,61 +153,22 @@ def test_without_a_tag_the_newest_whole_one_is_taken_and_others_are_named(
 ) -> None:
     folder = shutil.copytree(llama.folder, tmp_path / "copy")
     next((folder / f"global_step{ITERATIONS}").glob("*zero_pp_rank_1*")).unlink()
-    result = ranks.run(
-        2, JOB, llama.argv(mesh(2, 2), "--load", str(folder), "--universal-checkpoint")
-    )[-1]
+    argv = llama.argv(mesh(2, 2), f"--load {folder} --universal-checkpoint")
+    result = ranks.run(2, JOB, argv)[-1]
     check_resumed(llama, result)
-    assert (
-        f"passed over global_step{ITERATIONS}: a file that the manifest lists is missing"
-        in result["said"]
-    )
-    asked = ranks.run(
-        2,
-        JOB,
-        llama.argv(
-            mesh(2, 2),
-            "--load",
-            str(folder),
-            "--universal-checkpoint",
-            "--ckpt-step",
-            str(ITERATIONS),
-        ),
-    )
-    assert all(result["error"] == "NotFoundError" for result in asked), (
-        "a tag that was asked for is not replaced by another"
-    )
+    passed = f"passed over global_step{ITERATIONS}: a file that the manifest lists is missing"
+    assert passed in result["said"]
+    for asked in ranks.run(2, JOB, [*argv, "--ckpt-step", str(ITERATIONS)]):
+        assert asked["error"] == "NotFoundError", "what was asked for is not replaced by another"
     next((folder / f"global_step{SAVED}").glob("mp_rank_01*")).unlink()
-    for result in ranks.run(
-        2, JOB, llama.argv(mesh(2, 2), "--load", str(folder), "--universal-checkpoint")
-    ):
-        assert (
-            result["error"] == "NotFoundError"
-            and "no tag in this folder is whole" in result["text"]
-        )
-        assert (
-            f"global_step{ITERATIONS}: " in result["text"]
-            and f"global_step{SAVED}: " in result["text"]
-        )
+    for result in ranks.run(2, JOB, argv):
+        assert result["error"] == "NotFoundError"
+        assert "no tag in this folder is whole" in result["text"]
+        assert all(f"global_step{step}: " in result["text"] for step in (ITERATIONS, SAVED))
 
 
 def test_keep_latest(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
-    said = ranks.run(
-        2,
-        JOB,
-        llama.argv(
-            mesh(2, 1),
-            "--save",
-            str(tmp_path),
-            "--save-interval",
-            "1",
-            "--keep-latest",
-            "2",
-            "--no-durable",
-            iterations=4,
-        ),
-    )[0]["said"]
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == [
-        "global_step3",
-        "global_step4",
-    ]
-    assert "removed global_step2" in said
+    save = f"--save {tmp_path} --save-interval 1 --keep-latest 2 --no-durable"
+    said = ranks.run(2, JOB, llama.argv(mesh(2, 1), save, iterations=4))[0]["said"]
+    left = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert left == ["global_step3", "global_step4"] and "removed global_step2" in said

@@ -19,7 +19,7 @@ MODELS = {"llama": LLAMA, "gpt": GPT}
 
 def argv(family: str, *more: list[str] | str) -> list[str]:
     return command(
-        MODELS[family], BATCH, RATES, QUIET, stdlib(), "--train-iters", str(ITERATIONS), *more
+        MODELS[family], BATCH, RATES, QUIET, stdlib(), f"--train-iters {ITERATIONS}", *more
     )
 
 
@@ -97,13 +97,7 @@ def test_it_resumes(stock: Stock, family: str, zero: int, world: int, tp: int, t
 )
 def test_flags_of_another_model(stock: Stock, flags: list[str], error: str, says: str) -> None:
     # the tag by its number: without it, a tag that does not fit is passed over for an older one
-    load = [
-        "--load",
-        str(stock.get("llama", 1)),
-        "--universal-checkpoint",
-        "--ckpt-step",
-        str(SAVED),
-    ]
+    load = command(f"--load {stock.get('llama', 1)} --universal-checkpoint --ckpt-step {SAVED}")
     for result in stock.ranks.run(2, JOB, argv("llama", mesh(2, 1), load, flags)):
         assert result.get("error") == error and says in result["text"], result
 
@@ -120,7 +114,7 @@ def test_a_schedule_that_does_not_count_samples(
     for path in folder.glob("*/*model_states.pt"):
         torch.save({**torch.load(path, weights_only=False), "lr_scheduler": schedule}, path)
     result = stock.ranks.run(
-        1, JOB, argv("llama", mesh(1, 1), "--load", str(folder), "--universal-checkpoint")
+        1, JOB, argv("llama", mesh(1, 1), f"--load {folder} --universal-checkpoint")
     )[0]
     check(stock, "llama", result)
     assert "no schedule that counts samples" in result["said"]

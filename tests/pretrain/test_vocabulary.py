@@ -12,58 +12,35 @@ from tests.pretrain.common import QUIET, RATES, command, mesh, stdlib
 from tests.ranks import RankPool
 
 STATES = jobs.states
-MODEL = [
-    "--model-family",
-    "llama",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "48",
-    "--ffn-hidden-size",
-    "96",
-    "--num-attention-heads",
-    "6",
-    "--num-query-groups",
-    "6",
-    "--seq-length",
-    "32",
-]
+MODEL = command(
+    "--model-family llama --num-layers 2 --hidden-size 48 --ffn-hidden-size 96 "
+    "--num-attention-heads 6 --num-query-groups 6 --seq-length 32"
+)
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def argv(*more: list[str] | str) -> list[str]:
-    batch = ["--global-batch-size", "6", "--micro-batch-size", "1"]
-    return command(MODEL, batch, RATES, QUIET, stdlib(), "--train-iters", "3", *more)
+    batch = "--global-batch-size 6 --micro-batch-size 1"
+    return command(MODEL, batch, RATES, QUIET, stdlib(), "--train-iters 3", *more)
 
 
 @pytest.mark.parametrize(
-    ("world", "first", "tp", "stored", "rows", "note"),
+    "case",
     [
-        (2, ["--make-vocab-size-divisible-by", "128"], 3, 512, 384, "128 rows dropped"),
-        (1, ["--make-vocab-size-divisible-by", "1"], 2, 257, 512, "255 rows added as zeros"),
+        (2, "--make-vocab-size-divisible-by 128", 3, 512, 384, "128 rows dropped"),
+        (1, "--make-vocab-size-divisible-by 1", 2, 257, 512, "255 rows added as zeros"),
     ],
+    ids=["dropped", "added"],
 )
-def test_resize(
-    ranks: RankPool,
-    tmp_path: Path,
-    world: int,
-    first: list[str],
-    tp: int,
-    stored: int,
-    rows: int,
-    note: str,
-) -> None:
-    source = ranks.run(
-        world, STATES, argv(mesh(world, 1), first, "--save", str(tmp_path)), train=True
-    )[0]["full"]
-    resume = argv(mesh(tp, 1), "--load", str(tmp_path), "--universal-checkpoint")
+def test_resize(ranks: RankPool, tmp_path: Path, case: tuple[Any, ...]) -> None:
+    world, first, tp, stored, rows, note = case
+    save = argv(mesh(world, 1), first, f"--save {tmp_path}")
+    source = ranks.run(world, STATES, save, train=True)[0]["full"]
+    resume = argv(mesh(tp, 1), f"--load {tmp_path} --universal-checkpoint")
     refused = ranks.run(tp, jobs.run, resume)
-    assert all(
-        r["error"] == "UsageError"
-        and f"a divisor of {stored}" in r["text"]
-        and "--allow-vocab-resize" in r["text"]
-        for r in refused
-    )
+    for rank in refused:
+        assert rank["error"] == "UsageError" and f"a divisor of {stored}" in rank["text"]
+        assert "--allow-vocab-resize" in rank["text"]
     found = ranks.run(tp, STATES, [*resume, "--allow-vocab-resize"])
     check(source, found[0]["full"], stored, rows)
     said = found[0]["said"]
@@ -82,21 +59,16 @@ def check(
             assert torch.equal(want, have), (name, key)
             continue
         assert (len(want), len(have)) == (stored, rows)
-        assert torch.equal(want[:common], have[:common]) and want[:common].count_nonzero(), (
-            name,
-            key,
-        )
+        assert torch.equal(want[:common], have[:common]), (name, key)
+        assert want[:common].count_nonzero(), (name, key)
         assert not have[common:].count_nonzero(), (name, key)
 
 
 def test_a_size_that_divides_is_kept(ranks: RankPool, tmp_path: Path) -> None:
     """With the flag too: nothing is resized that need not be, and nothing is said."""
-    source = ranks.run(1, STATES, argv(mesh(1, 1), "--save", str(tmp_path)), train=True)[0]["full"]
-    found = ranks.run(
-        2,
-        STATES,
-        argv(mesh(2, 1), "--load", str(tmp_path), "--universal-checkpoint", "--allow-vocab-resize"),
-    )
+    source = ranks.run(1, STATES, argv(mesh(1, 1), f"--save {tmp_path}"), train=True)[0]["full"]
+    load = f"--load {tmp_path} --universal-checkpoint --allow-vocab-resize"
+    found = ranks.run(2, STATES, argv(mesh(2, 1), load))
     assert len(source[VOCABULARY[0], "fp32"]) == 384
     check(source, found[0]["full"], 384, 384)
     assert "resized" not in found[-1]["said"]

@@ -158,11 +158,11 @@ def spoil(source: Path) -> None:
 
 
 def adapter(folder: Path, large: bool) -> Path:
-    """A run of a low-rank adapter; its base and its config lie beside it."""
+    """A run of a low-rank adapter; its config lies beside it."""
     from tests.engines import lora_jobs
 
     out = folder / "lora"
-    engine = lora_jobs.make("rslora", 0, 3, base=out / "base")
+    engine = lora_jobs.make(lora_jobs.Adapted("rslora", 0))
     lora_jobs.train(engine, 1)
     if large:
         named = dict(engine.module.named_parameters())

@@ -1,9 +1,11 @@
 """A plain model's checkpoint on paper, for conversions that are odd in one thing."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -53,3 +55,24 @@ def family_model(family: str, sizes: Sizes) -> paper.Model:
     ordered = sorted(table, key=lambda name: paper.position(name, sizes.layers))
     shapes = {name: table[name].shape for name in ordered}
     return replace(paper.plain_model(shapes), family=family, sizes=sizes)
+
+
+def written(model: paper.Model, folder: Path, **how: Any) -> Path:
+    """The model's checkpoint, in the place of the one that is converted where nothing is said."""
+    return paper.write(model, folder / "source" / "step7", **how)
+
+
+def converted(model: paper.Model, source: Path, out: Path, to: Target, **how: Any) -> None:
+    """A conversion that is whole, and holds what the model has."""
+    ucp.convert(source, out, target=to, **how)
+    whole(model, source, out, to)
+
+
+def stock_converted(source: Path, output: Path, *more: str) -> None:
+    """A universal folder by DeepSpeed's own converter."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    args = ["--input_folder", str(source), "--output_folder", str(output)]
+    args += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    with mock.patch.object(sys, "argv", ["ds_to_universal", *args, *more]):
+        ds_to_universal.main(ds_to_universal.parse_arguments())

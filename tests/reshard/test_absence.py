@@ -22,16 +22,7 @@ from megatron_ucp.formats.deepspeed import native
 from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.deepspeed.universal import UniversalCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
-from tests.reshard.absence import (
-    VERBS,
-    Save,
-    Table,
-    answer,
-    linked,
-    plain_of,
-    removals,
-    told_of,
-)
+from tests.reshard import absence
 
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
 DEEPSPEED = [
@@ -54,7 +45,7 @@ MEGATRON = sorted(
 QUICK = {"megatron/legacy_tp2pp2", "megatron/td_dpr_dp2_bf16"}
 
 
-def save_of(case: str, scratch: Path) -> Save:
+def save_of(case: str, scratch: Path) -> absence.Save:
     """A save of the repository."""
     source, told = GOLDEN / case, CallerModel()
     inner = next(
@@ -63,8 +54,8 @@ def save_of(case: str, scratch: Path) -> Save:
     copy = scratch / "copied" / inner.name
     shutil.copytree(inner, copy)
     if case.startswith("attached"):
-        told = told_of(copy)
-    return Save(linked(copy, scratch / "run", inner.name), inner.name, told)
+        told = absence.told_of(copy)
+    return absence.Save(absence.linked(copy, scratch / "run", inner.name), inner.name, told)
 
 
 def is_unnamed(case: str, fault: str) -> bool:
@@ -88,7 +79,7 @@ def slow_but(cases: list[str], quick: set[str]) -> list[object]:
     ],
 )
 def test_what_is_missing_is_missed_by_every_verb(case: str, tmp_path: Path) -> None:
-    table = Table(save_of(case, tmp_path), tmp_path)
+    table = absence.Table(save_of(case, tmp_path), tmp_path)
     assert [fault for fault in table.wrong() if not is_unnamed(case, fault)] == []
     assert table.cases >= len({*table.save.folder.rglob("*")}) > 0
     # of DeepSpeed's and Megatron's own files every one is needed, but for the module that stages of
@@ -142,10 +133,12 @@ BOTH_QUICK = {"universal", "ZeRO-3 on three ranks", "stage 0"}
 )
 def test_a_conversion_of_which_something_is_missing(kind: str, plain: bool, tmp_path: Path) -> None:
     made = CONVERTED[kind](tmp_path)
-    told = told_of(made)
+    told = absence.told_of(made)
     if plain:
-        plain_of(made)
-    table = Table(Save(linked(made, tmp_path / "run", "s1"), "s1", told), tmp_path)
+        absence.plain_of(made)
+    table = absence.Table(
+        absence.Save(absence.linked(made, tmp_path / "run", "s1"), "s1", told), tmp_path
+    )
     assert [fault for fault in table.wrong() if not is_unnamed(kind, fault)] == []
     assert table.cases > 0
 
@@ -167,8 +160,8 @@ def hugging_face(scratch: Path) -> Path:
 
 
 def test_a_hugging_face_folder_of_which_something_is_missing(tmp_path: Path) -> None:
-    save = Save(linked(hugging_face(tmp_path), tmp_path / "run", "hf"), "hf")
-    table = Table(save, tmp_path)
+    save = absence.Save(absence.linked(hugging_face(tmp_path), tmp_path / "run", "hf"), "hf")
+    table = absence.Table(save, tmp_path)
     assert table.wrong() == []
     assert {"file config.json", "file README.md"} <= {*table.spare}  # of which no weight depends
     assert not any(".safetensors" in one and "index" not in one for one in table.spare)
@@ -183,12 +176,14 @@ def test_every_verb_says_how_many_optimizer_files_are_missing(case: str, tmp_pat
     save = save_of(case, tmp_path)
     for path in save.folder.glob("*optim_states.pt"):
         path.unlink()
-    for name, ask in VERBS.items():
-        said = answer(ask, save, save.run)
+    for name, ask in absence.VERBS.items():
+        said = absence.answer(ask, save, save.run)
         assert "2 optimizer files are missing" in said, (name, said)
-    said = answer(VERBS["verify"], save, save.run)
+    said = absence.answer(absence.VERBS["verify"], save, save.run)
     assert "zero_pp_rank_0_mp_rank_00_optim_states.pt" in said
-    assert ('allow={"weights"}' in answer(VERBS["describe"], save, save.run)) == ("3" not in case)
+    assert ('allow={"weights"}' in absence.answer(absence.VERBS["describe"], save, save.run)) == (
+        "3" not in case
+    )
 
 
 def test_the_tag_before_is_the_newest_whole_one(tmp_path: Path) -> None:
@@ -240,7 +235,7 @@ def test_a_manifest_that_is_missing_is_a_note_of_every_verb(tmp_path: Path) -> N
         assert [one for one in notes if "ucp_manifest.json is missing" in one]
     with open_checkpoint(save.folder) as read:
         assert any("ucp_manifest.json is missing" in one for one in read.notes)
-    plain_of(save.folder)
+    absence.plain_of(save.folder)
     assert ucp.verify(save.folder).notes == ()
 
 
@@ -262,7 +257,7 @@ def test_a_verb_that_does_not_look_breaks_the_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the optimizer files are was asked of the folder alone, and of a model file nothing."""
-    table = Table(save_of("zero3", tmp_path), tmp_path)
+    table = absence.Table(save_of("zero3", tmp_path), tmp_path)
     monkeypatch.setattr(native, "require_rank_files", lambda _: None)
     lies_there = property(lambda run: bool(run.names.optimizer))
     monkeypatch.setattr(NativeRun, "has_optimizer_files", lies_there)
@@ -276,20 +271,22 @@ def test_a_universal_folder_that_asks_nobody_breaks_the_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first moments were lost in silence: what a parameter has was asked of its folder."""
-    made = plain_of(universal(tmp_path))
-    table = Table(Save(linked(made, tmp_path / "run", "s1"), "s1"), tmp_path)
+    made = absence.plain_of(universal(tmp_path))
+    table = absence.Table(
+        absence.Save(absence.linked(made, tmp_path / "run", "s1"), "s1"), tmp_path
+    )
     monkeypatch.setattr(UniversalCheckpoint, "_require_states", lambda _: None)
     found = table.wrong(lambda one: one == "all named exp_avg.pt")
     assert any("convert is content" in one for one in found)
 
 
 def test_one_lying_verb_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table(save_of("zero1", tmp_path), tmp_path)
+    table = absence.Table(save_of("zero1", tmp_path), tmp_path)
     assert table.wrong() == []
-    monkeypatch.setitem(VERBS, "ls", lambda save, run: None)
+    monkeypatch.setitem(absence.VERBS, "ls", lambda save, run: None)
     found = table.wrong()
     assert len(found) == table.cases > 2 and all("ls is content" in one for one in found)
-    monkeypatch.setitem(VERBS, "ls", lambda save, run: 1 / 0)
+    monkeypatch.setitem(absence.VERBS, "ls", lambda save, run: 1 / 0)
     assert all("ZeroDivisionError" in one for one in table.wrong())
 
 
@@ -303,7 +300,7 @@ def test_what_is_removed_is_every_file_and_every_class(tmp_path: Path) -> None:
     ]
     for name in names:
         (tmp_path / name).touch()
-    found = [frozenset(listed) for listed in removals(tmp_path).values()]
+    found = [frozenset(listed) for listed in absence.removals(tmp_path).values()]
     assert {frozenset({name}) for name in names} < {*found} and len(found) == len({*found})
     for words in (
         ("optim_states",),

@@ -14,7 +14,7 @@ from tests.engines import kinds
 from tests.engines.autoep_jobs import Auto
 from tests.engines.sources import Sources, check, without_manifest
 from tests.ranks import RankPool
-from tests.reshard.test_convert_universal import stock_converted
+from tests.reshard.plain import stock_converted
 from tests.reshard.test_expert_tools import converted, copy_of
 
 pytestmark = pytest.mark.ranks

@@ -12,17 +12,13 @@ from megatron_ucp.cli import main
 from tests.engines import kinds
 from tests.engines.model import Setup
 from tests.engines.sources import PLAIN, Sources
+from tests.scripts import run_command
 
 pytestmark = pytest.mark.ranks
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_ucp.cli", *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_command([sys.executable, "-m", "megatron_ucp.cli", *args])
 
 
 @pytest.mark.parametrize(
@@ -61,12 +57,7 @@ def test_inspect_imports_no_torch_and_no_deepspeed(sources: Sources) -> None:
         "import sys; from megatron_ucp.cli import main; main(['inspect', sys.argv[1]]);"
         "print([m for m in ('torch', 'deepspeed', 'numpy') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, sources.get(2, PLAIN)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_command([sys.executable, "-c", code, sources.get(2, PLAIN)], timeout=60)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +20,17 @@ from megatron_ucp.formats.deepspeed import tp_patterns
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard import folder as module
 from tests.reshard import paper
-from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, whole
+from tests.reshard.plain import (
+    PLAIN,
+    SHAPES,
+    converted,
+    edited,
+    family_model,
+    stock_converted,
+    target,
+    whole,
+    written,
+)
 
 # ------------------------------------------------ how stock's own converter cuts
 
@@ -28,42 +38,22 @@ from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, who
 def test_stocks_patterns_are_those_of_the_target(tmp_path: Path) -> None:
     """The source's are for its own mesh and names; without the right ones stock's converter cuts
     everything on dim 0."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    model = family_model(
-        "llama",
-        Sizes(2, 8, 4, 2, 2, 8, 12, 12, biases=False, norm_biases=False, gated=True, tied=True),
-    )
+    kinds = {"biases": False, "norm_biases": False, "gated": True, "tied": True}
+    model = family_model("llama", Sizes(2, 8, 4, 2, 2, 8, 12, 12, **kinds))
     stale = {"universal_checkpoint_version": 0.2, "affine_map": {"version": 1, "params": {}}}
-    source = paper.write(model, tmp_path / "source" / "step7", universal_checkpoint_info=stale)
+    source = written(model, tmp_path, universal_checkpoint_info=stale)
     for pp in (1, 2):
         native, output = tmp_path / f"native{pp}", tmp_path / f"stock{pp}"
-        to = Target(
-            ucp.Mesh(tp=2, pp=pp, dp=2, zero=1), **{**PLAIN, "stages": (2, 3) if pp == 2 else None}
-        )
+        stages = (2, 3) if pp == 2 else None
+        to = Target(ucp.Mesh(tp=2, pp=pp, dp=2, zero=1), **PLAIN, stages=stages)
         ucp.convert(source, native, target=to)
-        command = [
-            "x",
-            "--input_folder",
-            str(native),
-            "--output_folder",
-            str(output),
-            "--num_extract_workers",
-            "1",
-            "--num_merge_workers",
-            "1",
-        ]
-        with mock.patch.object(sys, "argv", command):
-            ds_to_universal.main(ds_to_universal.parse_arguments())
+        stock_converted(native, output)
         for name in model.shapes:
             for state in ("fp32", "exp_avg", "exp_avg_sq"):
-                found = torch.load(
-                    output / "zero" / paper.named(model, name, pp == 2) / f"{state}.pt",
-                    weights_only=False,
-                )
-                assert paper.same(
-                    found["param"] if isinstance(found, dict) else found, model.truth(name, state)
-                ), (name, state)
+                path = output / "zero" / paper.named(model, name, pp == 2) / f"{state}.pt"
+                found = torch.load(path, weights_only=False)
+                found = found["param"] if isinstance(found, dict) else found
+                assert paper.same(found, model.truth(name, state)), (name, state)
 
 
 def test_patterns_say_what_they_are_read_as() -> None:
@@ -80,21 +70,15 @@ def test_patterns_say_what_they_are_read_as() -> None:
         ParamSpec(name, (16 if "uneven" in name else 8, 4), "float32", layout=layout)
         for name, layout in layouts.items()
     ]
-    for chosen in (
-        specs,
-        specs[:-1],
-    ):  # the last one is cut in another way than the same one of another layer
+    # the last one is cut in another way than the same one of another layer
+    for chosen in (specs, specs[:-1]):
         info = tp_patterns.patterns_of(chosen, lambda name: name)
         for spec in chosen:
             local = spec.layout.local_shape(spec.name, spec.shape, {"tp": (2, 0)})
             found = tp_patterns.declared(info, spec.name, local, 2, "file")
             assert (found.shape, found.layout) == (spec.shape, spec.layout)
-    assert (
-        tp_patterns.patterns_of(
-            [ParamSpec("deep", (2, 2, 2), "float32", layout=Shard("tp", 2))], str
-        )
-        == {}
-    )
+    deep = ParamSpec("deep", (2, 2, 2), "float32", layout=Shard("tp", 2))
+    assert tp_patterns.patterns_of([deep], str) == {}
 
 
 # ------------------------------------------------ places
@@ -104,18 +88,14 @@ def test_an_output_inside_of_a_checkpoint(source: Path, tmp_path: Path) -> None:
     """Its `latest` would lead every later load of that tag into it."""
     ucp.convert(source, tmp_path / "universal", to="universal")
     (tmp_path / "link").symlink_to(source)
-    for place in (
-        source / "out",
-        source / "deep" / "out",
-        tmp_path / "link" / "out",
-        tmp_path / "universal" / "out",
+    universal = tmp_path / "universal"
+    for origin, place in (
+        *((source, source / "out"), (source, source / "deep" / "out")),
+        *((source, tmp_path / "link" / "out"), (source, universal / "out")),
+        (universal, universal / "zero" / "out"),
     ):
         with pytest.raises(UsageError, match="inside of a checkpoint"):
-            ucp.convert(source, place, target=target())
-    with pytest.raises(UsageError, match="inside of a checkpoint"):
-        ucp.convert(
-            tmp_path / "universal", tmp_path / "universal" / "zero" / "out", target=target()
-        )
+            ucp.convert(origin, place, target=target())
     assert sorted(p.name for p in source.iterdir()) == [
         "mp_rank_00_model_states.pt",
         "ucp_manifest.json",
@@ -153,8 +133,7 @@ def test_two_conversions_into_one_folder(model: paper.Model, source: Path, tmp_p
             ucp.convert(source, tmp_path / "out", target=target())
         assert (aside / "file").exists(), "the other one's files are gone"
     aside.mkdir()  # what a killed one has left
-    ucp.convert(source, tmp_path / "out", target=target())
-    whole(model, source, tmp_path / "out", target())
+    converted(model, source, tmp_path / "out", target())
     assert not aside.exists()
 
 
@@ -189,14 +168,12 @@ def test_the_folder_is_removed_meanwhile(
 ) -> None:
     """As a run does that begins a save beside it."""
     jobs_of = module._jobs_of
-    monkeypatch.setattr(
-        module,
-        "_jobs_of",
-        lambda pieces: (
-            shutil.rmtree(tmp_path / ".out.saving", ignore_errors=True),
-            jobs_of(pieces),
-        )[1],
-    )
+
+    def removed(pieces: Any) -> Any:
+        shutil.rmtree(tmp_path / ".out.saving", ignore_errors=True)
+        return jobs_of(pieces)
+
+    monkeypatch.setattr(module, "_jobs_of", removed)
     with pytest.raises(SaveError, match="could not be written"):
         ucp.convert(source, tmp_path / "out", to=to, target=target())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
@@ -252,10 +229,9 @@ def test_many_frozen_parameters_take_no_longer_each(tmp_path: Path) -> None:
 
     odd = {f"base.{number}.weight": (1,) for number in range(100)}
     model = paper.plain_model({**SHAPES, **odd}, kinds=dict.fromkeys(odd, "frozen"))
-    source = paper.write(model, tmp_path / "source" / "step7")
-    with mock.patch.object(
-        NativeWriter, "_values", autospec=True, side_effect=NativeWriter._values
-    ) as called:
+    source = written(model, tmp_path)
+    values = NativeWriter._values
+    with mock.patch.object(NativeWriter, "_values", autospec=True, side_effect=values) as called:
         ucp.convert(source, tmp_path / "out", target=target())
     assert 0 < called.call_count < 10
     whole(model, source, tmp_path / "out", target())
@@ -263,6 +239,6 @@ def test_many_frozen_parameters_take_no_longer_each(tmp_path: Path) -> None:
 
 def test_a_rounded_frozen_parameter_needs_a_word(tmp_path: Path) -> None:
     model = paper.plain_model({**SHAPES, "table": (3,)}, kinds={"table": "frozen"})
-    source = paper.write(model, tmp_path / "source" / "step7")
+    source = written(model, tmp_path)
     with pytest.raises(InexactError, match="would be rounded"):
         ucp.convert(source, tmp_path / "out", target=target(dtype="bfloat16"))

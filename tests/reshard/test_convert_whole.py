@@ -2,66 +2,48 @@
 
 import json
 import resource
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import megatron_ucp as ucp
+from megatron_ucp import errors
 from megatron_ucp.cli import main
-from megatron_ucp.errors import (
-    DamagedFileError,
-    LayoutError,
-    RuleError,
-    SaveError,
-    StateMismatchError,
-    UnsupportedError,
-    UsageError,
-)
 from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.reshard.files import FileSource
 from tests.engines import kinds
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
 from tests.reshard.converted import same
+from tests.scripts import run_command
 
 pytestmark = pytest.mark.ranks
 
 NAMES = (
-    "embed.weight",
-    "up.weight",
-    "up.bias",
-    "down.weight",
-    "down.bias",
-    "norm.weight",
-    "norm.bias",
-    "gain",
+    *("embed.weight", "up.weight", "up.bias", "down.weight", "down.bias"),
+    *("norm.weight", "norm.bias", "gain"),
 )
-PP = ucp.Mesh(pp=2)
-PLAIN_REFUSALS: list[tuple[type[ucp.UcpError], str, dict[str, Any]]] = [
-    (UsageError, "for one mesh", {}),
-    (UsageError, "no such format", {"to": "hf"}),
-    (RuleError, "nobody declared", {"target": ucp.Mesh(tp=2)}),
-    (UnsupportedError, "not known", {"target": PP}),
-    (UnsupportedError, "not known", {"target": PP, "to": "universal"}),
-    (UsageError, "allow names what may happen", {"target": ucp.Mesh(), "allow": {"narow"}}),
-    (UsageError, "ZeRO 0 and 1", {"target": ucp.Mesh(pp=2, zero=2)}),
-    (
-        UsageError,
-        "every trainable",
-        {"target": ucp.Target(ucp.Mesh(), groups=(("up.weight",),))},
-    ),
-    (
-        StateMismatchError,
-        "different hyper",
-        {"target": ucp.Target(ucp.Mesh(), groups=(NAMES,))},
-    ),
+PP, ONE = ucp.Mesh(pp=2), ucp.Mesh()
+Refusal = tuple[type[ucp.UcpError], str, dict[str, Any]]
+PLAIN_REFUSALS: list[Refusal] = [
+    (errors.UsageError, "for one mesh", {}),
+    (errors.UsageError, "no such format", {"to": "hf"}),
+    (errors.RuleError, "nobody declared", {"target": ucp.Mesh(tp=2)}),
+    (errors.UnsupportedError, "not known", {"target": PP}),
+    (errors.UnsupportedError, "not known", {"target": PP, "to": "universal"}),
+    (errors.UsageError, "allow names what may happen", {"target": ONE, "allow": {"narow"}}),
+    (errors.UsageError, "ZeRO 0 and 1", {"target": ucp.Mesh(pp=2, zero=2)}),
+    (errors.UsageError, "every trainable", {"target": ucp.Target(ONE, groups=(("up.weight",),))}),
+    (errors.StateMismatchError, "different hyper", {"target": ucp.Target(ONE, groups=(NAMES,))}),
 ]
-LLAMA_REFUSALS: list[tuple[type[ucp.UcpError], str, dict[str, Any]]] = [
-    (LayoutError, "does not divide attention heads", {"target": ucp.Mesh(tp=5)}),
-    (UsageError, "do not add up", {"target": ucp.Target(PP, stages=(1, 1))}),
+LLAMA_REFUSALS: list[Refusal] = [
+    (errors.LayoutError, "does not divide attention heads", {"target": ucp.Mesh(tp=5)}),
+    (errors.UsageError, "do not add up", {"target": ucp.Target(PP, stages=(1, 1))}),
 ]
 
 
@@ -71,13 +53,11 @@ def test_what_a_mesh_does_not_say(sources: Sources, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for source, refusals in ((plain, PLAIN_REFUSALS), (llama, LLAMA_REFUSALS)):
         for error, words, arguments in refusals:
-            target = arguments.get("target")
-            to, allow = arguments.get("to", "native"), arguments.get("allow", ())
             with pytest.raises(error, match=words):
-                ucp.convert(source, out, to=to, target=target, allow=allow)
+                ucp.convert(source, out, **{"to": "native", **arguments})
             assert not list(tmp_path.iterdir()), "something is left"
     out.mkdir()
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(errors.UsageError, match="exists"):
         ucp.convert(plain, out, target=ucp.Mesh())
 
 
@@ -85,12 +65,8 @@ def test_groups_of_ones_own(sources: Sources, tmp_path: Path) -> None:
     """The order of an optimizer that lists its parameters differently; stock's load goes by
     position."""
     folder = sources.get(2, Setup(1, "fp32", groups=1))
-    found = ucp.convert(
-        folder,
-        tmp_path / "out",
-        target=ucp.Target(ucp.Mesh(dp=2, zero=1), groups=(NAMES[::-1],)),
-        tag="filled",
-    )
+    target = ucp.Target(ucp.Mesh(dp=2, zero=1), groups=(NAMES[::-1],))
+    found = ucp.convert(folder, tmp_path / "out", target=target, tag="filled")
     same(Path(folder) / "filled", found.path)
     order = [m.param for m in ucp.describe(found.path).buffers[0].members]
     assert order == list(NAMES[::-1])
@@ -98,7 +74,7 @@ def test_groups_of_ones_own(sources: Sources, tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_an_optimizer(sources: Sources, tmp_path: Path) -> None:
     folder = Path(sources.get(2, Setup(0, "bf16"), attach=False, more=0))
-    with pytest.raises(StateMismatchError, match="no optimizer"):
+    with pytest.raises(errors.StateMismatchError, match="no optimizer"):
         ucp.convert(folder, tmp_path / "out", target=ucp.Mesh(dp=2, zero=1), tag="trained")
 
 
@@ -106,15 +82,13 @@ def test_a_damaged_source_leaves_nothing(sources: Sources, broken: Any, tmp_path
     folder = without_manifest(broken()) / "filled"
     path = next(folder.glob("*rank_1*optim*"))
     with PtFile(path) as file:
-        record = max(
-            (file.records[n] for n in file.records if "/data/" in n),
-            key=lambda record: record.size_bytes,
-        )
+        records = [record for name, record in file.records.items() if "/data/" in name]
+        record = max(records, key=lambda record: record.size_bytes)
         at = record.offset_bytes + record.size_bytes // 3
     flip(path, at)
     out = tmp_path / "out"
     for to, target in (("native", ucp.Mesh(dp=4, zero=3)), ("universal", None)):
-        with pytest.raises(DamagedFileError, match="damaged"):
+        with pytest.raises(errors.DamagedFileError, match="damaged"):
             ucp.convert(folder, out / to, to=to, target=target)
         assert list(out.iterdir()) == []
 
@@ -136,15 +110,12 @@ def test_a_damaged_number_beside_the_parameters(
             tree: Any = file.tree
             at = file.record(tree["data"].storage).offset_bytes
         flip(path, at)
-    with pytest.raises(DamagedFileError, match="wrong checksum"):
+    with pytest.raises(errors.DamagedFileError, match="wrong checksum"):
         ucp.convert(folder, tmp_path / "out" / "x", target=ucp.Mesh(dp=4, zero=3))
     assert list((tmp_path / "out").iterdir()) == []
     for rank in sources.ranks.run(2, kinds.attempt, Setup(3, "bf16", seed=9), str(folder)):
-        assert (
-            rank["error"] == "DamagedFileError"
-            and "wrong checksum" in rank["message"]
-            and rank["unchanged"]
-        )
+        assert rank["error"] == "DamagedFileError" and "wrong checksum" in rank["message"]
+        assert rank["unchanged"]
 
 
 def flip_steps(path: Path) -> None:
@@ -170,12 +141,10 @@ def flip(path: Path, at: int) -> None:
 def test_a_full_disk(sources: Sources, tmp_path: Path) -> None:
     folder, out = sources.get(2, Setup(1, "bf16")), tmp_path / "out"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    import signal
-
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-        with pytest.raises(SaveError, match="nothing is left"):
+        with pytest.raises(errors.SaveError, match="nothing is left"):
             ucp.convert(folder, out / "x", target=ucp.Mesh(dp=2, zero=1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -187,7 +156,7 @@ def test_a_full_disk(sources: Sources, tmp_path: Path) -> None:
 def test_a_target_that_can_not_be_written(sources: Sources, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "out", Path("/proc/out")):
-        with pytest.raises(SaveError, match="could not be written"):
+        with pytest.raises(errors.SaveError, match="could not be written"):
             ucp.convert(sources.get(2, Setup(1, "bf16")), place, target=ucp.Mesh(dp=2, zero=1))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -195,22 +164,11 @@ def test_a_target_that_can_not_be_written(sources: Sources, tmp_path: Path) -> N
 def test_ctrl_c_leaves_nothing(
     sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_ucp.reshard.files import FileSource
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    original = FileSource.check
-    FileSource.check = interrupted  # type: ignore[method-assign]
     folder, out = sources.get(2, Setup(1, "bf16")), str(tmp_path / "out" / "x")
-    try:
+    with mock.patch.object(FileSource, "check", side_effect=KeyboardInterrupt):
         assert main(["convert", folder, out, "--mesh", "dp=2,zero=1"]) == 130
-    finally:
-        FileSource.check = original  # type: ignore[method-assign]
-    assert (
-        capsys.readouterr().err == "megatron-ucp: interrupted\n"
-        and list((tmp_path / "out").iterdir()) == []
-    )
+    assert capsys.readouterr().err == "megatron-ucp: interrupted\n"
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 # ------------------------------------------------ the command line
@@ -221,11 +179,8 @@ def test_the_verb(sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixtur
     a, b, c = (str(tmp_path / name) for name in "abc")
     assert main(["convert", folder, a, "--tag", "filled", "--mesh", "dp=4,zero=3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (
-        ucp.Mesh(**found["mesh"]) == ucp.Mesh(dp=4, zero=3)
-        and found["files"] == 8
-        and found["notes"] == []
-    )
+    assert ucp.Mesh(**found["mesh"]) == ucp.Mesh(dp=4, zero=3)
+    assert found["files"] == 8 and found["notes"] == []
     # stock's spelling: without a mesh it is a universal folder
     assert main(["convert", "--input_folder", f"{folder}/filled", "--output_folder", b]) == 0
     assert "-> universal; " in capsys.readouterr().out
@@ -263,22 +218,14 @@ def test_killed_at_random_moments(sources: Sources, tmp_path: Path, trials: int)
     folder = sources.get(2, Setup(1, "bf16"))
     program = [sys.executable, "-m", "tests.reshard.killed"]
     arguments = [f"{folder}/filled", str(tmp_path), "--trials", str(trials), "--seed", "5"]
-    done = subprocess.run(
-        [*program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300 + 10 * trials,
-    )
+    done = run_command([*program, *arguments], timeout=300 + 10 * trials)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == trials and all(trial["equal"] and trial["again"] for trial in found), found
-    assert any(trial["killed"] and trial["left"] for trial in found), (
-        "no kill fell into a conversion"
-    )
+    hit = [trial for trial in found if trial["killed"] and trial["left"]]
+    assert hit, "no kill fell into a conversion"
     ucp.convert(f"{folder}/filled", tmp_path / "next", target=ucp.Mesh(dp=1, zero=1))
-    assert not list(tmp_path.glob(".*")), (
-        "what a killed conversion left was not removed by the next one"
-    )
+    assert not list(tmp_path.glob(".*")), "the next one removes what a killed one left"
 
 
 def test_what_was_made_without_a_manifest_is_loaded(sources: Sources, tmp_path: Path) -> None:

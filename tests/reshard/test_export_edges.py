@@ -4,7 +4,6 @@ line."""
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,21 +14,13 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp import families
+from megatron_ucp import errors, families
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import RECORDED
-from megatron_ucp.errors import (
-    DamagedFileError,
-    InexactError,
-    ModelMismatchError,
-    NotFoundError,
-    SaveError,
-    UnsupportedError,
-    UsageError,
-)
 from megatron_ucp.reshard.files import FileSource
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
+from tests.scripts import run_command
 
 
 def first(model: paper.Model, tmp_path: Path) -> Path:
@@ -71,7 +62,7 @@ def test_values_that_the_dtype_can_not_hold(tmp_path: Path) -> None:
         "decoder.layers.1.input_layernorm.weight": float("nan"),
     }
     source = first(with_values(twins.model("llama"), large), tmp_path)
-    said = refused(InexactError, source, tmp_path / "out", dtype="float16")
+    said = refused(errors.InexactError, source, tmp_path / "out", dtype="float16")
     assert "too large for float16" in said and "65504" in said
     assert "layers.0.mlp.gate_proj.weight: 1" in said and "layers.1.mlp.down_proj.weight: 1" in said
     assert "norm" not in said
@@ -84,7 +75,7 @@ def test_values_that_the_dtype_can_not_hold(tmp_path: Path) -> None:
 def test_values_that_bfloat16_can_not_hold(tmp_path: Path) -> None:
     large = {"decoder.final_layernorm.weight": 3.4e38}
     source = first(with_values(twins.model("llama"), large), tmp_path)
-    assert "model.norm.weight: 1" in refused(InexactError, source, tmp_path / "out")
+    assert "model.norm.weight: 1" in refused(errors.InexactError, source, tmp_path / "out")
 
 
 def lose_a_bit(monkeypatch: pytest.MonkeyPatch, of: int) -> None:
@@ -115,15 +106,15 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 def test_a_checkpoint_that_does_not_say_its_model(tmp_path: Path) -> None:
     """An earlier save: the config of the model helps, that of another one does not."""
     source = first(replace(twins.model("llama"), run={}), tmp_path)
-    assert "--config" in refused(UsageError, source, tmp_path / "out")
+    assert "--config" in refused(errors.UsageError, source, tmp_path / "out")
     ucp.export_hf(first(twins.model("llama"), tmp_path / "b"), tmp_path / "whole")
     ucp.export_hf(source, tmp_path / "out", config=tmp_path / "whole")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     ucp.export_hf(first(twins.model("gpt"), tmp_path / "c"), tmp_path / "gpt")
     options = {"config": tmp_path / "gpt"}
-    assert "gpt2" in refused(ModelMismatchError, source, tmp_path / "other", **options)
-    assert "config.json" in refused(NotFoundError, source, tmp_path / "x", config=tmp_path)
+    assert "gpt2" in refused(errors.ModelMismatchError, source, tmp_path / "other", **options)
+    assert "config.json" in refused(errors.NotFoundError, source, tmp_path / "x", config=tmp_path)
 
 
 def test_a_config_that_contradicts_what_the_checkpoint_says(tmp_path: Path) -> None:
@@ -133,7 +124,7 @@ def test_a_config_that_contradicts_what_the_checkpoint_says(tmp_path: Path) -> N
     options = {"config": tmp_path / "whole"}
     ucp.export_hf(source, tmp_path / "same", **options)
     path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1e-6}))
-    said = refused(ModelMismatchError, source, tmp_path / "out", **options)
+    said = refused(errors.ModelMismatchError, source, tmp_path / "out", **options)
     assert "norm_epsilon: 1e-06 in config.json, 1e-05 in the model" in said
 
 
@@ -145,7 +136,7 @@ def test_a_config_with_another_vocabulary(tmp_path: Path) -> None:
     config = {**json.loads(path.read_text()), "torch_dtype": "float16"}
     options = {"config": tmp_path / "whole"}
     path.write_text(json.dumps({**config, "vocab_size": 44}))
-    said = refused(ModelMismatchError, source, tmp_path / "out", **options)
+    said = refused(errors.ModelMismatchError, source, tmp_path / "out", **options)
     assert "output_layer.weight: 45 rows of tokens, of which 44 stay" in said
     path.write_text(json.dumps({**config, "vocab_size": 48}))
     ucp.export_hf(source, tmp_path / "out", **options)
@@ -175,21 +166,21 @@ def test_verify_where_the_config_alone_knows_the_padding(
     found, wanted = (twins.read(tmp_path / which) for which in ("out", "whole"))
     assert twins.same(found, wanted) == [] and len(found["lm_head.weight"]) == rows
     lose_a_bit(monkeypatch, of=1)  # the largest ones go first
-    said = refused(SaveError, source, tmp_path / "damaged", **options)
+    said = refused(errors.SaveError, source, tmp_path / "damaged", **options)
     assert f"1 of {rows * 16} elements" in said and "1 differences" in said
 
 
 def test_a_model_of_megatron_core_without_a_family(tmp_path: Path) -> None:
     source = first(twins.model("llama"), tmp_path)
     edited(source, lambda tree: tree.update(family=""))
-    assert "--family" in refused(UsageError, source, tmp_path / "out")
+    assert "--family" in refused(errors.UsageError, source, tmp_path / "out")
     ucp.export_hf(source, tmp_path / "out", family="llama", verify=True)
 
 
 def test_a_manifest_that_says_nonsense_of_its_model(tmp_path: Path) -> None:
     source = first(twins.model("llama"), tmp_path)
     edited(source, lambda tree: tree["run"][RECORDED]["sizes"].update(surprise=1))
-    assert "can't be read" in refused(DamagedFileError, source, tmp_path / "out")
+    assert "can't be read" in refused(errors.DamagedFileError, source, tmp_path / "out")
     edited(source, lambda tree: tree["run"][RECORDED]["sizes"].pop("surprise"))
     for part, key, value in (
         ("sizes", "layers", 10**12),  # nothing of that size is made
@@ -200,9 +191,9 @@ def test_a_manifest_that_says_nonsense_of_its_model(tmp_path: Path) -> None:
         said = {key: value}
         other = first(twins.model("llama"), tmp_path / key)
         edited(other, lambda tree, part=part, said=said: tree["run"][RECORDED][part].update(said))
-        assert str(value) in refused(DamagedFileError, other, tmp_path / "out")
+        assert str(value) in refused(errors.DamagedFileError, other, tmp_path / "out")
     edited(source, lambda tree: tree["run"][RECORDED]["sizes"].update(hidden=20, ffn=7))
-    said = refused(ModelMismatchError, source, tmp_path / "out")
+    said = refused(errors.ModelMismatchError, source, tmp_path / "out")
     assert "instead of" in said and "and 7 more" in said
 
 
@@ -214,11 +205,11 @@ def test_what_the_twin_has_no_place_for(tmp_path: Path) -> None:
     dtypes, numbers = {**model.dtypes, name: "float32"}, {**model.numbers, name: 99}
     other = replace(model, shapes=shapes, kinds=kinds, dtypes=dtypes, numbers=numbers)
     source = first(other, tmp_path)
-    said = refused(ModelMismatchError, source, tmp_path / "out")
+    said = refused(errors.ModelMismatchError, source, tmp_path / "out")
     assert f"{name}: a buffer that mixtral lacks" in said
     odd = {"moe_router_score_function": "sigmoid", "rotary_percent": 0.5}
     source = first(twins.model("mixtral", odd=odd), tmp_path / "b")
-    said = refused(UnsupportedError, source, tmp_path / "out")
+    said = refused(errors.UnsupportedError, source, tmp_path / "out")
     assert "moe_router_score_function=sigmoid; rotary_percent=0.5" in said
 
 
@@ -236,7 +227,7 @@ def test_a_family_that_forgot_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     other = replace(family, hugging_face=replace(twin, tensors=forgetful))
     monkeypatch.setitem(families._FAMILIES, "llama", other)
-    said = refused(UnsupportedError, source, tmp_path / "out")
+    said = refused(errors.UnsupportedError, source, tmp_path / "out")
     assert "has no tensor for a parameter" in said
     assert "decoder.layers.1.input_layernorm.weight" in said
 
@@ -260,17 +251,17 @@ def test_a_model_that_was_attached_without_a_family(tmp_path: Path, family: str)
         ucp.export_hf(source, tmp_path / "out", verify=True, **options)
         assert twins.same(twins.read(tmp_path / "out"), twins.read(tmp_path / "whole")) == []
         shutil.rmtree(tmp_path / "out")
-    said = refused(UsageError, source, tmp_path / "out", family=family)
+    said = refused(errors.UsageError, source, tmp_path / "out", family=family)
     assert "--config" in said and "__init__" not in said
     path = tmp_path / "whole" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.25}))
-    said = refused(ModelMismatchError, source, tmp_path / "out", config=tmp_path / "whole")
+    said = refused(errors.ModelMismatchError, source, tmp_path / "out", config=tmp_path / "whole")
     assert "norm_epsilon: 0.25" in said
 
 
 def test_the_sizes_of_another_family(tmp_path: Path) -> None:
     source = first(twins.model("llama"), tmp_path)
-    said = refused(ModelMismatchError, source, tmp_path / "out", family="mixtral")
+    said = refused(errors.ModelMismatchError, source, tmp_path / "out", family="mixtral")
     assert "those of llama, which differ in experts" in said and "damage" not in said
 
 
@@ -310,9 +301,9 @@ def test_a_plain_model(tmp_path: Path) -> None:
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     source = first(twins.model("llama"), tmp_path)
     missing = {"tokenizer": tmp_path / "nowhere"}
-    assert "no such folder" in refused(NotFoundError, source, tmp_path / "out", **missing)
+    assert "no such folder" in refused(errors.NotFoundError, source, tmp_path / "out", **missing)
     (tmp_path / "nowhere").mkdir()
-    assert "no file of one" in refused(NotFoundError, source, tmp_path / "out", **missing)
+    assert "no file of one" in refused(errors.NotFoundError, source, tmp_path / "out", **missing)
     (tmp_path / "nowhere" / "tokenizer.json").write_text("{}")
     ucp.export_hf(source, tmp_path / "out", **missing)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
@@ -321,12 +312,12 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
 def test_the_output_is_new_and_elsewhere(tmp_path: Path) -> None:
     source = first(twins.model("gpt"), tmp_path)
     (tmp_path / "there").mkdir()
-    assert "the output exists" in refused(UsageError, source, tmp_path / "there")
-    assert "plain name" in refused(UsageError, source, tmp_path / ".hidden")
-    assert "inside of a checkpoint" in refused(UsageError, source, source / "hf")
-    assert "no such dtype" in refused(UsageError, source, tmp_path / "x", dtype="int8")
+    assert "the output exists" in refused(errors.UsageError, source, tmp_path / "there")
+    assert "plain name" in refused(errors.UsageError, source, tmp_path / ".hidden")
+    assert "inside of a checkpoint" in refused(errors.UsageError, source, source / "hf")
+    assert "no such dtype" in refused(errors.UsageError, source, tmp_path / "x", dtype="int8")
     for size in ("big", "0", "-1", "nan", "1e3", "5GiB", "9" * 400 + "GB"):
-        assert "no size" in refused(UsageError, source, tmp_path / "x", max_shard_size=size)
+        assert "no size" in refused(errors.UsageError, source, tmp_path / "x", max_shard_size=size)
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +331,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return pwrite(*args)
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert "No space left" in refused(SaveError, source, tmp_path / "out")
+    assert "No space left" in refused(errors.SaveError, source, tmp_path / "out")
 
 
 def test_ctrl_c_leaves_nothing(
@@ -365,7 +356,7 @@ def test_a_damaged_source(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) * 3 // 4] ^= 1  # masters come after the two moments
     path.write_bytes(data)
-    assert "damaged" in refused(DamagedFileError, source, tmp_path / "out", dtype="float32")
+    assert "damaged" in refused(errors.DamagedFileError, source, tmp_path / "out", dtype="float32")
 
 
 def test_verify_sees_one_bit_that_the_disk_lost(
@@ -373,7 +364,7 @@ def test_verify_sees_one_bit_that_the_disk_lost(
 ) -> None:
     source = first(twins.model("gpt"), tmp_path)
     lose_a_bit(monkeypatch, of=7)
-    said = refused(SaveError, source, tmp_path / "out", verify=True)
+    said = refused(errors.SaveError, source, tmp_path / "out", verify=True)
     assert "not what the checkpoint holds" in said and "1 differences" in said
 
 
@@ -409,7 +400,5 @@ def test_an_export_needs_neither_deepspeed_nor_transformers(tmp_path: Path) -> N
         "print([m for m in ('deepspeed', 'megatron', 'transformers') if m in sys.modules])"
     )
     words = ["export-hf", str(first(twins.model("gpt"), tmp_path)), str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
-    )
+    done = run_command([sys.executable, "-c", code, *words], timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

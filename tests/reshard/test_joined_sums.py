@@ -15,29 +15,20 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.reshard import threads
+from megatron_ucp.reshard import fingerprint, threads
 from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.fingerprint import (
-    JoinedSums,
-    Sums,
-    joined_sums,
-    known_sums,
-    parts_of_memory,
-    sums_of_memory,
-    sums_of_parts,
-)
 from megatron_ucp.reshard.threads import in_threads
 from tests.reshard.thread_ranks import run
 
 BOXES = [Box((0, 0), (4, 8)), Box((4, 0), (8, 8))]
 
 
-def ranks_of(seed: int) -> tuple[list[Sums], dict[Any, int]]:
+def ranks_of(seed: int) -> tuple[list[fingerprint.Sums], dict[Any, int]]:
     """Ranks that hold partitions of two shares, some of them alike, in any order; and the XOR of
     each share."""
     plan = random.Random(seed)
     partitions, copies = plan.randint(1, 9), plan.randint(1, 3)
-    ranks: list[Sums] = []
+    ranks: list[fingerprint.Sums] = []
     want: dict[Any, int] = {}
     for share, box in enumerate(BOXES):
         crcs = [plan.getrandbits(32) for _ in range(partitions)]
@@ -53,10 +44,10 @@ def ranks_of(seed: int) -> tuple[list[Sums], dict[Any, int]]:
     return ranks, want
 
 
-def found_by(ranks: list[Sums]) -> JoinedSums:
+def found_by(ranks: list[fingerprint.Sums]) -> fingerprint.JoinedSums:
     """What rank 0 has in the end."""
-    found, _ = run(len(ranks), lambda own: joined_sums(ranks[own.rank], own))
-    assert isinstance(found[0], JoinedSums), found
+    found, _ = run(len(ranks), lambda own: fingerprint.joined_sums(ranks[own.rank], own))
+    assert isinstance(found[0], fingerprint.JoinedSums), found
     return found[0]
 
 
@@ -68,7 +59,7 @@ def test_any_order_gives_the_sum_of_all() -> None:
         found = found_by(ranks)
         assert {box: sum_ for (*_, box), sum_ in found.shares().items()} == want
         assert not found.apart
-        overlaps += reduce(JoinedSums.join, map(JoinedSums, ranks)).overlaps
+        overlaps += reduce(fingerprint.JoinedSums.join, map(fingerprint.JoinedSums, ranks)).overlaps
     assert overlaps > 20, "no case took the second way"
 
 
@@ -136,12 +127,12 @@ def test_sums_of_large_memory_are_those_of_one_thread(monkeypatch: pytest.Monkey
         for number in range(5)
         for state, _ in states
     }
-    want = sums_of_memory(manifest, memory)
+    want = fingerprint.sums_of_memory(manifest, memory)
     monkeypatch.setattr(threads, "LARGE_BYTES", 0)
     monkeypatch.setattr(threads, "threads_of_rank", lambda: 3)
-    assert sums_of_memory(manifest, memory) == want and len(want) == 10
+    assert fingerprint.sums_of_memory(manifest, memory) == want and len(want) == 10
     memory[Slot(4, (), 0, "fp32")][0] += 1
-    assert sums_of_memory(manifest, memory) != want
+    assert fingerprint.sums_of_memory(manifest, memory) != want
 
 
 def test_what_is_stored_in_another_order_is_not_summed_by_its_bytes() -> None:
@@ -152,13 +143,13 @@ def test_what_is_stored_in_another_order_is_not_summed_by_its_bytes() -> None:
     buffers = tuple(alone(one.name, one.elems, (("fp32", "float32"),), 0) for one in params)
     manifest = Manifest(Keeper.ZERO_0, Mesh(), params, buffers, (ParamGroup({}),))
     memory = {Slot(number, (), 0, "fp32"): torch.rand(30) for number in range(2)}
-    parts = parts_of_memory(manifest, memory)
-    known = known_sums(parts)
+    parts = fingerprint.parts_of_memory(manifest, memory)
+    known = fingerprint.known_sums(parts)
     for one in memory.values():
         known.crc32(bytes_of(one), one.data_ptr())
-    assert sums_of_parts(parts, known) == sums_of_memory(manifest, memory)
+    assert fingerprint.sums_of_parts(parts, known) == fingerprint.sums_of_memory(manifest, memory)
     for one in memory.values():  # where the sum is known nobody looks
         one[0] += 1
-    unlike = sums_of_memory(manifest, memory)
-    kept = sums_of_parts(parts, known)
+    unlike = fingerprint.sums_of_memory(manifest, memory)
+    kept = fingerprint.sums_of_parts(parts, known)
     assert [key[0] for key in kept if kept[key] != unlike[key]] == ["plain"]

@@ -11,17 +11,9 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp import errors
 from megatron_ucp.core.manifest import FILE_NAME, Manifest
 from megatron_ucp.core.names import Keeper
-from megatron_ucp.errors import (
-    ForeignFileError,
-    LayoutError,
-    ModelMismatchError,
-    RuleError,
-    StateMismatchError,
-    UnsupportedError,
-    UsageError,
-)
 from megatron_ucp.families import find_family
 from megatron_ucp.families.family import Model
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
@@ -211,7 +203,7 @@ def test_a_norm_that_differs_under_its_two_keys(state: str, tmp_path: Path) -> N
     assert diff(GOLDEN / MIXTURE, tmp_path / TAG) == []
     key = f"{state}decoder.layers.pre_mlp_layernorm.weight"
     swapped_chunks(tmp_path / TAG, (key, (1, 0)), (key, (2, 0)))  # type: ignore[arg-type]
-    with pytest.raises(ForeignFileError, match="under two keys, and they differ"):
+    with pytest.raises(errors.ForeignFileError, match="under two keys, and they differ"):
         convert(tmp_path / TAG, tmp_path / "native", target=ucp.Mesh(zero=1))
 
 
@@ -240,7 +232,7 @@ def test_what_one_rank_held_says_nothing_of_how_several_cut_it(tmp_path: Path) -
     convert(tag, tmp_path / "whole", target=ucp.Mesh(dp=2, zero=1))
     assert diff(tag, tmp_path / "whole") == []
     for number, mesh in enumerate((ucp.Mesh(tp=2), ucp.Mesh(tp=1, etp=2, dp=2))):
-        with pytest.raises(RuleError, match="nobody declared how a parameter is cut"):
+        with pytest.raises(errors.RuleError, match="nobody declared how a parameter is cut"):
             convert(tag, tmp_path / str(number), target=replace(mesh, zero=1))
 
 
@@ -272,7 +264,7 @@ def test_newest_and_weights_alone_of_a_damaged_folder(tmp_path: Path) -> None:
     assert newest_whole(tmp_path / "run").folder == tag
     key = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
     swapped_chunks(tag, (key, (1, 0, 0)), (key, (2, 0, 0)))  # type: ignore[arg-type]
-    with pytest.raises(StateMismatchError, match="--allow weights"):
+    with pytest.raises(errors.StateMismatchError, match="--allow weights"):
         export_hf(tag, tmp_path / "hf")
     export_hf(GOLDEN / "td_full_tp2dp2", tmp_path / "good")
     found = export_hf(tag, tmp_path / "hf", allow={"weights"})
@@ -285,17 +277,17 @@ def test_newest_and_weights_alone_of_a_damaged_folder(tmp_path: Path) -> None:
 
 def test_refused(tmp_path: Path) -> None:
     case = GOLDEN / "td_full_tp2dp2"
-    with pytest.raises(UsageError, match="the output exists"):
+    with pytest.raises(errors.UsageError, match="the output exists"):
         convert(case, case / TAG, to="torch_dist")
-    with pytest.raises(UsageError, match="no such format"):
+    with pytest.raises(errors.UsageError, match="no such format"):
         convert(case, tmp_path / "x", to="zarr")
-    with pytest.raises(UsageError, match="the model has no experts"):
+    with pytest.raises(errors.UsageError, match="the model has no experts"):
         convert(case, tmp_path / TAG, to="torch_dist", target=ucp.Mesh(ep=2, dp=2))
-    with pytest.raises(LayoutError, match="does not divide the experts"):
+    with pytest.raises(errors.LayoutError, match="does not divide the experts"):
         convert(GOLDEN / MIXTURE, tmp_path / TAG, to="torch_dist", target=ucp.Mesh(ep=3, dp=3))
     found = convert(case, tmp_path / "odd_name", to="torch_dist")
     assert "Megatron-LM looks for folders such as iter_0000003" in found.pointer
-    with pytest.raises(UsageError, match="can't name this folder"):
+    with pytest.raises(errors.UsageError, match="can't name this folder"):
         convert(case, tmp_path / "odd", to="torch_dist", latest=True)
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
@@ -320,7 +312,7 @@ def test_the_family_follows_from_the_arguments() -> None:
 
 def test_without_moments_there_is_nothing_that_megatron_would_load(tmp_path: Path) -> None:
     export_hf(GOLDEN / "td_full_tp2dp2", tmp_path / "hf")
-    with pytest.raises(StateMismatchError, match="holds no optimizer"):
+    with pytest.raises(errors.StateMismatchError, match="holds no optimizer"):
         convert(tmp_path / "hf", tmp_path / TAG, to="torch_dist")
 
 
@@ -348,7 +340,7 @@ def test_a_folder_for_megatron_says_what_the_model_computes(what: str, tmp_path:
         out = tmp_path / f"hf{number}"
         try:
             export_hf(folder, out)
-        except UnsupportedError as error:
+        except errors.UnsupportedError as error:
             found.append(error.found)
             continue
         found.append({path.name: path.read_bytes() for path in out.iterdir()})
@@ -359,7 +351,11 @@ def test_a_folder_for_megatron_says_what_the_model_computes(what: str, tmp_path:
 def test_weights_of_experts_that_hugging_face_has_not(tmp_path: Path) -> None:
     """Sinkhorn takes softmax before the choice; ways to balance by a loss compute the same."""
     for number, (said, error) in enumerate(
-        [("sinkhorn", UnsupportedError), ("none", None), (["aux_loss", "seq_aux_loss"], None)]
+        [
+            ("sinkhorn", errors.UnsupportedError),
+            ("none", None),
+            (["aux_loss", "seq_aux_loss"], None),
+        ]
     ):
         tag = copied(MIXTURE, tmp_path / str(number))
         changed_arguments(tag, moe_router_load_balancing_type=said)
@@ -384,7 +380,7 @@ def test_a_vocabulary_of_which_the_arguments_say_the_padding_alone(tmp_path: Pat
     assert export_hf(tag, tmp_path / "again", **known).notes == ()
     assert diff(tmp_path / "known", tmp_path / "again") == []
     changed_arguments(tag, vocab_size=50, padded_vocab_size=60)  # no row is left out unseen
-    with pytest.raises(ModelMismatchError, match=r"\[64, 32\] instead of \[60, 32\]"):
+    with pytest.raises(errors.ModelMismatchError, match=r"\[64, 32\] instead of \[60, 32\]"):
         export_hf(tag, tmp_path / "fewer")
 
 
@@ -400,7 +396,7 @@ def test_experts_of_a_universal_folder_are_spread(tmp_path: Path) -> None:
         convert(universal, out, target=target)
         assert diff(GOLDEN / MIXTURE, out) == []
         assert len([*out.glob("layer_0_expert_*")]) == 4
-    with pytest.raises(LayoutError, match="does not divide the experts"):
+    with pytest.raises(errors.LayoutError, match="does not divide the experts"):
         convert(universal, tmp_path / "x" / "tag", target=ucp.Mesh(ep=3, dp=3, zero=1))
 
 

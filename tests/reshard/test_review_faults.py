@@ -10,18 +10,11 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp import errors
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.errors import (
-    DamagedFileError,
-    ForeignFileError,
-    NotFoundError,
-    StateMismatchError,
-    UnsupportedError,
-    UsageError,
-)
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
@@ -76,7 +69,7 @@ def test_every_file_of_a_universal_folder_is_listed(source: Path, tmp_path: Path
     assert main(["verify", str(foreign)]) == 1
     (only,) = ucp.verify(foreign).findings
     assert "another size" in only.what and only.file == str(atom)
-    with pytest.raises(ForeignFileError, match="not the one that was saved"):
+    with pytest.raises(errors.ForeignFileError, match="not the one that was saved"):
         ucp.describe(foreign)
 
 
@@ -94,7 +87,7 @@ def test_a_partition_file_without_its_optimizer(source: Path) -> None:
     )
     (found,) = ucp.verify(source).findings
     assert "lacks its optimizer's states" in found.what and found.file.endswith(OPTIMIZER)
-    with pytest.raises(DamagedFileError, match="lacks its optimizer's states"):
+    with pytest.raises(errors.DamagedFileError, match="lacks its optimizer's states"):
         ucp.convert(source, source.parent / "out", target=target())
 
 
@@ -116,7 +109,7 @@ def test_states_that_were_never_saved(source: Path) -> None:
         base_of(tree)["state"].clear()
 
     edited(source, on_optimizer(change))
-    with pytest.raises(StateMismatchError, match="took steps"):
+    with pytest.raises(errors.StateMismatchError, match="took steps"):
         ucp.convert(source, source.parent / "out", target=target())
 
 
@@ -126,7 +119,7 @@ def test_a_group_of_muon_with_states_of_another_optimizer(source: Path) -> None:
     )
     (found,) = ucp.verify(source).findings
     assert "Muon" in found.what and found.parameter == "a"
-    with pytest.raises(DamagedFileError, match="Muon"):
+    with pytest.raises(errors.DamagedFileError, match="Muon"):
         ucp.convert(source, source.parent / "out", target=target())
 
 
@@ -142,7 +135,7 @@ def test_what_offloading_leaves_behind(source: Path, bare: bool) -> None:
     if bare:
         assert ucp.verify(source, deep=True).findings == ()
     else:
-        with pytest.raises(UnsupportedError, match="offloaded"):
+        with pytest.raises(errors.UnsupportedError, match="offloaded"):
             ucp.verify(source)
 
 
@@ -175,11 +168,11 @@ def test_a_healthy_checkpoint_with_copies_of_each_rank(source: Path, tmp_path: P
 
 def test_paths_that_are_none(tmp_path: Path, source: Path) -> None:
     for wrong in (None, 7):
-        with pytest.raises(UsageError, match="no path"):
+        with pytest.raises(errors.UsageError, match="no path"):
             ucp.describe(wrong)  # type: ignore[arg-type]
     (source.parent / "latest").write_bytes(b"\xef\xbb\xbfstep7\n")  # as some editors write it
     assert ucp.describe(source.parent) == ucp.describe(source)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(errors.NotFoundError):
         ucp.describe(tmp_path / "nowhere")
 
 
@@ -237,7 +230,7 @@ def test_the_file_of_one_rank_lacks_what_the_others_have(
     assert found and all(str(one.file).endswith(last) for one in found)
     with open_checkpoint(out) as checkpoint:
         checkpoint.where(Slot(0, (), 0, state))
-        with pytest.raises(DamagedFileError, match=last):
+        with pytest.raises(errors.DamagedFileError, match=last):
             checkpoint.where(Slot(0, (), 1, state))
 
 
@@ -250,10 +243,10 @@ def test_an_import_checks_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def check(own: Any, name: str, *_: Any) -> None:
         seen.append(name)
         if name in bad:
-            raise DamagedFileError("planted", file=own.folder / name)
+            raise errors.DamagedFileError("planted", file=own.folder / name)
 
     monkeypatch.setattr(HuggingFaceCheckpoint, "check", check)
-    with pytest.raises(DamagedFileError, match="planted"):
+    with pytest.raises(errors.DamagedFileError, match="planted"):
         ucp.import_hf(tmp_path / "hf", tmp_path / "out", mesh="zero=1")
     assert not (tmp_path / "out").exists() and len(bad) == 1
     bad.clear()

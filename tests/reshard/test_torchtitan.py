@@ -12,13 +12,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.errors import (
-    ModelMismatchError,
-    NotFoundError,
-    StateMismatchError,
-    UcpError,
-    UnsupportedError,
-)
+from megatron_ucp import errors
 from megatron_ucp.formats.dcp import torchtitan
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.check import verify
@@ -241,10 +235,10 @@ def narrow(flat: dict[str, Any]) -> None:
     flat[key] = flat[key][:-1].clone()
 
 
-REFUSED: dict[str, tuple[Any, type[UcpError], str]] = {
-    "layers for further tokens": (further, UnsupportedError, "further tokens are not read"),
-    "no queries": (no_query, StateMismatchError, "weights are not in the folder"),
-    "a state with too few rows": (narrow, UnsupportedError, "no number for each element"),
+REFUSED: dict[str, tuple[Any, type[errors.UcpError], str]] = {
+    "layers for further tokens": (further, errors.UnsupportedError, "further tokens are not read"),
+    "no queries": (no_query, errors.StateMismatchError, "weights are not in the folder"),
+    "a state with too few rows": (narrow, errors.UnsupportedError, "no number for each element"),
 }
 
 
@@ -259,10 +253,10 @@ def test_what_is_refused(case: str, golden: tuple[Path, Any], tmp_path: Path) ->
 def test_the_heads_are_told_by_the_config(golden: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = golden
     config(folder, num_attention_heads=3)
-    with pytest.raises(ModelMismatchError, match="another model than the tensors"):
+    with pytest.raises(errors.ModelMismatchError, match="another model than the tensors"):
         open_checkpoint(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(NotFoundError, match=r"how many heads(.|\n)*copy the config.json"):
+    with pytest.raises(errors.NotFoundError, match=r"how many heads(.|\n)*copy the config.json"):
         open_checkpoint(folder)
 
 
@@ -288,7 +282,9 @@ def test_a_bias_of_a_router_that_transformers_has_not(
 
 def test_a_model_that_torchtitan_has_not(tmp_path: Path) -> None:
     source = paper.write(twins.model("gpt"), tmp_path / "in" / "step7")
-    with pytest.raises(UnsupportedError, match=r"torchtitan has no model(.|\n)*convert to dcp"):
+    with pytest.raises(
+        errors.UnsupportedError, match=r"torchtitan has no model(.|\n)*convert to dcp"
+    ):
         ucp.convert(source, tmp_path / "out", to="torchtitan")
 
 
@@ -302,5 +298,5 @@ def test_a_llama_of_which_nobody_says_the_heads(tmp_path: Path) -> None:
     settings = {"betas": (0.9, 0.99), "eps": 1e-8}
     model = paper.plain_model(shapes, "float32", optimizer="torch.AdamW", **settings)
     source = paper.write(model, tmp_path / "in" / "step7")
-    with pytest.raises(NotFoundError, match=r"how many heads(.|\n)*beside the checkpoint"):
+    with pytest.raises(errors.NotFoundError, match=r"how many heads(.|\n)*beside the checkpoint"):
         ucp.convert(source, tmp_path / "out", to="torchtitan")

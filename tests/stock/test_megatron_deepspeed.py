@@ -24,6 +24,7 @@ import megatron_ucp as ucp
 from megatron_ucp.formats.deepspeed.target import Target
 from tests.docs.pages import blocks_of
 from tests.formats.golden.megatron_deepspeed_folders import FOLDER, FOLDERS, OF_ALL, ROTARY, SWIGLU
+from tests.scripts import run_command
 from tests.stock.megatron_deepspeed import BASE, TOKENS, Job
 from tests.stock.server import Server
 
@@ -704,9 +705,7 @@ def test_the_launch_lines_of_the_page(
             (patch,) = [one for one in commands if one.startswith("git apply")]
             here = patch.replace("/path/to/megatron_ucp", str(ROOT))
             subprocess.run(here, shell=True, cwd=work, check=True, timeout=60)
-        done = subprocess.run(
-            line, shell=True, cwd=work, capture_output=True, text=True, timeout=200
-        )
+        done = run_command(line, timeout=200, cwd=work, shell=True)
         assert done.returncode == 0, done.stdout + done.stderr
         losses = re.findall(r"iteration +[456]/ +8 .*? lm loss: (\S+) ", done.stdout)
         assert [*dict.fromkeys(losses)] == printed, done.stdout

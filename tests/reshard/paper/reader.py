@@ -11,17 +11,7 @@ import torch
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.formats.deepspeed.target import Target
 from tests.engines.canonical import join
-from tests.reshard.paper.layout import (
-    Buffers,
-    Groups,
-    Shapes,
-    buffers_of,
-    chunk_elems,
-    cut_of,
-    expected_groups,
-    local_shapes,
-    named,
-)
+from tests.reshard.paper import layout
 from tests.reshard.paper.model import Model, position
 
 Found = Iterator[tuple[str, str, torch.Tensor]]  # (name, state, a rank's part of the tensor)
@@ -69,8 +59,8 @@ class Rank:
     target: Target
     stage: int
     tp: int
-    groups: Groups
-    shape: Shapes
+    groups: layout.Groups
+    shape: layout.Shapes
     out: Held
 
     @property
@@ -109,15 +99,15 @@ class Rank:
         if self.mesh.pp == 1:
             return self.model_file(self.tp)["module"][name]
         at = position(name, self.model.sizes.layers)
-        rest = named(self.model, name, True).removeprefix("tied_modules.embed.")
+        rest = layout.named(self.model, name, True).removeprefix("tied_modules.embed.")
         file = self.trees[f"layer_{at:02d}-model_{self.tp:02d}-model_states.pt"]
         return file[rest.removeprefix(f"{at}.")]
 
 
 def held_by(trees: dict[str, Any], model: Model, target: Target) -> Held:
     """Everything that the files of a conversion to `target` say."""
-    out, shape = Held(), local_shapes(model, target.mesh.tp)
-    for stage, groups in enumerate(expected_groups(model, target)):
+    out, shape = Held(), layout.local_shapes(model, target.mesh.tp)
+    for stage, groups in enumerate(layout.expected_groups(model, target)):
         local: dict[tuple[str, str], list[torch.Tensor]] = {}
         for tp in range(target.mesh.tp):
             rank = Rank(trees, model, target, stage, tp, groups, shape, out)
@@ -125,7 +115,7 @@ def held_by(trees: dict[str, Any], model: Model, target: Target) -> Held:
                 for name, state, value in found:
                     local.setdefault((name, state), []).append(value)
         for (name, state), parts in local.items():
-            out.put(name, state, join(parts, cut_of(name, model.sizes.gated)))
+            out.put(name, state, join(parts, layout.cut_of(name, model.sizes.gated)))
     return out
 
 
@@ -135,7 +125,7 @@ def _optimizer(rank: Rank) -> Found:
         yield from _unpartitioned(rank)
         return
     files = rank.optimizer_files()
-    buffers = buffers_of(rank.groups, rank.shape, rank.target, rank.bf16_optimizer)
+    buffers = layout.buffers_of(rank.groups, rank.shape, rank.target, rank.bf16_optimizer)
     if rank.mesh.zero:
         _check_param_shapes(rank, buffers)
     for index, (at, names) in enumerate(buffers):
@@ -147,14 +137,14 @@ def _optimizer(rank: Rank) -> Found:
                 yield name, state, value
 
 
-def _check_param_shapes(rank: Rank, buffers: Buffers) -> None:
+def _check_param_shapes(rank: Rank, buffers: layout.Buffers) -> None:
     pipeline = rank.mesh.pp > 1
     said = [
         [(name, tuple(size)) for name, size in one.items()]
         for one in rank.model_file(rank.number)["param_shapes"]
     ]
     want = [
-        [(named(rank.model, name, pipeline), rank.shape[name]) for name in names]
+        [(layout.named(rank.model, name, pipeline), rank.shape[name]) for name in names]
         for _, names in buffers
     ]
     if said != want:
@@ -192,7 +182,7 @@ def _chunks(
     """ZeRO-3: each parameter is cut into equal chunks, one on each rank."""
     offset = 0
     for name in names:
-        chunk = chunk_elems(rank.shape[name], rank.target)
+        chunk = layout.chunk_elems(rank.shape[name], rank.target)
         whole = torch.cat([flat[offset : offset + chunk] for flat in flats])
         yield name, _unpadded(rank.out, whole, rank.elems(name), name).reshape(rank.shape[name])
         offset += chunk
