@@ -3,6 +3,7 @@ the module runner."""
 
 import base64
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
