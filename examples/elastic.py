@@ -173,6 +173,9 @@ def main() -> int:
     with Nodes(out / "elastic") as nodes:
         stays, happened = run_through(nodes, script, log, args.iterations // 3)
     starts = read(log)
+    if not all(start.losses for start in starts):
+        print("the run had ended before the node that joined trained: give more --iterations")
+        return 1
     wrong = faults(starts, whole.losses, args.interval)
     if len(starts) == 3:
         after = zip(happened, starts[1:], strict=True)

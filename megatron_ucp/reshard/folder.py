@@ -844,7 +844,8 @@ class GatheredFolder(RanksFolder):
                 memory[piece.part, piece.slot] = torch.empty(piece.elems, dtype=dtype)
         for one in parts:
             own = {slot: flat for (part, slot), flat in memory.items() if part == one.number}
-            source.fill([_only(one, own)], own.__getitem__, TransferRun(), lambda _: False)
+            with agree.together():  # what fails here alone is known before the next messages
+                source.fill([_only(one, own)], own.__getitem__, TransferRun(), lambda _: False)
             more = source.lost_values
             every = {**self._lost, **more}
             self._lost = {what: self._lost.get(what, 0) + more.get(what, 0) for what in every}

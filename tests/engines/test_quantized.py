@@ -31,7 +31,7 @@ CASES = [
     ("nf4", 3, True, "", 2, 3),
     ("nf4", 3, False, "stock", 1, 2),
     ("nf4", 1, False, "direct", 2, 3),
-    ("nf4", 0, True, "", 2, 2),
+    ("nf4", 0, True, "direct", 2, 2),
     ("fp4, scales quantized too", 3, False, "", 1, 1),
     ("fp4, scales quantized too", 2, True, "direct", 2, 3),
     ("8 bits", 2, False, "", 1, 1),
