@@ -309,21 +309,25 @@ def test_killed_at_random_moments(ranks: RankPool, tmp_path: Path, kept: str) ->
     with Nodes(tmp_path, restarts=4 * MOMENTS) as nodes:
         there = [nodes.start(1, script) for _ in range(2)]
         wait_until(lambda starts: bool(starts) and starts[-1].last >= 1, log, there[0])
-        kill_at_random(nodes, there, script, log)
+        kills = kill_at_random(nodes, there, script, log)
         for node in there:
             assert nodes.wait(node, 300) == 0, node.log.read_text()[-3000:]
     starts = read(log)
     assert not wrong_losses(starts, want)
     assert all(lost <= most for lost in lost_steps(starts)), lost_steps(starts)
+    assert kills >= MOMENTS // 2, "the run had ended before"
     assert MOMENTS < 20 or {start.entry["ranks"] for start in starts} == {1, 2}
 
 
-def kill_at_random(nodes: Nodes, there: list[Node], script: list[str], log: Path) -> None:
+def kill_at_random(nodes: Nodes, there: list[Node], script: list[str], log: Path) -> int:
     """At each moment a node, or the rank of one; where one node is left, another joins. The first
-    node that is left alone trains: on a slow machine the next moment may come before it starts."""
+    node that is left alone trains: on a slow machine the next moment may come before it starts. On
+    a fast one the run may end before the last moment: how many there were is returned."""
     dice, was_alone = random.Random(5), False
-    for _ in range(MOMENTS):
+    for number in range(MOMENTS):
         time.sleep(dice.uniform(0, 12))
+        if all(n.agent.poll() == 0 for n in there):
+            return number
         assert all(n.agent.poll() is None for n in there), there[0].log.read_text()[-3000:]
         if len(there) == 2 and dice.random() < 0.4:
             kill(there.pop(dice.randrange(2)))
@@ -335,6 +339,7 @@ def kill_at_random(nodes: Nodes, there: list[Node], script: list[str], log: Path
             rank.process.send_signal(signal.SIGKILL)
         if len(there) == 1:
             there.append(nodes.start(1, script))
+    return MOMENTS
 
 
 @pytest.mark.slow
