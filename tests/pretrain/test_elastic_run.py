@@ -326,7 +326,7 @@ def kill_at_random(nodes: Nodes, there: list[Node], script: list[str], log: Path
     dice, was_alone = random.Random(5), False
     for number in range(MOMENTS):
         time.sleep(dice.uniform(0, 12))
-        if all(n.agent.poll() == 0 for n in there):
+        if any(n.agent.poll() == 0 for n in there):
             return number
         assert all(n.agent.poll() is None for n in there), there[0].log.read_text()[-3000:]
         if len(there) == 2 and dice.random() < 0.4:
