@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ucp import errors
+from megatron_ucp.cli import main
 from megatron_ucp.cli.verbs import sections
 from megatron_ucp.errors import (
     DamagedFileError,
@@ -26,7 +27,10 @@ KINDS = {
     if isinstance(kind, type) and issubclass(kind, UcpError)
 }
 # what people search for, that no error of ours prints
-FOREIGN = {"dp-world-size", "unrecognized-model", "other-versions"}
+FOREIGN = {
+    *("dp-world-size", "size-mismatch", "checkpointing-exception", "unrecognized-model"),
+    "other-versions",
+}
 
 
 def called(node: ast.Call) -> str:
@@ -116,6 +120,22 @@ def test_the_help_of_a_terminal_has_no_links_and_comments() -> None:
     assert "<!--" in (text := (ROOT / errors.HELP_FILE).read_text()) and "](" in text
     assert not [one for one, said in found.items() if "<!--" in said or "](" in said]
     assert "a file of rules" in found["layout-unknown"]
+
+
+def test_a_part_of_a_text_finds_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    """What people search for: the beginning of another program's error."""
+    for text, section in {
+        "ZeRORuntimeException": "dp-world-size",
+        "size mismatch for": "size-mismatch",
+        "missing key(s) in state_dict": "size-mismatch",
+        "CheckpointingException": "checkpointing-exception",
+    }.items():
+        assert main(["help", text]) == 0
+        assert capsys.readouterr().out.strip() == sections()[section]
+    assert main(["help", "deepspeed"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"dp-world-size", "other-versions"} <= {*listed} < {*sections()}
+    assert main(["help", "nothing of this kind"]) == 2
 
 
 def test_the_id_is_shown_last_and_kept() -> None:

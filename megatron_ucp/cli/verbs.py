@@ -3,7 +3,7 @@ what it prints. No logic."""
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,14 +225,28 @@ def run_diff(args: Any) -> int:
         return print_json({"equal": not found, "differences": found}, code)
     folders = [path for path in (args.a, args.b) if not is_kept(path)]
     print_notes(note for path in folders for note in find_checkpoint(path).notes)
-    for one in found[: args.limit]:
-        print(f"{one.parameter or 'run'}: {one.what}: {one.a} and {one.b}")
-    if len(found) > args.limit:
-        print(f"and {len(found) - args.limit} more")
+    lines = _lines_of(found)
+    print("\n".join(lines[: args.limit]) + "\n" * bool(lines), end="")
+    if len(lines) > args.limit:
+        print(f"and {len(lines) - args.limit} more")
     count = f"{len(found)} difference{'s' if len(found) != 1 else ''}"
     how = ", as the saves recorded it: no tensor was read" if args.fingerprint else ""
+    if found and not how and all(one.is_setting or not one.parameter for one in found):
+        how = "; all parameters and their states are equal"
     print(f"{count if found else 'equal'}{how}")
     return code
+
+
+def _lines_of(found: Sequence[Any]) -> list[str]:
+    """A line for each difference; of a setting that differs alike for many parameters one line."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for one in found:
+        own = () if one.is_setting else (one.parameter,)
+        alike.setdefault((one.what, one.a, one.b, *own), []).append(one.parameter or "run")
+    return [
+        f"{who[0] if len(who) == 1 else f'{len(who)} parameters'}: {what}: {a} and {b}"
+        for (what, a, b, *_), who in alike.items()
+    ]
 
 
 # ---- convert
@@ -412,6 +426,14 @@ def run_help(args: Any) -> int:
     found = sections()
     if args.id is None:
         return print_json({"ids": [*found]}, DONE) if args.json else _list_errors(found)
+    if args.id not in found:
+        # a text that somebody searches for, such as the beginning of another program's error
+        wanted = args.id.casefold()
+        hits = {name: text for name, text in found.items() if wanted in text.casefold()}
+        if len(hits) > 1:
+            return print_json({"ids": [*hits]}, DONE) if args.json else _list_errors(hits)
+        if hits:
+            (args.id,) = hits
     if args.id not in found:
         raise UsageError(
             f"there is no help for {args.id[:80]!r}",
@@ -611,8 +633,8 @@ those that were tested.""",
         "help",
         "says more about an error, by the id in its last line",
         """\
-What the line `help:` of an error names: the text, why it comes, and what to do. Without an ID
-all of them.""",
+What the line `help:` of an error names: the text, why it comes, and what to do. A part of an
+error's text finds its section, too. Without an ID all of them.""",
         "help no-checkpoint",
         run_help,
         add_help,

@@ -413,9 +413,18 @@ def _asking(path: object, what: str) -> Iterator[None]:
     started = time.monotonic()
     try:
         yield
-    except (known.AlreadyExistsError, known.PreconditionError, FileNotFoundError):
-        raise
     except (known.BaseError, OSError, ValueError) as error:
+        if "NoSuchBucket" in str(error):
+            raise StoreError(
+                "there is no such bucket",
+                file=path,
+                found=_short(error)[:120],
+                fix="make it, or correct the URL or the endpoint",
+            ) from error
+        if isinstance(
+            error, known.AlreadyExistsError | known.PreconditionError | FileNotFoundError
+        ):
+            raise
         if not _is_refusal(error):
             raise StoreError(
                 f"the object store did not {what}",
@@ -432,11 +441,12 @@ def _asking(path: object, what: str) -> Iterator[None]:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether a store says with an error that this job may not do what it asked for."""
+    """Whether a store says with an error that it will never do what this job asked for."""
     from obstore import exceptions as known
 
     refused = known.PermissionDeniedError, known.UnauthenticatedError
-    return isinstance(error, refused) or "403 Forbidden" in str(error)
+    said = "403 Forbidden", "NoSuchBucket"
+    return isinstance(error, refused) or any(one in str(error) for one in said)
 
 
 def _head(path: StorePath) -> "_Status | None":

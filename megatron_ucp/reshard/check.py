@@ -597,12 +597,13 @@ _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and 
 @dataclass(frozen=True)
 class Difference:
     """One thing that differs: a parameter (or "" for the run), what of it, and both sides as
-    text."""
+    text. `is_setting`: it is a hyper-parameter or a step, and no element of a tensor."""
 
     parameter: str
     what: str
     a: str
     b: str
+    is_setting: bool = False
 
 
 @say.shown("diff")
@@ -813,7 +814,7 @@ def _states(name: str, job: "_Job") -> "Iterator[Difference | Compared]":
 def _settings(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     for key in sorted({*a, *b}):
         if not alike(a.get(key), b.get(key)):
-            yield Difference(name, key, shown(a.get(key)), shown(b.get(key)))
+            yield Difference(name, key, shown(a.get(key)), shown(b.get(key)), is_setting=True)
 
 
 Compared = Future[list[Difference]]  # of one state of one parameter

@@ -278,3 +278,10 @@ def test_a_fork_is_refused_and_does_not_hang(object_server: ObjectServer) -> Non
     with os.fdopen(reading) as said:
         assert "is a fork of one that has asked an object store" in said.read()
     os.waitpid(pid, 0)
+
+
+def test_a_bucket_that_is_not_there_is_said(moto_server: MotoServer) -> None:
+    nowhere = StorePath("s3://nowhere/run/step1")
+    for ask in (lambda: (nowhere / FILE).write_bytes(b"one"), lambda: [*nowhere.iterdir()]):
+        with pytest.raises(StoreError, match="there is no such bucket"):
+            ask()

@@ -18,6 +18,7 @@ from megatron_ucp import errors, families
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.reshard.files import FileSource
+from tests.formats.megatron_files import GOLDEN_LATER
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
 from tests.scripts import run_command
@@ -402,3 +403,12 @@ def test_an_export_needs_neither_deepspeed_nor_transformers(tmp_path: Path) -> N
     words = ["export-hf", str(first(twins.model("gpt"), tmp_path)), str(tmp_path / "out")]
     done = run_command([sys.executable, "-c", code, *words], timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "named"), [("v019_dpr_mtp_tp2", "MTP"), ("v019_dpr_hybrid_tp2", "hybrid model")]
+)
+def test_a_model_of_megatron_core_that_no_class_has(tmp_path: Path, case: str, named: str) -> None:
+    """The first answer says so, in place of asking for a config that no class has."""
+    said = refused(ucp.UnsupportedError, GOLDEN_LATER / case, tmp_path / "out")
+    assert "no class of transformers" in said and named in said and "GPTModel" in said

@@ -288,6 +288,11 @@ _COMPUTED = (
 _MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 # one of these every model of megatron-core, or of Megatron-DeepSpeed, has
+_OF_NO_CLASS = {
+    "mtp.layers.": "layers that predict further tokens (MTP)",
+    "decoder.final_norm.": "the layers of a hybrid model",
+    ".mixer.": "the mixers of a hybrid model",
+}
 _OURS = ("embedding.word_embeddings.weight", "language_model.encoder.final_layernorm.weight")
 
 
@@ -677,7 +682,19 @@ def _plain(
     file: str,
 ) -> Twin:
     """Of a model that transformers itself built, of the class `known`: names are what they are."""
-    if ours := next((one for one in _OURS if one in manifest.by_name), None):
+    ours = next((one for one in _OURS if one in manifest.by_name), None)
+    for part, what in _OF_NO_CLASS.items() if ours else ():
+        if held := [name for name in manifest.by_name if part in name]:
+            raise UnsupportedError(
+                f"no class of transformers that is written here has {what}",
+                file=file,
+                parameter=some_of(held, 2),
+                expected="a model without them",
+                found=f"{len(held)} parameters of theirs",
+                fix="load it into a GPTModel without them, save that, and export the save "
+                '(Python: allow={"hybrid"} for the layers of a HybridModel)',
+            )
+    if ours:
         raise UsageError(
             "the checkpoint holds a model of megatron-core, and does not say its family",
             file=file,
