@@ -99,7 +99,12 @@ TWICE: dict[str, tuple[dict[str, Any], dict[str, Any], bool, str | dict[str, Any
     "none": ({"keep_latest": 2}, {}, False, {"keep_latest": 2}),
     "the same": ({"keep_latest": 2}, {"keep_latest": 2}, False, {"keep_latest": 2}),
     "other": ({"keep_latest": 2}, {"keep_latest": 1}, False, "keep_latest=1"),
-    "more": ({"keep_latest": 2}, {"save": "direct"}, False, "save='direct'"),
+    "more": (
+        {"keep_latest": 2},
+        {"save": "direct"},
+        False,
+        {"save": "direct", "keep_latest": 2},
+    ),
     "a set": ({"allow": {"extra"}}, {"allow": ["extra"]}, False, {"allow": {"extra"}}),
     "unknown": ({}, {"nonsense": 5}, False, "nonsense"),
     "unknown, behind install": ({}, {"nonsense": 5}, True, "nonsense"),

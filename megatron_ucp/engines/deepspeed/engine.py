@@ -136,8 +136,8 @@ def attach(
         The engine.
 
     Raises:
-        UsageError: For options that are not known, or differ between ranks, or from those that the
-            engine was attached with.
+        UsageError: For options that are not known, or differ between ranks, or contradict those
+            that the engine was attached with: an attach may be followed by one with more of them.
         UnsupportedError: For an engine that can't be saved and loaded exactly.
 
     Example:
@@ -176,8 +176,8 @@ class _Attachment:
 
 
 def attach_with(engine: Any, options: Mapping[str, Any], by_install: bool = False) -> None:
-    """As `attach`, of options by name; `by_install`: the program may ask for more. Collective.
-    Raises a UcpError on every rank."""
+    """As `attach`, of options by name; `by_install`: they are those of a config. Collective. Raises
+    a UcpError on every rank."""
     agree.require_same(_comparable(options))
     require_known(options, [*OPTIONS])
     check_given(options)
@@ -196,20 +196,20 @@ def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _more_than(before: _Attachment, options: Mapping[str, Any]) -> bool:
-    """Whether the program asks for more than the engine, which `install` attached, was attached
-    with. Raises UsageError for options that contradict those."""
+    """Whether the program asks for more than the engine was attached with. Raises UsageError for
+    options that contradict those."""
     old, new = _comparable(before.options), _comparable(options)
     contradicts = {key for key in new if key in old and old[key] != new[key]}
     more = {key for key in new if key not in old}
     for key in ("loader", "client_state"):  # objects, whose names say too little
         if key in options and key in before.options and options[key] is not before.options[key]:
             contradicts.add(key)
-    if contradicts or (more and not before.by_install):
+    if contradicts:
         who = "its DeepSpeed config" if before.by_install else "an earlier attach"
         raise UsageError(
             f"the engine is attached already, by {who}, with other options",
             expected=_in_words(before.options, "no options"),
-            found=_in_words({key: options[key] for key in sorted(contradicts | more)}, ""),
+            found=_in_words({key: options[key] for key in sorted(contradicts)}, ""),
             fix="give all options in one place: the first attach, or the config's section "
             f'"{SECTION}"',
         )
