@@ -549,7 +549,7 @@ states, steps, hyper-parameters, schedules.""",
     ),
     Verb(
         "convert",
-        "write files for another mesh, a universal folder, or one for Megatron-LM",
+        "write files for another mesh, for Megatron-LM, FSDP2 or torchtitan, or a universal folder",
         """\
 One checkpoint as another one on disk: DeepSpeed's files for another mesh, its universal folder,
 or a folder for Megatron-LM. Not needed to resume: a job loads any checkpoint as it is.

@@ -63,7 +63,8 @@ class Writable:
     names the newest tag, one of `pointers`, which decide together what a load takes; Megatron's
     names none but `numbered` folders. `for_ranks`: its files are those of the ranks of one mesh;
     else `as_source`: it names the tensor-parallel ranks and stages of a mesh, of the source's where
-    nobody says one. `unused` are the words of a target that it has no place for."""
+    nobody says one. `unused` are the words of a target that it has no place for; where it is
+    `whole`, a mesh of several ranks is one, too."""
 
     name: str
     plan: FolderPlan
@@ -73,6 +74,7 @@ class Writable:
     for_ranks: bool = False
     as_source: bool = False
     numbered: bool = False
+    whole: bool = False
 
 
 NATIVE = Writable("native", native, LATEST, (LATEST, MEGATRON_LATEST), for_ranks=True)
@@ -93,9 +95,9 @@ _NO_PLACE = (
     *("dtype", "stages", "sub_group_size", "alignment", "round_robin"),
     *("grad_accum_fp32", "offloaded", "pipeline"),
 )
-DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE)
-ACCELERATE = Writable("accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE)
-TORCHTITAN = Writable("torchtitan", dcp.torchtitan, LATEST, (LATEST,), _NO_PLACE)
+DCP = Writable("dcp", dcp.plain, LATEST, (LATEST,), _NO_PLACE, whole=True)
+ACCELERATE = Writable("accelerate", dcp.accelerate, LATEST, (LATEST,), _NO_PLACE, whole=True)
+TORCHTITAN = Writable("torchtitan", dcp.torchtitan, LATEST, (LATEST,), _NO_PLACE, whole=True)
 _ROWS = (NATIVE, UNIVERSAL, TORCH_DIST, DCP, ACCELERATE, TORCHTITAN)
 WRITABLE = dict(zip(OUTPUTS, _ROWS, strict=True))
 
@@ -128,6 +130,7 @@ def default_target(origin: SourceSettings, to: Writable) -> Target:
 def refuse_unused(target: Target, to: Writable = NATIVE) -> None:
     """Raises UsageError for what a target says that its format, or its mesh, has no place for."""
     found = [name for name in to.unused if getattr(target, name) is not None]
+    found += ["mesh"] if to.whole and target.mesh.world > 1 else []
     where = f"a folder in the format {to.name}"
     if to.for_ranks and target.stages is not None and target.mesh.pp == 1:
         found, where = ["stages"], "a mesh without pipeline stages (pp=1)"

@@ -223,6 +223,7 @@ def test_the_mesh_that_is_used_is_printed(
         ["--mesh", "dp=2,zero=1", "--stages", "layers"],
         ["--mesh", "dp=2,zero=1", "--sub-group-size", "100"],
         ["--mesh", "dp=2", "--stages", "layers"],
+        *(["--to", to, "--mesh", "dp=2"] for to in ("dcp", "accelerate", "torchtitan")),
     ],
 )
 def test_what_is_not_used_is_refused(
