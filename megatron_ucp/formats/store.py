@@ -278,7 +278,7 @@ class StoreOptions:
         own = {"timeout_s", "give_up_s"}
         for name in own:
             value = given.get(name, 1.0)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_span(value):
                 raise UsageError(
                     f"store: {name} is a number of seconds",
                     expected="more than 0",
@@ -287,6 +287,11 @@ class StoreOptions:
                 )
         config = {name: value for name, value in given.items() if name not in own}
         return cls(**{name: given[name] for name in own & {*given}}, config=config or None)
+
+
+def _is_span(seconds: float) -> bool:
+    """Whether a request can take so long."""
+    return 0 < seconds < 10**7
 
 
 _ENVIRONMENT = {"timeout_s": "UCP_STORE_TIMEOUT_S", "give_up_s": "UCP_STORE_GIVE_UP_S"}
@@ -310,15 +315,15 @@ def options() -> StoreOptions:
         if (text := os.environ.get(variable)) and getattr(_options, name) == getattr(
             StoreOptions, name
         ):
-            try:
+            with suppress(ValueError):
                 said[name] = float(text)
-            except ValueError:
+            if not _is_span(said.get(name, 0.0)):
                 raise UsageError(
                     f"{variable} is a number of seconds",
                     expected="30",
                     found=repr(text),
                     fix="correct it, or leave it out",
-                ) from None
+                )
     return replace(_options, **said)
 
 
@@ -510,6 +515,12 @@ def _pages_below(path: StorePath) -> Iterator[list[tuple[StorePath, _Status]]]:
             ]
 
 
+def _without_marks(files: Mapping[str, _Status], folders: Collection[str]) -> dict[str, _Status]:
+    """Objects without the empty ones that have the name of a folder: what a store's console makes
+    when somebody makes a folder there."""
+    return {n: one for n, one in files.items() if one.st_size or n not in folders}
+
+
 def level_of(path: StorePath) -> tuple[list[str], dict[str, _Status]]:
     """Names of the folders in a folder, and of the objects."""
     import obstore
@@ -519,9 +530,9 @@ def level_of(path: StorePath) -> tuple[list[str], dict[str, _Status]]:
     prefix, client = _prefix(path), _of(path)
     with _asking(path, "list its objects"):
         found = obstore.list_with_delimiter(client, prefix=prefix or None)
-    folders = [one.rstrip("/").removeprefix(prefix) for one in found["common_prefixes"]]
+    folders = {one.rstrip("/").removeprefix(prefix) for one in found["common_prefixes"]} - {""}
     files = {meta["path"].removeprefix(prefix): _Status.of(meta) for meta in found["objects"]}
-    return sorted({*folders} - {""}), {name: files[name] for name in sorted(files) if name}
+    return sorted(folders), _without_marks({n: files[n] for n in sorted(files) if n}, folders)
 
 
 # ---- one listing for a look
@@ -534,7 +545,9 @@ class _Listing:
         self.root = root
         page = next(_pages_below(root), [])
         self.is_whole = len(page) < _PAGE_OBJECTS - 1  # the folder itself may be an object
-        self.objects = {self.name_of(path): status for path, status in page}
+        objects = {self.name_of(path): status for path, status in page}
+        folders = {str(one) for name in objects for one in PurePosixPath(name).parents}
+        self.objects = _without_marks(objects, folders)
 
     def name_of(self, path: StorePath) -> str:
         """The name of a path relative to the folder; empty of the folder."""

@@ -2,6 +2,7 @@
 removed, and what a lost answer or a race leaves."""
 
 import os
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_ucp.errors import SaveError, StoreError, UsageError
 from megatron_ucp.formats import store, store_saves
 from megatron_ucp.formats.store import CLAIM, StoreOptions, StorePath, configure, folder_at
 from megatron_ucp.formats.tags import has_state_files
+from megatron_ucp.reshard.look import ls
 from tests.object_server import MotoServer, ObjectServer
 
 RUN = StorePath("s3://bucket/run")
@@ -278,6 +280,30 @@ def test_a_fork_is_refused_and_does_not_hang(object_server: ObjectServer) -> Non
     with os.fdopen(reading) as said:
         assert "is a fork of one that has asked an object store" in said.read()
     os.waitpid(pid, 0)
+
+
+def test_the_empty_object_of_a_folder_is_no_file(object_server: ObjectServer) -> None:
+    """As a store's console makes it, where somebody makes a folder."""
+    save(b"one")
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    for key in ("run/", "run/step1/"):
+        request = urllib.request.Request(f"{endpoint}/bucket/{key}", data=b"", method="PUT")
+        urllib.request.urlopen(request, timeout=20).close()
+    assert [path.name for path in RUN.iterdir()] == ["step1"]
+    seen = store.look_once(RUN, lambda: (TAG.is_dir(), TAG.is_file(), read()))
+    assert seen == (True, False, b"one")
+    assert [one.tag for one in ls(RUN).tags] == ["step1"]
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-3", "0", "soon", "1e300"])
+def test_a_time_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCP_STORE_TIMEOUT_S", text)
+    configure(StoreOptions())
+    with pytest.raises(UsageError, match="UCP_STORE_TIMEOUT_S is a number of seconds"):
+        store.options()
+    if text != "soon":
+        with pytest.raises(UsageError, match="store: give_up_s is a number of seconds"):
+            StoreOptions.of({"give_up_s": float(text)})
 
 
 def test_a_bucket_that_is_not_there_is_said(moto_server: MotoServer) -> None:
