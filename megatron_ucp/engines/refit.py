@@ -37,7 +37,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.check import weight_of
 from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.hugging_face.export import WEIGHT_DTYPES, training_dtype
-from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, twin_of
+from megatron_ucp.reshard.hugging_face.names import Twin, config_for, needs_family, twin_of
 from megatron_ucp.reshard.kept_moves import KeptMoves, SharedMemories
 from megatron_ucp.reshard.load import fit_for, notes_of_fit, parts_for
 from megatron_ucp.reshard.memory_layout import HostMemory
@@ -194,7 +194,7 @@ class _TensorsTarget:
                 file=source.name,
                 parameter=some_of(lost),
                 expected=some_of([*twin.shares]),
-                found=f"{len(lost)} of {len(self._tensors)} names",
+                found=f"{len(lost)} of {len(self._tensors)} names{_why_lost(lost[0], manifest, twin)}",
                 fix="give the names of the Hugging Face model that the weights are of",
             )
         rows, wants, flat = [], [], list[torch.Tensor]()
@@ -248,6 +248,14 @@ class _TensorsTarget:
 
     def finish(self) -> None:
         """They are what they are."""
+
+
+def _why_lost(name: str, manifest: Manifest, twin: Twin) -> str:
+    """Why a model has no tensor of a name, where that is one that people ask for."""
+    if twin.is_adapter:
+        return "; the weights are those of an adapter, under the names of peft's file"
+    tied = next((tie.canonical for tie in manifest.ties if name in tie.aliases), "")
+    return f"; the model ties {name} to {tied}" if tied else ""
 
 
 # ---- refit

@@ -382,6 +382,8 @@ def _published(
     facts = {**taken.state.facts, **tag, **recorded_as(saved, apart)}
     manifest = completed(described, entries, facts, request.folder)
     notes = diverged(apart)
+    replaced = output_folder.other_run_in(request.path, run_of(request.engine).id)
+    notes += [replaced] if replaced else []
     notes += publish(request.aside, request.folder, manifest, request.pointer, sync)
     if moves:
         notes += prune(request.folder, request.options.keep_latest, request.engine, sync)

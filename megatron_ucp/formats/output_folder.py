@@ -448,6 +448,15 @@ def retire(folder: Location, run: str, right: PublishRight | None = None) -> str
     return _remove(folder, run, right or PublishRight())
 
 
+def other_run_in(folder: Location, run: str) -> str:
+    """A line where a tag is there that is of another run, and would be replaced; else empty."""
+    there = _manifest_or_none(folder) if folder.exists() else None
+    if there is None or there.run.get(RUN, run) == run:
+        return ""
+    step = there.run.get("global_steps", "?")
+    return f"replaced {folder.name}, which another run had saved at step {step}"
+
+
 def _manifest_or_none(folder: Location) -> Manifest | None:
     """The manifest of a tag; None where it has none that can be read."""
     with suppress(UcpError, OSError):

@@ -307,6 +307,11 @@ def runs_of_saves(setup: Setup, folder: str) -> list[str]:
             engine.load_checkpoint(folder, tag="one", **options)
         train(engine, 1)
         found.append(saved(engine, tag))
+        if tag in ("three", "five"):  # a tag of its own run again, and one of another
+            engine.save_checkpoint(folder, tag="two")
+            reported = ucp.report(engine).save
+            assert reported is not None
+            found += [note for note in reported.notes if "another run" in note]
         engine.destroy()
     return found
 
