@@ -194,7 +194,8 @@ class _TensorsTarget:
                 file=source.name,
                 parameter=some_of(lost),
                 expected=some_of([*twin.shares]),
-                found=f"{len(lost)} of {len(self._tensors)} names{_why_lost(lost[0], manifest, twin)}",
+                found=f"{len(lost)} of {len(self._tensors)} names"
+                + _why_lost(lost[0], manifest, twin),
                 fix="give the names of the Hugging Face model that the weights are of",
             )
         rows, wants, flat = [], [], list[torch.Tensor]()
