@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -603,7 +603,7 @@ class Difference:
     what: str
     a: str
     b: str
-    is_setting: bool = False
+    is_setting: bool = field(default=False, kw_only=True)
 
 
 @say.shown("diff")

@@ -140,7 +140,7 @@ class ModelClass:
         for name, param in model.named_parameters(remove_duplicate=False):
             found.setdefault(id(param), []).append(name)
         # the names of each parameter: several of a tied one
-        self.names: list[Collection[str]] = [*found.values()]
+        self.names: list[Sequence[str]] = [*found.values()]
 
     def prefix_in(self, params: Collection[str]) -> str:
         """What stands before all names of the class in those of a checkpoint, where it is the model
