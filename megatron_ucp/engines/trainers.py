@@ -113,7 +113,10 @@ def guard_removals() -> None:
 def _may_remove(path: Any) -> bool:
     """Whether a folder may be removed, once saves beside it are whole; not where one failed. What
     is no checkpoint of a run that saves is nobody's to keep."""
-    removed = Path(os.path.realpath(os.fsdecode(path)))
+    try:
+        removed = Path(os.path.realpath(os.fsdecode(path)))
+    except (TypeError, ValueError):  # no path: what removes it says so
+        return True
     who = _identity(removed)
     for turn in last_saves() if who is not None else ():
         folder = Path(os.path.realpath(turn.what)).parent  # of the tag: what the program gave

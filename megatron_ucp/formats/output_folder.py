@@ -11,7 +11,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import time
 import uuid
@@ -38,6 +37,7 @@ from megatron_ucp.formats.locks import (
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.store import AGAIN, STORED_IN, Location, StorePath
 from megatron_ucp.formats.tags import (
+    OF_A_SAVE,
     SAVING,
     is_unfinished,
     newest_named,
@@ -45,10 +45,6 @@ from megatron_ucp.formats.tags import (
     require_no_pointer,
 )
 
-_OURS = re.compile(
-    r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
-    r"|mp_rank_\d\d(_\d\d\d){0,2}"
-)
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 
@@ -368,7 +364,7 @@ def _keep_others(old: Path, new: Path) -> None:
     """What a user put into the tag's folder stays there: as links, so that neither folder lacks it
     at any moment."""
     for path in old.iterdir():
-        if _OURS.fullmatch(path.name) or (new / path.name).exists():
+        if OF_A_SAVE.fullmatch(path.name) or (new / path.name).exists():
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link)
@@ -450,7 +446,9 @@ def retire(folder: Location, run: str, right: PublishRight | None = None) -> str
 
 def other_run_in(folder: Location, run: str) -> str:
     """A line where a tag is there that is of another run, and would be replaced; else empty."""
-    there = _manifest_or_none(folder) if folder.exists() else None
+    # in a store another question would cost each save a request
+    is_there = isinstance(folder, Path) and folder.exists()
+    there = _manifest_or_none(folder) if is_there else None
     if there is None or there.run.get(RUN, run) == run:
         return ""
     step = there.run.get("global_steps", "?")

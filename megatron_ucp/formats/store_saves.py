@@ -36,6 +36,7 @@ from megatron_ucp.formats.store import (
     put_object,
     stored_in,
 )
+from megatron_ucp.formats.tags import OF_A_SAVE
 
 
 def _require_conditions(folder: StorePath) -> None:
@@ -142,9 +143,10 @@ def attempt(tag: StorePath) -> Iterator[Attempt]:
     manifest = object_or_none(tag / FILE_NAME)
     is_free = has_claim and manifest is None and not there
     aside = tag if is_free else tag / f"{AGAIN}{number}"
-    older = tuple(bare) if manifest is None else tuple(_objects_of(tag, manifest[0]))
+    older = [path for path in bare if OF_A_SAVE.fullmatch(there[path])]
+    older = older if manifest is None else _objects_of(tag, manifest[0])
     base = manifest and manifest[1]
-    with _ending(Attempt(tag, aside, has_claim, base, older)) as one:
+    with _ending(Attempt(tag, aside, has_claim, base, tuple(older))) as one:
         yield one
 
 
@@ -304,11 +306,20 @@ def _left_in(tag: StorePath) -> LeftOver | None:
     if CLAIM not in files and not any(name.startswith(AGAIN) for name in folders):
         return None
     there = {*objects_that_count(tag)}
-    left = [(path, status) for path, status in objects_below(tag) if path not in there]
+    left = [
+        (path, status)
+        for path, status in objects_below(tag)
+        if path not in there and _is_of_a_save(path.relative_to(tag).parts[0])
+    ]
     if not left:
         return None
     size = sum(status.st_size for _, status in left)
     return LeftOver(tag, tuple(path for path, _ in left), size, claim_of(tag))
+
+
+def _is_of_a_save(name: str) -> bool:
+    """Whether saves write something of this name into a tag. What else is there is a user's."""
+    return name in (CLAIM, BESIDE) or name.startswith(AGAIN) or bool(OF_A_SAVE.fullmatch(name))
 
 
 def objects_that_count(tag: StorePath) -> Iterator[StorePath]:

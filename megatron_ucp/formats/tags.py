@@ -474,3 +474,8 @@ def _is_state(folder: Folder, name: str) -> bool:
 # distributed checkpoints. (Megatron's older format and Accelerate have folders, of
 # `_STATE_FOLDER`.)
 STATE_FILES = ("_states.pt", ".metadata")
+# What saves write into a tag: anything else in it is a user's, and stays.
+OF_A_SAVE = re.compile(
+    r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
+    r"|mp_rank_\d\d(_\d\d\d){0,2}"
+)

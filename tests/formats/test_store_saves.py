@@ -122,8 +122,13 @@ def test_files_without_a_manifest_count_while_a_save_into_their_tag_is_torn(
     assert [path.name for path in store_saves.objects_that_count(TAG)] == [FILE]
     store_saves.remove_left_overs(RUN)
     assert [path.name for path in TAG.rglob("*")] == [FILE] and read() == b"DeepSpeed's own"
+    (TAG / "mine.txt").write_bytes(b"kept")
     save(b"whole")
     assert read() == b"whole" and store_saves.left_overs(RUN) == []
+    assert (TAG / "mine.txt").read_bytes() == b"kept" and not (TAG / FILE).is_file()
+    assert store_saves.remove_left_overs(RUN) == []
+    assert (TAG / "mine.txt").read_bytes() == b"kept"
+    (TAG / "mine.txt").unlink()
     # where nothing lies there any more, what a torn save leaves is no tag
     assert store_saves.remove_tag(TAG, str) == "removed step1"
     (TAG / store.BESIDE).write_bytes(b"")

@@ -395,13 +395,13 @@ class DcpCheckpoint(Checkpoint):
             if not found and name in like and like[name].kind == "frozen":
                 del self._group_of[name]
                 continue
-            if not found and (usual := self._usual_states(number)):
-                self._unstepped[name] = usual
-                continue
             lost = untold_states(settings, found)
             if counts_steps(settings, found) and "step" not in found:
                 lost.append("step")
-            if lost:
+            usual = self._usual_states(number)
+            if lost and not found and {*lost} <= {*usual}:
+                self._unstepped[name] = usual
+            elif lost:
                 raise StateMismatchError(
                     "states of the optimizer are missing",
                     file=self._index_file,
@@ -416,8 +416,9 @@ class DcpCheckpoint(Checkpoint):
     def _usual_states(self, number: int) -> tuple[str, ...]:
         """The states that all parameters of a group have which have any; of a group without such
         ones those of all groups. Empty where they are not the same."""
-        of_group = [one for name, one in self.keys.states.items() if self._group_of[name] == number]
-        kinds = {tuple(sorted(one)) for one in of_group or self.keys.states.values() if one}
+        group, states = self._group_of, self.keys.states
+        of_group = [one for name, one in states.items() if group.get(name) == number and one]
+        kinds = {tuple(sorted(one)) for one in of_group or states.values() if one}
         return kinds.pop() if len(kinds) == 1 else ()
 
     # ------------------------------------------------ structure
