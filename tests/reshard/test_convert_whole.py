@@ -124,7 +124,7 @@ def flip_steps(path: Path) -> None:
         state = held["optimizer_state_dict"]["base_optimizer_state"]["state"]
         places = [file.record(entry["step"].storage).offset_bytes for entry in state.values()]
     for place in places:
-        flip(path, place + 2)
+        flip(path, place + 3)  # of the exponent: 256 times as many steps
 
 
 def flip(path: Path, at: int) -> None:
