@@ -398,9 +398,8 @@ class DcpCheckpoint(Checkpoint):
             lost = untold_states(settings, found)
             if counts_steps(settings, found) and "step" not in found:
                 lost.append("step")
-            usual = self._usual_states(number)
-            if lost and not found and {*lost} <= {*usual}:
-                self._unstepped[name] = usual
+            if lost and not found and {*lost} <= {*self._usual_states(number)}:
+                self._unstepped[name] = self._usual_states(number)
             elif lost:
                 raise StateMismatchError(
                     "states of the optimizer are missing",
@@ -413,13 +412,22 @@ class DcpCheckpoint(Checkpoint):
                     'allow={"weights"})',
                 )
 
+    @cached_property
+    def _kinds_of_states(self) -> dict[int, set[tuple[str, ...]]]:
+        """The states of the parameters of each group that have any: one kind where all have the
+        same ones."""
+        pairs = (
+            (self._group_of[n], tuple(sorted(one))) for n, one in self.keys.states.items() if one
+        )
+        return {number: {*kinds} for number, kinds in grouped(pairs).items()}
+
     def _usual_states(self, number: int) -> tuple[str, ...]:
         """The states that all parameters of a group have which have any; of a group without such
         ones those of all groups. Empty where they are not the same."""
-        group, states = self._group_of, self.keys.states
-        of_group = [one for name, one in states.items() if group.get(name) == number and one]
-        kinds = {tuple(sorted(one)) for one in of_group or states.values() if one}
-        return kinds.pop() if len(kinds) == 1 else ()
+        kinds = self._kinds_of_states.get(number) or {
+            *itertools.chain(*self._kinds_of_states.values())
+        }
+        return next(iter(kinds)) if len(kinds) == 1 else ()
 
     # ------------------------------------------------ structure
 
@@ -636,10 +644,13 @@ class DcpCheckpoint(Checkpoint):
         """Single numbers of each tensor's states. One that was never stepped has those of its group
         that were stepped most: an engine that steps a group as a whole counts so, too."""
         found = {name: self._scalars(name) for name in self.keys.weights}
+        most: dict[tuple[int, str], float] = {}
+        for name, number in self._group_of.items() if self._unstepped else ():
+            for state, value in found.get(name, {}).items():
+                most[number, state] = max(value, most.get((number, state), 0.0))
         for name, states in self._unstepped.items() if not self.told.weights else ():
-            group = [found[n] for n, of in self._group_of.items() if of == self._group_of[name]]
-            scalars = [one for one in states if not is_element(one)]
-            found[name] = {s: max((one.get(s, 0.0) for one in group), default=0.0) for s in scalars}
+            number = self._group_of[name]
+            found[name] = {s: most.get((number, s), 0.0) for s in states if not is_element(s)}
         return found
 
     def _param(
