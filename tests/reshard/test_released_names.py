@@ -371,6 +371,26 @@ def test_tensors_that_would_be_drawn_at_random_are_said(tmp_path: Path) -> None:
     assert "score.weight" in done.notes[-1] and "NOT COMPLETE" in str(done)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_names_that_the_class_renames_are_not_drawn(
+    tmp_path: Path, tables: dict[str, list[Any]], is_known: bool
+) -> None:
+    """All names are those of an earlier version, which `from_pretrained` renames; or of none."""
+    from transformers.core_model_loading import WeightRenaming
+
+    model = tiny_model("LlamaForCausalLM", 3)
+    model.config.save_pretrained(tmp_path / "config")
+    tree = json.loads((tmp_path / "config" / "config.json").read_text())
+    tree |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (tmp_path / "config" / "config.json").write_text(json.dumps(tree))
+    tables["llama"] = [WeightRenaming(r"^backbone\.", "model.")] if is_known else []
+    names = {n.replace("model.", "backbone."): tuple(p.shape) for n, p in model.named_parameters()}
+    names.pop("lm_head.weight", None)
+    source = paper.write(paper.plain_model(names), tmp_path / "native" / "step7")
+    done = ucp.export_hf(source, tmp_path / "out", config=tmp_path / "config")
+    assert done.complete == is_known, done.notes
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 def test_each_tensor_has_the_dtype_that_the_class_would_write(
     tmp_path: Path, dtype: str | None

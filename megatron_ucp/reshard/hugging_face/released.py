@@ -161,8 +161,8 @@ class ModelClass:
         """Parameters of which there is no tensor under a name that `from_pretrained` takes for
         theirs: it draws them at random."""
         lacking = [some[0] for some in self.names if not any(one in params for one in some)]
-        if not lacking or len(lacking) == len(self.names):
-            return lacking
+        if not lacking:
+            return []
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
