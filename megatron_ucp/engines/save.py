@@ -14,24 +14,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from operator import add
 from typing import Any, Protocol
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import MOVED_LATEST, TAG, FileEntry, Manifest
+from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.background import Background, SaveTurn, background_of
 from megatron_ucp.engines.record import SAVED, run_of
 from megatron_ucp.engines.run_state import ResumableLoader, RunState
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, StoreError, UcpError
 from megatron_ucp.formats import locks, output_folder
+from megatron_ucp.formats.checkpoint import CallerModel
+from megatron_ucp.formats.folder import SharedFolder
 from megatron_ucp.formats.locks import PublishRight
 from megatron_ucp.formats.output_folder import Syncs, aside_of
-from megatron_ucp.formats.store import Location, StorePath, absolute, is_url, location
+from megatron_ucp.formats.store import (
+    Location,
+    StorePath,
+    absolute,
+    folder_at,
+    is_url,
+    location,
+    unfinished_shown,
+)
 from megatron_ucp.formats.tags import (
     LATEST,
+    FoundTag,
     names_a_later_save,
     pointers_in,
     pointers_to,
@@ -48,6 +60,8 @@ from megatron_ucp.reshard.fingerprint import (
     table_of,
 )
 from megatron_ucp.reshard.folder import WrittenRange, save_error_of
+from megatron_ucp.reshard.load import open_found
+from megatron_ucp.reshard.messages import Ranks
 from megatron_ucp.reshard.options import SAVES, STOCK, check_fields, check_given, options_for
 
 # ---- options, and the report
@@ -335,9 +349,15 @@ def _settled(
         beside = output_folder.entries_of(request.aside, taken.state.files)
         sync(request.aside)
         entries.value = [*lines, *beside]
+
+    @cache
+    def described() -> tuple[Manifest, list[str]]:
+        return _described(request, taken, entries.merged, sums)
+
     with as_save_error():
+        _require_readable(request.aside, lambda: described()[0], turn)
         size_bytes, notes = agree.of_first(
-            lambda: _published(request, taken, entries.merged, sums, sync), turn
+            lambda: _published(request, taken, *described(), sync), turn
         )
     seconds = time.perf_counter() - started
     return SaveReport(
@@ -365,27 +385,75 @@ def _write_beside(aside: Location, files: Mapping[str, bytes], sync: Syncs) -> i
     return sum(map(len, files.values()))
 
 
-def _published(
-    request: SaveRequest,
-    taken: PendingSave,
-    entries: Sequence[FileEntry],
-    sums: JoinedSums,
-    sync: Syncs,
-) -> tuple[int, list[str]]:
-    """The manifest beside the files, with the fingerprint of what they hold; the folder's name, and
-    the pointers; then older tags go. Returns the bytes of all files, and notes."""
+def _described(
+    request: SaveRequest, taken: PendingSave, entries: Sequence[FileEntry], sums: JoinedSums
+) -> tuple[Manifest, list[str]]:
+    """The manifest beside the files, with the fingerprint of what they hold; and notes."""
     table, apart = table_of(taken.elements(), sums)
     described = taken.manifest()
     saved = {name: states for name, states in table.items() if name in described.by_name}
-    moves = request.pointer is not None
-    tag = {TAG: request.tag, MOVED_LATEST: moves}
+    tag = {TAG: request.tag, MOVED_LATEST: request.pointer is not None}
     facts = {**taken.state.facts, **tag, **recorded_as(saved, apart)}
-    manifest = completed(described, entries, facts, request.folder)
-    notes = diverged(apart)
+    return completed(described, entries, facts, request.folder), diverged(apart)
+
+
+def _require_readable(
+    aside: Location, manifest: Callable[[], Manifest], turn: Ranks | None
+) -> None:
+    """The files say of themselves what their manifest, which rank 0 has, says of them: each rank
+    looks at some of them as a load does, before they have a name. No tensor is read. Collective.
+    Raises SaveError on every rank."""
+
+    def find() -> tuple[FoundTag, SharedFolder]:
+        beside = {FILE_NAME: to_json(manifest()).encode()}
+        return FoundTag(aside), SharedFolder(folder_at(aside), to_come=beside)
+
+    ranks = turn or agree.default_ranks()
+    with ExitStack() as opened, unfinished_shown(aside), _as_unreadable(aside):
+        written = open_found(aside, find, CallerModel(), opened, turn)
+        with agree.together(turn):
+            written.check_headers(written.file_names[ranks.rank :: ranks.world])
+            for slot in _slots_of(written.manifest, ranks.rank):
+                written.where(slot)
+
+
+def _slots_of(manifest: Manifest, rank: int) -> Iterator[Slot]:
+    """Every state of every part that a rank has."""
+    parts = manifest.parts_of(rank) if rank < manifest.mesh.world else []
+    for number, cut, part in parts:
+        for state, _ in manifest.buffers[number].states:
+            yield Slot(number, cut, part, state)
+
+
+@contextmanager
+def _as_unreadable(aside: Location) -> Iterator[None]:
+    """Inside, files that a load would refuse are a save that failed."""
+    try:
+        yield
+    except (SaveError, StoreError, RankError):
+        raise
+    except UcpError as error:
+        raise SaveError(
+            f"no load would take what was written, and it counts for nothing: {error.problem}",
+            file=error.file or aside,
+            parameter=error.parameter,
+            expected=error.expected,
+            found=error.found,
+            fix="let nothing change the model or its optimizer while they are saved, and save "
+            "again; older tags are as they were",
+            id="",
+        ) from error
+
+
+def _published(
+    request: SaveRequest, taken: PendingSave, manifest: Manifest, notes: list[str], sync: Syncs
+) -> tuple[int, list[str]]:
+    """Gives the files and the folder their names, and moves the pointers; then older tags go.
+    Returns the bytes of all files, and notes."""
     replaced = output_folder.other_run_in(request.path, run_of(request.engine).id)
-    notes += [replaced] if replaced else []
+    notes = [*notes, *([replaced] if replaced else [])]
     notes += publish(request.aside, request.folder, manifest, request.pointer, sync)
-    if moves:
+    if request.pointer is not None:
         notes += prune(request.folder, request.options.keep_latest, request.engine, sync)
     return manifest.size_bytes, notes + taken.retire()
 

@@ -213,6 +213,11 @@ class Checkpoint(ABC):
         """
         self.file(name)
 
+    def check_headers(self, names: Sequence[str]) -> None:
+        """As `check`, for several files, without a look at what their tensors hold."""
+        for name in names:
+            self.file(name)
+
     def check_all(self, names: Sequence[str], allow: Collection[str] = ()) -> None:
         """As `check`, for several files; an object store sends what some of them need at once."""
         for at in range(0, len(names), _CHECKED_AT_ONCE):

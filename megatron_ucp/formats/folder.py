@@ -337,10 +337,13 @@ class Look:
 class SharedFolder(Folder):
     """A folder into which one rank looks for all. What another rank saw (`seen`) is answered by
     that; the rest is asked of `base`, and kept in `look` for other ranks as long as that is there.
+    Files `to_come` (name -> bytes) are not in `base` yet, and are read as if they were.
     """
 
-    def __init__(self, base: Folder, seen: Look | None = None) -> None:
-        self._base, self._seen = base, seen or Look()
+    def __init__(
+        self, base: Folder, seen: Look | None = None, to_come: Mapping[str, bytes] | None = None
+    ) -> None:
+        self._base, self._seen, self._to_come = base, seen or Look(), to_come or {}
         self.look = Look() if seen is None else None
         if self._seen.listing is not None:
             base.take_listing(self._seen.listing)
@@ -370,17 +373,23 @@ class SharedFolder(Folder):
         if below in self._names:
             return [*self._names[below]]
         there = self._base.names(below)
+        if not below:
+            there = sorted({*there, *self._to_come})
         if self.look is not None and below not in self.look.names:
             prefix = f"{below}/" if below else ""
-            are_files = bytes(self._base.is_file(f"{prefix}{name}") for name in there)
+            are_files = bytes(
+                name in self._to_come or self._base.is_file(f"{prefix}{name}") for name in there
+            )
             self.look.names[below] = "\n".join(there), are_files
         return there
 
     def __contains__(self, name: str) -> bool:
-        return name in self._is_file or self._answer("in", name, self._base.__contains__)
+        is_known = name in self._is_file or name in self._to_come
+        return is_known or self._answer("in", name, self._base.__contains__)
 
     def is_file(self, name: str) -> bool:
-        return self._is_file.get(name) or self._answer("is file", name, self._base.is_file)
+        is_known = self._is_file.get(name) or name in self._to_come
+        return is_known or self._answer("is file", name, self._base.is_file)
 
     def is_folder(self, name: str) -> bool:
         return self._answer("is folder", name, self._base.is_folder)
@@ -399,19 +408,24 @@ class SharedFolder(Folder):
         open_here = partial(self._base.open, name)
         if name in self._seen.sizes:
             return _SharedFile(self, name, self._seen.sizes[name], open_here)
-        file = open_here()
-        if self.look is None:
+        file = None if name in self._to_come else open_here()
+        if self.look is None and file is not None:
             return file
-        self.look.sizes[name] = file.size_bytes
-        self.look.listing = self._base.listing()
-        return _SharedFile(self, name, file.size_bytes, open_here, file)
+        size = len(self._to_come[name]) if file is None else file.size_bytes
+        if self.look is not None:
+            self.look.sizes[name] = size
+            self.look.listing = self._base.listing()
+        return _SharedFile(self, name, size, open_here, file)
 
     def reads(self, name: str) -> Mapping[tuple[int, int], bytes]:
-        """Bytes of a file that another rank read, by their place and number."""
+        """Bytes of a file that another rank read, or that is to come, by their place and number."""
+        if name in self._to_come:
+            return {(0, len(self._to_come[name])): self._to_come[name]}
         return self._seen.reads.get(name, {})
 
     def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
-        self._base.will_open((one for one in names if one not in self._seen.sizes), ends_bytes)
+        known = {*self._seen.sizes, *self._to_come}
+        self._base.will_open((one for one in names if one not in known), ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
         if key in self._seen.made:

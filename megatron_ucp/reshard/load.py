@@ -5,7 +5,7 @@ import functools
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,6 +75,7 @@ from megatron_ucp.reshard.match import (
     require_one_copy,
     source_states,
 )
+from megatron_ucp.reshard.messages import Ranks
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -465,22 +466,38 @@ def resume(
 def open_together(
     path: str | os.PathLike[str], tag: str | None, told: CallerModel, opened: ExitStack
 ) -> Checkpoint:
-    """A checkpoint that all ranks open: rank 0 finds it, and looks into it; the others are told
-    what it saw, and open the files alone of which they read more. It is closed with `opened`.
-    Collective. Raises a UcpError on every rank."""
+    """A checkpoint that all ranks open. It is closed with `opened`. Collective. Raises a UcpError
+    on every rank."""
+
+    def find() -> tuple[FoundTag, SharedFolder]:
+        found = find_checkpoint(path, tag)
+        return found, SharedFolder(folder_at(found.folder))
+
+    return open_found(path, find, told, opened)
+
+
+def open_found(
+    path: object,
+    find: Callable[[], tuple[FoundTag, SharedFolder]],
+    told: CallerModel,
+    opened: ExitStack,
+    ranks: Ranks | None = None,
+) -> Checkpoint:
+    """A checkpoint that `ranks` open: rank 0 finds it below `path`, and looks into it; the others
+    are told what it saw, and open the files alone of which they read more. It is closed with
+    `opened`. Collective. Raises a UcpError on every rank."""
     own: list[Checkpoint] = []
 
     def look() -> tuple[FoundTag, Look]:
-        found = find_checkpoint(path, tag)
-        folder = SharedFolder(folder_at(found.folder))
+        found, folder = find()
         own.append(opened.enter_context(open_folder(folder, found.notes, told)))
         with suppress(UcpError):  # all ranks read it next, and say what is wrong with it
             _ = own[0].extras
         seen, folder.look = folder.look, None
         return found, seen or Look()
 
-    found, seen = agree.of_first(lambda: look_once(path, look))
-    with agree.together():
+    found, seen = agree.of_first(lambda: look_once(path, look), ranks)
+    with agree.together(ranks):
         if not own:
             folder = SharedFolder(folder_at(found.folder), seen)
             own.append(opened.enter_context(open_folder(folder, found.notes, told)))

@@ -84,7 +84,8 @@ def torn(setup: Setup, folder: str, way: str) -> dict[str, Any]:
 
 def trained_on(setup: Setup, folder: str, plant: bool = False) -> list[str]:
     """A save in the background whose writer starts ten steps later; what differs between the state
-    at the call and what a load of it gives. `plant`: a scalar is left out of the snapshot."""
+    at the call and what a load of it gives, or why it ended without a name. `plant`: a scalar is
+    left out of the snapshot."""
     engine = attached(setup, save="background")
     train(engine, 2)
     want = canonical(engine)
@@ -101,9 +102,13 @@ def trained_on(setup: Setup, folder: str, plant: bool = False) -> list[str]:
     assert len(changed) > 5, "ten steps change the state"
     del background.start
     background.start(*held[0])
-    ucp.wait(engine)
+    said = ""
+    try:
+        ucp.wait(engine)
+    except ucp.SaveError as error:
+        said = str(error)
     engine.destroy()
-    return state_after_load(setup, folder, want)["differences"]
+    return [said] if said else state_after_load(setup, folder, want)["differences"]
 
 
 def _all_but_numbers(copy: Callable[..., Any]) -> Callable[..., Any]:

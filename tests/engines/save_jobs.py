@@ -189,6 +189,39 @@ def failing_save(setup: Setup, folder: str, how: str) -> dict[str, Any]:
     return out
 
 
+def stock_writes_other_weights(setup: Setup, folder: str, way: str, how: str) -> dict[str, Any]:
+    """A good save; one of weights that are not those that the engine was described with, and what
+    it ends with; what lies in the folder then."""
+    engine = engine_of(setup, save=way)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    train(engine, 1, first=1)
+    stock = type(engine).module_state_dict
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        tree = dict(stock(self, *args, **kwargs))
+        first = next(name for name, value in tree.items() if getattr(value, "ndim", 0) == 2)
+        if how == "another name":
+            tree[f"{first}.other"] = tree.pop(first)
+        elif how == "another size":
+            tree[first] = tree[first][:-1]
+        elif how == "another dtype":
+            tree[first] = tree[first].half()
+        return tree
+
+    with mock.patch.object(type(engine), "module_state_dict", changed):
+        said = ""
+        try:
+            engine.save_checkpoint(folder)
+            ucp.wait(engine)
+        except ucp.UcpError as error:
+            said = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    out = {"said": said, "left": listing(folder), "latest": Path(folder, "latest").read_text()}
+    engine.destroy()
+    return out
+
+
 def die_in_save(setup: Setup, folder: str) -> None:
     """Rank 1 dies while it writes."""
     engine = engine_of(setup)

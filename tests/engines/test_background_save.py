@@ -152,6 +152,7 @@ def test_a_scalar_that_is_left_out_of_the_snapshot_is_found(
     ((said,), _) = ranks.run(
         2, background_save_jobs.trained_on, Setup(1), str(tmp_path), plant=True
     )
+    assert "no load would take" in said and not (tmp_path / "latest").exists()
     assert "disagree in the scalars" in said and "step: 2.0" in said and "step: 12.0" in said
 
 

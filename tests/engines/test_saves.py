@@ -153,6 +153,21 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
         )
 
 
+@pytest.mark.parametrize("how", ["another name", "another size", "another dtype", "nothing"])
+@pytest.mark.parametrize("way", ["stock", "direct", "background"])
+def test_files_that_no_load_would_take_get_no_name(
+    ranks: RankPool, tmp_path: Path, way: str, how: str
+) -> None:
+    """And where nothing is changed they get it."""
+    job = save_jobs.stock_writes_other_weights
+    for found in ranks.run(2, job, SETUP, str(tmp_path), way, how):
+        if how == "nothing":
+            assert not found["said"] and found["latest"] == "global_step2"
+            continue
+        assert found["said"].startswith("SaveError: no load would take what was written")
+        assert (found["left"], found["latest"]) == (["global_step1"], "global_step1")
+
+
 def test_a_rank_that_dies_during_the_save(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks.run(2, save_jobs.die_in_save, SETUP, str(tmp_path), timeout_s=60)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_ucp.core.experts import expert_place, file_rank
-from megatron_ucp.core.flat import Fragment, alone
+from megatron_ucp.core.flat import Fragment, Member, alone
 from megatron_ucp.core.manifest import Manifest, Order
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
@@ -170,7 +170,34 @@ def _check_model_file(run: NativeRun, name: str) -> int:
     ours["param_shapes"] = shapes_by_group(first, at)
     theirs["param_shapes"] = shapes_by_group(tree, file)
     require_equal(ours, theirs, "a model file differs from the first one in", file)
+    if run.contents.keeper in COMPARED:  # others have no masters, and `where` looks at the weights
+        _check_headers(run, run.rank_of_file(0, mp))
     return mp
+
+
+def _check_headers(run: NativeRun, rank: int) -> None:
+    """Looks at all weights beside a rank's masters. Raises as `_require_like_master`."""
+    buffers = run.manifest.buffers
+    for index, cut, _ in run.manifest.parts_of(rank):
+        for member in buffers[index].members if buffers[index].stepped else ():
+            weight, beside = run.weight(member.param, cut)
+            if isinstance(weight, TensorRef):
+                _require_like_master(run, member, weight, beside)
+
+
+def _require_like_master(run: NativeRun, member: Member, weight: TensorRef, beside: str) -> None:
+    """Raises ForeignFileError where a weight has another size than its master, or another dtype
+    than the run says."""
+    want = member.size, run.manifest.by_name[member.param].dtype
+    if (weight.numel, weight.storage.dtype) != want:
+        raise ForeignFileError(
+            "a weight has another size than its master, or another dtype than the run",
+            file=run.full_path(beside),
+            parameter=member.param,
+            expected=f"{want[0]} elements of {want[1]}",
+            found=f"shape {weight.shape} of {weight.storage.dtype}",
+            fix="put the files of one save into the folder",
+        )
 
 
 def check_weights(
@@ -244,16 +271,8 @@ def _check_runs(run: NativeRun, sample: _Sample, starts: range, run_elems: int) 
 
     slot, fragment, name, weight, beside = sample
     where = run.where(slot)
-    size = run.manifest.buffers[slot.buffer].members[fragment.member].size
-    if weight.numel != size:
-        raise ForeignFileError(
-            "a weight has another size than its master",
-            file=run.full_path(beside),
-            parameter=name,
-            expected=f"{size} elements",
-            found=f"shape {weight.shape}",
-            fix="put the files of one save into the folder",
-        )
+    member = run.manifest.buffers[slot.buffer].members[fragment.member]
+    _require_like_master(run, member, weight, beside)
     ours, theirs = (_elements(*place, starts, run_elems) for place in _places(run, sample))
     if not is_rounded(ours, theirs):
         model = run.file(beside)

@@ -5,7 +5,7 @@ adds layouts and the order of parameters that stage 0 does not store, and every 
 with it.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +126,10 @@ class NativeCheckpoint(NativeRun):
         # before any comparison of this rank's files: the cause, not what follows from it
         refuse_unusable(self.manifest, self.main_file, allow)
         check_file(self, name, allow)
+
+    def check_headers(self, names: Sequence[str]) -> None:
+        for name in names:
+            check_file(self, name, ("stale",))
 
     def will_check(self, names: Collection[str], allow: Collection[str]) -> None:
         will_check_files(self, names, allow)
