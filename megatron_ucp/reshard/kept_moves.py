@@ -31,7 +31,7 @@ from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, Holder
 from megatron_ucp.reshard.execute import OfOp, TensorOf, bytes_of, copy_run
-from megatron_ucp.reshard.messages import device_of_messages
+from megatron_ucp.reshard.messages import ELEMENTS_TAG, device_of_messages
 from megatron_ucp.reshard.transfer import (
     Lost,
     Proved,
@@ -475,13 +475,13 @@ class KeptMoves:
         going, coming = self._row(self._going, number), self._row(self._coming, number)
         for message in () if self._is_one_exchange else coming:
             with kept:
-                works.append(dist.irecv(message.memory, message.peer))
+                works.append(dist.irecv(message.memory, message.peer, tag=ELEMENTS_TAG))
         for message in going:
             with kept:
                 _copied(message.pairs, {})
             with kept:
                 if not self._is_one_exchange:
-                    works.append(dist.isend(message.memory, message.peer))
+                    works.append(dist.isend(message.memory, message.peer, tag=ELEMENTS_TAG))
         for exchange in self._exchanges[number : number + 1]:
             with kept:
                 works.append(dist.all_to_all_single(*exchange, async_op=True))

@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _AT_ONCE_BYTES = 512  # that a message has room for; a longer one takes a second message
 _NUMBER_BYTES = 8
+# Of our messages, where a group tells messages apart (gloo does): no message of the program's is
+# taken for one of ours.
+AGREEMENT_TAG, ELEMENTS_TAG = 21843, 21844
 _COMPRESSED_FROM_BYTES = 8192
 _BREAKS = (RuntimeError, ValueError)  # what a network raises; the latter for a group that is gone
 _NO_NUMBER = -(2**63)  # where a rank is gone
@@ -247,7 +250,6 @@ class DefaultRanks(Ranks):
     """The ranks of torch's default process group, on whatever device it sends from."""
 
     is_default = True
-    _TAG = 21843  # of our messages, where a group tells messages apart
 
     def __init__(self, group: Any = None) -> None:
         import torch.distributed as dist
@@ -269,7 +271,7 @@ class DefaultRanks(Ranks):
         going = {rank: of_bytes(data).to(self._device) for rank, data in sent.items()}
         messages = [(dist.irecv, own, self._peer(rank)) for rank, own in coming.items()]
         messages += [(dist.isend, own, self._peer(rank)) for rank, own in going.items()]
-        where: dict[str, Any] = {"group": self._group, "tag": self._TAG}
+        where: dict[str, Any] = {"group": self._group, "tag": AGREEMENT_TAG}
         if self._device == "cpu":  # gloo has no use for a batch, which takes as long as the message
             works: list[Any] = [does(own, peer, **where) for does, own, peer in messages]
         else:

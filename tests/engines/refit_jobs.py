@@ -396,6 +396,37 @@ def dies(source: Any, target: Any, rank: int, folder: str) -> None:
 # ------------------------------------------------ plain tensors, and ranks apart
 
 
+def between_messages(source: Any, target: Any, folder: str) -> dict[str, Any]:
+    """A program's messages are waited for while a refit, a save and a load go on, and are sent
+    then: what arrived of each, by tag; what the refit and the load got wrong."""
+    both = Both(source, target)
+    both.train(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    others = [other for other in range(world) if other != rank]
+    places = {(other, tag): torch.zeros(3) for other in others for tag in PROGRAM_TAGS}
+    coming = [dist.irecv(memory, other, tag=tag) for (other, tag), memory in places.items()]
+    ucp.refit(*both.handles)()
+    wrong = both.wrong()
+    both.handles[0].ucp.save(folder)
+    ucp.load(both.handles[0], folder)
+    wrong += both.wrong()
+    going = [
+        dist.isend(torch.tensor([rank, other, tag]).float(), other, tag=tag)
+        for other in others
+        for tag in PROGRAM_TAGS
+    ]
+    for work in (*going, *coming):
+        work.wait()
+    arrived = {at: memory.tolist() for at, memory in places.items()}
+    return {
+        "wrong": wrong,
+        "others'": [at for at in places if arrived[at] != [at[0], rank, at[1]]],
+    }
+
+
+PROGRAM_TAGS = (0, 1, 2, 3)
+
+
 def late(source: Any, target: Any) -> bool:
     """The last rank gets weights of the source in the call, as it does where a gather is under way.
     Whether these went into the target."""

@@ -124,6 +124,17 @@ def test_weights_that_a_rank_gets_in_the_call(ranks: RankPool) -> None:
     assert ranks.run(2, refit_jobs.late, *setups) == [True, True]
 
 
+def test_messages_that_the_program_waits_for_are_not_ours(tmp_path: Path) -> None:
+    """In gloo itself, where what comes first is taken by who waits first."""
+    setups = Setup(3, "bf16"), Setup(0, "bf16", seed=9)
+    pool, job = RankPool(2, gloo=True), refit_jobs.between_messages
+    try:
+        for found in pool.run(2, job, *setups, str(tmp_path), timeout_s=60):
+            assert found == {"wrong": [], "others'": []}
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_rank_that_fails(ranks: RankPool, failing: int) -> None:
     job, source = refit_jobs.failing, Mega("llama", 2, 1, "bf16")
