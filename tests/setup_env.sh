@@ -65,7 +65,7 @@ echo "setup: installing $TORCH, DeepSpeed, Megatron-Core, Transformers and the d
 pip_install "$TORCH" deepspeed==0.19.8 "$MEGATRON" 'transformers>=5,<6' 'isal>=1.9' 'numpy>=1.26' 'safetensors>=0.4' \
     'shtab>=1.6' 'tqdm>=4.60' 'setuptools>=68' wheel ninja 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' ruff==0.17.5 pyright==1.1.414 \
     'pre-commit>=4' 'matplotlib>=3.8' 'accelerate>=1' 'psutil>=5.9' 'tensorboard>=2.16' \
-    'bitsandbytes>=0.50' 'lightning>=2.6' zensical==0.0.73 'peft>=0.18' 'schedulefree>=1.4' 'torch-optimi>=0.3' \
+    'bitsandbytes>=0.50' 'lightning>=2.6' zensical==0.0.73 'peft>=0.18' 'schedulefree>=1.4' 'lion-pytorch>=0.2' 'torch-optimi>=0.3' \
     'obstore>=0.12' 'moto[server]>=5.2' 'zizmor>=1.20' ||
     fail "pip could not install the packages (see above). TORCH_SPEC names another torch requirement."
 pip_install --no-deps --no-build-isolation -e .

@@ -1,8 +1,8 @@
 """What optimizers keep, known by optimizer and by key and never by size. An optimizer is one row.
 
 Sources: `torch.optim` of torch 2.13, `deepspeed/ops` of DeepSpeed 0.19.8, bitsandbytes 0.50,
-schedulefree 1.4, Transformer Engine 2.3 and Apex, each optimizer's `step`, `_init_group` or
-`init_state`.
+schedulefree 1.4, lion-pytorch 0.2, Transformer Engine 2.3 and Apex, each optimizer's `step`,
+`_init_group` or `init_state`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -112,6 +112,7 @@ _ALWAYS_THE_SAME = {
     "schedulefree.AdamWScheduleFree": _SCHEDULE_FREE,
     "schedulefree.RAdamScheduleFree": _SCHEDULE_FREE,
     "schedulefree.SGDScheduleFree": Kept(("z",), ()),
+    "lion_pytorch.Lion": Kept(("exp_avg",), ()),
 }
 
 _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {

@@ -109,6 +109,7 @@ OTHERS = {
     "bitsandbytes.optim.Lion32bit": (),
     "schedulefree.AdamWScheduleFree": (("warmup_steps", 2),),
     "schedulefree.SGDScheduleFree": (),
+    "lion_pytorch.Lion": (),
 }
 
 
@@ -125,7 +126,7 @@ def test_optimizers_of_other_packages(
     check(found)
     # ZeRO-3 steps the optimizer once for each sub-group, and schedule-free's counts stand in the
     # groups: there it trains differently from the first step on
-    if optimizer.startswith("bitsandbytes") or 3 not in (source, target):
+    if not optimizer.startswith("schedulefree") or 3 not in (source, target):
         assert found[0]["loss"] <= 1e-5
 
 
