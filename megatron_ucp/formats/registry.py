@@ -9,7 +9,7 @@ from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Format
-from megatron_ucp.formats.dcp.checkpoint import DcpFormat
+from megatron_ucp.formats.dcp.checkpoint import MODEL_FOLDER, OPTIMIZER_FOLDER, DcpFormat
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.folder import Folder
@@ -110,7 +110,14 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Fou
         if tag is None and location(path).is_dir():  # it may be a model's, under names of its own
             refuse_unnamed(folder_at(path))
         raise
-    return replace(found, notes=(*found.notes, *_lost_manifest(folder_at(found.folder))))
+    notes = [*found.notes, *_lost_manifest(folder_at(found.folder))]
+    above, optimizer = found.folder.parent, found.folder.parent / OPTIMIZER_FOLDER
+    if found.folder.name == MODEL_FOLDER and (optimizer / INDEX_FILE).is_file():
+        notes.append(
+            f"{MODEL_FOLDER} was given, and {OPTIMIZER_FOLDER} lies beside it: both are read"
+        )
+        return FoundTag(above, tuple(notes))
+    return replace(found, notes=tuple(notes))
 
 
 def _lost_manifest(folder: Folder) -> list[str]:

@@ -4,6 +4,7 @@ torch_dist."""
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -356,26 +357,33 @@ def torch_dist(
     Megatron keeps the groups of experts apart. Raises UnsupportedError, StateMismatchError, and as
     `check_experts`."""
     refuse_muon(wanted, "folder for Megatron")
-    _refuse_names(wanted)
     check_experts(wanted.source, wanted.target.mesh, wanted.file)
     held = origin.source.manifest
     match_ties(held, wanted.file)
     _check_states(held, wanted.file)
+    _refuse_names(wanted)
     _refuse_classes(held, wanted.file)
     found = _TorchDist(origin, wanted)
     origin.notes += [*found.common.notes, *_left_out(origin.extras)]
     return found.output(folder)
 
 
+# in names of transformers' classes, and in none of megatron-core's
+_OF_TRANSFORMERS = re.compile(r"(^|\.)(self_attn|embed_tokens|attn\.c_attn|wte)\.")
+
+
 def _refuse_names(wanted: Conversion) -> None:
     """Raises UnsupportedError for names that no model of Megatron-LM's has."""
-    if is_of_program(wanted.params):
+    whose = "Megatron-DeepSpeed's program" if is_of_program(wanted.params) else ""
+    if any(map(_OF_TRANSFORMERS.search, wanted.params)):
+        whose = "a class of transformers"
+    if whose:
         raise UnsupportedError(
-            "Megatron-LM's models have other names than Megatron-DeepSpeed's",
+            f"Megatron-LM's models have other names than {whose}",
             file=wanted.file,
             parameter=next(iter(wanted.params)),
             expected="the names of megatron-core",
-            found="those of Megatron-DeepSpeed's program",
+            found=f"those of {whose}",
             fix="export the model (megatron-ucp export-hf), and give that folder to Megatron-LM's "
             "--load (docs/megatron.md)",
         )

@@ -191,6 +191,12 @@ def test_the_weights_alone(tmp_path: Path) -> None:
         assert {*checkpoint.manifest.states_of("inner.weight")} == {"value"}
 
 
+def test_the_folder_of_the_model_is_given_and_the_optimizer_lies_beside_it() -> None:
+    with open_checkpoint(GOLDEN / "accelerate" / MODEL) as checkpoint:
+        assert any("lies beside it" in note for note in checkpoint.notes)
+        assert not differences(checkpoint, said("accelerate"))
+
+
 def test_rules_say_how_a_mesh_cuts_it(tmp_path: Path) -> None:
     with pytest.raises(UcpError, match="how the parameters are cut"):
         ucp.convert(GOLDEN / "plain", tmp_path / "out", mesh="tp=2,dp=1,zero=1")

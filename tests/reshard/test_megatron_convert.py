@@ -316,6 +316,20 @@ def test_without_moments_there_is_nothing_that_megatron_would_load(tmp_path: Pat
         convert(tmp_path / "hf", tmp_path / TAG, to="torch_dist")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.self_attn.q_proj.weight", "transformer.wte.weight", "decoder.layers.0.mlp.w"],
+)
+def test_names_of_transformers_are_no_names_of_megatrons(name: str, tmp_path: Path) -> None:
+    source = paper.write(paper.plain_model({name: (4, 3)}, "float32"), tmp_path / "a" / "step7")
+    if name.startswith("decoder"):
+        convert(source, tmp_path / TAG, to="torch_dist")
+        return
+    with pytest.raises(errors.UnsupportedError, match="other names than a class of transformers"):
+        convert(source, tmp_path / TAG, to="torch_dist")
+    assert not (tmp_path / TAG).exists()
+
+
 # what no tensor's shape shows: family, settings
 COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "tanh": ("gpt", {"activation": "gelu_tanh"}),
