@@ -28,7 +28,7 @@ from itertools import chain, repeat
 from pathlib import Path, PurePosixPath
 from queue import Full, Queue
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.errors import (
@@ -353,6 +353,7 @@ def _client(bucket: str) -> Any:
     allow_http = any(os.environ.get(one, "").lower() in ("1", "true") for one in _ALLOW_HTTP)
     client["allow_http"] = allow_http or str((how.config or {}).get("allow_http")).lower() == "true"
     from_url: Any = obstore.store.from_url
+    _require_endpoints(bucket, how.config or {})
     try:
         return from_url(bucket, config=how.config, client_options=client, retry_config=retries)
     except (ValueError, TypeError, obstore.exceptions.BaseError) as error:
@@ -364,6 +365,31 @@ def _client(bucket: str) -> Any:
             "`store` of the config",
             id="object-store",
         ) from error
+
+
+_ENDPOINT = re.compile(r"(AWS|AZURE_STORAGE|AZURE|GOOGLE)_ENDPOINT(_URL)?(_S3)?")
+
+
+def _require_endpoints(bucket: str, settings: Mapping[str, Any]) -> None:
+    """Raises UsageError for an endpoint that is no address: the library ends the process's call
+    with a panic, which is no error of Python's."""
+    said = {name: value for name, value in os.environ.items() if _ENDPOINT.fullmatch(name)}
+    said |= {name: value for name, value in settings.items() if "endpoint" in name.lower()}
+    for name, value in said.items():
+        with suppress(ValueError):
+            parts = urlsplit(str(value))
+            is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            if is_web and not re.search(r"\s", str(value)):
+                continue
+        raise UsageError(
+            "an object store's endpoint is no address",
+            file=bucket,
+            parameter=name,
+            expected="such as https://minio:9000",
+            found=repr(value)[:200],
+            fix="correct it, or leave it out for the provider's own",
+            id="object-store",
+        )
 
 
 _first_process = 0  # that asked a store

@@ -311,6 +311,18 @@ def test_a_time_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None
             StoreOptions.of({"give_up_s": float(text)})
 
 
+@pytest.mark.parametrize(
+    "text", ["minio:9000", "http://", "http://a b", "http://a:99999", "ftp://a"]
+)
+def test_an_endpoint_that_is_no_address(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for config, variable in ((None, text), ({"endpoint": text}, "http://127.0.0.1:1")):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", variable)
+        configure(StoreOptions(config=config))
+        with pytest.raises(UsageError, match="endpoint is no address") as raised:
+            RUN.is_dir()
+        assert raised.value.parameter == ("AWS_ENDPOINT_URL" if config is None else "endpoint")
+
+
 def test_a_bucket_that_is_not_there_is_said(moto_server: MotoServer) -> None:
     nowhere = StorePath("s3://nowhere/run/step1")
     for ask in (lambda: (nowhere / FILE).write_bytes(b"one"), lambda: [*nowhere.iterdir()]):
