@@ -174,7 +174,8 @@ def pair(
     found: dict[str, Any] = {"before": both.wrong(), "wrong": [], "planned": [], "compared": []}
     for step in range(1, steps + 1):
         both.train(step)
-        report = move(checksums=step == steps)
+        with torch.inference_mode(step == 2):  # a trainer may evaluate meanwhile
+            report = move(checksums=step == steps)
         found["wrong"] += both.wrong()
         found["planned"].append(report.planned)
         found["compared"].append(report.compared_bytes)
@@ -190,8 +191,9 @@ def pair(
 def _plant(engine: Any) -> None:
     """One element that all ranks have otherwise."""
     chunks = engine.handle.chunks if hasattr(engine, "handle") else [engine.module]
+    params = [param for chunk in chunks for param in chunk.parameters()]
     with torch.no_grad():
-        for param in (param for chunk in chunks for param in chunk.parameters()):
+        for param in sorted(params, key=lambda param: not param.requires_grad):
             held = getattr(param, "ds_tensor", param)
             if held.numel():
                 held.data.view(-1)[:1] += 1

@@ -10,6 +10,7 @@ import pytest
 from tests.engines import refit_jobs
 from tests.engines.autotp_jobs import Auto
 from tests.engines.cross_jobs import Zero
+from tests.engines.lora_jobs import Adapted
 from tests.engines.megatron_jobs import Mcore
 from tests.engines.model import Setup
 from tests.engines.moe_jobs import Moe
@@ -52,6 +53,7 @@ PAIRS: dict[str, tuple[int, Any, Any, bool]] = {
     "masters of experts": (4, Moe(2, 1), Moe(4, 2, seed=9), False),
     "AutoTP, tp4 to tp2": (4, Auto("gpt2", 4, 1), Auto("gpt2", 2, 3, seed=9), False),
     "AutoTP, uneven": (4, Auto("llama", 2, 3), Auto("llama", 4, 1, seed=9), False),
+    "adapters": (2, Adapted("llama", 2), Adapted("llama", 3, seed=9), False),
     "Megatron to DeepSpeed": (
         4,
         Mcore(tp=2, dtype="bf16", **BUCKETS, **CONSTANT),
