@@ -699,10 +699,10 @@ def _notes(source: Checkpoint, alone: bool) -> list[str]:
 def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Readable:
     """What an export reads: the masters, or where these would be rounded to the dtype of training
     the weights that the model computed with, which were rounded so already."""
-    trained = [one for one in out.tensors if one.state == MASTER and one.is_rounded]
-    specs = source.manifest.by_name
-    are_copies = all(specs[one.share.param].dtype == one.dtype for one in trained)
-    if not trained or not are_copies or "stale" in allow:
+    masters, specs = [one for one in out.tensors if one.state == MASTER], source.manifest.by_name
+    # of what the class keeps in float32 in a narrower run the masters are written
+    are_copies = all(specs[one.share.param].dtype == one.dtype for one in masters)
+    if not any(one.is_rounded for one in masters) or not are_copies or "stale" in allow:
         return source
     return source.copies() or source
 
