@@ -36,6 +36,7 @@ from megatron_ucp.formats.pt.refs import (
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
 TWISTER_WORDS = 624  # of the state of a Mersenne Twister, which torch, numpy and Python have
 NO_RANDOM_STATES = "the checkpoint has none"
+_OF_STATES = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".npz", ".safetensors", ".distcp")
 _CHECKED_AT_ONCE = 64  # files whose heads and tails an object store is asked for together
 
 
@@ -183,6 +184,16 @@ class Checkpoint(ABC):
         """Says that the places of these are looked up soon. A hint, which most formats don't
         need."""
         return
+
+    def unread(self) -> list[str]:
+        """Files beside those of the checkpoint that may hold states of a run, and that nobody
+        reads."""
+        own = {*self.file_names}
+        return [
+            name
+            for name in self.folder.names()
+            if name.endswith(_OF_STATES) and name not in own and not name.startswith((".", "ucp_"))
+        ]
 
     @property
     def notes(self) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.errors import NotFoundError
+from megatron_ucp.errors import NotFoundError, some_of
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Format
 from megatron_ucp.formats.dcp.checkpoint import MODEL_FOLDER, OPTIMIZER_FOLDER, DcpFormat
 from megatron_ucp.formats.deepspeed.native import NativeFormat
@@ -90,7 +90,9 @@ def open_folder(folder: Folder, notes: Sequence[str], told: CallerModel) -> Chec
     """The checkpoint in a folder that was found, with `notes` about the way to it. Raises a
     UcpError."""
     checkpoint = format_of(folder).open(folder, told)
-    checkpoint.path_notes = notes
+    unread = checkpoint.unread()
+    left = [f"left out, as nothing here reads them: {some_of(unread)}"] if unread else []
+    checkpoint.path_notes = [*notes, *left]
     return checkpoint
 
 

@@ -15,13 +15,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import megatron_ucp as ucp
 from megatron_ucp.core.names import MASTER, VALUE
+from megatron_ucp.core.rules import NOTHING_KNOWN
 from megatron_ucp.errors import DamagedFileError, UcpError
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizers import reader_for
 from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.store import Location, folder_at
 from megatron_ucp.reshard.check import read_state
 from tests.places import Place
@@ -288,3 +292,25 @@ def test_each_class_of_reader_is_met() -> None:
             if inner:
                 kinds.add(type(reader_for(inner, case)).__name__)
     assert kinds == {"Zero12File", "Zero3File", "PlainFile", "UnfusedFile"}
+
+
+@pytest.mark.parametrize("case", ["zero1", "megatron/td_full_tp2dp2", "to universal", "weights"])
+def test_what_lies_beside_and_may_hold_states_is_one_note(case: str, tmp_path: Path) -> None:
+    """As a trainer puts an optimizer beside a Hugging Face model; in every format (test_dcp)."""
+    folder = tmp_path / "run"
+    if case == "to universal":
+        ucp.convert(FOLDER / "attached_zero1", folder, to="universal")
+    elif case == "weights":
+        folder.mkdir()
+        save_file({"a": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
+    else:
+        shutil.copytree(FOLDER / case, folder)
+    (folder / "README.md").write_text("mine")
+    with open_checkpoint(folder, rules=NOTHING_KNOWN) as checkpoint:
+        assert checkpoint.unread() == []
+        held = Path(str(checkpoint.folder))
+    for name in ("optimizer.pt", "optimizer_old.bin"):
+        torch.save({}, held / name)
+    with open_checkpoint(folder, rules=NOTHING_KNOWN) as checkpoint:
+        (note,) = [note for note in checkpoint.notes if "nothing here reads" in note]
+        assert note.endswith("optimizer.pt, optimizer_old.bin")

@@ -959,8 +959,6 @@ class DcpCheckpoint(Checkpoint):
             )
         if self.keys.left:
             out.append(f"left out: other weights beside the model: {some_of(self.keys.left)}")
-        if unread := self._unread():
-            out.append(f"left out, as nothing here reads them: {some_of(unread)}")
         lower = sorted(
             {s.dtype for s in self.manifest.params if s.kind == "trainable"} - {"float32"}
         )
@@ -971,7 +969,7 @@ class DcpCheckpoint(Checkpoint):
             )
         return out
 
-    def _unread(self) -> list[str]:
+    def unread(self) -> list[str]:
         """Files and folders beside those that are read, such as the state of an fp16 run's loss
         scale."""
         scheduler = next((name for name in SCHEDULERS if self.folder.is_file(name)), "")

@@ -384,10 +384,15 @@ class HuggingFaceCheckpoint(Checkpoint):
     def notes(self) -> list[str]:
         products = f"{len(self._scales)} weights in fp8 are read as fp32: each times its scale"
         return [
+            *self.path_notes,
             "a Hugging Face folder: weights alone, and no checksums to compare them with",
             *([products] if self._scales else []),
             *self._not_read(),
         ]
+
+    def unread(self) -> list[str]:
+        """As of any folder; of other weights `notes` say more."""
+        return [name for name in super().unread() if not name.endswith(".safetensors")]
 
     def _not_read(self) -> list[str]:
         """Notes of other weights that lie in the folder, and of an index that does not."""
