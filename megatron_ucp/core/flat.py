@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, cast, overload
 
+from megatron_ucp.core.grouping import MadeWhenAsked
 from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
 from megatron_ucp.core.names import VALUE
 from megatron_ucp.errors import PlanError
@@ -267,7 +267,7 @@ class FlatBuffer:
         return max((member.start + self._width(member) for member in self.members), default=0)
 
 
-class ChunkBuffers(Sequence[FlatBuffer]):
+class ChunkBuffers(MadeWhenAsked[FlatBuffer]):
     """A buffer for each chunk of each parameter, made where somebody asks for it: the files of
     thousands of ranks have hundreds of thousands of chunks, of which a rank reads some.
 
@@ -300,30 +300,10 @@ class ChunkBuffers(Sequence[FlatBuffer]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, number: int) -> FlatBuffer: ...
-    @overload
-    def __getitem__(self, number: slice) -> tuple[FlatBuffer, ...]: ...
-    def __getitem__(self, number: int | slice) -> FlatBuffer | tuple[FlatBuffer, ...]:
-        if isinstance(number, slice):
-            return tuple(self[at] for at in range(*number.indices(len(self))))
-        if not -len(self) <= number < len(self):
-            raise IndexError(number)
-        number %= len(self)
+    def made(self, number: int) -> FlatBuffer:
         if number not in self._made:
             self._made[number] = self._make(*self.place(number))
         return self._made[number]
-
-    def __eq__(self, other: object) -> bool:
-        is_alike = isinstance(other, ChunkBuffers | tuple)
-        return is_alike and tuple(self) == tuple(cast("Sequence[FlatBuffer]", other))
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As the tuple that it stands for."""
-        return tuple, ([*self],)
 
 
 class ChunkHolders(Mapping[str, tuple[tuple[int, int], ...]]):

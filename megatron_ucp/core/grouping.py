@@ -1,7 +1,8 @@
-"""Values by a key that several of them share."""
+"""Values by key, and sequences whose items are made when somebody asks for them."""
 
-from collections.abc import Iterable
-from typing import TypeVar
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast, overload
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -13,3 +14,29 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     for key, value in pairs:
         out.setdefault(key, []).append(value)
     return out
+
+
+class MadeWhenAsked(Sequence[_Value]):
+    """A sequence of which `made(number)` makes an item. It equals a tuple of the same items, and is
+    pickled as that."""
+
+    @abstractmethod
+    def made(self, number: int) -> _Value: ...
+
+    @overload
+    def __getitem__(self, number: int) -> _Value: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[_Value, ...]: ...
+    def __getitem__(self, number: int | slice) -> _Value | tuple[_Value, ...]:
+        if isinstance(number, slice):
+            return tuple(self[at] for at in range(*number.indices(len(self))))
+        return self.made(range(len(self))[number])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(cast("Sequence[Any]", other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, ([*self],)

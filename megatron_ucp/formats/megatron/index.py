@@ -18,12 +18,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.grouping import MadeWhenAsked
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UnsupportedError, some_of
 from megatron_ucp.formats import expect
@@ -152,7 +153,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return key in self._numbers
 
 
-class StoredChunks(Sequence[Chunk]):
+class StoredChunks(MadeWhenAsked[Chunk]):
     """The chunks of one tensor: rows of an index."""
 
     def __init__(self, index: Index, rows: range, dims: int) -> None:
@@ -171,13 +172,7 @@ class StoredChunks(Sequence[Chunk]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, number: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Chunk]: ...
-    def __getitem__(self, number: int | slice) -> Chunk | list[Chunk]:
-        if isinstance(number, slice):
-            return [self[at] for at in range(*number.indices(len(self)))]
+    def made(self, number: int) -> Chunk:
         index, row = self._index, self._rows[number]
         place = ArchivePlace(
             index.files[index.file_numbers[row]],
