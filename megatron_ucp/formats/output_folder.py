@@ -29,7 +29,6 @@ from megatron_ucp.formats import store_saves
 from megatron_ucp.formats.locks import (
     PublishRight,
     claims_in,
-    in_turn,
     lock_of,
     removing,
     writing,
@@ -282,7 +281,7 @@ def move_pointer(
     if isinstance(path, StorePath):
         with sync.right.changing(f"replaces {path}", f"`{path.name}` names {text}"):
             return store_saves.move_pointer(path, text, unless)
-    with in_turn(aside_of(path.parent, path.name), sync.right):
+    with writing(aside_of(path.parent, path.name), sync.right, in_turn=True):
         if unless():
             return False
         _replace_text(path, text, sync, f"`{path.name}` names {text}")
@@ -295,7 +294,7 @@ def replace_text(path: Location, text: str, sync: Syncs) -> None:
     if isinstance(path, StorePath):
         store_saves.move_pointer(path, text, lambda: False)
         return
-    with in_turn(aside_of(path.parent, path.name), sync.right):
+    with writing(aside_of(path.parent, path.name), sync.right, in_turn=True):
         _replace_text(path, text, sync)
 
 
