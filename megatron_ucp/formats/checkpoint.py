@@ -194,10 +194,16 @@ class Checkpoint(ABC):
     def full_path(self, name: str) -> str:
         return self.folder / name
 
-    @abstractmethod
     def file(self, name: str) -> Any:
-        """A file of the folder, open: a ByteFile. Raises ForeignFileError where it is not the one
-        that the manifest lists, DamagedFileError."""
+        """A file of the folder, open: a ByteFile. Raises as `open_file`."""
+        if name not in self._open:
+            self._open[name] = self.open_file(name)
+        return self._open[name]
+
+    def open_file(self, name: str) -> Any:
+        """Opens a file, which `close` closes. Raises ForeignFileError where it is not the one that
+        the manifest lists, DamagedFileError."""
+        raise NotImplementedError
 
     def opened(self, path: str) -> Any:
         """The open file of a full path."""

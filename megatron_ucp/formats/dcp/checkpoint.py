@@ -47,7 +47,7 @@ from megatron_ucp.formats.dcp.torchtitan import (
     titan_names,
     twin_shapes,
 )
-from megatron_ucp.formats.folder import Folder, StoredFile
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.hugging_face.stacked import joined
 from megatron_ucp.formats.loss_scale import LossScale
@@ -311,46 +311,6 @@ _OF_MEGATRON = re.compile(
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
-class Below(Folder):
-    """What lies in a folder of a folder, under names of its own."""
-
-    def __init__(self, folder: Folder, name: str) -> None:
-        self._folder, self._below = folder, name
-
-    def __str__(self) -> str:
-        return self._folder / self._below
-
-    def __truediv__(self, name: str) -> str:
-        return self._folder / f"{self._below}/{name}"
-
-    def name_of(self, path: str) -> str:
-        return self._folder.name_of(path).removeprefix(f"{self._below}/")
-
-    def names(self, below: str = "") -> list[str]:
-        return self._folder.names(f"{self._below}/{below}".rstrip("/"))
-
-    def __contains__(self, name: str) -> bool:
-        return f"{self._below}/{name}" in self._folder
-
-    def is_file(self, name: str) -> bool:
-        return self._folder.is_file(f"{self._below}/{name}")
-
-    def is_folder(self, name: str) -> bool:
-        return self._folder.is_folder(f"{self._below}/{name}")
-
-    def size_bytes(self, name: str) -> int:
-        return self._folder.size_bytes(f"{self._below}/{name}")
-
-    def modified(self, name: str) -> float:
-        return self._folder.modified(f"{self._below}/{name}")
-
-    def open(self, name: str) -> StoredFile:
-        return self._folder.open(f"{self._below}/{name}")
-
-    def made(self, key: str, make: Any) -> Any:
-        return self._folder.made(f"{self._below}/{key}", make)
-
-
 @dataclass(frozen=True)
 class IndexFolder:
     """A folder with an index: its name with a slash ("": the checkpoint itself)."""
@@ -435,11 +395,10 @@ class DcpCheckpoint(Checkpoint):
     # ------------------------------------------------ what lies there
 
     def _index_folders(self) -> list[IndexFolder]:
-        from megatron_ucp.formats.megatron.index import read_index
+        from megatron_ucp.formats.megatron.index import index_in
 
         if self.folder.is_file(INDEX_FILE):
-            index = self.folder.made(INDEX_FILE, lambda: read_index(self.folder))
-            return [IndexFolder("", index)]
+            return [IndexFolder("", index_in(self.folder))]
         pattern = _OTHER_MODEL if self.told.weights else _OTHER
         others = [name for name in self.folder.names() if pattern.fullmatch(name)]
         if others:
@@ -454,12 +413,7 @@ class DcpCheckpoint(Checkpoint):
         wanted = [MODEL_FOLDER]
         if self.folder.is_folder(OPTIMIZER_FOLDER) and not self.told.weights:
             wanted.append(OPTIMIZER_FOLDER)
-        out: list[IndexFolder] = []
-        for name in wanted:
-            below = Below(self.folder, name)
-            index = below.made(INDEX_FILE, lambda below=below: read_index(below))
-            out.append(IndexFolder(f"{name}/", index))
-        return out
+        return [IndexFolder(f"{name}/", index_in(self.folder, f"{name}/")) for name in wanted]
 
     def _main_file(self) -> str:
         for name in SCHEDULERS:
@@ -1223,16 +1177,12 @@ class DcpCheckpoint(Checkpoint):
         block = self._blocks[slot.buffer]
         return self._place(*block.places[slot.state], block.elems)
 
-    def file(self, name: str) -> Any:
-        if name not in self._open:
-            stored = self.folder.open(name)
-            if name in SCHEDULERS:
-                file: Any = PtFile(stored, allow=OF_VALUES)
-            else:
-                one = self._by_file[name]
-                file = DistcpFile(stored, name.removeprefix(one.name), one.index)
-            self._open[name] = self._closing.enter_context(file)
-        return self._open[name]
+    def open_file(self, name: str) -> PtFile | DistcpFile:
+        stored, one = self.folder.open(name), self._by_file.get(name)
+        if one is None:
+            return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
+        file = DistcpFile(stored, name.removeprefix(one.name), one.index)
+        return self._closing.enter_context(file)
 
     def records(self, name: str) -> list[tuple[Record, str]]:
         file = self.file(name)
@@ -1338,9 +1288,9 @@ class DcpFormat:
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
         """Raises UnsupportedError for a folder of Megatron's in another format."""
         if folder.is_file(INDEX_FILE):
-            from megatron_ucp.formats.megatron.index import read_index
+            from megatron_ucp.formats.megatron.index import index_in
 
-            index = folder.made(INDEX_FILE, lambda: read_index(folder))
+            index = index_in(folder)
             if any(_OF_MEGATRON.match(key) for key in (*index.objects, *index.keys)):
                 check_backend(folder)
         return DcpCheckpoint(folder, told)

@@ -324,16 +324,12 @@ class TagFolder(Checkpoint):
             return ManifestBeside(self.folder, self.names.names, is_optimizer_file)
         return ManifestBeside(self.folder, self.names.names)
 
-    def file(self, name: str) -> PtFile:
-        """An open file of the tag folder. Raises ForeignFileError where it is not the file that the
-        manifest names."""
-        if name not in self._open:
-            is_value = _is_value if name in self.names.model.values() else _is_no_value
-            vouched = VouchedClasses(is_value, self._classes, self._members)
-            opened = PtFile(self.folder.open(name), vouched=vouched)
-            file = self._open[name] = self._closing.enter_context(opened)
-            self.evidence.compare(name, file.size_bytes, file.directory_sha256)
-        return self._open[name]
+    def open_file(self, name: str) -> PtFile:
+        is_value = _is_value if name in self.names.model.values() else _is_no_value
+        vouched = VouchedClasses(is_value, self._classes, self._members)
+        file = self._closing.enter_context(PtFile(self.folder.open(name), vouched=vouched))
+        self.evidence.compare(name, file.size_bytes, file.directory_sha256)
+        return file
 
     @cached_property
     def _classes(self) -> frozenset[str] | None:

@@ -572,11 +572,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         scales = self.file(scaled).place(f"{name}{SCALES}") if scaled else None
         return products_of(name, shape, held, scales, self._block)
 
-    def file(self, name: str) -> SafetensorsFile:
-        """A file of the folder, open."""
-        if name not in self._open:
-            self._open[name] = self._closing.enter_context(SafetensorsFile(self.folder.open(name)))
-        return self._open[name]
+    def open_file(self, name: str) -> SafetensorsFile:
+        return self._closing.enter_context(SafetensorsFile(self.folder.open(name)))
 
     def records(self, name: str) -> list[tuple[Record, str]]:
         """Every tensor of a file."""

@@ -186,15 +186,22 @@ class StoredChunks(MadeWhenAsked[Chunk]):
 # ---- reading
 
 
-def read_index(folder: Folder) -> Index:
-    """The index of a folder, compared with itself and with the files that lie there.
+def index_in(folder: Folder, below: str = "") -> Index:
+    """As `read_index`, read once where one rank looks into a folder for all."""
+    return folder.made(f"{below}{INDEX_FILE}", lambda: read_index(folder, below))
+
+
+def read_index(folder: Folder, below: str = "") -> Index:
+    """The index of a folder, or of the one `below` ("optimizer_0/"), compared with itself and with
+    the files that lie there.
 
     Raises NotFoundError that names every file which is missing; DamagedFileError for an index that
     can't be, for chunks that overlap or leave gaps, and for a file that is shorter than the index
     says; UnsafePickleError, UnsupportedError.
     """
-    index = parsed_index(folder.small(INDEX_FILE, MAX_INDEX_BYTES), folder / INDEX_FILE)
-    check_files(folder, index)
+    file = f"{below}{INDEX_FILE}"
+    index = parsed_index(folder.small(file, MAX_INDEX_BYTES), folder / file)
+    check_files(folder, index, below)
     return index
 
 
@@ -567,32 +574,32 @@ def _border_numbers(dim: int, size: int, chunks: Sequence[Chunk]) -> dict[int, i
 # ---- the files that lie there
 
 
-def check_files(folder: Folder, index: Index) -> None:
+def check_files(folder: Folder, index: Index, below: str) -> None:
     """Raises NotFoundError for files that are missing, DamagedFileError for one that is too short,
     and where two entries share bytes."""
     names = index.file_names
-    missing = [name for name in names if not folder.is_file(name)]
+    missing = [name for name in names if not folder.is_file(below + name)]
     if missing:
         raise NotFoundError(
             "files that the index lists are missing",
-            file=folder / missing[0],
+            file=folder / f"{below}{missing[0]}",
             expected=f"{len(names)} files",
             found=f"no {some_of(missing)}",
             fix="restore them, or load another tag",
         )
-    ends = _ends(folder, index)
+    ends = _ends(folder, index, below)
     for name in names:
-        size = folder.size_bytes(name)
+        size = folder.size_bytes(below + name)
         if size < ends[name]:
             raise DamagedFileError(
                 "a file is shorter than the index says",
-                file=folder / name,
+                file=folder / f"{below}{name}",
                 expected=f"{ends[name]} bytes",
                 found=f"{size} bytes",
             )
 
 
-def _ends(folder: Folder, index: Index) -> dict[str, int]:
+def _ends(folder: Folder, index: Index, below: str) -> dict[str, int]:
     """The end of the last entry of each file. Raises DamagedFileError for two that share bytes."""
     numbers = {name: number for number, name in enumerate(index.files)}
     objects = [*index.objects.values()]
@@ -619,7 +626,7 @@ def _ends(folder: Folder, index: Index) -> dict[str, int]:
     if len(shared):
         raise DamagedFileError(
             "two entries of the index share bytes",
-            file=folder / names[file[shared[0]]],
+            file=folder / f"{below}{names[file[shared[0]]]}",
             found=f"at byte {at[shared[0] + 1]}",
         )
     last = np.flatnonzero(np.append(file[1:] != file[:-1], True)) if len(file) else []

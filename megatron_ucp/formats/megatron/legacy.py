@@ -91,129 +91,6 @@ class RankFolder:
         return f"mp_rank_{self.tp:02d}{stage}{expert}"
 
 
-class RankFolders(MegatronFolder):
-    """An opened tag folder as its ranks' files. A subclass sets `_main` and `_folders`."""
-
-    _main: str
-    _folders: Mapping[RankFolder, str]
-
-    @property
-    def _has_optimizer(self) -> bool:
-        """Whether the optimizer's states are there, and wanted."""
-        return bool(self.main_tree.get("optimizer")) and not self.told.weights
-
-    @property
-    def _has_buffers(self) -> bool:
-        """Whether data-parallel ranks shared these states; else each parameter has its own."""
-        return self._has_optimizer and bool(self.arguments.get("use_distributed_optimizer"))
-
-    # ------------------------------------------------ files
-
-    @property
-    def main_tree(self) -> Mapping[str, Any]:
-        return self._tree(self._main)
-
-    def _tree(self, name: str) -> Mapping[Any, Any]:
-        """What a file holds; an older one of several optimizers lists them."""
-        tree, path = self.file(name).tree, self.folder / name
-        if isinstance(tree, list):
-            tree = dict(enumerate(tree))
-        return expect.kind(tree, dict, "the file", path)
-
-    def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
-        """The weights of a chunk of a rank, by their local names."""
-        name = self._model_file(rank)
-        key = "model" if self.saved_on.vpp == 1 else f"model{chunk}"
-        held = expect.key(self._tree(name), key, dict, self.folder / name)
-        expect.texts(list(held), key, self.folder / name)
-        return held
-
-    def file(self, name: str) -> PtFile:
-        if name not in self._open:
-            opened = self._closing.enter_context(PtFile(self.folder.open(name), allow=OF_VALUES))
-            self.evidence.compare(name, opened.size_bytes, opened.directory_sha256)
-            self._open[name] = opened
-        return self._open[name]
-
-    def _scan(self) -> dict[RankFolder, str]:
-        """The folder of each rank. Raises NotFoundError for those that are missing,
-        UnsupportedError for a mesh whose experts are cut otherwise."""
-        mesh = self.saved_on
-        if self.arguments.get("num_experts") and mesh.cut_of_experts != mesh.cut_of_dense:
-            raise UnsupportedError(
-                "experts that are cut otherwise than the rest are not read from these files",
-                file=self.main_file,
-                found=str(mesh),
-                fix="save it again with --ckpt-format torch_dist",
-            )
-        self._require_listable()
-        ranks = itertools.product(range(mesh.pp), range(mesh.ep), range(mesh.tp))
-        out = {rank: rank.name(mesh) for rank in (RankFolder(tp, pp, ep) for pp, ep, tp in ranks)}
-        missing = [name for name in self._names(out) if not self.folder.is_file(name)]
-        if missing:
-            raise self._missing(
-                self.folder / missing[0], f"those of {mesh}", f"{len(missing)} missing"
-            )
-        found = {name for name in self.folder.names() if OF_RANK.fullmatch(name)}
-        if odd := sorted(found - {*out.values()}):
-            raise ForeignFileError(
-                "there are folders of ranks that the run did not have",
-                file=self.folder / odd[0],
-                expected=str(mesh),
-                found=f"{len(odd)} such folders",
-            )
-        return out
-
-    def _require_listable(self) -> None:
-        """Raises NotFoundError where far more ranks are missing than a list of them could name."""
-        mesh, here = self.saved_on, len(self.folder.names())
-        wanted = mesh.pp * mesh.ep * mesh.tp
-        if wanted > here + _MOST_MISSING:
-            raise self._missing(str(self.folder), f"{wanted} folders, those of {mesh}", f"{here}")
-
-    def _missing(self, file: str, expected: str, found: str) -> NotFoundError:
-        return NotFoundError(
-            "files of model-parallel ranks are missing",
-            file=file,
-            expected=expected,
-            found=found,
-            fix="restore them, or load another tag",
-        )
-
-    def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
-        kinds = [MODEL_FILE, *([OPTIMIZER_FILE] if self._has_buffers else [])]
-        return [f"{folder}/{kind}" for folder in folders.values() for kind in kinds]
-
-    @property
-    def file_names(self) -> list[str]:
-        return self._names(self._folders)
-
-    def _compare_files(self) -> None:
-        """Raises ForeignFileError for a file of another iteration."""
-        for folder in self._folders.values():
-            found = self._tree(f"{folder}/{MODEL_FILE}").get("iteration")
-            if found != self.main_tree.get("iteration"):
-                raise ForeignFileError(
-                    "a file is of another iteration than the others",
-                    file=self.folder / f"{folder}/{MODEL_FILE}",
-                    expected=self.main_tree.get("iteration"),
-                    found=found,
-                )
-
-    def _model_file(self, rank: RankFolder) -> str:
-        return f"{self._folders[rank]}/{MODEL_FILE}"
-
-    @property
-    def _optimizers(self) -> list[Mapping[str, Any]]:
-        return self._optimizers_in(self._main)
-
-    def _optimizers_in(self, name: str) -> list[Mapping[str, Any]]:
-        """The optimizer of a file, or each one of a chain; none where there is none."""
-        found = self._tree(name).get("optimizer") or []
-        listed = found if isinstance(found, list) else [found]
-        return [*expect.each(listed, dict, "optimizer", self.full_path(name))]
-
-
 # ---- by position
 #
 # States of Megatron's optimizers that are not distributed, in its older files: they have no
@@ -330,7 +207,7 @@ class PlacedWeight:
     expert_rank: int
 
 
-class LegacyCheckpoint(RankFolders):
+class LegacyCheckpoint(MegatronFolder):
     """One opened tag folder. Raises a UcpError for anything that directories and pickles show;
     tensor bytes are not read."""
 
@@ -359,6 +236,120 @@ class LegacyCheckpoint(RankFolders):
         self._by_position: dict[RankFolder, Mapping[str, Mapping[str, TensorRef]]] = {}
         found = self._build() if self._has_optimizer else self._build_weights()
         self.manifest = self.as_recorded(found)
+
+    @property
+    def _has_optimizer(self) -> bool:
+        """Whether the optimizer's states are there, and wanted."""
+        return bool(self.main_tree.get("optimizer")) and not self.told.weights
+
+    @property
+    def _has_buffers(self) -> bool:
+        """Whether data-parallel ranks shared these states; else each parameter has its own."""
+        return self._has_optimizer and bool(self.arguments.get("use_distributed_optimizer"))
+
+    # ------------------------------------------------ files
+
+    @property
+    def main_tree(self) -> Mapping[str, Any]:
+        return self._tree(self._main)
+
+    def _tree(self, name: str) -> Mapping[Any, Any]:
+        """What a file holds; an older one of several optimizers lists them."""
+        tree, path = self.file(name).tree, self.folder / name
+        if isinstance(tree, list):
+            tree = dict(enumerate(tree))
+        return expect.kind(tree, dict, "the file", path)
+
+    def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
+        """The weights of a chunk of a rank, by their local names."""
+        name = self._model_file(rank)
+        key = "model" if self.saved_on.vpp == 1 else f"model{chunk}"
+        held = expect.key(self._tree(name), key, dict, self.folder / name)
+        expect.texts(list(held), key, self.folder / name)
+        return held
+
+    def open_file(self, name: str) -> PtFile:
+        file = self._closing.enter_context(PtFile(self.folder.open(name), allow=OF_VALUES))
+        self.evidence.compare(name, file.size_bytes, file.directory_sha256)
+        return file
+
+    def _scan(self) -> dict[RankFolder, str]:
+        """The folder of each rank. Raises NotFoundError for those that are missing,
+        UnsupportedError for a mesh whose experts are cut otherwise."""
+        mesh = self.saved_on
+        if self.arguments.get("num_experts") and mesh.cut_of_experts != mesh.cut_of_dense:
+            raise UnsupportedError(
+                "experts that are cut otherwise than the rest are not read from these files",
+                file=self.main_file,
+                found=str(mesh),
+                fix="save it again with --ckpt-format torch_dist",
+            )
+        self._require_listable()
+        ranks = itertools.product(range(mesh.pp), range(mesh.ep), range(mesh.tp))
+        out = {rank: rank.name(mesh) for rank in (RankFolder(tp, pp, ep) for pp, ep, tp in ranks)}
+        missing = [name for name in self._names(out) if not self.folder.is_file(name)]
+        if missing:
+            raise self._missing(
+                self.folder / missing[0], f"those of {mesh}", f"{len(missing)} missing"
+            )
+        found = {name for name in self.folder.names() if OF_RANK.fullmatch(name)}
+        if odd := sorted(found - {*out.values()}):
+            raise ForeignFileError(
+                "there are folders of ranks that the run did not have",
+                file=self.folder / odd[0],
+                expected=str(mesh),
+                found=f"{len(odd)} such folders",
+            )
+        return out
+
+    def _require_listable(self) -> None:
+        """Raises NotFoundError where far more ranks are missing than a list of them could name."""
+        mesh, here = self.saved_on, len(self.folder.names())
+        wanted = mesh.pp * mesh.ep * mesh.tp
+        if wanted > here + _MOST_MISSING:
+            raise self._missing(str(self.folder), f"{wanted} folders, those of {mesh}", f"{here}")
+
+    def _missing(self, file: str, expected: str, found: str) -> NotFoundError:
+        return NotFoundError(
+            "files of model-parallel ranks are missing",
+            file=file,
+            expected=expected,
+            found=found,
+            fix="restore them, or load another tag",
+        )
+
+    def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
+        kinds = [MODEL_FILE, *([OPTIMIZER_FILE] if self._has_buffers else [])]
+        return [f"{folder}/{kind}" for folder in folders.values() for kind in kinds]
+
+    @property
+    def file_names(self) -> list[str]:
+        return self._names(self._folders)
+
+    def _compare_files(self) -> None:
+        """Raises ForeignFileError for a file of another iteration."""
+        for folder in self._folders.values():
+            found = self._tree(f"{folder}/{MODEL_FILE}").get("iteration")
+            if found != self.main_tree.get("iteration"):
+                raise ForeignFileError(
+                    "a file is of another iteration than the others",
+                    file=self.folder / f"{folder}/{MODEL_FILE}",
+                    expected=self.main_tree.get("iteration"),
+                    found=found,
+                )
+
+    def _model_file(self, rank: RankFolder) -> str:
+        return f"{self._folders[rank]}/{MODEL_FILE}"
+
+    @property
+    def _optimizers(self) -> list[Mapping[str, Any]]:
+        return self._optimizers_in(self._main)
+
+    def _optimizers_in(self, name: str) -> list[Mapping[str, Any]]:
+        """The optimizer of a file, or each one of a chain; none where there is none."""
+        found = self._tree(name).get("optimizer") or []
+        listed = found if isinstance(found, list) else [found]
+        return [*expect.each(listed, dict, "optimizer", self.full_path(name))]
 
     # ------------------------------------------------ structure
 

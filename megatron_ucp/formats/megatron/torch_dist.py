@@ -291,15 +291,11 @@ class TorchDistCheckpoint(MegatronFolder):
         size = math.prod(b - a for a, b in zip(block.start, block.stop, strict=True))
         return Where(file, record, offset, size, tensor.dtype)
 
-    def file(self, name: str) -> Any:
-        if name not in self._open:
-            stored = self.folder.open(name)
-            if name == COMMON_FILE:
-                file = PtFile(stored, allow=OF_VALUES)
-            else:
-                file = DistcpFile(stored, name, self.index)
-            self._open[name] = self._closing.enter_context(file)
-        return self._open[name]
+    def open_file(self, name: str) -> PtFile | DistcpFile:
+        stored = self.folder.open(name)
+        if name == COMMON_FILE:
+            return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
+        return self._closing.enter_context(DistcpFile(stored, name, self.index))
 
     def records(self, name: str) -> list[tuple[Record, str]]:
         """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
