@@ -356,7 +356,9 @@ class ValueKind:
     def takes(self, parts: "list[Any] | tuple[Any, ...]") -> bool:
         """Whether a value can be made of parts, by their types."""
         types = self.types * len(parts) if self.variadic else self.types
-        return len(parts) == len(types) and all(map(_is_of, parts, types))
+        return len(parts) == len(types) and all(
+            type(part) in known for part, known in zip(parts, types, strict=True)
+        )
 
     def made(self, parts: "list[Any] | tuple[Any, ...]") -> Any:
         """The value. Raises TypeError for parts of other types, and what `make` raises."""
@@ -365,41 +367,8 @@ class ValueKind:
         return self.make(*parts)
 
 
-def _is_of(part: Any, types: _Types) -> bool:
-    return type(part) in types
-
-
 def _bounds(value: Any) -> tuple[Any, ...]:
     return value.start, value.stop, value.step
-
-
-def _python_arguments(value: Any) -> tuple[Any, ...]:
-    """The arguments with which Python pickles a date or path."""
-    return tuple(value.__reduce_ex__(2)[1])
-
-
-def _default_dict(items: Any, factory: str | None) -> Any:
-    return defaultdict[Any, Any](None if factory is None else FACTORIES[factory], items)
-
-
-def _whole_number(text: str) -> int:
-    return int(text, 16)
-
-
-def _float(data: bytes) -> float:
-    return _FLOAT.unpack(data)[0]
-
-
-def _complex(data: bytes) -> complex:
-    return complex(*_COMPLEX.unpack(data))
-
-
-def _dtype_name(text: str) -> DtypeName:
-    return DtypeName(_match(_TORCH_DTYPE, text, "dtype of torch")[0])
-
-
-def _device_name(text: str) -> DeviceName:
-    return DeviceName(_match(_DEVICE, text, "device")[0])
 
 
 def _class_name(qualname: str) -> ClassName:
@@ -428,8 +397,23 @@ def _check_array(item: InertObject) -> None:
 
 
 def _as_python_does(kind: type[Any], types: _Types) -> ValueKind:
+    """A row of a date or a path: by the arguments with which Python pickles it."""
     call = f"{kind.__module__.partition('._')[0]}.{kind.__name__}"
-    return ValueKind(kind.__name__, (), _python_arguments, kind, (types,), call, variadic=True)
+    return ValueKind(
+        kind.__name__,
+        (),
+        lambda v: tuple(v.__reduce_ex__(2)[1]),
+        kind,
+        (types,),
+        call,
+        variadic=True,
+    )
+
+
+def _text_kind(kind: type[str], checked: Callable[[str], str]) -> ValueKind:
+    return ValueKind(
+        kind.__name__, ("text",), lambda v: (str(v),), lambda v: kind(checked(v)), (_TEXT,)
+    )
 
 
 _ITEMS, _DATA = ("items",), ("data",)
@@ -452,7 +436,7 @@ VALUE_KINDS: dict[type, ValueKind] = {
         "defaultdict",
         ("items", "factory"),
         lambda v: (dict(v), factory_name(v)),
-        _default_dict,
+        lambda items, made: defaultdict(None if made is None else FACTORIES[made], items),
         (MAPPING, (str, type(None))),
     ),
     deque: ValueKind(
@@ -463,10 +447,16 @@ VALUE_KINDS: dict[type, ValueKind] = {
         (SEQUENCE, _NUMBER),
         "collections.deque",
     ),
-    int: ValueKind("int", ("hex",), lambda v: (hex(v),), _whole_number, (_TEXT,)),
-    float: ValueKind("float", _DATA, lambda v: (_FLOAT.pack(v),), _float, (_BYTES,)),
+    int: ValueKind("int", ("hex",), lambda v: (hex(v),), lambda v: int(v, 16), (_TEXT,)),
+    float: ValueKind(
+        "float", _DATA, lambda v: (_FLOAT.pack(v),), lambda v: _FLOAT.unpack(v)[0], (_BYTES,)
+    ),
     complex: ValueKind(
-        "complex", _DATA, lambda v: (_COMPLEX.pack(v.real, v.imag),), _complex, (_BYTES,)
+        "complex",
+        _DATA,
+        lambda v: (_COMPLEX.pack(v.real, v.imag),),
+        lambda v: complex(*_COMPLEX.unpack(v)),
+        (_BYTES,),
     ),
     bytes: ValueKind("bytes", _DATA, lambda v: (v,), bytes, (_BYTES,)),
     bytearray: ValueKind(
@@ -475,9 +465,9 @@ VALUE_KINDS: dict[type, ValueKind] = {
     range: ValueKind("range", (), _bounds, range, (_NUMBER,) * 3, "builtins.range"),
     slice: ValueKind("slice", (), _bounds, slice, (_NUMBER,) * 3, "builtins.slice"),
     **dict.fromkeys(NUMPY_SCALARS, _NUMPY_SCALAR),
-    DtypeName: ValueKind("DtypeName", ("text",), lambda v: (str(v),), _dtype_name, (_TEXT,)),
-    DeviceName: ValueKind("DeviceName", ("text",), lambda v: (str(v),), _device_name, (_TEXT,)),
-    VersionName: ValueKind("VersionName", ("text",), lambda v: (str(v),), VersionName, (_TEXT,)),
+    DtypeName: _text_kind(DtypeName, lambda v: _match(_TORCH_DTYPE, v, "dtype of torch")[0]),
+    DeviceName: _text_kind(DeviceName, lambda v: _match(_DEVICE, v, "device")[0]),
+    VersionName: _text_kind(VersionName, lambda v: v),
     **{kind: _as_python_does(kind, _DATE_PARTS) for kind in DATES},
     **{kind: _as_python_does(kind, _TEXT) for kind in PATHS},
     ClassName: ValueKind("name", ("name",), lambda v: (v.qualname,), _class_name, (_TEXT,)),
