@@ -314,7 +314,6 @@ class TagFolder(Checkpoint):
         self._without_optimizer = without_optimizer
         names = scan(folder)
         self.names: TagFiles = names.without_optimizer if without_optimizer else names
-        self._trees: dict[str, Any] = {}
         folder.will_open([FILE_NAME, *self.names.first_ones])
         self._closing.callback(self.evidence.close)
 
@@ -361,16 +360,14 @@ class TagFolder(Checkpoint):
 
     def tree(self, name: str) -> Any:
         """The pickled tree of a file, a dict."""
-        if name not in self._trees:
-            tree = self.file(name).tree
-            if not isinstance(tree, dict):
-                raise DamagedFileError(
-                    "a state file holds no dictionary",
-                    file=self.full_path(name),
-                    found=type(tree).__name__,
-                )
-            self._trees[name] = tree
-        return self._trees[name]
+        tree = self.file(name).tree
+        if not isinstance(tree, dict):
+            raise DamagedFileError(
+                "a state file holds no dictionary",
+                file=self.full_path(name),
+                found=type(tree).__name__,
+            )
+        return tree
 
     def will_read_scalars(self, name: str, tree: object) -> None:
         """Says that the small tensors in the tree of a file are read soon: an optimizer's steps."""
