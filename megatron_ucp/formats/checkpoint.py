@@ -28,7 +28,6 @@ from megatron_ucp.formats.pt.refs import (
     MAX_ELEMS,
     TensorRef,
     number_in,
-    storages_of,
     tensor_value,
 )
 
@@ -129,6 +128,16 @@ class CallerModel:
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     classes: frozenset[str] | None = frozenset()
     registered: Sequence[str] = ()
+
+    def declared(self, spec: ParamSpec) -> ParamSpec | None:
+        """A whole parameter with the layout that a mesh gives it, as `specs` or `rules` say it;
+        None where neither does. Raises RuleError."""
+        if self.specs is not None and spec.name in self.specs:
+            return self.specs[spec.name]
+        if self.rules is None or not self.rules.rules or spec.kind == "buffer":
+            return None
+        axes = (*Mesh().cuts(), *Mesh().cuts(expert=True))
+        return self.rules.declare(spec.name, spec.shape, dict.fromkeys(axes, 1))
 
 
 # ---- checkpoint
@@ -239,9 +248,7 @@ class Checkpoint(ABC):
 
     def records(self, name: str) -> list[tuple[Record, str]]:
         """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
-        file = self.file(name)
-        places = {f"{file.root}/data/{one.key}": one.dtype for one in storages_of(file.tree)}
-        return [(file.records[record], places.get(record, "")) for record in file.records]
+        return self.file(name).all_records()
 
     # ------------------------------------------------ the manifest, and what it lists
 

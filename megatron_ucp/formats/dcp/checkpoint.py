@@ -937,16 +937,11 @@ class DcpCheckpoint(Checkpoint):
     def _on_mesh(self, spec: ParamSpec) -> ParamSpec:
         """A parameter as tensor parallelism cuts it: as the caller or rules say it. Nothing in the
         files does."""
-        known, rules = self.told.specs, self.told.rules
-        if known is not None and spec.name in known:
-            declared = known[spec.name]
-            extent = None if spec.shape != declared.shape else declared.extent
-            return replace(spec, on_mesh=declared.layout, extent=extent)
-        if rules is not None and rules.rules and spec.kind != "buffer":
-            axes = (*Mesh().cuts(), *Mesh().cuts(expert=True))
-            found = rules.declare(spec.name, spec.shape, dict.fromkeys(axes, 1))
-            return replace(spec, on_mesh=found.layout, extent=found.extent)
-        return spec
+        declared = self.told.declared(spec)
+        if declared is None:
+            return spec
+        extent = None if spec.shape != declared.shape else declared.extent
+        return replace(spec, on_mesh=declared.layout, extent=extent)
 
     def _leave_out_ties(
         self, tensors: dict[str, TensorPart], states: Mapping[str, Mapping[str, str]]
@@ -1183,10 +1178,6 @@ class DcpCheckpoint(Checkpoint):
             return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
         file = DistcpFile(stored, name.removeprefix(one.name), one.index)
         return self._closing.enter_context(file)
-
-    def records(self, name: str) -> list[tuple[Record, str]]:
-        file = self.file(name)
-        return file.all_records() if isinstance(file, DistcpFile) else super().records(name)
 
 
 def _kind(name: str, dtype: str) -> str:

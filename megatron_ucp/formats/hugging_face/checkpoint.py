@@ -575,11 +575,6 @@ class HuggingFaceCheckpoint(Checkpoint):
     def open_file(self, name: str) -> SafetensorsFile:
         return self._closing.enter_context(SafetensorsFile(self.folder.open(name)))
 
-    def records(self, name: str) -> list[tuple[Record, str]]:
-        """Every tensor of a file."""
-        file = self.file(name)
-        return [(file.record(tensor), entry.dtype) for tensor, entry in file.tensors.items()]
-
     def place_of(self, ref: TensorRef) -> Where:
         """There are no tensors but weights."""
         raise UsageError(

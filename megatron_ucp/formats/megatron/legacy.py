@@ -567,7 +567,7 @@ class LegacyCheckpoint(MegatronFolder):
 
     # ------------------------------------------------ what the operations ask for
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+    def check(self, name: str, allow: Collection[str] = ()) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""
         self.file(name)
         wrong: list[str] = []

@@ -16,7 +16,7 @@ from functools import cached_property
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.byte_files import OpenFile, Record, damaged
 from megatron_ucp.formats.folder import StoredFile
-from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef, storages_of
 from megatron_ucp.formats.pt.unpickle import (
     MAX_PICKLE_BYTES,
     NOTHING_MORE,
@@ -135,6 +135,11 @@ class PtFile(OpenFile):
                 f"{record.size_bytes} bytes",
             )
         return record
+
+    def all_records(self) -> list[tuple[Record, str]]:
+        """Every record, with the dtype of the tensors in it ("" where it holds none)."""
+        places = {f"{self.root}/data/{one.key}": one.dtype for one in storages_of(self.tree)}
+        return [(self.records[name], places.get(name, "")) for name in self.records]
 
     def will_locate(self, storage: StorageRef) -> None:
         name = f"{self.root}/data/{storage.key}"
