@@ -23,13 +23,7 @@ from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.per_rank import OwnValues, PerRank, RankDifferences
-from megatron_ucp.formats.pt.refs import (
-    ITEMSIZE,
-    MAX_ELEMS,
-    TensorRef,
-    number_in,
-    tensor_value,
-)
+from megatron_ucp.formats.pt.refs import ITEMSIZE, MAX_ELEMS, TensorRef, number_in, tensor_value
 
 # A rank's random generators by name (see `Checkpoint.random_states`).
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]

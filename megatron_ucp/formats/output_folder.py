@@ -26,13 +26,7 @@ from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, RUN, TAG, FileEn
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.errors import SaveError, UcpError, UsageError, some_of
 from megatron_ucp.formats import store_saves
-from megatron_ucp.formats.locks import (
-    PublishRight,
-    claims_in,
-    lock_of,
-    removing,
-    writing,
-)
+from megatron_ucp.formats.locks import PublishRight, claims_in, lock_of, removing, writing
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.store import AGAIN, STORED_IN, Location, StorePath
 from megatron_ucp.formats.tags import (

@@ -55,12 +55,7 @@ from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Chunk, DistcpFile, StoredTensor
 from megatron_ucp.formats.megatron.torch_dist import check_backend
-from megatron_ucp.formats.optimizers import (
-    check_known,
-    counts_steps,
-    is_element,
-    untold_states,
-)
+from megatron_ucp.formats.optimizers import check_known, counts_steps, is_element, untold_states
 from megatron_ucp.formats.param_groups import param_groups, step_of
 from megatron_ucp.formats.proof import Bounds
 from megatron_ucp.formats.pt.archive import contiguous

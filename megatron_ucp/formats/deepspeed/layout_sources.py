@@ -13,20 +13,10 @@ from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.errors import (
-    LayoutError,
-    RuleError,
-    UcpError,
-    UnsupportedError,
-    some_of,
-)
+from megatron_ucp.errors import LayoutError, RuleError, UcpError, UnsupportedError, some_of
 from megatron_ucp.formats.deepspeed import tp_patterns
 from megatron_ucp.formats.deepspeed.files import PATTERNS, TagFolder
-from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
-    INTERLEAVED,
-    arguments_of,
-    order_of,
-)
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import INTERLEAVED, arguments_of, order_of
 from megatron_ucp.formats.deepspeed.tp_patterns import is_fused, is_matched
 from megatron_ucp.formats.deepspeed.weights import frozen_shapes, no_extra_state, shapes_by_group
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY

@@ -25,12 +25,7 @@ from megatron_ucp.core.join_ranks import Stage, join
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest, Order, Tie
 from megatron_ucp.core.mesh import Coords, Mesh, stage_of
 from megatron_ucp.core.names import Keeper
-from megatron_ucp.errors import (
-    DamagedFileError,
-    ForeignFileError,
-    NotFoundError,
-    UnsupportedError,
-)
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.deepspeed.autoep import AutoEP, autoep_of

@@ -9,16 +9,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints, strides
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import (
-    Cut,
-    Cuts,
-    Extent,
-    Layout,
-    Partial,
-    Replicate,
-    Shard,
-    ShardNC,
-)
+from megatron_ucp.core.layout import Cut, Cuts, Extent, Layout, Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.core.rules import LONGEST_NAME

@@ -10,12 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import (
-    counts_of,
-    is_stacked,
-    number_and_count,
-    slices_of,
-)
+from megatron_ucp.core.experts import counts_of, is_stacked, number_and_count, slices_of
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layers import TIED

@@ -30,12 +30,7 @@ from megatron_ucp.formats.hugging_face.safetensors_file import Entry, Safetensor
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.formats.store import Location, folder_at
-from megatron_ucp.formats.tags import (
-    AS_SAFETENSORS,
-    POINTERS,
-    holds_states,
-    weights_as_pickles,
-)
+from megatron_ucp.formats.tags import AS_SAFETENSORS, POINTERS, holds_states, weights_as_pickles
 
 # ---- weights in fp8
 #

@@ -12,11 +12,7 @@ from megatron_ucp.core.layout import Chunks, Layout, Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.names import Keeper
-from megatron_ucp.errors import (
-    StateMismatchError,
-    UnsupportedError,
-    some_of,
-)
+from megatron_ucp.errors import StateMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import (
     NO_RANDOM_STATES,
