@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_ucp.core.box import Ints
+from megatron_ucp.core.box import Bounds, Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
-from megatron_ucp.core.layout import Chunks, Layout
+from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import FILE_NAME, RECORDED, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
@@ -57,7 +57,6 @@ from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Chunk, DistcpFile, 
 from megatron_ucp.formats.megatron.torch_dist import check_backend
 from megatron_ucp.formats.optimizers import check_known, counts_steps, is_element, untold_states
 from megatron_ucp.formats.param_groups import param_groups, step_of
-from megatron_ucp.formats.proof import Bounds
 from megatron_ucp.formats.pt.archive import contiguous
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, number_in
@@ -667,7 +666,7 @@ class DcpCheckpoint(Checkpoint):
         is_fused = any(len(fused_of(name)) > 1 for name in self.keys.stated)
         turns = has_turns(shapes)
         heads = self._heads(shapes, turns) if is_fused or turns else None
-        found, _ = titan_names(shares, sizes, heads, is_fused, boxes_in_param)
+        found, _ = titan_names(shares, sizes, heads, is_fused)
         self._state_slices = found.states
         return {**found.shares, **self._beside_twins(lost)}
 
@@ -887,7 +886,7 @@ class DcpCheckpoint(Checkpoint):
         """A parameter that lies in these blocks; `part` is the first of its tensors."""
         known = None if self._specs is None else self._specs.get(param)
         expert = None if known is None else known.expert
-        dim = part.layout.dim if isinstance(part.layout, Chunks) else _joined_dim(part.layout)
+        dim = part.layout.dim if isinstance(part.layout, Chunks | Interleaved) else 0
         layout = Chunks(tuple(block.boxes for block in blocks), dim)
         spec = ParamSpec(param, shape, dtype, kind, layout, order=part.order, expert=expert)
         return self._on_mesh(spec)
@@ -990,7 +989,7 @@ class DcpCheckpoint(Checkpoint):
             first = next(iter(own.values()))
             places = {state: run.place for state, run in own.items()} | zeros
             if first.elems:
-                boxes = tuple(boxes_in_param(part, shape, (first.start, first.stop)))
+                boxes = tuple(part.boxes(shape, first.start, first.stop))
                 yield TensorBlock(first.elems, boxes, places)
             elif not math.prod(shape) and first.place[1] == 0:
                 yield TensorBlock(0, (((0,) * len(shape), shape),), places)
@@ -1214,51 +1213,6 @@ def _in_slice(within: Slice | None, start: Ints, stop: Ints) -> tuple[Ints, Ints
     if not within.rows:
         return start[1:], stop[1:], first
     return (low - within.first, *start[1:]), (high - within.first, *stop[1:]), first
-
-
-def boxes_in_param(part: TensorPart, shape: Ints, box: Bounds) -> Iterator[Bounds]:
-    """The boxes of a parameter of a `shape` that a box of one of its tensors is, one after the
-    other along the dim along which the layout joins them."""
-    start, stop = box
-    if part.stacked:
-        start, stop = (0, *start), (1, *stop)
-    if part.order is not None:
-        at = [part.order.index(dim) for dim in range(len(part.order))]
-        start, stop = (tuple(each[place] for place in at) for each in (start, stop))
-    layout = part.layout
-    if isinstance(layout, Interleaved):
-        length = shape[layout.dim] // layout.parts
-        for row in range(start[layout.dim], stop[layout.dim]):
-            place = row % layout.parts * length + row // layout.parts
-            yield _with(start, layout.dim, place), _with(stop, layout.dim, place + 1)
-    elif isinstance(layout, Chunks):
-        yield from _of_joined(layout.held[part.number], layout.dim, start, stop)
-    else:
-        yield start, stop
-
-
-def _of_joined(boxes: Sequence[Bounds], dim: int, start: Ints, stop: Ints) -> Iterator[Bounds]:
-    at = 0
-    for first, last in boxes:
-        width = last[dim] - first[dim]
-        low, high = max(start[dim], at), min(stop[dim], at + width)
-        if low < high:
-            moved = [
-                tuple(f + n for f, n in zip(first, each, strict=True)) for each in (start, stop)
-            ]
-            yield (
-                _with(moved[0], dim, first[dim] + low - at),
-                _with(moved[1], dim, first[dim] + high - at),
-            )
-        at += width
-
-
-def _with(at: Ints, dim: int, value: int) -> Ints:
-    return (*at[:dim], value, *at[dim + 1 :])
-
-
-def _joined_dim(layout: Layout) -> int:
-    return layout.dim if isinstance(layout, Interleaved) else 0
 
 
 class DcpFormat:
