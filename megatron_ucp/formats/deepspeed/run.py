@@ -55,7 +55,7 @@ from megatron_ucp.formats.deepspeed.optimizers import (
     check_momentum,
     reader_for,
 )
-from megatron_ucp.formats.deepspeed.tp_patterns import is_uneven
+from megatron_ucp.formats.deepspeed.tp_patterns import StockInfo, is_uneven
 from megatron_ucp.formats.deepspeed.weights import (
     LayerFiles,
     PipeNames,
@@ -642,12 +642,14 @@ class NativeRun(TagFolder):
         patterns: Any = self.meta.get(PATTERNS)
         found = LayoutSource(
             self.mesh,
-            self.main_file,
+            StockInfo(
+                patterns if isinstance(patterns, dict) else {},
+                self.main_file,
+                order_of(self.arguments),
+            ),
             self.told.specs if self.recorded is None else self.recorded.by_name,
             self.told.rules,
-            patterns if isinstance(patterns, dict) else None,
             {name: pipe for pipe, name in self.pipe_names.items()},
-            order_of(self.arguments),
         )
         if self.mesh.tp > 1 and found.silent:
             raise UnsupportedError(

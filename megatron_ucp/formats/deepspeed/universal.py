@@ -38,7 +38,7 @@ from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, compared
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from megatron_ucp.formats.deepspeed.manifest import run_of
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import rules_for
-from megatron_ucp.formats.deepspeed.tp_patterns import fused, sub_shape
+from megatron_ucp.formats.deepspeed.tp_patterns import StockInfo, fused, sub_shape
 from megatron_ucp.formats.deepspeed.weights import (
     PipeNames,
     buffer_names,
@@ -238,7 +238,7 @@ class UniversalCheckpoint(TagFolder):
         known = specs if recorded is None else recorded.by_name
         if known is None and rules is None:
             rules = rules_for(self.meta, self.main_file)
-        self.declared = LayoutSource(Mesh(), self.main_file, known, rules)
+        self.declared = LayoutSource(Mesh(), StockInfo({}, self.main_file), known, rules)
         canonical = names if recorded is None else recorded.names
         self._pipe = PipeNames(canonical) if canonical else None
         if not self.folder.is_file(_GLOBAL):
