@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -203,44 +203,31 @@ _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
-    family; without them every tensor is a parameter of its own name, or one expert's slice of one
-    of the stacks of experts in the model that it is for (`like`), in which several names may be of
-    one parameter. What is no weight is left out for a family, and for a model that has none of that
-    name.
+    """One opened folder. The caller says what each tensor holds of which parameter of a family
+    (`told.shares` and `told.specs`); else every tensor is a parameter of its own name, or one
+    expert's slice of one of the stacks of experts in the model that it is for (`told.like`), in
+    which several names may be of one parameter. What is no weight is left out for a family, and for
+    a model that has none of that name.
 
     Raises a UcpError for anything that headers and the index can show: every fault of names and
     shapes in one error. Tensor bytes are not read, but for a head that must be a copy.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        shares: Mapping[str, TensorPart] | None = None,
-        specs: Mapping[str, ParamSpec] | None = None,
-        like: Manifest | None = None,
-        tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None = None,
-    ) -> None:
+    def __init__(self, folder: Folder, told: CallerModel) -> None:
         super().__init__(folder)
         self.main_file = self.full_path(CONFIG_FILE)
         with self.closed_on_failure():
             self._block = self._block_of()
             self._slices: dict[str, Slice] = {}
             self._files = self._tensor_files()
-            self._refuse_empty(like)
+            known = {} if told.like is None else told.like.by_name
+            self._refuse_empty(known)
             self._scales = self._without_scales()
-            if shares is not None:
-                self._files = self._without_constants()
-                shares = self._once(_as_written(shares, self._files))
-                self._files = self._in_slices(shares)
-                if _HEAD not in shares:
-                    self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
-            elif like is not None:
-                self._files = self._without_constants(like.by_name)
-            found = shares
-            if found is None:
-                found, specs = self._own_names(like, tensors)
-            self.manifest = self._manifest(found, specs or {}, named=shares is not None)
+            if told.shares is None:
+                shares, specs = self._own_names(told, known)
+            else:
+                shares, specs = self._of_family(told.shares), told.specs or {}
+            self.manifest = self._manifest(shares, specs, named=told.shares is not None)
 
     # ------------------------------------------------ structure
 
@@ -303,9 +290,8 @@ class HuggingFaceCheckpoint(Checkpoint):
                 out[tensor] = name
         return out
 
-    def _refuse_empty(self, like: Manifest | None) -> None:
+    def _refuse_empty(self, known: Mapping[str, ParamSpec]) -> None:
         """Raises ForeignFileError for tensors without elements, of which the model has some."""
-        known = {} if like is None else like.by_name
         empty = [
             name
             for name, file in self._files.items()
@@ -415,22 +401,30 @@ class HuggingFaceCheckpoint(Checkpoint):
                 raise scaled_slices(whole, self.folder / self._files[whole])
         return files
 
+    def _of_family(self, shares: Mapping[str, TensorPart]) -> Mapping[str, TensorPart]:
+        """What each tensor holds of a family's parameters, as the folder has them."""
+        self._files = self._without_constants()
+        shares = self._once(_as_written(shares, self._files))
+        self._files = self._in_slices(shares)
+        if _HEAD not in shares:
+            self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
+        return shares
+
     def _own_names(
-        self,
-        like: Manifest | None,
-        tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None,
+        self, told: CallerModel, known: Mapping[str, ParamSpec]
     ) -> tuple[Mapping[str, TensorPart], Mapping[str, ParamSpec]]:
-        """Every tensor as what it holds of the model that the folder is for (`like`): by what the
-        caller says of its names, else as a parameter of its own name, or as one expert's slice of a
-        stack."""
-        known = {} if like is None else like.by_name
+        """Every tensor as what it holds of the parameters `known` of the model that the folder is
+        for: by what the caller says of its names, else as a parameter of its own name, or as one
+        expert's slice of a stack."""
+        if told.like is not None:
+            self._files = self._without_constants(known)
         shapes = {name: self._entry(name).shape for name in self._files}
-        found = None if tensors is None else tensors(shapes)
+        found = None if told.tensors is None else told.tensors(shapes)
         if found is None:
             found = unstacked(stacks_of(known), self._files)
         found = found or {name: TensorPart(name) for name in self._files}
-        if like is not None:
-            found = self._without_copies(found, like.ties)
+        if told.like is not None:
+            found = self._without_copies(found, told.like.ties)
         self._files = self._in_slices(found)
         specs = {
             share.param: replace(self._spec(name), name=share.param)
@@ -689,8 +683,7 @@ class HuggingFaceFormat:
         return bool(all_shards(folder)) and not holds_states(folder)
 
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
-        specs = told.specs if told.shares else None
-        return HuggingFaceCheckpoint(folder, told.shares, specs, told.like, told.tensors)
+        return HuggingFaceCheckpoint(folder, told)
 
 
 # ---- shards
