@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, Order, ParamSpec
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.tensor_parts import TensorPart
@@ -71,28 +71,6 @@ class Extras:
     patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     modules: Mapping[str, Any] = field(default_factory=dict[str, Any])
     side_data: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-class Readable(Protocol):
-    """Where tensors can be read from."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """What there is."""
-        ...
-
-    def where(self, slot: Slot) -> Where:
-        """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
-        ...
-
-    def opened(self, path: str) -> ByteFile:
-        """The open file of a path that `where` gave."""
-        ...
-
-    def check_read(self) -> None:
-        """Compares the tensors that `place_of` gave, and scalar states, with their CRC-32. Raises
-        DamagedFileError."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -294,7 +272,7 @@ class Checkpoint(ABC):
         """The layers of the pipeline that wrote it, as its files show them; None without one."""
         return None
 
-    def copies(self) -> Readable | None:
+    def copies(self) -> "TrainedWeights | None":
         """The weights that the model computed with, in the dtype of training: the masters, rounded.
         Some elements of each one were compared. None where the files do not have all of them beside
         the masters. Raises ForeignFileError for one that is not its master."""
@@ -346,6 +324,31 @@ class Checkpoint(ABC):
     def scalar(self, path: str, ref: TensorRef) -> float:
         """The value of a one-element tensor. Raises DamagedFileError."""
         return number_in(self.tensor(path, ref), path)
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The parameters of a checkpoint as its model files hold them: `held` are the weights of each
+    buffer of the manifest at each place along the axes that cut it, with the names of their
+    files."""
+
+    manifest: Manifest
+    files: Checkpoint
+    held: Mapping[tuple[int, Coords], tuple[TensorRef, str]]
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot of the manifest."""
+        ref, name = self.held[slot.buffer, slot.cut]
+        return self.files.place(name, ref)
+
+    def opened(self, path: str) -> ByteFile:
+        return self.files.opened(path)
+
+    def check_read(self) -> None:
+        self.files.check_read()
+
+
+Readable = Checkpoint | TrainedWeights  # what elements can be read from
 
 
 class Format(Protocol):

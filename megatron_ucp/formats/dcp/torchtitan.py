@@ -277,11 +277,7 @@ def _renamed(
 
 
 def _rows(
-    own: str,
-    part: TensorPart,
-    shapes: Mapping[str, Ints],
-    heads: Heads | None,
-    is_fused: bool,
+    own: str, part: TensorPart, shapes: Mapping[str, Ints], heads: Heads | None, is_fused: bool
 ) -> Iterator[tuple[str, TensorPart, Slice | None]]:
     """Queries, keys or values: as they are, or a slice for each group of heads."""
     which = own.rpartition(".")[0][-1]

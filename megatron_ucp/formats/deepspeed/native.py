@@ -22,9 +22,8 @@ from megatron_ucp.core.values import TENSOR, InertObject, same
 from megatron_ucp.errors import ForeignFileError, UnsupportedError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import Where
-from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras
+from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, TrainedWeights
 from megatron_ucp.formats.deepspeed.checks import (
-    TrainedWeights,
     check_file,
     trained_weights,
     will_check_files,
@@ -384,11 +383,7 @@ class NativeCheckpoint(NativeRun):
     foreign or hostile file. Tensor bytes are not read.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        told: CallerModel | None = None,
-    ) -> None:
+    def __init__(self, folder: Folder, told: CallerModel | None = None) -> None:
         super().__init__(folder, told or CallerModel())
         self._used: dict[tuple[int, int, bool], int] = {}  # see `_used_elems`
         with self.closed_on_failure():
