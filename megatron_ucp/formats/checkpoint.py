@@ -371,8 +371,6 @@ def tensor_at(where: Where, ref: TensorRef, max_elems: int = MAX_ELEMS) -> Inert
 
 
 # ---- rank differences
-#
-# What differs from rank to rank in a checkpoint.
 
 
 def ranks_of(checkpoint: Checkpoint) -> Mesh:

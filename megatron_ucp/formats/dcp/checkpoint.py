@@ -1170,8 +1170,7 @@ class DcpCheckpoint(Checkpoint):
         stored, one = self.folder.open(name), self._by_file.get(name)
         if one is None:
             return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
-        file = DistcpFile(stored, name.removeprefix(one.name), one.index)
-        return self._closing.enter_context(file)
+        return self._closing.enter_context(one.index.opened(stored, name.removeprefix(one.name)))
 
 
 def _kind(name: str, dtype: str) -> str:

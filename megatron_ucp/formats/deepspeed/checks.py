@@ -25,8 +25,6 @@ from megatron_ucp.formats.proof import is_rounded
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 # ---- file checks
-#
-# Whether the files of a tag folder belong together: one run, one step, one mesh.
 
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights

@@ -63,8 +63,6 @@ OF_ARGUMENTS = frozenset(kind for kind, _ in MEMBERS_OF_ARGUMENTS)
 
 
 # ---- paths
-#
-# Names of DeepSpeed's native files.
 
 
 MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -290,8 +288,6 @@ def _place(found: re.Match[str]) -> tuple[Any, ...]:
 
 
 # ---- tag folder
-#
-# The files of one tag folder, each opened once.
 
 
 CLASSES = "classes"  # of a manifest's run: that plain values of the program have

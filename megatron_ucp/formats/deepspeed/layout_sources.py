@@ -57,9 +57,6 @@ def refuse_joined(
 
 
 # ---- declared
-#
-# How the parameters of a checkpoint are cut and named where no manifest says so: by a family, by
-# rules, by stock's patterns.
 
 
 _NAMED = 5  # parameters that a note lists by name

@@ -478,8 +478,6 @@ def sharing(tree: Tree, file: str) -> Sequence[Tree] | None:
 
 
 # ---- stage 0 files
-#
-# The files of optimizers that ZeRO does not partition: stage 0.
 
 
 class _Stage0File(OptimizerFile):
@@ -630,8 +628,6 @@ def _stepped(
 
 
 # ---- optimizer formats
-#
-# Optimizer files told apart by the keys that are present.
 
 
 def reader_for(

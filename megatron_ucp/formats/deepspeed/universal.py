@@ -199,9 +199,6 @@ def _cut(spec: ParamSpec) -> dict[str, Any]:
 
 # ---- universal
 #
-# Reads DeepSpeed's universal folders: those of stock's converter, in both of its forms, and our
-# own.
-#
 # A folder holds `zero/NAME/STATE.pt` for every parameter, which is whole there, and copies of
 # model files that say which parameters belong together (reference: `ds_to_universal.py` of
 # DeepSpeed 0.19.8).

@@ -130,8 +130,6 @@ def one_spelling(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 # ---- arguments
-#
-# The arguments of a run, as Megatron-LM saves them: a Namespace of some 650 values.
 
 
 # the arguments that say the sizes of a mesh, by the names of its axes

@@ -4,7 +4,7 @@ and the files (`.distcp`), which are rows of `.pt` archives."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.errors import DamagedFileError
@@ -52,31 +52,20 @@ class StoredTensor:
 
 
 # ---- distcp
-#
-# The files of torch's distributed checkpoints (`.distcp`): a row of `.pt` archives, one for each
-# chunk of a tensor and for each other object.
-
-
-class Listing(Protocol):
-    """What an index says of files."""
-
-    def objects_in(self, file: str) -> Mapping[str, ArchivePlace]:
-        """The objects of a file, by key."""
-        ...
-
-    def chunks_in(self, file: str) -> Sequence[tuple[StoredTensor, Chunk]]:
-        """What a file has of tensors."""
-        ...
 
 
 class DistcpFile(OpenFile):
-    """One open file, and what the index says of it. An archive's directory and pickle are read
-    when it is asked for."""
+    """One open file, and what the index says of it: its chunks of tensors, and its objects by key.
+    An archive's directory and pickle are read when it is asked for."""
 
-    def __init__(self, file: StoredFile, name: str, index: Listing) -> None:
+    def __init__(
+        self,
+        file: StoredFile,
+        chunks: Sequence[tuple[StoredTensor, Chunk]],
+        objects: Mapping[str, ArchivePlace],
+    ) -> None:
         super().__init__(file)
-        self.chunks = index.chunks_in(name)
-        self.objects = index.objects_in(name)
+        self.chunks, self.objects = chunks, objects
         self._archives: dict[int, PtArchive] = {}
         self._records: dict[int, Record] = {}
         self._values: dict[bytes, object] = {}  # of chunks: layers are alike, and so their pickles

@@ -28,10 +28,16 @@ from megatron_ucp.core.grouping import MadeWhenAsked
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UnsupportedError, some_of
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.folder import Folder
+from megatron_ucp.formats.folder import Folder, StoredFile
 from megatron_ucp.formats.megatron import index_child
 from megatron_ucp.formats.megatron.arguments import OF_METADATA
-from megatron_ucp.formats.megatron.distcp import INDEX_FILE, ArchivePlace, Chunk, StoredTensor
+from megatron_ucp.formats.megatron.distcp import (
+    INDEX_FILE,
+    ArchivePlace,
+    Chunk,
+    DistcpFile,
+    StoredTensor,
+)
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.pt.unpickle import loads
 
@@ -114,9 +120,9 @@ class Index:
         order = np.argsort(self.file_numbers, kind="stable")
         return order, np.concatenate(([0], np.cumsum(counts)))
 
-    def objects_in(self, file: str) -> Mapping[str, ArchivePlace]:
-        """The objects of a file, by key."""
-        return self._objects_by_file.get(file, {})
+    def opened(self, stored: StoredFile, file: str) -> DistcpFile:
+        """A file that was opened, with what lies in it."""
+        return DistcpFile(stored, self.chunks_in(file), self._objects_by_file.get(file, {}))
 
     @cached_property
     def _objects_by_file(self) -> Mapping[str, Mapping[str, ArchivePlace]]:

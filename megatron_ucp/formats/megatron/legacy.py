@@ -66,8 +66,6 @@ from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.refs import TensorRef
 
 # ---- rank folder
-#
-# The folders of Megatron-LM's older files: what each model-parallel rank has in one.
 
 
 OF_RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")

@@ -24,8 +24,6 @@ from megatron_ucp.formats.megatron.names import (
 from megatron_ucp.formats.optimizers import check_known
 
 # ---- stored
-#
-# Where the parameters of a model lie in the stored tensors of a checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +295,6 @@ def _experts_by_layer(found: Mapping[str, list[_Part]], file: str) -> dict[str, 
 
 
 # ---- named states
-#
-# The tensors of a `torch_dist` folder that lie under names: weights, and the optimizer's states
-# of each (`optimizer.state.STATE.KEY`).
 
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")

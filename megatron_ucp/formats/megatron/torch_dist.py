@@ -295,7 +295,7 @@ class TorchDistCheckpoint(MegatronFolder):
         stored = self.folder.open(name)
         if name == COMMON_FILE:
             return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
-        return self._closing.enter_context(DistcpFile(stored, name, self.index))
+        return self._closing.enter_context(self.index.opened(stored, name))
 
     def scaler(self) -> LossScale:
         """The loss scale; the optimizers of a chain have the same."""
