@@ -101,6 +101,11 @@ class CallerModel:
     classes: frozenset[str] | None = frozenset()
     registered: Sequence[str] = ()
 
+    @property
+    def own(self) -> Mapping[str, ParamSpec]:
+        """What the caller's model has, by name; nothing where nobody says it."""
+        return {} if self.like is None else self.like.by_name
+
     def declared(self, spec: ParamSpec) -> ParamSpec | None:
         """A whole parameter with the layout that a mesh gives it, as `specs` or `rules` say it;
         None where neither does. Raises RuleError."""

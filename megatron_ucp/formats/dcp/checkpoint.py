@@ -316,14 +316,6 @@ class IndexFolder:
         return self.name + name
 
 
-@dataclass(frozen=True)
-class KeyedTensor:
-    """A tensor by its key, and the folder that it lies in."""
-
-    where: IndexFolder
-    tensor: StoredTensor
-
-
 PlaceOfRun = tuple[str, int, int]  # key of the tensor, number of the chunk, first element
 _ZEROS = ""  # the key of a state that no tensor has
 
@@ -350,6 +342,10 @@ class Run:
     def elems(self) -> int:
         return math.prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
+    @property
+    def box(self) -> Bounds:
+        return self.start, self.stop
+
     def rows(self, low: int, high: int) -> "Run":
         """Some of its rows."""
         key, number, first = self.place
@@ -374,6 +370,7 @@ class DcpCheckpoint(Checkpoint):
             }
             self.main_file = self._main_file()
             self._stored = self._all_tensors()
+            self._folder_of = {key: one for one in self._folders for key in one.index.tensors}
             self._objects = {key: one for one in self._folders for key in one.index.objects}
             self.keys = self._read_keys()
             self.groups, self._group_of = self._read_groups()
@@ -419,24 +416,25 @@ class DcpCheckpoint(Checkpoint):
     def _index_file(self) -> str:
         return self.full_path(f"{self._folders[-1].name}{INDEX_FILE}")
 
-    def _all_tensors(self) -> dict[str, KeyedTensor]:
-        out: dict[str, KeyedTensor] = {}
-        for one in self._folders:
+    def _all_tensors(self) -> dict[str, StoredTensor]:
+        first, *others = self._folders
+        for one in others:
             for key in one.index.tensors:
-                if key in out:
+                if key in first.index.tensors:
                     raise ForeignFileError(
                         "a tensor lies in both folders",
                         file=self._index_file,
                         parameter=key,
-                        found=f"{out[key].where.name} and {one.name}",
+                        found=f"{first.name} and {one.name}",
                         fix="restore the folders of one save",
                     )
-                out[key] = KeyedTensor(one, one.index.tensors[key])
-        return out
+        return {key: found for one in self._folders for key, found in one.index.tensors.items()}
+
+    def _weight(self, name: str) -> StoredTensor:
+        return self._stored[self.keys.weights[name]]
 
     def _read_keys(self) -> Keys:
-        like = {} if self.told.like is None else self.told.like.by_name
-        known = [*(self.told.shares or {}), *like]
+        known = [*(self.told.shares or {}), *self.told.own]
         if is_torchtitan(self._stored.keys()):  # whose names are nobody's here
             known = []
         keys = [*self._stored, *self._objects]
@@ -475,7 +473,7 @@ class DcpCheckpoint(Checkpoint):
         return self._small_tensor(key)
 
     def _small_tensor(self, key: str) -> Any:
-        tensor = self._stored[key].tensor
+        tensor = self._stored[key]
         if math.prod(tensor.shape) > MAX_INDEXED or len(tensor.chunks) != 1:
             raise UnsupportedError(
                 "a tensor among plain values is too large",
@@ -485,9 +483,13 @@ class DcpCheckpoint(Checkpoint):
                 found=str(tensor.shape),
                 fix="save the checkpoint again with its program",
             )
-        where = self._place(key, 0, 0, math.prod(tensor.shape))
+        return self._chunk_value(key, 0, tensor.shape)
+
+    def _chunk_value(self, key: str, number: int, shape: Ints) -> Any:
+        """A small chunk of a tensor, as a tensor of its own."""
+        where = self._place(key, number, 0, math.prod(shape))
         self.note_read(where.file, where.record)
-        return tensor_at(where, contiguous("0", tensor.dtype, tensor.shape))
+        return tensor_at(where, contiguous("0", where.dtype, shape))
 
     def _number(self, key: str) -> float:
         """A number that lies as an object or as a tensor of one element."""
@@ -550,7 +552,7 @@ class DcpCheckpoint(Checkpoint):
         yet, or is frozen where the caller's model says so."""
         if not any(self.keys.states.values()):
             return
-        like = {} if self.told.like is None else self.told.like.by_name
+        like = self.told.own
         for name, number in [*self._group_of.items()]:
             settings, found = self.groups[number].settings, {*self.keys.states.get(name, ())}
             if not found and name in like and like[name].kind == "frozen":
@@ -625,7 +627,7 @@ class DcpCheckpoint(Checkpoint):
             return {name: TensorPart(name) for name in names}
         whole = {self._tensor_name(name, part) for name, part in shares.items()}
         if whole - {*names}:  # experts in one tensor, as a model has them in memory
-            shares = joined(shares, {name: self._shape_of(name) for name in names})
+            shares = joined(shares, {name: self._weight(name).shape for name in names})
             if shares is None:
                 return {name: TensorPart(name) for name in names}
             whole = {self._tensor_name(name, part) for name, part in shares.items()}
@@ -638,7 +640,7 @@ class DcpCheckpoint(Checkpoint):
     def _parts_of_torchtitan(self) -> dict[str, TensorPart]:
         """As `_parts`, by way of the names in transformers. Raises UnsupportedError for layers that
         nothing is known of, ModelMismatchError for tensors of another model than the caller's."""
-        shapes = {name: self._shape_of(name) for name in self.keys.weights}
+        shapes = {name: self._weight(name).shape for name in self.keys.weights}
         if further := [name for name in shapes if name.startswith(FURTHER)]:
             raise UnsupportedError(
                 "torchtitan's layers that predict further tokens are not read",
@@ -678,11 +680,8 @@ class DcpCheckpoint(Checkpoint):
         told = self.told
         if told.shares is not None and told.specs is not None:
             return told.shares, told.specs
-        if told.like is None:
-            return {}, {}
-        shares = None if told.tensors is None else told.tensors(there)
-        like = told.like.by_name
-        return {n: p for n, p in (shares or {}).items() if p.param in like}, like
+        shares = None if told.tensors is None or told.like is None else told.tensors(there)
+        return {n: p for n, p in (shares or {}).items() if p.param in told.own}, told.own
 
     def _beside_twins(self, names: Sequence[str]) -> dict[str, TensorPart]:
         """Tensors that no model of transformers has, under their own names. Biases of routers that
@@ -695,16 +694,11 @@ class DcpCheckpoint(Checkpoint):
     def _is_zero(self, name: str) -> bool:
         """Whether all bytes of a small weight are."""
         key = self.keys.weights[name]
-        for number, chunk in enumerate(self._stored[key].tensor.chunks):
-            elems = math.prod(chunk.shape)
-            if elems > MAX_INDEXED:
-                return False
-            where = self._place(key, number, 0, elems)
-            self.note_read(where.file, where.record)
-            value: Any = tensor_at(where, contiguous("0", self._dtype(name), chunk.shape))
-            if any(value.get("data")):
-                return False
-        return True
+        return all(
+            math.prod(chunk.shape) <= MAX_INDEXED
+            and not any(self._chunk_value(key, number, chunk.shape).get("data"))
+            for number, chunk in enumerate(self._stored[key].chunks)
+        )
 
     def _heads(self, shapes: Mapping[str, Ints], turns: bool) -> Heads:
         """The heads of attention: of the model's config beside the files, or as other tensors show
@@ -752,10 +746,6 @@ class DcpCheckpoint(Checkpoint):
 
     # ------------------------------------------------ parameters
 
-    def _shape_of(self, name: str) -> Ints:
-        """The shape of a weight, as it is stored."""
-        return self._stored[self.keys.weights[name]].tensor.shape
-
     def _tensor_name(self, name: str, part: TensorPart) -> str:
         return name if part.slice_of is None else part.slice_of.tensor
 
@@ -769,7 +759,7 @@ class DcpCheckpoint(Checkpoint):
         if not found:
             return {}
         check_known(found, self._index_file)
-        shape, within = self._shape_of(tensor), self._state_slices.get(name)
+        shape, within = self._weight(tensor).shape, self._state_slices.get(name)
         if within is not None:
             shape = (within.of, *shape[1:])
         out: dict[str, str] = {}
@@ -777,15 +767,13 @@ class DcpCheckpoint(Checkpoint):
             if not is_element(state):
                 continue
             have = self._stored.get(key)
-            if have is None or have.tensor.shape != shape or have.tensor.dtype not in _FLOATS:
+            if have is None or have.shape != shape or have.dtype not in _FLOATS:
                 raise UnsupportedError(
                     "a state of the optimizer is no number for each element of its parameter",
                     file=self._index_file,
                     parameter=f"{tensor}: {state}",
                     expected=f"{shape} in {', '.join(_FLOATS[:3])}",
-                    found="an object"
-                    if have is None
-                    else f"{have.tensor.shape} in {have.tensor.dtype}",
+                    found="an object" if have is None else f"{have.shape} in {have.dtype}",
                     fix="load the weights alone (Python: load_optimizer_states=False)",
                 )
             out[state] = key
@@ -837,7 +825,7 @@ class DcpCheckpoint(Checkpoint):
         ]
         self._blocks += blocks
         kept = tuple(
-            (state, "float32" if key == _ZEROS else self._stored[key].tensor.dtype)
+            (state, "float32" if key == _ZEROS else self._stored[key].dtype)
             for state, key in keys[0].items()
         )
         scalars = {} if group is None else self._scalars_of[tensors[0]]
@@ -857,7 +845,7 @@ class DcpCheckpoint(Checkpoint):
         """The number of a parameter's group (None: nobody steps it), and its dtype. Raises
         StateMismatchError."""
         tensors = [self._tensor_name(*one) for one in held]
-        dtypes = {self._dtype(name) for name in tensors}
+        dtypes = {self._weight(name).dtype for name in tensors}
         kinds = {
             (self._group_of.get(n), tuple(states[name]), tuple(sorted(self._scalars_of[n].items())))
             for (name, _), n in zip(held, tensors, strict=True)
@@ -891,15 +879,12 @@ class DcpCheckpoint(Checkpoint):
         spec = ParamSpec(param, shape, dtype, kind, layout, order=part.order, expert=expert)
         return self._on_mesh(spec)
 
-    def _dtype(self, tensor: str) -> str:
-        return self._stored[self.keys.weights[tensor]].tensor.dtype
-
     def _shape(self, param: str, held: Sequence[tuple[str, TensorPart]]) -> Ints:
         """The whole shape of a parameter. Raises StateMismatchError where a tensor has another one
         than the caller's model asks for."""
         ((name, part), *_) = held
         if self._specs is None or param not in self._specs:
-            return self._shape_of(name)
+            return self._weight(name).shape
         spec = self._specs[param]
         for name, part in held:
             rows = self._rows(name, part, spec)
@@ -923,7 +908,7 @@ class DcpCheckpoint(Checkpoint):
         return self._tensor_shape(name, part)[0]
 
     def _tensor_shape(self, name: str, part: TensorPart) -> Ints:
-        whole = self._shape_of(self._tensor_name(name, part))
+        whole = self._weight(self._tensor_name(name, part)).shape
         if part.slice_of is None:
             return whole
         return part.slice_of.sliced_shape(whole) or whole
@@ -944,15 +929,15 @@ class DcpCheckpoint(Checkpoint):
         that no optimizer steps, and has the bytes of one that it steps, is that one."""
         if not self.groups:
             return
-        own = {} if self.told.like is None else self.told.like.by_name  # no further names there
+        own = self.told.own  # no further names there
         ties: dict[str, list[str]] = {}
         stepped = grouped(
-            ((self._dtype(n), self._stored[self.keys.weights[n]].tensor.shape), n)
+            ((self._weight(n).dtype, self._weight(n).shape), n)
             for n in self.keys.weights
             if n in self._group_of
         )
         for name in [name for name in tensors if name in self.keys.weights]:
-            tensor = self._stored[self.keys.weights[name]].tensor
+            tensor = self._weight(name)
             if name in self._group_of or len(tensor.shape) != 2 or tensors[name].param in own:
                 continue
             others = stepped.get((tensor.dtype, tensor.shape), ())
@@ -964,7 +949,7 @@ class DcpCheckpoint(Checkpoint):
 
     def _are_same(self, one: str, other: str) -> bool:
         keys = self.keys.weights[one], self.keys.weights[other]
-        chunks = [self._stored[key].tensor.chunks for key in keys]
+        chunks = [self._stored[key].chunks for key in keys]
         boxes = [[(chunk.start, chunk.shape) for chunk in each] for each in chunks]
         return boxes[0] == boxes[1] and all(
             same_bytes(*(self._place(key, n, 0, math.prod(box[1])) for key in keys))
@@ -989,7 +974,7 @@ class DcpCheckpoint(Checkpoint):
             first = next(iter(own.values()))
             places = {state: run.place for state, run in own.items()} | zeros
             if first.elems:
-                boxes = tuple(part.boxes(shape, first.start, first.stop))
+                boxes = tuple(part.boxes(shape, *first.box))
                 yield TensorBlock(first.elems, boxes, places)
             elif not math.prod(shape) and first.place[1] == 0:
                 yield TensorBlock(0, (((0,) * len(shape), shape),), places)
@@ -997,7 +982,7 @@ class DcpCheckpoint(Checkpoint):
     def _runs(self, key: str, within: Slice | None) -> list[Run]:
         """What each chunk of a tensor has of a slice of it."""
         out: list[Run] = []
-        for number, chunk in enumerate(self._stored[key].tensor.chunks):
+        for number, chunk in enumerate(self._stored[key].chunks):
             found = _in_slice(within, chunk.start, chunk.stop)
             if found is not None:
                 start, stop, first = found
@@ -1010,16 +995,14 @@ class DcpCheckpoint(Checkpoint):
         """Runs of all states that have the same elements: as they are, or cut at the rows at which
         any of them is. Raises UnsupportedError where other dims are cut differently."""
         first, *_ = runs.values()
-        boxes = [(one.start, one.stop) for one in first]
-        if all([(one.start, one.stop) for one in each] == boxes for each in runs.values()):
+        boxes = [one.box for one in first]
+        if all([one.box for one in each] == boxes for each in runs.values()):
             for number in range(len(boxes)):
                 yield {state: each[number] for state, each in runs.items()}
             return
         rest = {(one.start[1:], one.stop[1:]) for each in runs.values() for one in each}
         if len(rest) > 1 or not boxes[0][0]:
-            state = next(
-                s for s, each in runs.items() if [(r.start, r.stop) for r in each] != boxes
-            )
+            state = next(s for s, each in runs.items() if [one.box for one in each] != boxes)
             raise UnsupportedError(
                 "a state is cut otherwise than its parameter",
                 file=self._index_file,
@@ -1029,9 +1012,7 @@ class DcpCheckpoint(Checkpoint):
                 fix="save weights and states from one mesh",
             )
         ordered = {state: sorted(each, key=lambda one: one.start) for state, each in runs.items()}
-        cuts = sorted(
-            {row for each in runs.values() for r in each for row in (r.start[0], r.stop[0])}
-        )
+        cuts = sorted({side[0] for each in runs.values() for one in each for side in one.box})
         at = dict.fromkeys(ordered, 0)
         for low, high in itertools.pairwise(cuts):
             for state, each in ordered.items():
@@ -1045,11 +1026,11 @@ class DcpCheckpoint(Checkpoint):
             return Where(
                 Zeros(), Record(_ZEROS, 0, elems * ITEMSIZE["float32"], 0), 0, elems, "float32"
             )
-        one = self._stored[key]
-        chunk: Chunk = one.tensor.chunks[number]
-        file = self.file(one.where.file(chunk.place.file))
-        record = file.record_of_chunk(one.tensor, chunk)
-        return Where(file, record, first * ITEMSIZE[one.tensor.dtype], elems, one.tensor.dtype)
+        tensor = self._stored[key]
+        chunk: Chunk = tensor.chunks[number]
+        file = self.file(self._folder_of[key].file(chunk.place.file))
+        record = file.record_of_chunk(tensor, chunk)
+        return Where(file, record, first * ITEMSIZE[tensor.dtype], elems, tensor.dtype)
 
     # ------------------------------------------------ the run
 

@@ -220,11 +220,10 @@ class HuggingFaceCheckpoint(Checkpoint):
             self._block = self._block_of()
             self._slices: dict[str, Slice] = {}
             self._files = self._tensor_files()
-            known = {} if told.like is None else told.like.by_name
-            self._refuse_empty(known)
+            self._refuse_empty(told.own)
             self._scales = self._without_scales()
             if told.shares is None:
-                shares, specs = self._own_names(told, known)
+                shares, specs = self._own_names(told)
             else:
                 shares, specs = self._of_family(told.shares), told.specs or {}
             self.manifest = self._manifest(shares, specs, named=told.shares is not None)
@@ -411,17 +410,17 @@ class HuggingFaceCheckpoint(Checkpoint):
         return shares
 
     def _own_names(
-        self, told: CallerModel, known: Mapping[str, ParamSpec]
+        self, told: CallerModel
     ) -> tuple[Mapping[str, TensorPart], Mapping[str, ParamSpec]]:
-        """Every tensor as what it holds of the parameters `known` of the model that the folder is
-        for: by what the caller says of its names, else as a parameter of its own name, or as one
-        expert's slice of a stack."""
+        """Every tensor as what it holds of the model that the folder is for: by what the caller
+        says of its names, else as a parameter of its own name, or as one expert's slice of a
+        stack."""
         if told.like is not None:
-            self._files = self._without_constants(known)
+            self._files = self._without_constants(told.own)
         shapes = {name: self._entry(name).shape for name in self._files}
         found = None if told.tensors is None else told.tensors(shapes)
         if found is None:
-            found = unstacked(stacks_of(known), self._files)
+            found = unstacked(stacks_of(told.own), self._files)
         found = found or {name: TensorPart(name) for name in self._files}
         if told.like is not None:
             found = self._without_copies(found, told.like.ties)
@@ -429,7 +428,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         specs = {
             share.param: replace(self._spec(name), name=share.param)
             if name in self._files and share == TensorPart(share.param)
-            else replace(known[share.param], extent=None)
+            else replace(told.own[share.param], extent=None)
             for name, share in found.items()
         }
         return found, specs
