@@ -20,6 +20,7 @@ import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -411,9 +412,22 @@ def _as_python_does(kind: type[Any], types: _Types) -> ValueKind:
 
 
 def _text_kind(kind: type[str], checked: Callable[[str], str]) -> ValueKind:
-    return ValueKind(
-        kind.__name__, ("text",), lambda v: (str(v),), lambda v: kind(checked(v)), (_TEXT,)
-    )
+    def make(text: str) -> str:
+        return kind(checked(text))
+
+    return ValueKind(kind.__name__, ("text",), lambda v: (str(v),), make, (_TEXT,))
+
+
+def _default_dict(items: Any, factory: str | None) -> Any:
+    return defaultdict[Any, Any](None if factory is None else FACTORIES[factory], items)
+
+
+def _float(data: bytes) -> float:
+    return _FLOAT.unpack(data)[0]
+
+
+def _complex(data: bytes) -> complex:
+    return complex(*_COMPLEX.unpack(data))
 
 
 _ITEMS, _DATA = ("items",), ("data",)
@@ -436,7 +450,7 @@ VALUE_KINDS: dict[type, ValueKind] = {
         "defaultdict",
         ("items", "factory"),
         lambda v: (dict(v), factory_name(v)),
-        lambda items, made: defaultdict(None if made is None else FACTORIES[made], items),
+        _default_dict,
         (MAPPING, (str, type(None))),
     ),
     deque: ValueKind(
@@ -447,16 +461,10 @@ VALUE_KINDS: dict[type, ValueKind] = {
         (SEQUENCE, _NUMBER),
         "collections.deque",
     ),
-    int: ValueKind("int", ("hex",), lambda v: (hex(v),), lambda v: int(v, 16), (_TEXT,)),
-    float: ValueKind(
-        "float", _DATA, lambda v: (_FLOAT.pack(v),), lambda v: _FLOAT.unpack(v)[0], (_BYTES,)
-    ),
+    int: ValueKind("int", ("hex",), lambda v: (hex(v),), partial(int, base=16), (_TEXT,)),
+    float: ValueKind("float", _DATA, lambda v: (_FLOAT.pack(v),), _float, (_BYTES,)),
     complex: ValueKind(
-        "complex",
-        _DATA,
-        lambda v: (_COMPLEX.pack(v.real, v.imag),),
-        lambda v: complex(*_COMPLEX.unpack(v)),
-        (_BYTES,),
+        "complex", _DATA, lambda v: (_COMPLEX.pack(v.real, v.imag),), _complex, (_BYTES,)
     ),
     bytes: ValueKind("bytes", _DATA, lambda v: (v,), bytes, (_BYTES,)),
     bytearray: ValueKind(
