@@ -14,6 +14,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import LayoutError, RuleError, UcpError, UnsupportedError, some_of
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.deepspeed.files import PATTERNS, TagFolder
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import INTERLEAVED, arguments_of, order_of
 from megatron_ucp.formats.deepspeed.tp_patterns import StockInfo, contradicts, is_fused
@@ -297,9 +298,7 @@ def _listed(folder: TagFolder, file: str) -> Iterator[str]:
         yield from named
     mp = next(mp for (_, mp), name in folder.names.model.items() if name == file)
     for (_, rank), name in sorted(folder.names.optimizer.items()):
-        state = folder.tree(name).get("optimizer_state_dict") if rank == mp else None
-        mappings = state.get("param_slice_mappings") if isinstance(state, dict) else None
+        state = expect.section(folder.tree(name) if rank == mp else {}, "optimizer_state_dict")
+        mappings = state.get("param_slice_mappings")
         for named in mappings if isinstance(mappings, list) else []:
-            yield from (
-                (key for key in named if isinstance(key, str)) if isinstance(named, dict) else ()
-            )
+            yield from (key for key in expect.section(named) if isinstance(key, str))

@@ -209,8 +209,7 @@ class ExpertFiles:
         1 where no file of stage 0 says it."""
         names = self._folder.names
         for file in (*sorted(names.model.values()), *sorted(names.expert_optimizer.values())):
-            tree = self._folder.tree(file).get("optimizer")
-            groups: Any = tree.get("param_groups") if isinstance(tree, dict) else None
+            groups = expect.section(self._folder.tree(file), "optimizer").get("param_groups")
             listed: list[Any] = groups if isinstance(groups, list) else []
             named = [group.get("name") for group in listed if isinstance(group, dict)]
             sizes = [_GROUP_OF_EXPERTS.match(name) for name in named if isinstance(name, str)]
@@ -375,8 +374,7 @@ class NativeRun(TagFolder):
     def pipeline(self) -> bool:
         """Whether the files are of a pipeline's stages: there are files of its layers, or the model
         file says so (one with experts has no layer files)."""
-        degrees = self.meta.get("checkpoint_parallel_dimensions")
-        stages: Any = degrees.get("pp_degree") if isinstance(degrees, dict) else 1
+        stages = expect.section(self.meta, "checkpoint_parallel_dimensions").get("pp_degree", 1)
         staged = type(stages) is int and stages > 1
         return bool(self.names.layers) or self.meta.get("module", {}) is None or staged
 
@@ -459,8 +457,7 @@ class NativeRun(TagFolder):
         """Pipeline stages and tensor-parallel ranks."""
         if not self.pipeline:
             return 1, self.model_ranks
-        degrees = self.meta.get("checkpoint_parallel_dimensions")
-        tp: Any = degrees.get("tp_degree") if isinstance(degrees, dict) else None
+        tp = expect.section(self.meta, "checkpoint_parallel_dimensions").get("tp_degree")
         if tp is None:  # older files: there is a layer file for every tensor-parallel rank
             tp = 1 + max((rank for _, rank in self.names.layers), default=0)
         if type(tp) is not int or tp < 1 or self.model_ranks % tp:
@@ -477,8 +474,8 @@ class NativeRun(TagFolder):
         """Expert-parallel and expert-tensor-parallel ranks."""
         if self.recorded is not None:
             return self.recorded.mesh.ep, self.recorded.mesh.etp
-        config: Any = self.meta.get("ds_config")
-        if isinstance(config, dict) and config.get(_OTHER_ORDER) and self.meta.get("num_experts"):
+        config = expect.section(self.meta, "ds_config")
+        if config.get(_OTHER_ORDER) and self.meta.get("num_experts"):
             raise UnsupportedError(
                 "the ranks of this run were divided in another order among the experts",
                 file=self.main_file,
@@ -639,14 +636,10 @@ class NativeRun(TagFolder):
     def layouts(self) -> LayoutSource:
         """What says how parameters are cut. Raises UnsupportedError where nothing does and
         several ranks have shares of one."""
-        patterns: Any = self.meta.get(PATTERNS)
+        patterns = expect.section(self.meta, PATTERNS)
         found = LayoutSource(
             self.mesh,
-            StockInfo(
-                patterns if isinstance(patterns, dict) else {},
-                self.main_file,
-                order_of(self.arguments),
-            ),
+            StockInfo(patterns, self.main_file, order_of(self.arguments)),
             self.told.specs if self.recorded is None else self.recorded.by_name,
             self.told.rules,
             {name: pipe for pipe, name in self.pipe_names.items()},

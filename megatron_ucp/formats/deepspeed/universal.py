@@ -461,10 +461,8 @@ class UniversalCheckpoint(TagFolder):
         return [first[mp] for mp in sorted(first)]
 
     def _param_groups(self) -> list[Any]:
-        base = self._global.get("optimizer_state_dict")
-        groups = (base.get("param_groups") if isinstance(base, dict) else None) or self._global.get(
-            "param_groups"
-        )
+        base = expect.section(self._global, "optimizer_state_dict")
+        groups = base.get("param_groups") or self._global.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise DamagedFileError(
                 "the universal folder does not say its parameter groups",
@@ -600,12 +598,8 @@ class UniversalCheckpoint(TagFolder):
 
     def _common_step(self) -> Mapping[str, float]:
         """Stock's folders of ZeRO-3 keep one step for all parameters."""
-        file = _GLOBAL
-        base = self._global.get("optimizer_state_dict")
-        state = base.get("state") if isinstance(base, dict) else None
-        entry = state.get(0) if isinstance(state, dict) else None
-        value = entry.get(STEP) if isinstance(entry, dict) else None
-        return {} if value is None else {STEP: self._number(value, file)}
+        value = expect.section(self._global, "optimizer_state_dict", "state", 0).get(STEP)
+        return {} if value is None else {STEP: self._number(value, _GLOBAL)}
 
     def _folder(self, name: str) -> str:
         if name not in self._atoms:
