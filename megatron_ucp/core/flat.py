@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
-from megatron_ucp.core.grouping import MadeWhenAsked
+from megatron_ucp.core.grouping import MadeWhenAsked, kept
 from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
 from megatron_ucp.core.names import VALUE
 from megatron_ucp.errors import PlanError
@@ -278,7 +278,6 @@ class ChunkBuffers(MadeWhenAsked[FlatBuffer]):
         self._names, self._make = [*counts], make
         self._ends = [*accumulate(counts.values(), initial=0)]
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._made: dict[int, FlatBuffer] = {}
 
     def place(self, number: int) -> tuple[str, int]:
         """The parameter and the chunk of a buffer."""
@@ -298,10 +297,9 @@ class ChunkBuffers(MadeWhenAsked[FlatBuffer]):
     def __len__(self) -> int:
         return self._ends[-1]
 
+    @kept
     def made(self, number: int) -> FlatBuffer:
-        if number not in self._made:
-            self._made[number] = self._make(*self.place(number))
-        return self._made[number]
+        return self._make(*self.place(number))
 
 
 class ChunkHolders(Mapping[str, tuple[tuple[int, int], ...]]):

@@ -1,9 +1,12 @@
-"""Values by key, and sequences whose items are made when somebody asks for them."""
+"""Values by key, and what is made when somebody asks for it."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast, overload
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
+_Self = TypeVar("_Self")
+_Keys = ParamSpec("_Keys")
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
@@ -14,6 +17,22 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     for key, value in pairs:
         out.setdefault(key, []).append(value)
     return out
+
+
+def kept(
+    make: Callable[Concatenate[_Self, _Keys], _Value],
+) -> Callable[Concatenate[_Self, _Keys], _Value]:
+    """A method that makes what it gives for its arguments once, and keeps it with its object. They
+    are given by position."""
+
+    @wraps(make)
+    def ask(self: _Self, *keys: _Keys.args, **none: _Keys.kwargs) -> _Value:
+        held = vars(self).setdefault(make.__qualname__, {})
+        if keys not in held:
+            held[keys] = make(self, *keys, **none)
+        return held[keys]
+
+    return ask
 
 
 class MadeWhenAsked(Sequence[_Value]):

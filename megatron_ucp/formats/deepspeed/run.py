@@ -20,7 +20,7 @@ from megatron_ucp.core.experts import (
     name_in_module,
     ranks_of,
 )
-from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.grouping import grouped, kept
 from megatron_ucp.core.join_ranks import Stage, join
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest, Order, Tie
 from megatron_ucp.core.mesh import Coords, Mesh, stage_of
@@ -86,7 +86,6 @@ class ExpertFiles:
 
     def __init__(self, folder: TagFolder) -> None:
         self._folder = folder
-        self._held: dict[int, Shares] = {}
 
     @cached_property
     def autoep(self) -> AutoEP:
@@ -94,18 +93,17 @@ class ExpertFiles:
         file = min(self._folder.names.model.values())
         return autoep_of(self._folder.tree(file), self._folder.full_path(file))
 
+    @kept
     def of(self, mp: int) -> Shares:
         """The experts in the files of a model-parallel rank. Raises ForeignFileError for one that
         two files hold and that is not the same in both, DamagedFileError for what is no expert."""
-        if mp not in self._held:
-            out: Shares = {}
-            for (_, number, rank), file in sorted(self._folder.names.experts.items()):
-                for name, ref in self._read(file, number).items() if rank == mp else ():
-                    if name in out:
-                        self._same(name, out[name], (ref, file))
-                    out[name] = ref, file
-            self._held[mp] = out
-        return self._held[mp]
+        out: Shares = {}
+        for (_, expert, rank), file in sorted(self._folder.names.experts.items()):
+            for name, ref in self._read(file, expert).items() if rank == mp else ():
+                if name in out:
+                    self._same(name, out[name], (ref, file))
+                out[name] = ref, file
+        return out
 
     def _read(self, file: str, number: int) -> dict[str, TensorRef]:
         out: dict[str, TensorRef] = {}
@@ -240,17 +238,15 @@ class WithExperts(Weights):
         self, beside: Weights, files: ExpertFiles, mesh: Mesh, name_of: Callable[[str, str], str]
     ) -> None:
         self._beside, self._files, self._mesh, self._name_of = beside, files, mesh, name_of
-        self._held: dict[int, Shares] = {}
 
+    @kept
     def experts(self, etp: int) -> Shares:
         """Every expert's share at an expert-tensor-parallel rank, by canonical name."""
-        if etp not in self._held:
-            out: Shares = {}
-            for stage in range(self._mesh.pp):
-                for ep in range(self._mesh.ep):
-                    out |= self._share(stage, ep, etp)
-            self._held[etp] = out
-        return self._held[etp]
+        out: Shares = {}
+        for stage in range(self._mesh.pp):
+            for ep in range(self._mesh.ep):
+                out |= self._share(stage, ep, etp)
+        return out
 
     def _share(self, stage: int, ep: int, etp: int) -> Shares:
         """What a rank has of a stage's experts. Raises NotFoundError for a lost file."""

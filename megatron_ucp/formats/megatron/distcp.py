@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.grouping import kept
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.byte_files import OpenFile, Record, damaged
 from megatron_ucp.formats.folder import StoredFile
@@ -66,7 +67,6 @@ class DistcpFile(OpenFile):
     ) -> None:
         super().__init__(file)
         self.chunks, self.objects = chunks, objects
-        self._archives: dict[int, PtArchive] = {}
         self._records: dict[int, Record] = {}
         self._values: dict[bytes, object] = {}  # of chunks: layers are alike, and so their pickles
 
@@ -76,12 +76,9 @@ class DistcpFile(OpenFile):
         places = [chunk.place for _, chunk in self.chunks] or list(self.objects.values())
         return self._archive(places[0]).has_checksums
 
+    @kept
     def _archive(self, place: ArchivePlace) -> PtArchive:
-        if place.offset_bytes not in self._archives:
-            self._archives[place.offset_bytes] = PtArchive(
-                self, place.offset_bytes, place.size_bytes, OF_VALUES
-            )
-        return self._archives[place.offset_bytes]
+        return PtArchive(self, place.offset_bytes, place.size_bytes, OF_VALUES)
 
     def value(self, key: str) -> Any:
         """An object that is no tensor, which torch keeps in a list of one; the tensors in it are

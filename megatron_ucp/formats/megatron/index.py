@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.grouping import MadeWhenAsked
+from megatron_ucp.core.grouping import MadeWhenAsked, kept
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UnsupportedError, some_of
 from megatron_ucp.formats import expect
@@ -138,16 +138,14 @@ class StoredTensors(Mapping[str, StoredTensor]):
     def __init__(self, index: Index) -> None:
         self._index = index
         self._numbers = {key: number for number, key in enumerate(index.keys)}
-        self._made: dict[str, StoredTensor] = {}
 
+    @kept
     def __getitem__(self, key: str) -> StoredTensor:
-        if key not in self._made:
-            index, number = self._index, self._numbers[key]
-            first, last = index.firsts[number : number + 2].tolist()
-            shape = index.shapes[number]
-            chunks = StoredChunks(index, range(first, last), len(shape))
-            self._made[key] = StoredTensor(key, index.dtypes[number], shape, chunks)
-        return self._made[key]
+        index, number = self._index, self._numbers[key]
+        first, last = index.firsts[number : number + 2].tolist()
+        shape = index.shapes[number]
+        chunks = StoredChunks(index, range(first, last), len(shape))
+        return StoredTensor(key, index.dtypes[number], shape, chunks)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._index.keys)

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import expert_name, experts_of_rank
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.grouping import kept
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import (
     CHUNK_OF_STAGE,
@@ -231,7 +232,6 @@ class LegacyCheckpoint(MegatronFolder):
         self._buffers = list(layout.buffers()) if self._has_buffers else []
         self._weights: list[PlacedWeight] = []
         self._group_of: Mapping[str, int] = {}  # of what has a buffer of its own
-        self._by_position: dict[RankFolder, Mapping[str, Mapping[str, TensorRef]]] = {}
         found = self._build() if self._has_optimizer else self._build_weights()
         self.manifest = self.as_recorded(found)
 
@@ -361,21 +361,20 @@ class LegacyCheckpoint(MegatronFolder):
             out += saved_groups(groups, step, self._tensor, file, number)
         return out
 
+    @kept
     def _kept(self, rank: RankFolder) -> Mapping[str, Mapping[str, TensorRef]]:
         """The states of each parameter of a rank, where they lie by position."""
-        if rank not in self._by_position:
-            name = self._model_file(rank)
-            named: dict[int, list[tuple[str, TensorRef]]] = defaultdict(list)
-            for part in (part for part in self._parts if part.stage == rank.stage):
-                for param, ref in self._local(part, rank.tp, rank.expert):
-                    if param in self._group_of:
-                        named[self._group_of[param]].append((param, ref))
-            found = StatesByPosition(self.full_path(name))
-            for number, tree in enumerate(self._optimizers_in(name)):
-                own = [n for n, group in enumerate(self.groups) if group.optimizer == number]
-                found.add(tree, [named[group] for group in own])
-            self._by_position[rank] = found.found
-        return self._by_position[rank]
+        name = self._model_file(rank)
+        named: dict[int, list[tuple[str, TensorRef]]] = defaultdict(list)
+        for part in (part for part in self._parts if part.stage == rank.stage):
+            for param, ref in self._local(part, rank.tp, rank.expert):
+                if param in self._group_of:
+                    named[self._group_of[param]].append((param, ref))
+        found = StatesByPosition(self.full_path(name))
+        for number, tree in enumerate(self._optimizers_in(name)):
+            own = [n for n, group in enumerate(self.groups) if group.optimizer == number]
+            found.add(tree, [named[group] for group in own])
+        return found.found
 
     def _tensor(self, ref: TensorRef) -> InertObject:
         """A small tensor of the main file."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 
+from megatron_ucp.core.grouping import kept
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.byte_files import OpenFile, Record, damaged
 from megatron_ucp.formats.folder import StoredFile
@@ -258,12 +259,10 @@ class PtArchive(PtFile):
 class _Records(Mapping[str, Record]):
     def __init__(self, file: PtFile) -> None:
         self._file = file
-        self._found: dict[str, Record] = {}
 
+    @kept
     def __getitem__(self, name: str) -> Record:
-        if name not in self._found:
-            self._found[name] = self._file._locate(name)
-        return self._found[name]
+        return self._file._locate(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file._entries)
