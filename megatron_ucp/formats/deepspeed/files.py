@@ -121,7 +121,7 @@ def layer_name(layer: int, tp: int) -> str:
 
 
 def missing_files(
-    kind: str, count: int, first: str, expected: str, found: str, more: str = ""
+    kind: str, count: int, first: str, expected: str, found: str, more: str = "", param: str = ""
 ) -> NotFoundError:
     """The error for `count` files of a kind that are not there, of which `first` is the first one;
     `more` is what else can be done than to restore them."""
@@ -130,6 +130,7 @@ def missing_files(
     return NotFoundError(
         f"{article} {kind} is missing" if one else f"{count} {kind}s are missing",
         file=first,
+        parameter=param or None,
         expected=expected,
         found=found,
         fix=f"restore {'it' if one else 'them'}, or load another tag{more}",

@@ -219,11 +219,8 @@ class ExpertFiles:
         """The error for an expert without a file."""
         file = expert_file_name(0, number, mp).replace("layer_0", "layer_*")
         expected = f"expert {number} in a file of model-parallel rank {mp}"
-        error = missing_files(
-            "expert file", 1, self._folder.folder / file, expected, "no such file"
-        )
-        error.parameter = f"{layer}.{number}"
-        return error
+        file, param = self._folder.folder / file, f"{layer}.{number}"
+        return missing_files("expert file", 1, file, expected, "no such file", param=param)
 
     def local(self, mesh: Mesh, index: int) -> LocalExperts:
         """What an expert-parallel rank has of them."""
