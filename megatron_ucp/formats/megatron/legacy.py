@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import expert_name, experts_of_rank
-from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.flat import NO_SCALARS, FlatBuffer, alone
 from megatron_ucp.core.grouping import kept
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import (
@@ -339,11 +339,7 @@ class LegacyCheckpoint(MegatronFolder):
     def _model_file(self, rank: RankFolder) -> str:
         return f"{self._folders[rank]}/{MODEL_FILE}"
 
-    @property
-    def _optimizers(self) -> list[Mapping[str, Any]]:
-        return self._optimizers_in(self._main)
-
-    def _optimizers_in(self, name: str) -> list[Mapping[str, Any]]:
+    def _optimizers(self, name: str) -> list[Mapping[str, Any]]:
         """The optimizer of a file, or each one of a chain; none where there is none."""
         found = self._tree(name).get("optimizer") or []
         listed = found if isinstance(found, list) else [found]
@@ -353,7 +349,7 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _read_groups(self) -> list[SavedGroup]:
         out: list[SavedGroup] = []
-        for number, tree in enumerate(self._optimizers):
+        for number, tree in enumerate(self._optimizers(self._main)):
             inner, file = inner_tree(tree, self.main_file), self.main_file
             refs = [] if self._has_buffers else steps_in(inner, file)
             step = one_step({self.scalar(file, ref) for ref in refs}, file)
@@ -371,7 +367,7 @@ class LegacyCheckpoint(MegatronFolder):
                 if param in self._group_of:
                     named[self._group_of[param]].append((param, ref))
         found = StatesByPosition(self.full_path(name))
-        for number, tree in enumerate(self._optimizers_in(name)):
+        for number, tree in enumerate(self._optimizers(name)):
             own = [n for n, group in enumerate(self.groups) if group.optimizer == number]
             found.add(tree, [named[group] for group in own])
         return found.found
@@ -424,20 +420,19 @@ class LegacyCheckpoint(MegatronFolder):
     def _specs(self) -> Iterator[tuple[str, ParamSpec]]:
         """Every parameter, whole."""
         mesh, experts = self.saved_on, self._experts
-        for part in self._parts:
-            for rank in range(mesh.ep):
-                held = dict(self._local(part, 0, rank))
-                for name, ref in held.items():
-                    found = expert_name(name)
-                    expert = (found.number, experts) if found and experts else None
-                    shape, second = whole_shape(name, ref.shape, mesh.tp), second_matrix(name)
-                    other = held.get(second)
-                    behind = other and whole_shape(second, other.shape, mesh.tp)
-                    kind = "buffer" if name.endswith(BUFFERS) else "trainable"
-                    spec = ParamSpec(name, shape, ref.storage.dtype, kind, expert=expert)
-                    if not name.endswith(DERIVED):
-                        ruled = self._by_rules(spec, ref.shape)
-                        yield name, ruled or self.cut(self.on_mesh(spec, behind))
+        for part, rank in itertools.product(self._parts, range(mesh.ep)):
+            held = dict(self._local(part, 0, rank))
+            for name, ref in held.items():
+                found = expert_name(name)
+                expert = (found.number, experts) if found and experts else None
+                shape, second = whole_shape(name, ref.shape, mesh.tp), second_matrix(name)
+                other = held.get(second)
+                behind = other and whole_shape(second, other.shape, mesh.tp)
+                kind = "buffer" if name.endswith(BUFFERS) else "trainable"
+                spec = ParamSpec(name, shape, ref.storage.dtype, kind, expert=expert)
+                if not name.endswith(DERIVED):
+                    ruled = self._by_rules(spec, ref.shape)
+                    yield name, ruled or self.cut(self.on_mesh(spec, behind))
 
     def _by_rules(self, spec: ParamSpec, local: Ints) -> ParamSpec | None:
         """A parameter as rules cut it, whose shape is `local` on a rank: they say its whole shape
@@ -478,25 +473,21 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _alone(self, names: Collection[str]) -> Iterator[FlatBuffer]:
         """Buffers of what is stored under a name, each rank's for itself."""
-        for part in self._parts:
-            for rank in range(self.saved_on.ep):
-                for name, ref in self._local(part, 0, rank):
-                    spec = self._params.get(name)
-                    if spec is None or name not in names or (rank and spec.expert is None):
-                        continue
-                    at = (*on_stage(part.stage), (CHUNK_OF_STAGE, part.chunk))
-                    at = at if spec.expert is None else (*at, (EXPERT_RANK, rank))
-                    axes = DENSE_CUT if spec.expert is None else EXPERT_CUT
-                    self._weights.append(PlacedWeight(name, part, rank))
-                    group = self._group_of.get(name)
-                    if group is None:
-                        states = ((VALUE, spec.dtype),)
-                        yield alone(name, ref.numel, states, at=at, axes=axes)
-                        continue
+        for part, rank in itertools.product(self._parts, range(self.saved_on.ep)):
+            for name, ref in self._local(part, 0, rank):
+                spec = self._params.get(name)
+                if spec is None or name not in names or (rank and spec.expert is None):
+                    continue
+                at = (*on_stage(part.stage), (CHUNK_OF_STAGE, part.chunk))
+                at = at if spec.expert is None else (*at, (EXPERT_RANK, rank))
+                axes = DENSE_CUT if spec.expert is None else EXPERT_CUT
+                self._weights.append(PlacedWeight(name, part, rank))
+                states, scalars = ((VALUE, spec.dtype),), NO_SCALARS
+                if (group := self._group_of.get(name)) is not None:
                     kept = self._kept(RankFolder(0, part.stage, rank))[name]
                     states = tuple((state, "float32") for state in kept)
                     scalars = self.groups[group].scalars
-                    yield alone(name, ref.numel, states, group, scalars, at=at, axes=axes)
+                yield alone(name, ref.numel, states, group, scalars, at=at, axes=axes)
 
     def _where_weight(self, slot: Slot) -> Where:
         one = self._weights[slot.buffer - len(self._buffers)]
@@ -625,19 +616,16 @@ class LegacyCheckpoint(MegatronFolder):
         return entry, lambda ref: self.place_apart(path, ref), path
 
     def scaler(self) -> LossScale:
-        saved = next((tree.get("grad_scaler") for tree in self._optimizers), None)
+        saved = next((tree.get("grad_scaler") for tree in self._optimizers(self._main)), None)
         return loss_scale_of(saved, self.arguments, self._tensor, self.iteration)
 
     def stateless(self) -> dict[str, None]:
-        return dict.fromkeys(self._stateless())
-
-    def _stateless(self) -> Iterator[str]:
-        for part in self._parts:
-            for rank in range(self.saved_on.ep):
-                tree = self._model(RankFolder(0, part.stage, rank), part.chunk)
-                for name, value in tree.items():
-                    if value is None and name.endswith("._extra_state"):
-                        yield global_name(name, part.first, self._first_expert(rank))
+        return {
+            global_name(name, part.first, self._first_expert(rank)): None
+            for part, rank in itertools.product(self._parts, range(self.saved_on.ep))
+            for name, value in self._model(RankFolder(0, part.stage, rank), part.chunk).items()
+            if value is None and name.endswith("._extra_state")
+        }
 
 
 def _rank_of(one: PlacedBuffer, cut: Coords) -> RankFolder:
