@@ -578,7 +578,7 @@ def _border_numbers(dim: int, size: int, chunks: Sequence[Chunk]) -> dict[int, i
 # ---- the files that lie there
 
 
-def check_files(folder: Folder, index: Index, below: str) -> None:
+def check_files(folder: Folder, index: Index, below: str = "") -> None:
     """Raises NotFoundError for files that are missing, DamagedFileError for one that is too short,
     and where two entries share bytes."""
     names = index.file_names
