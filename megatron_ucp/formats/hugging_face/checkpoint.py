@@ -217,7 +217,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         super().__init__(folder)
         self.main_file = self.full_path(CONFIG_FILE)
         with self.closed_on_failure():
-            self._block = self._block_of()
+            has_config = self.folder.is_file(CONFIG_FILE)
+            self._block = block_of(self.config, self.main_file) if has_config else None
             self._slices: dict[str, Slice] = {}
             self._files = self._tensor_files()
             self._refuse_empty(told.own)
@@ -309,12 +310,6 @@ class HuggingFaceCheckpoint(Checkpoint):
                 '"stage3_gather_16bit_weights_on_model_save": true in the ZeRO section',
             )
 
-    def _block_of(self) -> Ints | None:
-        """Rows and columns of a block of a weight in fp8; None without such. Raises
-        UnsupportedError."""
-        has_config = self.folder.is_file(CONFIG_FILE)
-        return block_of(self.config, self.main_file) if has_config else None
-
     def _without_scales(self) -> dict[str, str]:
         """Takes the scales of weights in fp8 from the tensors; returns, for each such weight, the
         file of its scales ("" where there is none)."""
@@ -348,23 +343,22 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         return listed
 
-    def _leave_out_copies(self, ties: Sequence[Tie]) -> None:
+    def _leave_out_copy(self, alias: str, name: str) -> None:
         """Some programs write a tied parameter under all its names. Raises ModelMismatchError where
         they are several tensors."""
-        for alias, name in ((alias, tie.canonical) for tie in ties for alias in tie.aliases):
-            if not {name, alias} <= {*self._files}:
-                continue
-            if not self._are_same(alias, name):
-                raise ModelMismatchError(
-                    "two parameters are one in the model, and two in the folder",
-                    file=self.folder,
-                    parameter=alias,
-                    expected=f"the bytes of {name}",
-                    found="others",
-                    fix="remove it; or, if it was trained apart, build the model untied "
-                    '("tie_word_embeddings": false in config.json, for a head)',
-                )
-            del self._files[alias]
+        if not {name, alias} <= {*self._files}:
+            return
+        if not self._are_same(alias, name):
+            raise ModelMismatchError(
+                "two parameters are one in the model, and two in the folder",
+                file=self.folder,
+                parameter=alias,
+                expected=f"the bytes of {name}",
+                found="others",
+                fix="remove it; or, if it was trained apart, build the model untied "
+                '("tie_word_embeddings": false in config.json, for a head)',
+            )
+        del self._files[alias]
 
     def _are_same(self, one: str, other: str) -> bool:
         """Whether two tensors have one shape and the same values."""
@@ -381,7 +375,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             if len(held) < 2 or any(one != held[0] for one in held):
                 out[name] = share
             elif known := first.get(share.param):
-                self._leave_out_copies([Tie(known, (name,))])
+                self._leave_out_copy(name, known)
             else:
                 first[share.param], out[name] = name, TensorPart(share.param)
         return out
@@ -406,7 +400,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         shares = self._once(_as_written(shares, self._files))
         self._files = self._in_slices(shares)
         if _HEAD not in shares:
-            self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
+            self._leave_out_copy(_HEAD, next(iter(shares)))
         return shares
 
     def _own_names(
@@ -443,7 +437,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         for tie in ties:
             here = [names[name] for name in (tie.canonical, *tie.aliases) if name in names]
             for alias in here[1:]:
-                self._leave_out_copies([Tie(here[0], (alias,))])
+                self._leave_out_copy(alias, here[0])
                 del out[alias]
             if here and out[here[0]].param != tie.canonical:  # it lies there under an alias alone
                 out[here[0]] = replace(out[here[0]], param=tie.canonical)
