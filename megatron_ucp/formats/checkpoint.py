@@ -62,15 +62,15 @@ class Extras:
     scaler: LossScale
     config: Mapping[str, Any] | None
     client_state: Mapping[str, Any]
-    others: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    others: Mapping[str, Any] = field(default_factory=dict)
     data_position: Mapping[str, Any] | None = None
     version: str = ""
     clip_grad: float | None = None
     int_steps: bool = False
-    stateless: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    modules: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    side_data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    stateless: Mapping[str, Any] = field(default_factory=dict)
+    patterns: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, Any] = field(default_factory=dict)
+    side_data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class CallerModel:
     like: Manifest | None = None
     tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None = None
     weights: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    renamed: Mapping[str, str] = field(default_factory=dict)
     classes: frozenset[str] | None = frozenset()
     registered: Sequence[str] = ()
 

@@ -50,7 +50,7 @@ class Kept:
     # "tensor": 0-d float32, "int": Python int, "either": as it is found, "group": an int that
     # stands in the parameter group, once for all of its parameters
     step: str = "tensor"
-    switches: Mapping[str, str] = field(default_factory=dict[str, str])
+    switches: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, group: Mapping[str, Any]) -> "Kept":
         """What it keeps of a group with these hyper-parameters."""

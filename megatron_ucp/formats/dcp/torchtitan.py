@@ -126,7 +126,7 @@ class TitanNames:
     `states` where the states of a slice lie, if not under the name of its weight."""
 
     shares: Mapping[str, TensorPart]
-    states: Mapping[str, Slice] = field(default_factory=dict[str, Slice])
+    states: Mapping[str, Slice] = field(default_factory=dict)
 
 
 # ---- what lies in a folder

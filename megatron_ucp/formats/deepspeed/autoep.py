@@ -40,7 +40,7 @@ class AutoEP:
     the i-th run of them. Nothing is stacked in a model without such layers."""
 
     ranks: int = 1
-    experts: Mapping[str, int] = field(default_factory=dict[str, int])
+    experts: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.experts)

@@ -70,7 +70,7 @@ class GroupOnRank:
     scalars: Callable[[str], Scalars]
     partitions: int
     axes: tuple[str, ...] = DENSE_CUT
-    settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[TensorSizes]:

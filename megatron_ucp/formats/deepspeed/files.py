@@ -161,13 +161,9 @@ class TagFiles:
     model: Mapping[tuple[int | None, int], str]
     optimizer: Mapping[tuple[int, int], str]
     prefixes: tuple[str, ...] = field(default=())
-    layers: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
-    experts: Mapping[tuple[int, int, int], str] = field(
-        default_factory=dict[tuple[int, int, int], str]
-    )
-    expert_optimizer: Mapping[tuple[int, int], str] = field(
-        default_factory=dict[tuple[int, int], str]
-    )
+    layers: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    experts: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
+    expert_optimizer: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:

@@ -72,10 +72,10 @@ class LayoutSource:
     stock: StockInfo
     specs: Mapping[str, ParamSpec] | None = None
     rules: RuleSet | None = None
-    pipe: Mapping[str, str] = field(default_factory=dict[str, str])
-    _by_default: dict[str, None] = field(default_factory=dict[str, None], init=False)
-    _by_patterns: dict[str, None] = field(default_factory=dict[str, None], init=False)
-    _overruled: dict[str, None] = field(default_factory=dict[str, None], init=False)
+    pipe: Mapping[str, str] = field(default_factory=dict)
+    _by_default: dict[str, None] = field(default_factory=dict, init=False)
+    _by_patterns: dict[str, None] = field(default_factory=dict, init=False)
+    _overruled: dict[str, None] = field(default_factory=dict, init=False)
 
     @property
     def is_cut(self) -> bool:

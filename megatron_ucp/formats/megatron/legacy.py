@@ -118,7 +118,7 @@ class StatesByPosition:
     """`found` has the element-wise states of each parameter of a rank, masters among them."""
 
     file: str
-    found: dict[str, dict[str, TensorRef]] = field(default_factory=dict[str, dict[str, TensorRef]])
+    found: dict[str, dict[str, TensorRef]] = field(default_factory=dict)
 
     def add(self, tree: Mapping[str, Any], groups: Sequence[InModelOrder]) -> None:
         """Takes one optimizer, of whose `groups` these are the weights. Raises StateMismatchError
