@@ -7,6 +7,7 @@ from functools import lru_cache
 from operator import le, lt, mul, sub
 
 Ints = tuple[int, ...]
+Bounds = tuple[Ints, Ints]  # of a box: [start, stop)
 
 
 @dataclass(frozen=True, slots=True)

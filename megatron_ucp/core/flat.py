@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, cast, overload
 
+from megatron_ucp.core.grouping import MadeWhenAsked, kept
 from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
 from megatron_ucp.core.names import VALUE
 from megatron_ucp.errors import PlanError
@@ -221,39 +221,29 @@ class FlatBuffer:
     def owned(self, member: Member, part: int) -> tuple[int, int]:
         """The flat range of the member's rank-local tensor that partition `part` owns; empty where
         it owns nothing."""
-        if self.rule != "each":
-            size = self.partition_elems
-            low, high = part * size - member.start, (part + 1) * size - member.start
-        else:
-            first, total = member.within
-            chunk = -(-total // self.partitions)
-            low, high = part * chunk - first, (part + 1) * chunk - first
-        low, high = max(0, min(low, member.size)), max(0, min(high, member.size))
+        first, chunk = self._chunked(member)
+        ends = part * chunk - first, (part + 1) * chunk - first
+        low, high = (max(0, min(end, member.size)) for end in ends)
         if low >= high:
             return 0, 0
         return (0, member.size) if self.rule == "uncut" else (low, high)
 
     def offset(self, member: Member, part: int, element: int) -> int:
         """Position in the partition's memory of an element that it owns."""
-        if self.rule == "whole":
-            return member.start + element - part * self.partition_elems
         if self.rule == "uncut":
             first = self.members[self._reached(part)[0]]
             key = first.param, first.chunk
             return self._gapless[member.param, member.chunk] - self._gapless[key] + element
-        first, total = member.within
-        return member.start + first + element - part * -(-total // self.partitions)
+        start, chunk = self._chunked(member)
+        before = member.start if self.rule == "each" else 0
+        return before + start + element - part * chunk
 
     def owners(self, member: Member, low: int, high: int) -> range:
         """The partitions to read the non-empty range [low, high) of the member from: each element
         is in one of them."""
-        size = self.partition_elems
         if self.rule == "uncut":  # the first one that keeps it: others may have copies
-            return range(member.start // size, member.start // size + 1)
-        if self.rule == "whole":
-            return range((member.start + low) // size, (member.start + high - 1) // size + 1)
-        first, total = member.within
-        chunk = -(-total // self.partitions)
+            low, high = 0, 1
+        first, chunk = self._chunked(member)
         return range((first + low) // chunk, (first + high - 1) // chunk + 1)
 
     def copies(self, member: Member) -> range:
@@ -262,12 +252,20 @@ class FlatBuffer:
         last = member.start + member.size - 1
         return range(member.start // size, last // size + 1) if member.size else range(0)
 
+    def _chunked(self, member: Member) -> tuple[int, int]:
+        """Where a member begins in the run of elements that is cut, and how many of these each
+        partition has: the run is the whole buffer, or under the rule "each" its stored tensor."""
+        if self.rule != "each":
+            return member.start, self.partition_elems
+        first, total = member.within
+        return first, -(-total // self.partitions)
+
     def used(self) -> int:
         """End of the last member; what follows is padding."""
         return max((member.start + self._width(member) for member in self.members), default=0)
 
 
-class ChunkBuffers(Sequence[FlatBuffer]):
+class ChunkBuffers(MadeWhenAsked[FlatBuffer]):
     """A buffer for each chunk of each parameter, made where somebody asks for it: the files of
     thousands of ranks have hundreds of thousands of chunks, of which a rank reads some.
 
@@ -280,7 +278,6 @@ class ChunkBuffers(Sequence[FlatBuffer]):
         self._names, self._make = [*counts], make
         self._ends = [*accumulate(counts.values(), initial=0)]
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._made: dict[int, FlatBuffer] = {}
 
     def place(self, number: int) -> tuple[str, int]:
         """The parameter and the chunk of a buffer."""
@@ -300,30 +297,9 @@ class ChunkBuffers(Sequence[FlatBuffer]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, number: int) -> FlatBuffer: ...
-    @overload
-    def __getitem__(self, number: slice) -> tuple[FlatBuffer, ...]: ...
-    def __getitem__(self, number: int | slice) -> FlatBuffer | tuple[FlatBuffer, ...]:
-        if isinstance(number, slice):
-            return tuple(self[at] for at in range(*number.indices(len(self))))
-        if not -len(self) <= number < len(self):
-            raise IndexError(number)
-        number %= len(self)
-        if number not in self._made:
-            self._made[number] = self._make(*self.place(number))
-        return self._made[number]
-
-    def __eq__(self, other: object) -> bool:
-        is_alike = isinstance(other, ChunkBuffers | tuple)
-        return is_alike and tuple(self) == tuple(cast("Sequence[FlatBuffer]", other))
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As the tuple that it stands for."""
-        return tuple, ([*self],)
+    @kept
+    def made(self, number: int) -> FlatBuffer:
+        return self._make(*self.place(number))
 
 
 class ChunkHolders(Mapping[str, tuple[tuple[int, int], ...]]):

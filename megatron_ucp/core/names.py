@@ -36,8 +36,6 @@ class Keeper(StrEnum):
 
 
 # ---- dtypes
-#
-# Names of dtypes, as people write them.
 
 
 _SHORT = {

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.grouping import kept
 from megatron_ucp.core.layout import Piece
 from megatron_ucp.core.manifest import BufferPart, Manifest, Slot, differs_in_padding
 from megatron_ucp.core.mesh import Coords, index_on
@@ -220,8 +221,6 @@ _Places = list[tuple[Coords, tuple[Piece, ...]]]  # what each place holds of a p
 class _Planner:
     def __init__(self, source: Manifest, target: Manifest, allow: frozenset[str]) -> None:
         self.source, self.target, self.allow = source, target, allow
-        self._held: dict[tuple[int, int], _Places] = {}
-        self._near: dict[tuple[int, int, Coords], _Places] = {}
 
     def apart(self, slot: Slot, state: str) -> tuple[str, str] | None:
         """Of which states a plan is: None for all that are cut alike, as masters and moments of a
@@ -383,26 +382,24 @@ class _Planner:
         places = self.source.cuts_of(self.source.buffers[b])
         return [place for place in places if [at for at in place if at[0] != axis] == others]
 
+    @kept
+    def _shares_of(self, b: int, m: int) -> _Places:
+        """What each place of a buffer has of a parameter."""
+        member, cuts = self.source.member(b, m), self.source.cuts_of(self.source.buffers[b])
+        return [(cut, self.source.pieces(member, cut)) for cut in cuts]
+
+    @kept
     def _places_of(self, b: int, m: int, prefer: Coords) -> _Places:
         """One place for each distinct share of a parameter; of copies the one at the target's own
         place, of a Partial parameter's the one with its index on the axis of the copies."""
-        if (b, m, prefer) in self._near:
-            return self._near[b, m, prefer]
-        member = self.source.member(b, m)
-        if (b, m) not in self._held:
-            self._held[b, m] = [
-                (cut, self.source.pieces(member, cut))
-                for cut in self.source.cuts_of(self.source.buffers[b])
-            ]
-        axis = self.source.by_name[member.param].layout.mean_over
+        axis = self.source.by_name[self.source.member(b, m).param].layout.mean_over
         shares: dict[tuple[Box, ...], tuple[Coords, tuple[Piece, ...]]] = {}
-        for cut, pieces in self._held[b, m]:
+        for cut, pieces in self._shares_of(b, m):
             key = tuple(piece.full for piece in pieces)
             own = bool(axis) and index_on(cut, axis) == index_on(prefer, axis)
             if key not in shares or cut == prefer or (own and shares[key][0] != prefer):
                 shares[key] = (cut, pieces)
-        self._near[b, m, prefer] = list(shares.values())
-        return self._near[b, m, prefer]
+        return list(shares.values())
 
 
 def _rounded(state: str, param: str, have: str, want: str) -> InexactError:

@@ -19,25 +19,31 @@ LONGEST_NAME = 512
 
 
 @dataclass(frozen=True)
-class Rule:
+class NamePattern:
+    """A regular expression for whole names."""
+
+    pattern: str
+
+    @cached_property
+    def compiled(self) -> re.Pattern[str]:
+        return re.compile(self.pattern)
+
+    def matches(self, name: str) -> bool:
+        return self.compiled.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Rule(NamePattern):
     """`layout` for names that match `pattern` in full (a regular expression).
 
     `equal_parts` (0: none) is the number of equal fused parts of a ShardNC that lists no sizes;
     `vocabulary` the true rows of a padded one; `first_counts` is as in `ParamSpec`.
     """
 
-    pattern: str
     layout: Layout
     equal_parts: int = 0
     vocabulary: int | None = None
     first_counts: bool = False
-
-    @cached_property
-    def _compiled(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
-
-    def matches(self, name: str) -> bool:
-        return self._compiled.fullmatch(name) is not None
 
     def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
         """The whole parameter of which a rank holds `local`; `sizes` are those of the mesh axes
@@ -97,28 +103,20 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Rename:
+class Rename(NamePattern):
     """The canonical `name` of what matches `pattern` in a pipeline; `{group}`, `{group+1}`,
     `{group-1}` stand for named groups.
 
     `tied`: several names may get the same canonical one (those of `tied_modules` may always).
     """
 
-    pattern: str
     name: str
     tied: bool = False
-
-    @cached_property
-    def _compiled(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
-
-    def matches(self, pipe: str) -> bool:
-        return self._compiled.fullmatch(pipe) is not None
 
     def apply(self, pipe: str) -> str | None:
         """The canonical name, or None where the pattern does not match. Raises ValueError for a
         number that is none."""
-        found = self._compiled.fullmatch(pipe)
+        found = self.compiled.fullmatch(pipe)
         if found is None:
             return None
         groups = found.groupdict("")

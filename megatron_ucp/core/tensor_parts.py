@@ -2,10 +2,10 @@
 under a name of its own."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_ucp.core.box import Box, Ints
+from megatron_ucp.core.box import Bounds, Box, Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.layout import CHUNK, Chunks, Layout, Piece, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamSpec
@@ -108,6 +108,46 @@ class TensorPart:
         if self.order is not None:
             local = tuple(local[dim] for dim in self.order)
         return local[1:] if self.stacked else local
+
+    def boxes(self, shape: Ints, start: Ints, stop: Ints) -> Iterator[Bounds]:
+        """The boxes of the parameter, which has a `shape`, in the box [start, stop) of the tensor:
+        one after the other along the dim along which the layout joins them."""
+        if self.stacked:
+            start, stop = (0, *start), (1, *stop)
+        if self.order is not None:
+            at = [self.order.index(dim) for dim in range(len(self.order))]
+            start, stop = (tuple(each[place] for place in at) for each in (start, stop))
+        layout = self.layout
+        if isinstance(layout, Interleaved):
+            length = shape[layout.dim] // layout.parts
+            for row in range(start[layout.dim], stop[layout.dim]):
+                place = row % layout.parts * length + row // layout.parts
+                yield _with(start, layout.dim, place), _with(stop, layout.dim, place + 1)
+        elif isinstance(layout, Chunks):
+            yield from _of_joined(layout.held[self.number], layout.dim, start, stop)
+        else:
+            yield start, stop
+
+
+def _of_joined(boxes: Sequence[Bounds], dim: int, start: Ints, stop: Ints) -> Iterator[Bounds]:
+    """What the box [start, stop) of boxes that are joined along `dim` is of each of them."""
+    at = 0
+    for first, last in boxes:
+        width = last[dim] - first[dim]
+        low, high = max(start[dim], at), min(stop[dim], at + width)
+        if low < high:
+            begin, end = (
+                tuple(f + n for f, n in zip(first, each, strict=True)) for each in (start, stop)
+            )
+            yield (
+                _with(begin, dim, first[dim] + low - at),
+                _with(end, dim, first[dim] + high - at),
+            )
+        at += width
+
+
+def _with(at: Ints, dim: int, value: int) -> Ints:
+    return (*at[:dim], value, *at[dim + 1 :])
 
 
 def weights_manifest(

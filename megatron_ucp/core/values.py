@@ -20,6 +20,7 @@ import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -356,7 +357,9 @@ class ValueKind:
     def takes(self, parts: "list[Any] | tuple[Any, ...]") -> bool:
         """Whether a value can be made of parts, by their types."""
         types = self.types * len(parts) if self.variadic else self.types
-        return len(parts) == len(types) and all(map(_is_of, parts, types))
+        return len(parts) == len(types) and all(
+            type(part) in known for part, known in zip(parts, types, strict=True)
+        )
 
     def made(self, parts: "list[Any] | tuple[Any, ...]") -> Any:
         """The value. Raises TypeError for parts of other types, and what `make` raises."""
@@ -365,41 +368,8 @@ class ValueKind:
         return self.make(*parts)
 
 
-def _is_of(part: Any, types: _Types) -> bool:
-    return type(part) in types
-
-
 def _bounds(value: Any) -> tuple[Any, ...]:
     return value.start, value.stop, value.step
-
-
-def _python_arguments(value: Any) -> tuple[Any, ...]:
-    """The arguments with which Python pickles a date or path."""
-    return tuple(value.__reduce_ex__(2)[1])
-
-
-def _default_dict(items: Any, factory: str | None) -> Any:
-    return defaultdict[Any, Any](None if factory is None else FACTORIES[factory], items)
-
-
-def _whole_number(text: str) -> int:
-    return int(text, 16)
-
-
-def _float(data: bytes) -> float:
-    return _FLOAT.unpack(data)[0]
-
-
-def _complex(data: bytes) -> complex:
-    return complex(*_COMPLEX.unpack(data))
-
-
-def _dtype_name(text: str) -> DtypeName:
-    return DtypeName(_match(_TORCH_DTYPE, text, "dtype of torch")[0])
-
-
-def _device_name(text: str) -> DeviceName:
-    return DeviceName(_match(_DEVICE, text, "device")[0])
 
 
 def _class_name(qualname: str) -> ClassName:
@@ -428,8 +398,36 @@ def _check_array(item: InertObject) -> None:
 
 
 def _as_python_does(kind: type[Any], types: _Types) -> ValueKind:
+    """A row of a date or a path: by the arguments with which Python pickles it."""
     call = f"{kind.__module__.partition('._')[0]}.{kind.__name__}"
-    return ValueKind(kind.__name__, (), _python_arguments, kind, (types,), call, variadic=True)
+    return ValueKind(
+        kind.__name__,
+        (),
+        lambda v: tuple(v.__reduce_ex__(2)[1]),
+        kind,
+        (types,),
+        call,
+        variadic=True,
+    )
+
+
+def _text_kind(kind: type[str], checked: Callable[[str], str]) -> ValueKind:
+    def make(text: str) -> str:
+        return kind(checked(text))
+
+    return ValueKind(kind.__name__, ("text",), lambda v: (str(v),), make, (_TEXT,))
+
+
+def _default_dict(items: Any, factory: str | None) -> Any:
+    return defaultdict[Any, Any](None if factory is None else FACTORIES[factory], items)
+
+
+def _float(data: bytes) -> float:
+    return _FLOAT.unpack(data)[0]
+
+
+def _complex(data: bytes) -> complex:
+    return complex(*_COMPLEX.unpack(data))
 
 
 _ITEMS, _DATA = ("items",), ("data",)
@@ -463,7 +461,7 @@ VALUE_KINDS: dict[type, ValueKind] = {
         (SEQUENCE, _NUMBER),
         "collections.deque",
     ),
-    int: ValueKind("int", ("hex",), lambda v: (hex(v),), _whole_number, (_TEXT,)),
+    int: ValueKind("int", ("hex",), lambda v: (hex(v),), partial(int, base=16), (_TEXT,)),
     float: ValueKind("float", _DATA, lambda v: (_FLOAT.pack(v),), _float, (_BYTES,)),
     complex: ValueKind(
         "complex", _DATA, lambda v: (_COMPLEX.pack(v.real, v.imag),), _complex, (_BYTES,)
@@ -475,9 +473,9 @@ VALUE_KINDS: dict[type, ValueKind] = {
     range: ValueKind("range", (), _bounds, range, (_NUMBER,) * 3, "builtins.range"),
     slice: ValueKind("slice", (), _bounds, slice, (_NUMBER,) * 3, "builtins.slice"),
     **dict.fromkeys(NUMPY_SCALARS, _NUMPY_SCALAR),
-    DtypeName: ValueKind("DtypeName", ("text",), lambda v: (str(v),), _dtype_name, (_TEXT,)),
-    DeviceName: ValueKind("DeviceName", ("text",), lambda v: (str(v),), _device_name, (_TEXT,)),
-    VersionName: ValueKind("VersionName", ("text",), lambda v: (str(v),), VersionName, (_TEXT,)),
+    DtypeName: _text_kind(DtypeName, lambda v: _match(_TORCH_DTYPE, v, "dtype of torch")[0]),
+    DeviceName: _text_kind(DeviceName, lambda v: _match(_DEVICE, v, "device")[0]),
+    VersionName: _text_kind(VersionName, lambda v: v),
     **{kind: _as_python_does(kind, _DATE_PARTS) for kind in DATES},
     **{kind: _as_python_does(kind, _TEXT) for kind in PATHS},
     ClassName: ValueKind("name", ("name",), lambda v: (v.qualname,), _class_name, (_TEXT,)),

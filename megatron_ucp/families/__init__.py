@@ -4,10 +4,11 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import RECORDED, Manifest
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.errors import LayoutError, UsageError, did_you_mean
 from megatron_ucp.families import deepseek_v3, gpt, gpt_oss, llama, megatron_deepspeed, mixtral
 from megatron_ucp.families.family import Family, Model, measured
+from megatron_ucp.families.settings import described_sizes
 
 _OURS = (
     *(gpt.FAMILY, llama.LLAMA, mixtral.MIXTRAL, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
@@ -75,15 +76,12 @@ def find_family(family: str | Family) -> Family:
 
 def recorded_model(manifest: Manifest) -> Model | None:
     """The model that a manifest says; None where it says none of a family that is there."""
-    record: object = manifest.run.get(RECORDED)
-    sizes = cast("Mapping[str, object]", record).get("sizes") if isinstance(record, dict) else None
-    family = families().get(manifest.family)
-    if family is None or not isinstance(sizes, dict) or not sizes:
-        return None
+    family = _FAMILIES.get(manifest.family)
     try:
-        return Model(family, family.sizes(**cast("dict[str, Any]", sizes)))
+        sizes = None if family is None else described_sizes(manifest.run, family.sizes)
     except TypeError:  # sizes of another version of the family
         return None
+    return None if family is None or sizes is None else Model(family, sizes)
 
 
 def model_of_module(family: str | Family, module: Any, tp: int) -> Model:

@@ -8,11 +8,7 @@ from typing import Any, cast
 from megatron_ucp.core.manifest import ARGUMENTS, ORDER, OTHER_ANGLES, RECORDED, Manifest
 from megatron_ucp.families import model_as_built
 from megatron_ucp.families.family import TRUE_VOCAB, Model
-from megatron_ucp.families.megatron_deepspeed import (
-    is_of_program,
-    model_of_program,
-    order_of_rows,
-)
+from megatron_ucp.families.megatron_deepspeed import is_of_program, model_of_program, order_of_rows
 from megatron_ucp.families.settings import POSITION_KIND, Architecture, architecture_of
 
 _TOKENIZERS_WITH_END = ("NullTokenizer",)  # whose vocabulary has an end mark more than asked for

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ucp.core.layers import TIED, Layers
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.tensor_parts import TensorPart
-from megatron_ucp.families import gpt, llama
+from megatron_ucp.families import gpt, llama, pipe
 from megatron_ucp.families.family import (
     Config,
     Declared,
@@ -75,28 +75,15 @@ def layers_of_program(params: Collection[str]) -> Layers:
     A tied head is the whole embedding, positions too, called through a function: it has no layer
     file.
     """
-    numbers = [int(name.split(".")[3]) for name in params if name.startswith(_LAYERS)]
     tied = "language_model.output_layer.weight" not in params
-    norm = 2 + max(numbers, default=-1) + 1 + any(".deepspeed_moe." in name for name in params)
+    has_loss = any(".deepspeed_moe." in name for name in params)
+    norm = 2 + pipe.layer_count(params, _LAYERS) + has_loss
     ends = {
         _WORDS: (1, ""),
         "language_model.encoder.final_layernorm.": (norm, ""),
         "language_model.output_layer.": (norm + 1, "lm_head."),
     }
-    held: list[dict[str, str]] = [{} for _ in range(norm + 2)]
-    names: dict[str, str] = {}
-    for name in params:
-        if name.startswith(_LAYERS):
-            number, _, rest = name.removeprefix(_LAYERS).partition(".")
-            position = int(number) + 2
-        else:
-            prefix = next((one for one in ends if name.startswith(one)), None)
-            if prefix is None:
-                continue
-            position, before = ends[prefix]
-            rest = before + name.removeprefix(prefix)
-        pipe = f"{TIED}.embed.{rest}" if tied and position == 1 else f"{position}.{rest}"
-        held[position][rest], names[pipe] = pipe, name
+    held, names = pipe.by_position(params, _LAYERS, 2, ends, tied)
     if tied:
         held[-1] = dict(held[1])
     filed = frozenset(at for at in range(len(held) - tied) if held[at])

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, Order, ParamSpec
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.tensor_parts import TensorPart
@@ -23,14 +23,7 @@ from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.per_rank import OwnValues, PerRank, RankDifferences
-from megatron_ucp.formats.pt.refs import (
-    ITEMSIZE,
-    MAX_ELEMS,
-    TensorRef,
-    number_in,
-    storages_of,
-    tensor_value,
-)
+from megatron_ucp.formats.pt.refs import ITEMSIZE, MAX_ELEMS, TensorRef, number_in, tensor_value
 
 # A rank's random generators by name (see `Checkpoint.random_states`).
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
@@ -70,37 +63,15 @@ class Extras:
     scaler: LossScale
     config: Mapping[str, Any] | None
     client_state: Mapping[str, Any]
-    others: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    others: Mapping[str, Any] = field(default_factory=dict)
     data_position: Mapping[str, Any] | None = None
     version: str = ""
     clip_grad: float | None = None
     int_steps: bool = False
-    stateless: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    modules: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    side_data: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-class Readable(Protocol):
-    """Where tensors can be read from."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """What there is."""
-        ...
-
-    def where(self, slot: Slot) -> Where:
-        """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
-        ...
-
-    def opened(self, path: str) -> ByteFile:
-        """The open file of a path that `where` gave."""
-        ...
-
-    def check_read(self) -> None:
-        """Compares the tensors that `place_of` gave, and scalar states, with their CRC-32. Raises
-        DamagedFileError."""
-        ...
+    stateless: Mapping[str, Any] = field(default_factory=dict)
+    patterns: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, Any] = field(default_factory=dict)
+    side_data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,9 +98,24 @@ class CallerModel:
     like: Manifest | None = None
     tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None = None
     weights: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    renamed: Mapping[str, str] = field(default_factory=dict)
     classes: frozenset[str] | None = frozenset()
     registered: Sequence[str] = ()
+
+    @property
+    def own(self) -> Mapping[str, ParamSpec]:
+        """What the caller's model has, by name; nothing where nobody says it."""
+        return {} if self.like is None else self.like.by_name
+
+    def declared(self, spec: ParamSpec) -> ParamSpec | None:
+        """A whole parameter with the layout that a mesh gives it, as `specs` or `rules` say it;
+        None where neither does. Raises RuleError."""
+        if self.specs is not None and spec.name in self.specs:
+            return self.specs[spec.name]
+        if self.rules is None or not self.rules.rules or spec.kind == "buffer":
+            return None
+        axes = (*Mesh().cuts(), *Mesh().cuts(expert=True))
+        return self.rules.declare(spec.name, spec.shape, dict.fromkeys(axes, 1))
 
 
 # ---- checkpoint
@@ -205,10 +191,16 @@ class Checkpoint(ABC):
     def full_path(self, name: str) -> str:
         return self.folder / name
 
-    @abstractmethod
     def file(self, name: str) -> Any:
-        """A file of the folder, open: a ByteFile. Raises ForeignFileError where it is not the one
-        that the manifest lists, DamagedFileError."""
+        """A file of the folder, open: a ByteFile. Raises as `open_file`."""
+        if name not in self._open:
+            self._open[name] = self.open_file(name)
+        return self._open[name]
+
+    def open_file(self, name: str) -> Any:
+        """Opens a file, which `close` closes. Raises ForeignFileError where it is not the one that
+        the manifest lists, DamagedFileError."""
+        raise NotImplementedError
 
     def opened(self, path: str) -> Any:
         """The open file of a full path."""
@@ -249,9 +241,7 @@ class Checkpoint(ABC):
 
     def records(self, name: str) -> list[tuple[Record, str]]:
         """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
-        file = self.file(name)
-        places = {f"{file.root}/data/{one.key}": one.dtype for one in storages_of(file.tree)}
-        return [(file.records[record], places.get(record, "")) for record in file.records]
+        return self.file(name).all_records()
 
     # ------------------------------------------------ the manifest, and what it lists
 
@@ -303,7 +293,7 @@ class Checkpoint(ABC):
         """The layers of the pipeline that wrote it, as its files show them; None without one."""
         return None
 
-    def copies(self) -> Readable | None:
+    def copies(self) -> "TrainedWeights | None":
         """The weights that the model computed with, in the dtype of training: the masters, rounded.
         Some elements of each one were compared. None where the files do not have all of them beside
         the masters. Raises ForeignFileError for one that is not its master."""
@@ -357,6 +347,31 @@ class Checkpoint(ABC):
         return number_in(self.tensor(path, ref), path)
 
 
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The parameters of a checkpoint as its model files hold them: `held` are the weights of each
+    buffer of the manifest at each place along the axes that cut it, with the names of their
+    files."""
+
+    manifest: Manifest
+    files: Checkpoint
+    held: Mapping[tuple[int, Coords], tuple[TensorRef, str]]
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot of the manifest."""
+        ref, name = self.held[slot.buffer, slot.cut]
+        return self.files.place(name, ref)
+
+    def opened(self, path: str) -> ByteFile:
+        return self.files.opened(path)
+
+    def check_read(self) -> None:
+        self.files.check_read()
+
+
+Readable = Checkpoint | TrainedWeights  # what elements can be read from
+
+
 class Format(Protocol):
     """One row of the table of formats."""
 
@@ -377,8 +392,6 @@ def tensor_at(where: Where, ref: TensorRef, max_elems: int = MAX_ELEMS) -> Inert
 
 
 # ---- rank differences
-#
-# What differs from rank to rank in a checkpoint.
 
 
 def ranks_of(checkpoint: Checkpoint) -> Mesh:

@@ -6,7 +6,7 @@ Example: `expect.key(tree, "step", int, file)` is `tree["step"]`, or raises Dama
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from megatron_ucp.errors import DamagedFileError
 
@@ -38,6 +38,14 @@ def key_or(tree: Mapping[Any, Any], name: str, default: Expected, file: object) 
     default too."""
     value = tree.get(name)
     return default if value is None else kind(value, type(default), name, file)
+
+
+def section(tree: object, *keys: Any) -> Mapping[Any, Any]:
+    """What lies below some keys of dictionaries that may be anybody's: what is no dictionary says
+    nothing, and is empty."""
+    for key in keys:
+        tree = section(tree).get(key)
+    return cast("Mapping[Any, Any]", tree) if isinstance(tree, Mapping) else {}
 
 
 def each(value: Any, expected: type[Expected], what: str, file: object) -> list[Expected]:

@@ -61,7 +61,7 @@ class RunInMemory(Checkpoint):
     def beside(self, name: str) -> bytes | None:
         return self.files.get(name)
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+    def check(self, name: str, allow: Collection[str] = ()) -> None:
         """Nothing could be another run's."""
 
     def file(self, name: str) -> Any:

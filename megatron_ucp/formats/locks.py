@@ -57,7 +57,8 @@ class PublishRight:
         done: clearing up. Raises SaveError where the right is lost."""
         self.says(what)
         with self._changes:
-            if self.is_lost or not (is_late or self._is_in_time()):
+            in_time = is_late or self.until is None or time.monotonic() < self.until
+            if self.is_lost or not in_time:
                 raise SaveError(
                     "the save was given up at its deadline, and changes nothing more",
                     file=self.aside,
@@ -72,9 +73,6 @@ class PublishRight:
                 self.hangs = ""
             if done:
                 self.done.append(done)
-
-    def _is_in_time(self) -> bool:
-        return self.until is None or time.monotonic() < self.until
 
     def take(self) -> None:
         """Takes the right away. A change that is being made gets a moment to end."""
@@ -171,50 +169,33 @@ def claims_in(folder: Location) -> set[Location]:
 
 
 @contextmanager
-def writing(aside: Location, right: PublishRight | None = None) -> Iterator[None]:
+def writing(
+    aside: Location, right: PublishRight | None = None, in_turn: bool = False
+) -> Iterator[None]:
     """Inside, nobody else writes or clears away what lies under the name, as long as the save has
-    its right. Raises SaveError, which says who does; OSError."""
-    with _released(_claimed_soon(aside, _WRITES, right)):
-        yield
-
-
-@contextmanager
-def in_turn(aside: Location, right: PublishRight | None = None) -> Iterator[None]:
-    """As `writing`, of something small: waits for others. Raises SaveError, OSError."""
-    with _released(_claimed_soon(aside, _WRITES, right, patient=True)):
-        yield
-
-
-@contextmanager
-def removing(aside: Location, right: PublishRight | None = None) -> Iterator[bool]:
-    """As `writing`, of what shall go. False inside where somebody writes it. Raises OSError."""
-    claim = _claim(aside, _REMOVES, right or PublishRight())
-    if claim is None:
-        yield False
-        return
-    with _released(claim):
-        yield True
-
-
-@contextmanager
-def _released(claim: Claim) -> Iterator[None]:
+    its right. Waits for one that clears it away, and `in_turn`, of something small, for all others.
+    Raises SaveError, which says who writes it; OSError."""
+    until, right = time.monotonic() + _PATIENCE_S, right or PublishRight()
+    while (claim := _claim(aside, _WRITES, right, in_turn)) is None:
+        holder = _holder(lock_of(aside))
+        if time.monotonic() > until or (holder.get("doing") == _WRITES and not in_turn):
+            raise _refusal(aside, holder)
+        time.sleep(_PAUSE_S)
     try:
         yield
     finally:
         claim.release()
 
 
-def _claimed_soon(
-    aside: Location, doing: str, right: PublishRight | None, patient: bool = False
-) -> Claim:
-    """A claim, behind one that clears away, or behind all of them."""
-    until, right = time.monotonic() + _PATIENCE_S, right or PublishRight()
-    while (claim := _claim(aside, doing, right, patient)) is None:
-        holder = _holder(lock_of(aside))
-        if time.monotonic() > until or (holder.get("doing") == _WRITES and not patient):
-            raise _refusal(aside, holder)
-        time.sleep(_PAUSE_S)
-    return claim
+@contextmanager
+def removing(aside: Location, right: PublishRight | None = None) -> Iterator[bool]:
+    """As `writing`, of what shall go. False inside where somebody writes it. Raises OSError."""
+    claim = _claim(aside, _REMOVES, right or PublishRight())
+    try:
+        yield claim is not None
+    finally:
+        if claim is not None:
+            claim.release()
 
 
 def _refusal(aside: Location, holder: dict[str, Any]) -> SaveError:
@@ -245,18 +226,13 @@ def _claim(
         right.is_unlocked |= locked is None
         if locked is False:
             os.close(handle)
-            if not _is_taken_over(path):
+            own = _OWN.get(path)
+            if own is None or not own.taken_over():
                 return None
         elif _is_at(handle, path):
             return Claim(path, handle, doing, right, is_small)
         else:  # its holder took it away while it was opened
             os.close(handle)
-
-
-def _is_taken_over(path: Location) -> bool:
-    """Whether a save of this process that was given up has let go of a claim by now."""
-    own = _OWN.get(path)
-    return own is not None and own.taken_over()
 
 
 def _lock(handle: int) -> bool | None:

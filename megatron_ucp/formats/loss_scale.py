@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from megatron_ucp.core.values import InertObject
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.param_groups import number
 
 
@@ -64,8 +65,7 @@ class LossScale:
     @classmethod
     def fresh(cls, config: Mapping[str, Any]) -> Self:
         """Before the first step, with the defaults of the `fp16` section of a DeepSpeed config."""
-        section = config.get("fp16")
-        said: Mapping[str, Any] = section if isinstance(section, dict) else {}
+        said = expect.section(config, "fp16")
         if said.get("loss_scale"):
             return cls(False, float(said["loss_scale"]))
         allowed, least = int(said.get("hysteresis", 2)), said.get("min_loss_scale", 1)

@@ -5,8 +5,8 @@ schedulefree 1.4, lion-pytorch 0.2, Transformer Engine 2.3 and Apex, each optimi
 `_init_group` or `init_state`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup
@@ -24,25 +24,6 @@ _CLIPPED = (
 )
 # optimizers that can't be registered either: a resume would change numbers in silence
 REFUSED = {"optimi.StableAdamW": _CLIPPED, "pytorch_optimizer.StableAdamW": _CLIPPED}
-# names of element-wise and of scalar states that some optimizer keeps; registered ones come in too
-ELEMENT = {
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "sum",
-    "square_avg",
-    "grad_avg",
-    "acc_delta",
-    "exp_inf",
-    "prev",
-    "step_size",
-    "ax",
-    "z",
-    "state1",
-    "state2",
-}
-SCALAR = {"step", "mu_product", "eta", "mu"}
 _BITSANDBYTES = {"state1", "state2"}
 REFUSED_STATES = {
     "state1": "8-bit block-wise states",
@@ -62,38 +43,19 @@ REFUSED_STATES = {
 @dataclass(frozen=True)
 class Kept:
     """What one optimizer keeps: element-wise states, per-parameter scalars, and how it stores
-    `step`."""
+    `step`. `switches` are further element-wise states, of groups with these hyper-parameters."""
 
     element: tuple[str, ...]
     scalar: tuple[str, ...] = ("step",)
     # "tensor": 0-d float32, "int": Python int, "either": as it is found, "group": an int that
     # stands in the parameter group, once for all of its parameters
     step: str = "tensor"
+    switches: Mapping[str, str] = field(default_factory=dict)
 
-
-def _adam(group: Mapping[str, Any]) -> Kept:
-    return Kept(
-        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        if group.get("amsgrad")
-        else ("exp_avg", "exp_avg_sq")
-    )
-
-
-def _sgd(group: Mapping[str, Any]) -> Kept:
-    return Kept(("momentum_buffer",) if group.get("momentum") else (), ())
-
-
-def _muon(group: Mapping[str, Any]) -> Kept:
-    """The matrices' momentum; the other groups are stepped by an Adam of DeepSpeed's or torch's."""
-    momentum, adam = Kept(("momentum_buffer",), ()), Kept(("exp_avg", "exp_avg_sq"), step="either")
-    return momentum if group.get("use_muon") else adam
-
-
-def _rmsprop(group: Mapping[str, Any]) -> Kept:
-    more = (("momentum_buffer",) if group.get("momentum") else ()) + (
-        ("grad_avg",) if group.get("centered") else ()
-    )
-    return Kept(("square_avg", *more))
+    def of(self, group: Mapping[str, Any]) -> "Kept":
+        """What it keeps of a group with these hyper-parameters."""
+        more = [state for key, state in self.switches.items() if group.get(key)]
+        return Kept((*self.element, *more), self.scalar, self.step)
 
 
 def _bitsandbytes(states: tuple[str, ...], *names: str) -> dict[str, Kept]:
@@ -104,9 +66,31 @@ def _bitsandbytes(states: tuple[str, ...], *names: str) -> dict[str, Kept]:
     return {f"bitsandbytes.{form.format(name)}": kept for name in names for form in forms}
 
 
+_MOMENTUM, _MOMENTS = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")
+_ADAM = Kept(_MOMENTS, switches={"amsgrad": "max_exp_avg_sq"})
 _SCHEDULE_FREE = Kept(("z", "exp_avg_sq"), ())  # counts and sums stand in its groups
-_FUSED = Kept(("exp_avg", "exp_avg_sq"), step="group")
-_ALWAYS_THE_SAME = {
+_MUON, _MATRICES = "deepspeed.MuonWithAuxAdam", Kept(_MOMENTUM, ())
+_TABLE = {
+    "torch.Adam": _ADAM,
+    "torch.AdamW": _ADAM,
+    "torch.NAdam": Kept(_MOMENTS, ("step", "mu_product")),
+    "torch.RAdam": Kept(_MOMENTS),
+    "torch.Adamax": Kept(("exp_avg", "exp_inf")),
+    "torch.Adagrad": Kept(("sum",)),
+    "torch.SGD": Kept((), (), switches={"momentum": "momentum_buffer"}),
+    "torch.Muon": _MATRICES,
+    "torch.RMSprop": Kept(
+        ("square_avg",), switches={"momentum": "momentum_buffer", "centered": "grad_avg"}
+    ),
+    "torch.Adadelta": Kept(("square_avg", "acc_delta")),
+    _MUON: Kept(_MOMENTS, step="either"),  # an Adam of DeepSpeed's or torch's, beside `_MATRICES`
+    "deepspeed.FusedAdam": Kept(_MOMENTS, step="int"),
+    "deepspeed.DeepSpeedCPUAdam": Kept(_MOMENTS, step="int"),
+    "deepspeed.FusedLion": Kept(("exp_avg",), step="int"),
+    "deepspeed.DeepSpeedCPULion": Kept(_MOMENTS, step="int"),
+    "deepspeed.DeepSpeedCPUAdagrad": Kept(("exp_avg_sq",), step="int"),
+    "transformer_engine.FusedAdam": Kept(_MOMENTS, step="group"),
+    "apex.FusedAdam": Kept(_MOMENTS, step="group"),
     **_bitsandbytes(("state1", "state2"), "Adam", "AdamW"),
     **_bitsandbytes(("state1",), "Lion"),
     "schedulefree.AdamWScheduleFree": _SCHEDULE_FREE,
@@ -114,28 +98,23 @@ _ALWAYS_THE_SAME = {
     "schedulefree.SGDScheduleFree": Kept(("z",), ()),
     "lion_pytorch.Lion": Kept(("exp_avg",), ()),
 }
-
-_TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
-    "torch.Adam": _adam,
-    "torch.AdamW": _adam,
-    "torch.NAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), ("step", "mu_product")),
-    "torch.RAdam": lambda _: Kept(("exp_avg", "exp_avg_sq")),
-    "torch.Adamax": lambda _: Kept(("exp_avg", "exp_inf")),
-    "torch.Adagrad": lambda _: Kept(("sum",)),
-    "torch.SGD": _sgd,
-    "torch.Muon": lambda _: Kept(("momentum_buffer",), ()),
-    "torch.RMSprop": _rmsprop,
-    "torch.Adadelta": lambda _: Kept(("square_avg", "acc_delta")),
-    "deepspeed.MuonWithAuxAdam": _muon,
-    "deepspeed.FusedAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
-    "deepspeed.DeepSpeedCPUAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
-    "deepspeed.FusedLion": lambda _: Kept(("exp_avg",), step="int"),
-    "deepspeed.DeepSpeedCPULion": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
-    "deepspeed.DeepSpeedCPUAdagrad": lambda _: Kept(("exp_avg_sq",), step="int"),
-    "transformer_engine.FusedAdam": lambda _: _FUSED,
-    "apex.FusedAdam": lambda _: _FUSED,
-    **{name: lambda _, kept=kept: kept for name, kept in _ALWAYS_THE_SAME.items()},
+# What torch's classes, and those after their example, keep for a group that has these
+# hyper-parameters: files of DeepSpeed's don't name the class.
+_BY_SETTINGS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
+    (frozenset({"betas", "eps"}), _MOMENTS),
+    (frozenset({"betas"}), ("exp_avg",)),
+    (frozenset({"rho", "eps"}), ("square_avg", "acc_delta")),
+    (frozenset({"alpha", "centered"}), ("square_avg",)),
+    (frozenset({"lambd", "t0"}), ("ax",)),
+    (frozenset({"etas", "step_sizes"}), ("prev", "step_size")),
+    (frozenset({"lr_decay", "initial_accumulator_value"}), ("sum",)),
+)
+# names of element-wise and of scalar states that some optimizer keeps; registered ones come in too
+ELEMENT = {
+    *(state for kept in _TABLE.values() for state in (*kept.element, *kept.switches.values())),
+    *(state for _, states in _BY_SETTINGS for state in states),
 }
+SCALAR = {"step", "mu_product", "eta", "mu"}
 
 
 _REGISTERED: set[str] = set()  # names that `register_optimizer` added
@@ -146,7 +125,7 @@ _OF_ADAM = frozenset(
     {
         *("torch.Adam", "torch.AdamW", "deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam"),
         *("transformer_engine.FusedAdam", "apex.FusedAdam"),
-        "deepspeed.MuonWithAuxAdam",  # of what is no matrix
+        _MUON,  # of what is no matrix
     }
 )
 
@@ -226,7 +205,7 @@ def register_optimizer(
         )
     ELEMENT.update(kept.element)
     SCALAR.update(kept.scalar)
-    _TABLE[name] = lambda _: kept
+    _TABLE[name] = kept
     _REGISTERED.add(name)
 
 
@@ -310,20 +289,11 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
             fix=f"{did_you_mean}use one of these, or say what it keeps (ucp.register_optimizer); "
             "a load can also leave the optimizer out (Python: load_optimizer_states=False)",
         )
-    return _TABLE[optimizer](group)
+    if optimizer == _MUON and group.get("use_muon"):
+        return _MATRICES
+    return _TABLE[optimizer].of(group)
 
 
-# What torch's classes, and those after their example, keep for a group that has these
-# hyper-parameters: files of DeepSpeed's don't name the class.
-_BY_SETTINGS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
-    (frozenset({"betas", "eps"}), ("exp_avg", "exp_avg_sq")),
-    (frozenset({"betas"}), ("exp_avg",)),
-    (frozenset({"rho", "eps"}), ("square_avg", "acc_delta")),
-    (frozenset({"alpha", "centered"}), ("square_avg",)),
-    (frozenset({"lambd", "t0"}), ("ax",)),
-    (frozenset({"etas", "step_sizes"}), ("prev", "step_size")),
-    (frozenset({"lr_decay", "initial_accumulator_value"}), ("sum",)),
-)
 _IN_PLACE_OF = {  # a state -> those that some optimizers keep instead
     "exp_avg": ("z", "state1"),
     "exp_avg_sq": ("exp_inf", "state2"),
@@ -335,7 +305,7 @@ def untold_states(settings: Mapping[str, Any], found: Collection[str]) -> list[s
     """The element-wise states that a group with these hyper-parameters has after its first step
     besides those `found`, whatever class steps it. For example, a group with betas and eps of which
     exp_avg was found also has exp_avg_sq."""
-    if any({*found} == {*_TABLE[name](settings).element} for name in _REGISTERED):
+    if any({*found} == {*_TABLE[name].element} for name in _REGISTERED):
         return []
     usual = next((kept for keys, kept in _BY_SETTINGS if keys <= settings.keys()), ())
     wanted = [*usual, *(state for key, state in _BY_SWITCH.items() if settings.get(key) is True)]
@@ -350,7 +320,7 @@ def untold_states(settings: Mapping[str, Any], found: Collection[str]) -> list[s
 def counts_steps(settings: Mapping[str, Any], states: Collection[str]) -> bool:
     """Whether an optimizer with these hyper-parameters, which keeps these states, has a step for
     each parameter: those of Adam's kind do, but for schedule-free ones."""
-    own = [_TABLE[name](settings) for name in _REGISTERED]
+    own = [_TABLE[name] for name in _REGISTERED]
     if any({*states} == {*kept.element} and "step" not in kept.scalar for kept in own):
         return False
     return {"betas", "eps"} <= settings.keys() and "z" not in states
@@ -358,7 +328,7 @@ def counts_steps(settings: Mapping[str, Any], states: Collection[str]) -> bool:
 
 def steps_in_group(optimizer: str) -> bool:
     """Whether an optimizer counts its steps in its parameter groups."""
-    return optimizer in _TABLE and _TABLE[optimizer]({}).step == "group"
+    return optimizer in _TABLE and _TABLE[optimizer].step == "group"
 
 
 def refuse_step_in_group(optimizer: str) -> None:

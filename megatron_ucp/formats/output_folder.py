@@ -26,14 +26,7 @@ from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, RUN, TAG, FileEn
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.errors import SaveError, UcpError, UsageError, some_of
 from megatron_ucp.formats import store_saves
-from megatron_ucp.formats.locks import (
-    PublishRight,
-    claims_in,
-    in_turn,
-    lock_of,
-    removing,
-    writing,
-)
+from megatron_ucp.formats.locks import PublishRight, claims_in, lock_of, removing, writing
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.store import AGAIN, STORED_IN, Location, StorePath
 from megatron_ucp.formats.tags import (
@@ -282,7 +275,7 @@ def move_pointer(
     if isinstance(path, StorePath):
         with sync.right.changing(f"replaces {path}", f"`{path.name}` names {text}"):
             return store_saves.move_pointer(path, text, unless)
-    with in_turn(aside_of(path.parent, path.name), sync.right):
+    with writing(aside_of(path.parent, path.name), sync.right, in_turn=True):
         if unless():
             return False
         _replace_text(path, text, sync, f"`{path.name}` names {text}")
@@ -295,7 +288,7 @@ def replace_text(path: Location, text: str, sync: Syncs) -> None:
     if isinstance(path, StorePath):
         store_saves.move_pointer(path, text, lambda: False)
         return
-    with in_turn(aside_of(path.parent, path.name), sync.right):
+    with writing(aside_of(path.parent, path.name), sync.right, in_turn=True):
         _replace_text(path, text, sync)
 
 

@@ -58,8 +58,8 @@ class OwnValues:
     """What one rank has of all that differs, in inert form. A key of the client state that it has
     not is not there."""
 
-    buffers: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    client_state: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
+    buffers: Mapping[str, Any] = field(default_factory=dict)
+    client_state: Mapping[Any, Any] = field(default_factory=dict)
     scheduler: Any = None
 
     def over(self, shared: Mapping[Any, Any], what: PerRank) -> dict[Any, Any]:

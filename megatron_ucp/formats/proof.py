@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_ucp.core.box import Ints
+from megatron_ucp.core.box import Bounds, Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.byte_files import Where
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 _WINDOW_ELEMS = 256 * 1024  # masters and weights of a window fit a core's cache together
-Bounds = tuple[Ints, Ints]
 Runs = Mapping[Bounds, Where]  # the boxes of a parameter, and where each lies in one piece
 
 

@@ -36,10 +36,10 @@ class TorchDistFormat:
 
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
         # it takes numpy, whose import is felt by who opens another format
-        from megatron_ucp.formats.megatron.index import read_index
+        from megatron_ucp.formats.megatron.index import index_in
 
         check_backend(folder)
-        index = folder.made(INDEX_FILE, lambda: read_index(folder))
+        index = index_in(folder)
         states = split_keys(index.tensors, folder / INDEX_FILE)
         flat = states.flat and not told.weights
         kind = DpReshardableCheckpoint if flat else TorchDistCheckpoint

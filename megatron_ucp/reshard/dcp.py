@@ -31,7 +31,6 @@ from megatron_ucp.formats.dcp.checkpoint import (
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
     SCHEDULERS,
-    boxes_in_param,
 )
 from megatron_ucp.formats.dcp.torchtitan import (
     EMBEDDING,
@@ -387,7 +386,7 @@ class _Written:
             size = rows[0] // count
             turns = not any(name.endswith((".q_norm.weight", ".sinks")) for name in self.twins)
             heads = Heads(count, rows[1] // size, size, turns)
-        found, lost = titan_names(self.twins, shapes, heads, True, boxes_in_param)
+        found, lost = titan_names(self.twins, shapes, heads, True)
         if lost or not is_torchtitan(found.shares):
             raise UnsupportedError(
                 "torchtitan has no model with these tensors",

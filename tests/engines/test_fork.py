@@ -24,6 +24,7 @@ from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
     order_of,
 )
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import rules_of as rules_of_run
+from megatron_ucp.formats.deepspeed.tp_patterns import StockInfo
 from megatron_ucp.formats.deepspeed.weights import by_dotted_name
 from tests.engines import fork_jobs
 from tests.engines.fork_jobs import HEADS, LAYERS, Fork
@@ -192,7 +193,7 @@ def test_a_live_model_of_the_other_order_is_refused() -> None:
     for order, right, wrong in ((SPLIT, thirds, by_head), (INTERLEAVED, by_head, thirds)):
         for layout in (right, wrong):
             specs = {name: ParamSpec(name, shape, "", layout=layout)}
-            source = LayoutSource(Mesh(tp=2, dp=1), "file", specs, order=order)
+            source = LayoutSource(Mesh(tp=2, dp=1), StockInfo({}, "file", order), specs)
             if layout is wrong:
                 with pytest.raises(LayoutError, match="another order"):
                     source.find(name, (12, 8), "trainable")

@@ -15,7 +15,6 @@ import megatron_ucp as ucp
 from megatron_ucp import errors
 from megatron_ucp.formats.byte_files import Record
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
-from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.index import Index, read_index
 from megatron_ucp.formats.megatron.torch_dist import COMMON_KEY
 from megatron_ucp.formats.registry import open_checkpoint
@@ -129,7 +128,7 @@ def records(tag: Path, index: Index) -> Iterator[tuple[str, Record]]:
     firsts = {tensor.chunks[0].place for tensor in index.tensors.values()}
     places = firsts | {*index.objects.values()}
     for name in index.file_names:
-        file = DistcpFile(LocalFile(tag / name), name, index)
+        file = index.opened(LocalFile(tag / name), name)
         own = [place for place in places if place.file == name]
         for record, _ in file.all_records():
             if any(0 <= record.offset_bytes - one.offset_bytes < one.size_bytes for one in own):

@@ -17,7 +17,6 @@ from megatron_ucp.core.names import Keeper
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.index import read_index, tiling_fault
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
@@ -130,13 +129,13 @@ def test_what_several_writers_wrote(
         assert torch.equal(have, want), (name, state)
     index = read_index(LocalFolder(tmp_path / "x"))
     for name in index.file_names:
-        file = DistcpFile(LocalFile(tmp_path / "x" / name), name, index)
+        file = index.opened(LocalFile(tmp_path / "x" / name), name)
         assert file.has_checksums
         for record, _ in file.all_records():
             file.check(record)
     (key,) = [key for key in index.objects if key.startswith("rng_state")]
     name = index.objects[key].file
-    assert DistcpFile(LocalFile(tmp_path / "x" / name), name, index).value(key) == {"a": 1}
+    assert index.opened(LocalFile(tmp_path / "x" / name), name).value(key) == {"a": 1}
 
 
 def test_layers_that_differ_get_keys_of_their_own(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_a_chunk_whose_bytes_changed_is_found(tmp_path: Path) -> None:
         file.seek(chunk.data_offset)
         file.write(b"\x7f")
     index = read_index(LocalFolder(tmp_path / "x"))
-    opened = DistcpFile(LocalFile(tmp_path / "x" / chunk.file), chunk.file, index)
+    opened = index.opened(LocalFile(tmp_path / "x" / chunk.file), chunk.file)
     tensor = index.tensors[chunk.key]
     record = opened.record_of_chunk(tensor, tensor.chunks[0])
     with pytest.raises(Exception, match="wrong checksum"):

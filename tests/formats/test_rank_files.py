@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ucp.formats.deepspeed.files import TagFolder
-from megatron_ucp.formats.deepspeed.per_rank import differs_in, held_by
+from megatron_ucp.formats.deepspeed.native import differs_in, held_by
 from megatron_ucp.formats.folder import LocalFolder
 
 LARGE = 2**20 + 8

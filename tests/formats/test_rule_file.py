@@ -250,7 +250,7 @@ def test_stock_patterns_that_can_not_be_used(
     info: dict[str, object], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error) as raised:
-        tp_patterns.declared(info, "a", (2,), 2, "mp_rank_00_model_states.pt")
+        tp_patterns.StockInfo(info, "mp_rank_00_model_states.pt").declared("a", (2,), 2)
     assert words in str(raised.value)
 
 
@@ -259,9 +259,8 @@ def test_stock_patterns() -> None:
         tp_patterns.REPLICATED: ["a"],
         tp_patterns.SUB_PARAMS: [{"patterns": ["b"], "partition_dim": 1, "shape": [3, [2, 4]]}],
     }
-    assert (
-        tp_patterns.declared(info, "abc", (2,), 2, "").layout == Replicate()
-    )  # the start of a name
-    assert tp_patterns.declared(info, "b", (3, 3), 2, "").layout == ShardNC("tp", 1, (2, 4))
-    assert tp_patterns.declared(info, "c", (3, 3), 2, "").shape == (6, 3)
-    assert tp_patterns.is_matched(info, "b", "") and not tp_patterns.is_matched(info, "c", "")
+    stock = tp_patterns.StockInfo(info, "")
+    assert stock.declared("abc", (2,), 2).layout == Replicate()  # the start of a name
+    assert stock.declared("b", (3, 3), 2).layout == ShardNC("tp", 1, (2, 4))
+    assert stock.declared("c", (3, 3), 2).shape == (6, 3)
+    assert stock.is_matched("b") and not stock.is_matched("c")

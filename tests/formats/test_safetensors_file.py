@@ -231,7 +231,7 @@ def test_sizes_of_files() -> None:
 
 def test_a_closed_checkpoint_closes_its_files(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    with HuggingFaceCheckpoint(LocalFolder(tmp_path)) as found:
+    with HuggingFaceCheckpoint(LocalFolder(tmp_path), CallerModel()) as found:
         file = found.file("model.safetensors")
         assert file.stored.fd >= 0
     with pytest.raises(UsageError):

@@ -75,7 +75,7 @@ def test_patterns_say_what_they_are_read_as() -> None:
         info = tp_patterns.patterns_of(chosen, lambda name: name)
         for spec in chosen:
             local = spec.layout.local_shape(spec.name, spec.shape, {"tp": (2, 0)})
-            found = tp_patterns.declared(info, spec.name, local, 2, "file")
+            found = tp_patterns.StockInfo(info, "file").declared(spec.name, local, 2)
             assert (found.shape, found.layout) == (spec.shape, spec.layout)
     deep = ParamSpec("deep", (2, 2, 2), "float32", layout=Shard("tp", 2))
     assert tp_patterns.patterns_of([deep], str) == {}

@@ -22,7 +22,7 @@ from megatron_ucp.errors import LayoutError, RuleError, UsageError
 from megatron_ucp.families import model_of_module
 from megatron_ucp.families.family import Declared, Family, Model
 from megatron_ucp.formats.deepspeed.layout_sources import renamed
-from megatron_ucp.formats.deepspeed.tp_patterns import vocabulary_of
+from megatron_ucp.formats.deepspeed.tp_patterns import StockInfo
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard import agree
 
@@ -140,7 +140,7 @@ def _said(engine: Any, rules: RuleSet) -> _Said:
     for held, param in params.items():
         name = names.get(held, held)
         spec = rules.declare(name, tuple(own.own_shape(param)), own.mesh.cuts(is_expert(name)))
-        extent = spec.extent or vocabulary_of(info, held, spec.shape, rules.source)
+        extent = spec.extent or StockInfo(info, rules.source).vocabulary_of(held, spec.shape)
         table[name] = Declared(
             spec.shape, spec.layout, extent=extent, first_counts=spec.first_counts
         )

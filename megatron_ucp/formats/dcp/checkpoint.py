@@ -10,15 +10,15 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_ucp.core.box import Ints
+from megatron_ucp.core.box import Bounds, Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
-from megatron_ucp.core.layout import Chunks, Layout
+from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import FILE_NAME, RECORDED, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
@@ -37,14 +37,6 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import Record, Where, Zeros, same_bytes
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, tensor_at
-from megatron_ucp.formats.dcp.keys import (
-    SCHEDULER,
-    TRAIN_STATE,
-    GroupKeys,
-    Keys,
-    params_keys,
-    read_keys,
-)
 from megatron_ucp.formats.dcp.torchtitan import (
     FURTHER,
     ROUTER_BIAS,
@@ -55,7 +47,7 @@ from megatron_ucp.formats.dcp.torchtitan import (
     titan_names,
     twin_shapes,
 )
-from megatron_ucp.formats.folder import Folder, StoredFile
+from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.hugging_face.stacked import joined
 from megatron_ucp.formats.loss_scale import LossScale
@@ -63,20 +55,235 @@ from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Chunk, DistcpFile, StoredTensor
 from megatron_ucp.formats.megatron.torch_dist import check_backend
-from megatron_ucp.formats.optimizers import (
-    check_known,
-    counts_steps,
-    is_element,
-    untold_states,
-)
+from megatron_ucp.formats.optimizers import check_known, counts_steps, is_element, untold_states
 from megatron_ucp.formats.param_groups import param_groups, step_of
-from megatron_ucp.formats.proof import Bounds
 from megatron_ucp.formats.pt.archive import contiguous
 from megatron_ucp.formats.pt.file import PtFile
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, number_in
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.megatron.index import Index
+
+
+# ---- keys
+#
+# What the keys of a DCP folder say: which are weights, which states of an optimizer, which the
+# settings of its parameter groups.
+#
+# DCP flattens nested dictionaries, and joins their keys with dots. So `dcp.save({"model": ...,
+# "optim": ...})` has the keys `model.FQN`, `optim.state.FQN.exp_avg` and `optim.param_groups.0.lr`,
+# and torchtitan's flat state dict the keys `FQN`, `optimizer.state.FQN.exp_avg` and
+# `optimizer.param_groups.FQN.lr`. FQN is the name of a parameter as the program's model has it.
+#
+# Source: `get_optimizer_state_dict` and its flattening in torch.distributed.checkpoint.state_dict
+# (torch 2.13), Accelerate 1.15 and torchtitan 0.3.0.
+
+
+# What a flat state dict has beside parameters and their optimizer.
+SCHEDULER, TRAIN_STATE = "lr_scheduler.", "train_state."
+_BESIDE = (SCHEDULER, TRAIN_STATE, "dataloader.", "dataloader", "rng", "epoch", "step")
+_GROUPS = re.compile(r"((?:[^.]+\.)*?)param_groups\.")
+_MODEL = "model."
+_AVERAGES = re.compile(r"(.*\.)?(model_)?(ema|averaged?|swa)(_model|_weights)?\.")
+
+
+@dataclass(frozen=True)
+class GroupKeys:
+    """One parameter group: the key of each of its settings. `params` is the key of the list of its
+    parameters' names; where settings lie by parameter, `names` are these."""
+
+    settings: Mapping[str, str]
+    params: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """`weights`: the key of each parameter or buffer by its name; `states`: of each state by name
+    and state; `groups` as the files list them; `beside`: keys of what is neither, such as the
+    scheduler; `prefix` of the weights and `optimizer` of the optimizer's keys; `stated` are the
+    names of which the optimizer says anything, of which one may stand for several weights."""
+
+    weights: Mapping[str, str]
+    states: Mapping[str, Mapping[str, str]]
+    groups: tuple[GroupKeys, ...] = ()
+    beside: tuple[str, ...] = ()
+    prefix: str = ""
+    optimizer: str = ""
+    left: tuple[str, ...] = ()
+    stated: frozenset[str] = frozenset()
+
+
+def read_keys(
+    tensors: Collection[str],
+    objects: Collection[str],
+    known: Collection[str],
+    listed: Mapping[str, tuple[str, ...]],
+    file: str,
+) -> Keys:
+    """What the keys say. `known` are names of the caller's model (none: nobody says them), and
+    `listed` what the lists of parameters say, by their keys. Raises UnsupportedError for several
+    optimizers and for states by position; DamagedFileError, StateMismatchError."""
+    optimizer = optimizer_prefix([*tensors, *objects], file)
+    states, groups, rest = dict[str, dict[str, str]](), dict[str, dict[str, str]](), list[str]()
+    for key in [*tensors, *objects]:
+        if optimizer is None or not key.startswith(optimizer):
+            rest.append(key)
+            continue
+        inner = key.removeprefix(optimizer)
+        if inner.startswith("state."):
+            name, _, state = inner.removeprefix("state.").rpartition(".")
+            states.setdefault(name, {})[state] = key
+        elif inner.startswith("param_groups."):
+            name, _, setting = inner.removeprefix("param_groups.").rpartition(".")
+            groups.setdefault(name, {})[setting] = key
+        else:
+            rest.append(key)
+    if optimizer is not None:
+        _refuse_positions(states, file)
+    found = _groups(groups, file)
+    stated = {
+        *states,
+        *(name for one in found for name in (*one.names, *listed.get(one.params, ()))),
+    }
+    names = {weight for name in stated for weight in fused_of(name)}
+    states = {weight: own for name, own in states.items() for weight in fused_of(name)}
+    found = tuple(
+        replace(one, names=tuple(w for name in one.names for w in fused_of(name))) for one in found
+    )
+    here = {*tensors}
+    weights = [key for key in rest if key in here]
+    prefix, left = _weights_prefix(weights, sorted(names), known, file)
+    held = {
+        key.removeprefix(prefix): key
+        for key in weights
+        if key.startswith(prefix) and (prefix or not key.startswith(_BESIDE))
+    }
+    taken = {*held.values()}
+    beside = tuple(key for key in rest if key not in taken)
+    return Keys(held, states, found, beside, prefix, optimizer or "", left, frozenset(stated))
+
+
+def optimizer_prefix(keys: Iterable[str], file: str) -> str | None:
+    """What the keys of the optimizer begin with; None where there is none. Raises UnsupportedError
+    for several optimizers."""
+    found = {match[1] for key in keys if (match := _GROUPS.match(key)) is not None}
+    if len(found) > 1:
+        raise UnsupportedError(
+            "the folder holds the states of several optimizers",
+            file=file,
+            expected="one, such as optim.state and optim.param_groups",
+            found=some_of(sorted(found)),
+            fix="save each model with its optimizer into a folder of its own",
+        )
+    return next(iter(found), None)
+
+
+def params_keys(keys: Iterable[str], file: str) -> list[str]:
+    """The keys of the lists of parameters of groups that are numbered."""
+    known = [*keys]
+    prefix = optimizer_prefix(known, file)
+    if prefix is None:
+        return []
+    pattern = re.compile(rf"{re.escape(prefix)}param_groups\.\d+\.params")
+    return [key for key in known if pattern.fullmatch(key)]
+
+
+def _refuse_positions(states: Collection[str], file: str) -> None:
+    if states and all(name.isdecimal() for name in states):
+        raise UnsupportedError(
+            "the optimizer's states lie by position, and nothing says of which parameters they are",
+            file=file,
+            expected="state.FQN.exp_avg, as get_optimizer_state_dict names them",
+            found=some_of([f"state.{name}" for name in sorted(states)]),
+            fix="save with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict in "
+            "the place of optimizer.state_dict()",
+        )
+
+
+def _groups(groups: Mapping[str, Mapping[str, str]], file: str) -> tuple[GroupKeys, ...]:
+    """Groups by number, each with its list of parameters; or the settings of each parameter."""
+    numbered = {
+        name: keys for name, keys in groups.items() if name.isdecimal() and "params" in keys
+    }
+    if not numbered:
+        return tuple(GroupKeys(keys, names=(name,)) for name, keys in groups.items())
+    if odd := sorted({*groups} - {*numbered}):
+        raise DamagedFileError(
+            "parameter groups are listed in two ways",
+            file=file,
+            expected="numbers, each with its list of parameters",
+            found=some_of(odd),
+        )
+    numbers = sorted(map(int, numbered))
+    if numbers != [*range(len(numbers))] or len({*numbers}) != len(numbered):
+        raise DamagedFileError(
+            "a parameter group is missing",
+            file=file,
+            expected=f"groups 0 to {len(numbered) - 1}",
+            found=", ".join(map(str, numbers)),
+        )
+    return tuple(
+        GroupKeys({k: v for k, v in keys.items() if k != "params"}, keys["params"])
+        for keys in (numbered[str(number)] for number in numbers)
+    )
+
+
+def _weights_prefix(
+    weights: list[str], names: list[str], known: Collection[str], file: str
+) -> tuple[str, tuple[str, ...]]:
+    """What the keys of weights begin with, and other sets of weights that are left out: averages
+    beside the model. Raises StateMismatchError where the weights of `names`, which an optimizer
+    steps, are not there."""
+    keys = {*weights}
+    if names:
+        first = names[0]
+        ends = [key.removesuffix(first) for key in weights if key.endswith(first)]
+        fitting = [p for p in ends if (not p or p[-1] == ".") and all(p + n in keys for n in names)]
+        if not fitting:
+            lost = [name for name in names if not any(key.endswith(name) for key in weights)]
+            raise StateMismatchError(
+                "the optimizer has states of parameters whose weights are not in the folder",
+                file=file,
+                parameter=some_of(lost or names),
+                expected="the weights beside the states: Accelerate's pytorch_model_fsdp_0 beside "
+                "optimizer_0, or one folder with both",
+                found=some_of(weights) if weights else "no weights",
+                fix="give the folder that holds both",
+            )
+    else:
+        fitting = ["", *sorted({key[: at + 1] for key in weights for at in _dots(key)[:2]})]
+        if known:
+            counts = {p: sum(p + name in keys for name in known) for p in fitting}
+            most = max(counts.values())
+            fitting = [p for p, count in counts.items() if count == most > 0] or fitting
+        own = [key for key in weights if not key.startswith(_BESIDE)]
+        inside = [key.startswith((_MODEL, *(_averages(own)))) for key in own]
+        if not known:
+            fitting = [_MODEL] if own and all(inside) else [""]
+    kept = [p for p in fitting if not _AVERAGES.fullmatch(p)] or fitting
+    prefix = _MODEL if _MODEL in kept else min(kept, key=len)
+    if len(kept) > 1 and prefix != _MODEL:
+        raise UnsupportedError(
+            "the folder holds several sets of weights with these names",
+            file=file,
+            expected="one, such as those below `model`",
+            found=some_of(sorted(kept)),
+            fix="save the model below `model`, and others elsewhere",
+        )
+    return prefix, tuple(sorted({*fitting} - {prefix}))
+
+
+def _averages(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple({found[0] for key in keys if (found := _AVERAGES.match(key))})
+
+
+def _dots(key: str) -> list[int]:
+    return [at for at, char in enumerate(key) if char == "."]
+
+
+# ---- the checkpoint
+
 
 # Accelerate's folders beside each other: `accelerator.save_state`, and Trainer's checkpoint-N.
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -98,46 +305,6 @@ _OF_MEGATRON = re.compile(
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
-class Below(Folder):
-    """What lies in a folder of a folder, under names of its own."""
-
-    def __init__(self, folder: Folder, name: str) -> None:
-        self._folder, self._below = folder, name
-
-    def __str__(self) -> str:
-        return self._folder / self._below
-
-    def __truediv__(self, name: str) -> str:
-        return self._folder / f"{self._below}/{name}"
-
-    def name_of(self, path: str) -> str:
-        return self._folder.name_of(path).removeprefix(f"{self._below}/")
-
-    def names(self, below: str = "") -> list[str]:
-        return self._folder.names(f"{self._below}/{below}".rstrip("/"))
-
-    def __contains__(self, name: str) -> bool:
-        return f"{self._below}/{name}" in self._folder
-
-    def is_file(self, name: str) -> bool:
-        return self._folder.is_file(f"{self._below}/{name}")
-
-    def is_folder(self, name: str) -> bool:
-        return self._folder.is_folder(f"{self._below}/{name}")
-
-    def size_bytes(self, name: str) -> int:
-        return self._folder.size_bytes(f"{self._below}/{name}")
-
-    def modified(self, name: str) -> float:
-        return self._folder.modified(f"{self._below}/{name}")
-
-    def open(self, name: str) -> StoredFile:
-        return self._folder.open(f"{self._below}/{name}")
-
-    def made(self, key: str, make: Any) -> Any:
-        return self._folder.made(f"{self._below}/{key}", make)
-
-
 @dataclass(frozen=True)
 class IndexFolder:
     """A folder with an index: its name with a slash ("": the checkpoint itself)."""
@@ -147,14 +314,6 @@ class IndexFolder:
 
     def file(self, name: str) -> str:
         return self.name + name
-
-
-@dataclass(frozen=True)
-class KeyedTensor:
-    """A tensor by its key, and the folder that it lies in."""
-
-    where: IndexFolder
-    tensor: StoredTensor
 
 
 PlaceOfRun = tuple[str, int, int]  # key of the tensor, number of the chunk, first element
@@ -183,6 +342,10 @@ class Run:
     def elems(self) -> int:
         return math.prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
+    @property
+    def box(self) -> Bounds:
+        return self.start, self.stop
+
     def rows(self, low: int, high: int) -> "Run":
         """Some of its rows."""
         key, number, first = self.place
@@ -207,6 +370,7 @@ class DcpCheckpoint(Checkpoint):
             }
             self.main_file = self._main_file()
             self._stored = self._all_tensors()
+            self._folder_of = {key: one for one in self._folders for key in one.index.tensors}
             self._objects = {key: one for one in self._folders for key in one.index.objects}
             self.keys = self._read_keys()
             self.groups, self._group_of = self._read_groups()
@@ -222,11 +386,10 @@ class DcpCheckpoint(Checkpoint):
     # ------------------------------------------------ what lies there
 
     def _index_folders(self) -> list[IndexFolder]:
-        from megatron_ucp.formats.megatron.index import read_index
+        from megatron_ucp.formats.megatron.index import index_in
 
         if self.folder.is_file(INDEX_FILE):
-            index = self.folder.made(INDEX_FILE, lambda: read_index(self.folder))
-            return [IndexFolder("", index)]
+            return [IndexFolder("", index_in(self.folder))]
         pattern = _OTHER_MODEL if self.told.weights else _OTHER
         others = [name for name in self.folder.names() if pattern.fullmatch(name)]
         if others:
@@ -241,12 +404,7 @@ class DcpCheckpoint(Checkpoint):
         wanted = [MODEL_FOLDER]
         if self.folder.is_folder(OPTIMIZER_FOLDER) and not self.told.weights:
             wanted.append(OPTIMIZER_FOLDER)
-        out: list[IndexFolder] = []
-        for name in wanted:
-            below = Below(self.folder, name)
-            index = below.made(INDEX_FILE, lambda below=below: read_index(below))
-            out.append(IndexFolder(f"{name}/", index))
-        return out
+        return [IndexFolder(f"{name}/", index_in(self.folder, f"{name}/")) for name in wanted]
 
     def _main_file(self) -> str:
         for name in SCHEDULERS:
@@ -258,24 +416,25 @@ class DcpCheckpoint(Checkpoint):
     def _index_file(self) -> str:
         return self.full_path(f"{self._folders[-1].name}{INDEX_FILE}")
 
-    def _all_tensors(self) -> dict[str, KeyedTensor]:
-        out: dict[str, KeyedTensor] = {}
-        for one in self._folders:
+    def _all_tensors(self) -> dict[str, StoredTensor]:
+        first, *others = self._folders
+        for one in others:
             for key in one.index.tensors:
-                if key in out:
+                if key in first.index.tensors:
                     raise ForeignFileError(
                         "a tensor lies in both folders",
                         file=self._index_file,
                         parameter=key,
-                        found=f"{out[key].where.name} and {one.name}",
+                        found=f"{first.name} and {one.name}",
                         fix="restore the folders of one save",
                     )
-                out[key] = KeyedTensor(one, one.index.tensors[key])
-        return out
+        return {key: found for one in self._folders for key, found in one.index.tensors.items()}
+
+    def _weight(self, name: str) -> StoredTensor:
+        return self._stored[self.keys.weights[name]]
 
     def _read_keys(self) -> Keys:
-        like = {} if self.told.like is None else self.told.like.by_name
-        known = [*(self.told.shares or {}), *like]
+        known = [*(self.told.shares or {}), *self.told.own]
         if is_torchtitan(self._stored.keys()):  # whose names are nobody's here
             known = []
         keys = [*self._stored, *self._objects]
@@ -314,7 +473,7 @@ class DcpCheckpoint(Checkpoint):
         return self._small_tensor(key)
 
     def _small_tensor(self, key: str) -> Any:
-        tensor = self._stored[key].tensor
+        tensor = self._stored[key]
         if math.prod(tensor.shape) > MAX_INDEXED or len(tensor.chunks) != 1:
             raise UnsupportedError(
                 "a tensor among plain values is too large",
@@ -324,9 +483,13 @@ class DcpCheckpoint(Checkpoint):
                 found=str(tensor.shape),
                 fix="save the checkpoint again with its program",
             )
-        where = self._place(key, 0, 0, math.prod(tensor.shape))
+        return self._chunk_value(key, 0, tensor.shape)
+
+    def _chunk_value(self, key: str, number: int, shape: Ints) -> Any:
+        """A small chunk of a tensor, as a tensor of its own."""
+        where = self._place(key, number, 0, math.prod(shape))
         self.note_read(where.file, where.record)
-        return tensor_at(where, contiguous("0", tensor.dtype, tensor.shape))
+        return tensor_at(where, contiguous("0", where.dtype, shape))
 
     def _number(self, key: str) -> float:
         """A number that lies as an object or as a tensor of one element."""
@@ -389,7 +552,7 @@ class DcpCheckpoint(Checkpoint):
         yet, or is frozen where the caller's model says so."""
         if not any(self.keys.states.values()):
             return
-        like = {} if self.told.like is None else self.told.like.by_name
+        like = self.told.own
         for name, number in [*self._group_of.items()]:
             settings, found = self.groups[number].settings, {*self.keys.states.get(name, ())}
             if not found and name in like and like[name].kind == "frozen":
@@ -464,7 +627,7 @@ class DcpCheckpoint(Checkpoint):
             return {name: TensorPart(name) for name in names}
         whole = {self._tensor_name(name, part) for name, part in shares.items()}
         if whole - {*names}:  # experts in one tensor, as a model has them in memory
-            shares = joined(shares, {name: self._shape_of(name) for name in names})
+            shares = joined(shares, {name: self._weight(name).shape for name in names})
             if shares is None:
                 return {name: TensorPart(name) for name in names}
             whole = {self._tensor_name(name, part) for name, part in shares.items()}
@@ -477,7 +640,7 @@ class DcpCheckpoint(Checkpoint):
     def _parts_of_torchtitan(self) -> dict[str, TensorPart]:
         """As `_parts`, by way of the names in transformers. Raises UnsupportedError for layers that
         nothing is known of, ModelMismatchError for tensors of another model than the caller's."""
-        shapes = {name: self._shape_of(name) for name in self.keys.weights}
+        shapes = {name: self._weight(name).shape for name in self.keys.weights}
         if further := [name for name in shapes if name.startswith(FURTHER)]:
             raise UnsupportedError(
                 "torchtitan's layers that predict further tokens are not read",
@@ -505,7 +668,7 @@ class DcpCheckpoint(Checkpoint):
         is_fused = any(len(fused_of(name)) > 1 for name in self.keys.stated)
         turns = has_turns(shapes)
         heads = self._heads(shapes, turns) if is_fused or turns else None
-        found, _ = titan_names(shares, sizes, heads, is_fused, boxes_in_param)
+        found, _ = titan_names(shares, sizes, heads, is_fused)
         self._state_slices = found.states
         return {**found.shares, **self._beside_twins(lost)}
 
@@ -517,11 +680,8 @@ class DcpCheckpoint(Checkpoint):
         told = self.told
         if told.shares is not None and told.specs is not None:
             return told.shares, told.specs
-        if told.like is None:
-            return {}, {}
-        shares = None if told.tensors is None else told.tensors(there)
-        like = told.like.by_name
-        return {n: p for n, p in (shares or {}).items() if p.param in like}, like
+        shares = None if told.tensors is None or told.like is None else told.tensors(there)
+        return {n: p for n, p in (shares or {}).items() if p.param in told.own}, told.own
 
     def _beside_twins(self, names: Sequence[str]) -> dict[str, TensorPart]:
         """Tensors that no model of transformers has, under their own names. Biases of routers that
@@ -534,16 +694,11 @@ class DcpCheckpoint(Checkpoint):
     def _is_zero(self, name: str) -> bool:
         """Whether all bytes of a small weight are."""
         key = self.keys.weights[name]
-        for number, chunk in enumerate(self._stored[key].tensor.chunks):
-            elems = math.prod(chunk.shape)
-            if elems > MAX_INDEXED:
-                return False
-            where = self._place(key, number, 0, elems)
-            self.note_read(where.file, where.record)
-            value: Any = tensor_at(where, contiguous("0", self._dtype(name), chunk.shape))
-            if any(value.get("data")):
-                return False
-        return True
+        return all(
+            math.prod(chunk.shape) <= MAX_INDEXED
+            and not any(self._chunk_value(key, number, chunk.shape).get("data"))
+            for number, chunk in enumerate(self._stored[key].chunks)
+        )
 
     def _heads(self, shapes: Mapping[str, Ints], turns: bool) -> Heads:
         """The heads of attention: of the model's config beside the files, or as other tensors show
@@ -591,10 +746,6 @@ class DcpCheckpoint(Checkpoint):
 
     # ------------------------------------------------ parameters
 
-    def _shape_of(self, name: str) -> Ints:
-        """The shape of a weight, as it is stored."""
-        return self._stored[self.keys.weights[name]].tensor.shape
-
     def _tensor_name(self, name: str, part: TensorPart) -> str:
         return name if part.slice_of is None else part.slice_of.tensor
 
@@ -608,7 +759,7 @@ class DcpCheckpoint(Checkpoint):
         if not found:
             return {}
         check_known(found, self._index_file)
-        shape, within = self._shape_of(tensor), self._state_slices.get(name)
+        shape, within = self._weight(tensor).shape, self._state_slices.get(name)
         if within is not None:
             shape = (within.of, *shape[1:])
         out: dict[str, str] = {}
@@ -616,15 +767,13 @@ class DcpCheckpoint(Checkpoint):
             if not is_element(state):
                 continue
             have = self._stored.get(key)
-            if have is None or have.tensor.shape != shape or have.tensor.dtype not in _FLOATS:
+            if have is None or have.shape != shape or have.dtype not in _FLOATS:
                 raise UnsupportedError(
                     "a state of the optimizer is no number for each element of its parameter",
                     file=self._index_file,
                     parameter=f"{tensor}: {state}",
                     expected=f"{shape} in {', '.join(_FLOATS[:3])}",
-                    found="an object"
-                    if have is None
-                    else f"{have.tensor.shape} in {have.tensor.dtype}",
+                    found="an object" if have is None else f"{have.shape} in {have.dtype}",
                     fix="load the weights alone (Python: load_optimizer_states=False)",
                 )
             out[state] = key
@@ -676,7 +825,7 @@ class DcpCheckpoint(Checkpoint):
         ]
         self._blocks += blocks
         kept = tuple(
-            (state, "float32" if key == _ZEROS else self._stored[key].tensor.dtype)
+            (state, "float32" if key == _ZEROS else self._stored[key].dtype)
             for state, key in keys[0].items()
         )
         scalars = {} if group is None else self._scalars_of[tensors[0]]
@@ -696,7 +845,7 @@ class DcpCheckpoint(Checkpoint):
         """The number of a parameter's group (None: nobody steps it), and its dtype. Raises
         StateMismatchError."""
         tensors = [self._tensor_name(*one) for one in held]
-        dtypes = {self._dtype(name) for name in tensors}
+        dtypes = {self._weight(name).dtype for name in tensors}
         kinds = {
             (self._group_of.get(n), tuple(states[name]), tuple(sorted(self._scalars_of[n].items())))
             for (name, _), n in zip(held, tensors, strict=True)
@@ -725,20 +874,17 @@ class DcpCheckpoint(Checkpoint):
         """A parameter that lies in these blocks; `part` is the first of its tensors."""
         known = None if self._specs is None else self._specs.get(param)
         expert = None if known is None else known.expert
-        dim = part.layout.dim if isinstance(part.layout, Chunks) else _joined_dim(part.layout)
+        dim = part.layout.dim if isinstance(part.layout, Chunks | Interleaved) else 0
         layout = Chunks(tuple(block.boxes for block in blocks), dim)
         spec = ParamSpec(param, shape, dtype, kind, layout, order=part.order, expert=expert)
         return self._on_mesh(spec)
-
-    def _dtype(self, tensor: str) -> str:
-        return self._stored[self.keys.weights[tensor]].tensor.dtype
 
     def _shape(self, param: str, held: Sequence[tuple[str, TensorPart]]) -> Ints:
         """The whole shape of a parameter. Raises StateMismatchError where a tensor has another one
         than the caller's model asks for."""
         ((name, part), *_) = held
         if self._specs is None or param not in self._specs:
-            return self._shape_of(name)
+            return self._weight(name).shape
         spec = self._specs[param]
         for name, part in held:
             rows = self._rows(name, part, spec)
@@ -762,7 +908,7 @@ class DcpCheckpoint(Checkpoint):
         return self._tensor_shape(name, part)[0]
 
     def _tensor_shape(self, name: str, part: TensorPart) -> Ints:
-        whole = self._shape_of(self._tensor_name(name, part))
+        whole = self._weight(self._tensor_name(name, part)).shape
         if part.slice_of is None:
             return whole
         return part.slice_of.sliced_shape(whole) or whole
@@ -770,16 +916,11 @@ class DcpCheckpoint(Checkpoint):
     def _on_mesh(self, spec: ParamSpec) -> ParamSpec:
         """A parameter as tensor parallelism cuts it: as the caller or rules say it. Nothing in the
         files does."""
-        known, rules = self.told.specs, self.told.rules
-        if known is not None and spec.name in known:
-            declared = known[spec.name]
-            extent = None if spec.shape != declared.shape else declared.extent
-            return replace(spec, on_mesh=declared.layout, extent=extent)
-        if rules is not None and rules.rules and spec.kind != "buffer":
-            axes = (*Mesh().cuts(), *Mesh().cuts(expert=True))
-            found = rules.declare(spec.name, spec.shape, dict.fromkeys(axes, 1))
-            return replace(spec, on_mesh=found.layout, extent=found.extent)
-        return spec
+        declared = self.told.declared(spec)
+        if declared is None:
+            return spec
+        extent = None if spec.shape != declared.shape else declared.extent
+        return replace(spec, on_mesh=declared.layout, extent=extent)
 
     def _leave_out_ties(
         self, tensors: dict[str, TensorPart], states: Mapping[str, Mapping[str, str]]
@@ -788,15 +929,15 @@ class DcpCheckpoint(Checkpoint):
         that no optimizer steps, and has the bytes of one that it steps, is that one."""
         if not self.groups:
             return
-        own = {} if self.told.like is None else self.told.like.by_name  # no further names there
+        own = self.told.own  # no further names there
         ties: dict[str, list[str]] = {}
         stepped = grouped(
-            ((self._dtype(n), self._stored[self.keys.weights[n]].tensor.shape), n)
+            ((self._weight(n).dtype, self._weight(n).shape), n)
             for n in self.keys.weights
             if n in self._group_of
         )
         for name in [name for name in tensors if name in self.keys.weights]:
-            tensor = self._stored[self.keys.weights[name]].tensor
+            tensor = self._weight(name)
             if name in self._group_of or len(tensor.shape) != 2 or tensors[name].param in own:
                 continue
             others = stepped.get((tensor.dtype, tensor.shape), ())
@@ -808,7 +949,7 @@ class DcpCheckpoint(Checkpoint):
 
     def _are_same(self, one: str, other: str) -> bool:
         keys = self.keys.weights[one], self.keys.weights[other]
-        chunks = [self._stored[key].tensor.chunks for key in keys]
+        chunks = [self._stored[key].chunks for key in keys]
         boxes = [[(chunk.start, chunk.shape) for chunk in each] for each in chunks]
         return boxes[0] == boxes[1] and all(
             same_bytes(*(self._place(key, n, 0, math.prod(box[1])) for key in keys))
@@ -833,7 +974,7 @@ class DcpCheckpoint(Checkpoint):
             first = next(iter(own.values()))
             places = {state: run.place for state, run in own.items()} | zeros
             if first.elems:
-                boxes = tuple(boxes_in_param(part, shape, (first.start, first.stop)))
+                boxes = tuple(part.boxes(shape, *first.box))
                 yield TensorBlock(first.elems, boxes, places)
             elif not math.prod(shape) and first.place[1] == 0:
                 yield TensorBlock(0, (((0,) * len(shape), shape),), places)
@@ -841,7 +982,7 @@ class DcpCheckpoint(Checkpoint):
     def _runs(self, key: str, within: Slice | None) -> list[Run]:
         """What each chunk of a tensor has of a slice of it."""
         out: list[Run] = []
-        for number, chunk in enumerate(self._stored[key].tensor.chunks):
+        for number, chunk in enumerate(self._stored[key].chunks):
             found = _in_slice(within, chunk.start, chunk.stop)
             if found is not None:
                 start, stop, first = found
@@ -854,16 +995,14 @@ class DcpCheckpoint(Checkpoint):
         """Runs of all states that have the same elements: as they are, or cut at the rows at which
         any of them is. Raises UnsupportedError where other dims are cut differently."""
         first, *_ = runs.values()
-        boxes = [(one.start, one.stop) for one in first]
-        if all([(one.start, one.stop) for one in each] == boxes for each in runs.values()):
+        boxes = [one.box for one in first]
+        if all([one.box for one in each] == boxes for each in runs.values()):
             for number in range(len(boxes)):
                 yield {state: each[number] for state, each in runs.items()}
             return
         rest = {(one.start[1:], one.stop[1:]) for each in runs.values() for one in each}
         if len(rest) > 1 or not boxes[0][0]:
-            state = next(
-                s for s, each in runs.items() if [(r.start, r.stop) for r in each] != boxes
-            )
+            state = next(s for s, each in runs.items() if [one.box for one in each] != boxes)
             raise UnsupportedError(
                 "a state is cut otherwise than its parameter",
                 file=self._index_file,
@@ -873,9 +1012,7 @@ class DcpCheckpoint(Checkpoint):
                 fix="save weights and states from one mesh",
             )
         ordered = {state: sorted(each, key=lambda one: one.start) for state, each in runs.items()}
-        cuts = sorted(
-            {row for each in runs.values() for r in each for row in (r.start[0], r.stop[0])}
-        )
+        cuts = sorted({side[0] for each in runs.values() for one in each for side in one.box})
         at = dict.fromkeys(ordered, 0)
         for low, high in itertools.pairwise(cuts):
             for state, each in ordered.items():
@@ -889,11 +1026,11 @@ class DcpCheckpoint(Checkpoint):
             return Where(
                 Zeros(), Record(_ZEROS, 0, elems * ITEMSIZE["float32"], 0), 0, elems, "float32"
             )
-        one = self._stored[key]
-        chunk: Chunk = one.tensor.chunks[number]
-        file = self.file(one.where.file(chunk.place.file))
-        record = file.record_of_chunk(one.tensor, chunk)
-        return Where(file, record, first * ITEMSIZE[one.tensor.dtype], elems, one.tensor.dtype)
+        tensor = self._stored[key]
+        chunk: Chunk = tensor.chunks[number]
+        file = self.file(self._folder_of[key].file(chunk.place.file))
+        record = file.record_of_chunk(tensor, chunk)
+        return Where(file, record, first * ITEMSIZE[tensor.dtype], elems, tensor.dtype)
 
     # ------------------------------------------------ the run
 
@@ -1008,20 +1145,11 @@ class DcpCheckpoint(Checkpoint):
         block = self._blocks[slot.buffer]
         return self._place(*block.places[slot.state], block.elems)
 
-    def file(self, name: str) -> Any:
-        if name not in self._open:
-            stored = self.folder.open(name)
-            if name in SCHEDULERS:
-                file: Any = PtFile(stored, allow=OF_VALUES)
-            else:
-                one = self._by_file[name]
-                file = DistcpFile(stored, name.removeprefix(one.name), one.index)
-            self._open[name] = self._closing.enter_context(file)
-        return self._open[name]
-
-    def records(self, name: str) -> list[tuple[Record, str]]:
-        file = self.file(name)
-        return file.all_records() if isinstance(file, DistcpFile) else super().records(name)
+    def open_file(self, name: str) -> PtFile | DistcpFile:
+        stored, one = self.folder.open(name), self._by_file.get(name)
+        if one is None:
+            return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
+        return self._closing.enter_context(one.index.opened(stored, name.removeprefix(one.name)))
 
 
 def _kind(name: str, dtype: str) -> str:
@@ -1065,51 +1193,6 @@ def _in_slice(within: Slice | None, start: Ints, stop: Ints) -> tuple[Ints, Ints
     return (low - within.first, *start[1:]), (high - within.first, *stop[1:]), first
 
 
-def boxes_in_param(part: TensorPart, shape: Ints, box: Bounds) -> Iterator[Bounds]:
-    """The boxes of a parameter of a `shape` that a box of one of its tensors is, one after the
-    other along the dim along which the layout joins them."""
-    start, stop = box
-    if part.stacked:
-        start, stop = (0, *start), (1, *stop)
-    if part.order is not None:
-        at = [part.order.index(dim) for dim in range(len(part.order))]
-        start, stop = (tuple(each[place] for place in at) for each in (start, stop))
-    layout = part.layout
-    if isinstance(layout, Interleaved):
-        length = shape[layout.dim] // layout.parts
-        for row in range(start[layout.dim], stop[layout.dim]):
-            place = row % layout.parts * length + row // layout.parts
-            yield _with(start, layout.dim, place), _with(stop, layout.dim, place + 1)
-    elif isinstance(layout, Chunks):
-        yield from _of_joined(layout.held[part.number], layout.dim, start, stop)
-    else:
-        yield start, stop
-
-
-def _of_joined(boxes: Sequence[Bounds], dim: int, start: Ints, stop: Ints) -> Iterator[Bounds]:
-    at = 0
-    for first, last in boxes:
-        width = last[dim] - first[dim]
-        low, high = max(start[dim], at), min(stop[dim], at + width)
-        if low < high:
-            moved = [
-                tuple(f + n for f, n in zip(first, each, strict=True)) for each in (start, stop)
-            ]
-            yield (
-                _with(moved[0], dim, first[dim] + low - at),
-                _with(moved[1], dim, first[dim] + high - at),
-            )
-        at += width
-
-
-def _with(at: Ints, dim: int, value: int) -> Ints:
-    return (*at[:dim], value, *at[dim + 1 :])
-
-
-def _joined_dim(layout: Layout) -> int:
-    return layout.dim if isinstance(layout, Interleaved) else 0
-
-
 class DcpFormat:
     """Folders of torch.distributed.checkpoint that no Megatron wrote."""
 
@@ -1123,9 +1206,9 @@ class DcpFormat:
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
         """Raises UnsupportedError for a folder of Megatron's in another format."""
         if folder.is_file(INDEX_FILE):
-            from megatron_ucp.formats.megatron.index import read_index
+            from megatron_ucp.formats.megatron.index import index_in
 
-            index = folder.made(INDEX_FILE, lambda: read_index(folder))
+            index = index_in(folder)
             if any(_OF_MEGATRON.match(key) for key in (*index.objects, *index.keys)):
                 check_backend(folder)
         return DcpCheckpoint(folder, told)

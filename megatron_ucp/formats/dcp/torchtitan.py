@@ -14,14 +14,13 @@ Source: state_dict_adapter.py of each model, and the class FusedQKVLinear, of to
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_ucp.core.box import Ints
+from megatron_ucp.core.box import Bounds, Ints
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layout import Chunks, Layout
 from megatron_ucp.core.tensor_parts import Interleaved, Slice, TensorPart
-from megatron_ucp.formats.proof import Bounds
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 _TOP = {
@@ -127,7 +126,7 @@ class TitanNames:
     `states` where the states of a slice lie, if not under the name of its weight."""
 
     shares: Mapping[str, TensorPart]
-    states: Mapping[str, Slice] = field(default_factory=dict[str, Slice])
+    states: Mapping[str, Slice] = field(default_factory=dict)
 
 
 # ---- what lies in a folder
@@ -200,13 +199,10 @@ def titan_names(
     shapes: Mapping[str, Ints],
     heads: Heads | None,
     is_fused: bool,
-    boxes_in: Callable[[TensorPart, Ints, Bounds], Iterator[Bounds]],
 ) -> tuple[TitanNames, list[str]]:
     """What torchtitan's tensors hold of parameters, of which `shares` says what transformers'
     tensors hold; and the names of tensors that torchtitan has no place for. `shapes` are those of
-    the parameters. `is_fused`: the states of queries, keys and values are one tensor.
-    `boxes_in(part, shape, box)` gives the boxes of a parameter that a box of one of its tensors
-    is."""
+    the parameters. `is_fused`: the states of queries, keys and values are one tensor."""
     latent = any(name.endswith(".kv_a_proj_with_mqa.weight") for name in shares)
     is_gpt_oss = any(name.endswith(".sinks") for name in shares)
     ends, counts = {**_LAYER, **_STACKS, **(_LATENT if latent else {})}, _experts(shares)
@@ -229,9 +225,7 @@ def titan_names(
         elif end not in ends:
             lost.append(name)
         elif ends[end].startswith(_QKV):
-            for own, piece, within in _rows(
-                first + ends[end], part, shapes, heads, is_fused, boxes_in
-            ):
+            for own, piece, within in _rows(first + ends[end], part, shapes, heads, is_fused):
                 out[own] = piece
                 if within is not None:
                     states[own] = within
@@ -283,12 +277,7 @@ def _renamed(
 
 
 def _rows(
-    own: str,
-    part: TensorPart,
-    shapes: Mapping[str, Ints],
-    heads: Heads | None,
-    is_fused: bool,
-    boxes_in: Callable[[TensorPart, Ints, Bounds], Iterator[Bounds]],
+    own: str, part: TensorPart, shapes: Mapping[str, Ints], heads: Heads | None, is_fused: bool
 ) -> Iterator[tuple[str, TensorPart, Slice | None]]:
     """Queries, keys or values: as they are, or a slice for each group of heads."""
     which = own.rpartition(".")[0][-1]
@@ -301,8 +290,7 @@ def _rows(
         first = group * rows
         boxes: list[Bounds] = []
         for low, high in _runs([heads.there(which, row) for row in range(first, first + rows)]):
-            box = (low, *(0,) * len(rest)), (high, *rest)
-            boxes += boxes_in(part, shapes[part.param], box)
+            boxes += part.boxes(shapes[part.param], (low, *(0,) * len(rest)), (high, *rest))
         here = Slice(own, first, rows, rows * heads.groups)
         there = Slice(fused, heads.at(which, group), rows, heads.all_rows) if is_fused else None
         piece = TensorPart(part.param, Chunks((tuple(boxes),)), slice_of=here)

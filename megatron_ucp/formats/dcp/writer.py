@@ -67,13 +67,11 @@ class IndexedFolder:
     `paths` are those of all keys, in the order in which they were added."""
 
     name: str = ""
-    paths: dict[str, KeyPath] = field(default_factory=dict[str, KeyPath])
-    shapes: dict[str, tuple[str, Ints]] = field(default_factory=dict[str, tuple[str, Ints]])
-    placed: list[PlacedTensor] = field(default_factory=list[PlacedTensor])
-    known: dict[str, tuple[str, int, bytes]] = field(
-        default_factory=dict[str, tuple[str, int, bytes]]
-    )
-    copies: dict[str, str] = field(default_factory=dict[str, str])
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    shapes: dict[str, tuple[str, Ints]] = field(default_factory=dict)
+    placed: list[PlacedTensor] = field(default_factory=list)
+    known: dict[str, tuple[str, int, bytes]] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
     _ends: dict[str, int] = field(
         default_factory=lambda: {f"__{number}_0{SUFFIX}": 0 for number in range(_FILES)}
     )

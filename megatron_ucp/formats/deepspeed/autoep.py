@@ -20,6 +20,7 @@ from megatron_ucp.core.experts import (
 )
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.param_groups import number
 
 _STACKS = ("w1", "w2", "w3")  # of each mixture: gate, down, up
@@ -39,7 +40,7 @@ class AutoEP:
     the i-th run of them. Nothing is stacked in a model without such layers."""
 
     ranks: int = 1
-    experts: Mapping[str, int] = field(default_factory=dict[str, int])
+    experts: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.experts)
@@ -107,7 +108,7 @@ def autoep_of(meta: Mapping[str, Any], file: str) -> AutoEP:
 
 def _said(layer: Any, file: str) -> tuple[int, int, str]:
     """Ranks, experts and the name of the module with the experts. Raises DamagedFileError."""
-    said: Mapping[str, Any] = layer if isinstance(layer, dict) else {}
+    said = expect.section(layer)
     size, count, prefix = (said.get(k) for k in ("ep_size", "num_experts", "expert_key_prefix"))
     if _is_count(size) and _is_count(count) and isinstance(prefix, str):
         return size, count, prefix
@@ -126,9 +127,8 @@ def _is_count(value: object) -> TypeGuard[int]:
 def _check_placement(layer: Any, ranks: int, count: int, file: str) -> None:
     """Raises UnsupportedError unless rank i has the i-th run of the experts."""
     want = [list(experts_of_rank(rank, count, ranks)) for rank in range(ranks)]
-    placement: Any = layer.get("expert_placement")
-    said = placement.get("ranks") if isinstance(placement, dict) else None
-    found = want if placement is None else _experts_of_ranks(said)
+    said = expect.section(layer, "expert_placement").get("ranks")
+    found = want if layer.get("expert_placement") is None else _experts_of_ranks(said)
     if count % ranks or found != want:
         raise UnsupportedError(
             "AutoEP divided the experts otherwise than in equal runs, which is not supported",

@@ -6,7 +6,7 @@ Sources, of DeepSpeed 0.19.8: `DeepSpeedZeroOptimizer.__init__` for ZeRO-1 and 2
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.experts import stored_tensors
@@ -70,7 +70,7 @@ class GroupOnRank:
     scalars: Callable[[str], Scalars]
     partitions: int
     axes: tuple[str, ...] = DENSE_CUT
-    settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[TensorSizes]:
@@ -101,28 +101,17 @@ class GroupOnRank:
     ) -> FlatBuffer:
         """ZeRO-1, ZeRO-2 and BF16_Optimizer: tensors from their `starts` on, filled up behind the
         `used` elements and cut into equal chunks."""
-        length = whole_length(used, self.partitions)
-        return self._flat(tensors, starts, length, self.partitions, uncut)
+        held = zip(tensors, starts, strict=True)
+        members = [m for t, at in held for m in flat.one_after_another(self._members(t, at))]
+        length, parts = whole_length(used, self.partitions), self.partitions
+        return FlatBuffer(
+            tuple(members), length, parts, "whole", self.states, axes=self.axes, uncut=uncut
+        )
 
     def not_cut(self, tensors: Sequence[TensorSizes]) -> FlatBuffer:
         """FP16_Optimizer: one buffer without padding, without ZeRO."""
         starts, used = flat.aligned_starts([elems_of(tensor) for tensor in tensors])
-        return self._flat(tensors, starts, used, 1, ())
-
-    def _flat(
-        self,
-        tensors: Sequence[TensorSizes],
-        starts: Sequence[int],
-        length: int,
-        partitions: int,
-        uncut: tuple[str, ...],
-    ) -> FlatBuffer:
-        members: list[Member] = []
-        for tensor, start in zip(tensors, starts, strict=True):
-            members += flat.one_after_another(self._members(tensor, start))
-        return FlatBuffer(
-            tuple(members), length, partitions, "whole", self.states, axes=self.axes, uncut=uncut
-        )
+        return replace(self.cut_as_one(tensors, starts, used), length=used, partitions=1)
 
     def _members(self, tensor: TensorSizes, start: int) -> list[Member]:
         return [Member(n, start, size, self.number, self.scalars(n)) for n, size in tensor]

@@ -2,8 +2,7 @@
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +14,8 @@ from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import same
 from megatron_ucp.errors import ForeignFileError, StateMismatchError
-from megatron_ucp.formats.byte_files import ByteFile, Record, Where
-from megatron_ucp.formats.deepspeed.files import TagFolder
+from megatron_ucp.formats.byte_files import ByteFile, Record
+from megatron_ucp.formats.checkpoint import TrainedWeights
 from megatron_ucp.formats.deepspeed.manifest import difference, require_equal, shares
 from megatron_ucp.formats.deepspeed.optimizers import Contents, sharing
 from megatron_ucp.formats.deepspeed.run import NativeRun
@@ -26,8 +25,6 @@ from megatron_ucp.formats.proof import is_rounded
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 
 # ---- file checks
-#
-# Whether the files of a tag folder belong together: one run, one step, one mesh.
 
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
@@ -38,11 +35,7 @@ _Runs = tuple[_Sample, range, int]  # where runs of a sample begin, and how many
 _Place = tuple[ByteFile, Record, str, int]  # with the dtype, and an element of the record
 
 
-def check_file(
-    run: NativeRun,
-    name: str,
-    allow: Collection[str] = (),
-) -> None:
+def check_file(run: NativeRun, name: str, allow: Collection[str] = ()) -> None:
     """Compares one file with the structure; see `Checkpoint.check`. Raises ForeignFileError for a
     file of another run, step or mesh, StateMismatchError where nothing says whose states are in
     it."""
@@ -201,11 +194,7 @@ def _require_like_master(run: NativeRun, member: Member, weight: TensorRef, besi
 
 
 def check_weights(
-    run: NativeRun,
-    rank: int,
-    most: int = SAMPLES,
-    runs: int = 1,
-    run_elems: int = 1,
+    run: NativeRun, rank: int, most: int = SAMPLES, runs: int = 1, run_elems: int = 1
 ) -> None:
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
     run. Of at most that many parameters, evenly chosen, as many runs are compared as `spread`
@@ -348,28 +337,6 @@ def _elements(
 # of the tokens that were seen. The first ones are the most frequent, and rows for padding and for
 # tokens that were added, which programs write by hand, stand at the ends.
 RUNS, RUN_ELEMS = 3, 512
-
-
-@dataclass(frozen=True)
-class TrainedWeights:
-    """The parameters of a checkpoint as its model files hold them: `held` are the weights of each
-    buffer of the manifest at each place along the axes that cut it, with the names of their
-    files."""
-
-    manifest: Manifest
-    files: TagFolder
-    held: Mapping[tuple[int, Coords], tuple[TensorRef, str]]
-
-    def where(self, slot: Slot) -> Where:
-        """Place of a slot of the manifest."""
-        ref, name = self.held[slot.buffer, slot.cut]
-        return self.files.place(name, ref)
-
-    def opened(self, path: str) -> ByteFile:
-        return self.files.opened(path)
-
-    def check_read(self) -> None:
-        self.files.check_read()
 
 
 def trained_weights(run: NativeRun) -> TrainedWeights | None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.optimizers import rule_untold
 
 SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # -> dtype of training
@@ -17,16 +18,11 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, tree: object) -> None:
-        self.tree = cast("Mapping[str, Any]", tree) if isinstance(tree, Mapping) else {}
+        self.tree = expect.section(tree)
 
     def section(self, *keys: str) -> Mapping[str, Any]:
         """A section, or one inside of another."""
-        out: Any = self.tree
-        for key in keys:
-            out = out.get(key)
-            if not isinstance(out, dict):
-                return {}
-        return cast("Mapping[str, Any]", out)
+        return expect.section(self.tree, *keys)
 
     @property
     def zero(self) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import stage_of
 from megatron_ucp.errors import DamagedFileError, some_of
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.files import COUNTERS, HELPERS, NEWEST, OWN_KEYS, TagFolder
 from megatron_ucp.formats.deepspeed.run import NativeRun
@@ -21,17 +22,9 @@ from megatron_ucp.formats.schedules import of_all_stages, regrouped
 
 def extras_of(run: NativeRun) -> Extras:
     """Of native files."""
-    tree = run.optimizer_of(0)[0]
-    optimizer = tree if isinstance(tree, dict) else {}
-    scheduler = _joined_scheduler(run)
-    found = from_meta(
-        run,
-        run.meta,
-        optimizer,
-        scheduler,
-        run.contents.scaler,
-        run.weights.extra_states(),
-    )
+    optimizer, scheduler = expect.section(run.optimizer_of(0)[0]), _joined_scheduler(run)
+    scaler, modules = run.contents.scaler, run.weights.extra_states()
+    found = from_meta(run, run.meta, optimizer, scheduler, scaler, modules)
     return replace(found, side_data=run.weights.side_data())
 
 
@@ -59,7 +52,7 @@ def from_meta(
             expected="what its state_dict() gave",
             found=type(scheduler).__name__,
         )
-    config, patterns = meta.get("ds_config"), meta.get("universal_checkpoint_info")
+    config = meta.get("ds_config")
     recorded, clip = folder.recorded, optimizer.get("clip_grad")
     has_clip = isinstance(clip, int | float) and not isinstance(clip, bool)
     clip_grad = float(cast("float", clip)) if has_clip else None
@@ -75,7 +68,7 @@ def from_meta(
         clip_grad=clip_grad,
         int_steps=_int_steps(optimizer),
         stateless={name: value for name, value in modules.items() if is_nothing(value)},
-        patterns=patterns if isinstance(patterns, dict) else {},
+        patterns=expect.section(meta, "universal_checkpoint_info"),
         modules={name: value for name, value in modules.items() if not is_nothing(value)},
     )
 
@@ -113,8 +106,7 @@ def _int_steps(optimizer: Mapping[str, Any]) -> bool:
         optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or optimizer
     )
     entries: Any = base.get("state", {}) if isinstance(base, dict) else dict(enumerate(base))
-    values = entries.values() if isinstance(entries, dict) else ()
-    return any(isinstance(entry, dict) and type(entry.get("step")) is int for entry in values)
+    return any(type(expect.section(e).get("step")) is int for e in expect.section(entries).values())
 
 
 def _joined_scheduler(run: NativeRun) -> Any:

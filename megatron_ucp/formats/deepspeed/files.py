@@ -63,8 +63,6 @@ OF_ARGUMENTS = frozenset(kind for kind, _ in MEMBERS_OF_ARGUMENTS)
 
 
 # ---- paths
-#
-# Names of DeepSpeed's native files.
 
 
 MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -123,7 +121,7 @@ def layer_name(layer: int, tp: int) -> str:
 
 
 def missing_files(
-    kind: str, count: int, first: str, expected: str, found: str, more: str = ""
+    kind: str, count: int, first: str, expected: str, found: str, more: str = "", param: str = ""
 ) -> NotFoundError:
     """The error for `count` files of a kind that are not there, of which `first` is the first one;
     `more` is what else can be done than to restore them."""
@@ -132,6 +130,7 @@ def missing_files(
     return NotFoundError(
         f"{article} {kind} is missing" if one else f"{count} {kind}s are missing",
         file=first,
+        parameter=param or None,
         expected=expected,
         found=found,
         fix=f"restore {'it' if one else 'them'}, or load another tag{more}",
@@ -162,13 +161,9 @@ class TagFiles:
     model: Mapping[tuple[int | None, int], str]
     optimizer: Mapping[tuple[int, int], str]
     prefixes: tuple[str, ...] = field(default=())
-    layers: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
-    experts: Mapping[tuple[int, int, int], str] = field(
-        default_factory=dict[tuple[int, int, int], str]
-    )
-    expert_optimizer: Mapping[tuple[int, int], str] = field(
-        default_factory=dict[tuple[int, int], str]
-    )
+    layers: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    experts: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
+    expert_optimizer: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -290,8 +285,6 @@ def _place(found: re.Match[str]) -> tuple[Any, ...]:
 
 
 # ---- tag folder
-#
-# The files of one tag folder, each opened once.
 
 
 CLASSES = "classes"  # of a manifest's run: that plain values of the program have
@@ -314,7 +307,6 @@ class TagFolder(Checkpoint):
         self._without_optimizer = without_optimizer
         names = scan(folder)
         self.names: TagFiles = names.without_optimizer if without_optimizer else names
-        self._trees: dict[str, Any] = {}
         folder.will_open([FILE_NAME, *self.names.first_ones])
         self._closing.callback(self.evidence.close)
 
@@ -324,16 +316,12 @@ class TagFolder(Checkpoint):
             return ManifestBeside(self.folder, self.names.names, is_optimizer_file)
         return ManifestBeside(self.folder, self.names.names)
 
-    def file(self, name: str) -> PtFile:
-        """An open file of the tag folder. Raises ForeignFileError where it is not the file that the
-        manifest names."""
-        if name not in self._open:
-            is_value = _is_value if name in self.names.model.values() else _is_no_value
-            vouched = VouchedClasses(is_value, self._classes, self._members)
-            opened = PtFile(self.folder.open(name), vouched=vouched)
-            file = self._open[name] = self._closing.enter_context(opened)
-            self.evidence.compare(name, file.size_bytes, file.directory_sha256)
-        return self._open[name]
+    def open_file(self, name: str) -> PtFile:
+        is_value = _is_value if name in self.names.model.values() else _is_no_value
+        vouched = VouchedClasses(is_value, self._classes, self._members)
+        file = self._closing.enter_context(PtFile(self.folder.open(name), vouched=vouched))
+        self.evidence.compare(name, file.size_bytes, file.directory_sha256)
+        return file
 
     @cached_property
     def _classes(self) -> frozenset[str] | None:
@@ -365,16 +353,14 @@ class TagFolder(Checkpoint):
 
     def tree(self, name: str) -> Any:
         """The pickled tree of a file, a dict."""
-        if name not in self._trees:
-            tree = self.file(name).tree
-            if not isinstance(tree, dict):
-                raise DamagedFileError(
-                    "a state file holds no dictionary",
-                    file=self.full_path(name),
-                    found=type(tree).__name__,
-                )
-            self._trees[name] = tree
-        return self._trees[name]
+        tree = self.file(name).tree
+        if not isinstance(tree, dict):
+            raise DamagedFileError(
+                "a state file holds no dictionary",
+                file=self.full_path(name),
+                found=type(tree).__name__,
+            )
+        return tree
 
     def will_read_scalars(self, name: str, tree: object) -> None:
         """Says that the small tensors in the tree of a file are read soon: an optimizer's steps."""

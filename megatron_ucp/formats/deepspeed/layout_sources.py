@@ -13,21 +13,11 @@ from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.errors import (
-    LayoutError,
-    RuleError,
-    UcpError,
-    UnsupportedError,
-    some_of,
-)
-from megatron_ucp.formats.deepspeed import tp_patterns
+from megatron_ucp.errors import LayoutError, RuleError, UcpError, UnsupportedError, some_of
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.deepspeed.files import PATTERNS, TagFolder
-from megatron_ucp.formats.deepspeed.megatron_deepspeed import (
-    INTERLEAVED,
-    arguments_of,
-    order_of,
-)
-from megatron_ucp.formats.deepspeed.tp_patterns import is_fused, is_matched
+from megatron_ucp.formats.deepspeed.megatron_deepspeed import INTERLEAVED, arguments_of, order_of
+from megatron_ucp.formats.deepspeed.tp_patterns import StockInfo, contradicts, is_fused
 from megatron_ucp.formats.deepspeed.weights import frozen_shapes, no_extra_state, shapes_by_group
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.pt.refs import TensorRef
@@ -52,7 +42,7 @@ def refuse_joined(
         cut = spec.layout.only_cut
         is_plain = cut is not None and not (cut.is_fused or cut.runs)
         told = order_of(arguments) == "" and is_plain
-        known = told or (isinstance(info, dict) and is_matched(info, name, file))
+        known = told or (isinstance(info, dict) and StockInfo(info, file).is_matched(name))
         if is_fused(name) and not known:
             raise UnsupportedError(
                 "the rows of query_key_value may be in no order: DeepSpeed's converter joined what "
@@ -68,9 +58,6 @@ def refuse_joined(
 
 
 # ---- declared
-#
-# How the parameters of a checkpoint are cut and named where no manifest says so: by a family, by
-# rules, by stock's patterns.
 
 
 _NAMED = 5  # parameters that a note lists by name
@@ -78,21 +65,17 @@ _NAMED = 5  # parameters that a note lists by name
 
 @dataclass
 class LayoutSource:
-    """The first that is given speaks: `specs` (of a manifest or a family), `rules`, `info` (stock
-    DeepSpeed's `universal_checkpoint_info` in the model file `file`). `pipe` are a pipeline's names
-    of canonical ones, which `info` uses. `order` is that of query_key_value's rows, where the
-    arguments of the run decide it."""
+    """The first that is given speaks: `specs` (of a manifest or a family), `rules`, `stock` (which
+    may say nothing). `pipe` are a pipeline's names of canonical ones, which `stock` uses."""
 
     mesh: Mesh
-    file: str
+    stock: StockInfo
     specs: Mapping[str, ParamSpec] | None = None
     rules: RuleSet | None = None
-    info: Mapping[str, Any] | None = None
-    pipe: Mapping[str, str] = field(default_factory=dict[str, str])
-    order: str = ""
-    _by_default: dict[str, None] = field(default_factory=dict[str, None], init=False)
-    _by_patterns: dict[str, None] = field(default_factory=dict[str, None], init=False)
-    _overruled: dict[str, None] = field(default_factory=dict[str, None], init=False)
+    pipe: Mapping[str, str] = field(default_factory=dict)
+    _by_default: dict[str, None] = field(default_factory=dict, init=False)
+    _by_patterns: dict[str, None] = field(default_factory=dict, init=False)
+    _overruled: dict[str, None] = field(default_factory=dict, init=False)
 
     @property
     def is_cut(self) -> bool:
@@ -102,7 +85,7 @@ class LayoutSource:
     @property
     def silent(self) -> bool:
         """Whether nothing says how parameters are cut."""
-        return self.specs is None and not self.info and not (self.rules and self.rules.rules)
+        return self.specs is None and not self.stock.info and not (self.rules and self.rules.rules)
 
     @property
     def notes(self) -> list[str]:
@@ -126,32 +109,31 @@ class LayoutSource:
         spec = self._with_vocabulary(
             self.rules.declare(name, local, self.mesh.cuts(is_expert(name)))
         )
-        if self.info and kind != "buffer" and self.is_cut and not self._agrees(spec, local):
+        if self.stock.info and kind != "buffer" and self.is_cut and not self._agrees(spec, local):
             self._overruled[name] = None
         return spec
 
     def _with_vocabulary(self, spec: ParamSpec) -> ParamSpec:
         """With the rows of the vocabulary that are data, where stock's patterns say them and the
         rules don't."""
-        if spec.extent is not None or not self.info:
+        if spec.extent is not None or not self.stock.info:
             return spec
         pipe = self.pipe.get(spec.name, spec.name)
         with suppress(RuleError):  # patterns that are no use to anybody
-            extent = tp_patterns.vocabulary_of(self.info, pipe, spec.shape, self.file)
-            return replace(spec, extent=extent)
+            return replace(spec, extent=self.stock.vocabulary_of(pipe, spec.shape))
         return spec
 
     def _told(self, name: str, local: Ints) -> ParamSpec | None:
         """What the manifest or the family says; of a vocabulary as many rows as the ranks have, as
         a model may be padded otherwise than the files. Raises LayoutError."""
         spec = (self.specs or {}).get(name)
-        if spec is not None and tp_patterns.contradicts(spec, self.order):
+        if spec is not None and contradicts(spec, self.stock.order):
             raise LayoutError(
                 "the rows of query_key_value are in another order in the checkpoint",
-                file=self.file,
+                file=self.stock.file,
                 parameter=name,
                 expected=spec.layout,
-                found=f"{self.order}, as the arguments of the run that wrote it say",
+                found=f"{self.stock.order}, as the arguments of the run that wrote it say",
                 fix="resume with the code that wrote it: no layout turns one order into the other",
             )
         cut = spec.layout.only_cut if spec is not None and spec.extent is not None else None
@@ -163,13 +145,11 @@ class LayoutSource:
         return replace(spec, shape=(rows, *spec.shape[1:]), extent=None)
 
     def _by_stock(self, name: str, local: Ints) -> ParamSpec | None:
-        if not self.info:
+        if not self.stock.info:
             return None
         pipe = self.pipe.get(name, name)
-        found = tp_patterns.declared(self.info, pipe, local, self.mesh.tp, self.file, self.order)
-        if not tp_patterns.is_fused(pipe) and not tp_patterns.is_matched(
-            self.info, pipe, self.file
-        ):
+        found = self.stock.declared(pipe, local, self.mesh.tp)
+        if not is_fused(pipe) and not self.stock.is_matched(pipe):
             self._by_default[name] = None
         self._by_patterns[pipe] = None
         return replace(found, name=name)
@@ -177,12 +157,12 @@ class LayoutSource:
     def check_patterns(self) -> None:
         """Once every parameter was found: raises RuleError for a pattern that matches none of them,
         where another parameter, for which it may be meant, is cut on dim 0 by default."""
-        info = self.info if self._by_default and self.info else {}
-        if found := tp_patterns.unused(info, self._by_patterns, self.file):
+        found = self.stock.unused(self._by_patterns) if self._by_default else None
+        if found is not None:
             raise RuleError(
                 "a pattern of universal_checkpoint_info matches no parameter, and parameters that "
                 "none matches would be cut on dim 0",
-                file=self.file,
+                file=self.stock.file,
                 expected=f"a parameter that matches {found[:200]}",
                 found=f"none; no pattern matches {some_of(list(self._by_default), _NAMED)}",
                 fix="give --rules FILE (Python: rules=; docs/reference/rules.md)",
@@ -191,13 +171,12 @@ class LayoutSource:
 
     def _agrees(self, spec: ParamSpec, local: Ints) -> bool:
         try:
-            pipe, info = self.pipe.get(spec.name, spec.name), self.info or {}
-            if tp_patterns.is_open(info, pipe, self.file, self.order):
+            pipe = self.pipe.get(spec.name, spec.name)
+            if self.stock.is_open(pipe):
                 return True
-            stock = tp_patterns.declared(info, pipe, local, self.mesh.tp, self.file, self.order)
+            return self.stock.declared(pipe, local, self.mesh.tp).layout == spec.layout
         except UcpError:  # patterns that are no use to anybody
             return False
-        return stock.layout == spec.layout
 
 
 def compared(manifest: Manifest, rules: RuleSet, file: str) -> Manifest:
@@ -319,9 +298,7 @@ def _listed(folder: TagFolder, file: str) -> Iterator[str]:
         yield from named
     mp = next(mp for (_, mp), name in folder.names.model.items() if name == file)
     for (_, rank), name in sorted(folder.names.optimizer.items()):
-        state = folder.tree(name).get("optimizer_state_dict") if rank == mp else None
-        mappings = state.get("param_slice_mappings") if isinstance(state, dict) else None
+        state = expect.section(folder.tree(name) if rank == mp else {}, "optimizer_state_dict")
+        mappings = state.get("param_slice_mappings")
         for named in mappings if isinstance(mappings, list) else []:
-            yield from (
-                (key for key in named if isinstance(key, str)) if isinstance(named, dict) else ()
-            )
+            yield from (key for key in expect.section(named) if isinstance(key, str))

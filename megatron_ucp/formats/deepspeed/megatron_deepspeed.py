@@ -6,12 +6,13 @@ The program puts its arguments into the client state of each save, under `args`.
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.core.manifest import ORDER, OTHER_ANGLES
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.values import InertObject
+from megatron_ucp.formats import expect
 from megatron_ucp.formats.deepspeed.weights import by_dotted_name, shapes_by_group
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY
 from megatron_ucp.formats.rule_file import read_rules
@@ -25,8 +26,7 @@ _OF_PROGRAM = frozenset({"deepspeed_config", "padded_vocab_size"})
 
 def arguments_of(saved: Any) -> Mapping[str, Any]:
     """Arguments by name, of what files hold of a namespace; empty for anything else."""
-    state = saved.state if isinstance(saved, InertObject) else None
-    return cast("Mapping[str, Any]", state) if isinstance(state, Mapping) else {}
+    return expect.section(saved.state if isinstance(saved, InertObject) else None)
 
 
 def are_of_program(arguments: Mapping[str, Any]) -> bool:
@@ -109,7 +109,7 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
     if not are_of_program(arguments):
         return {}
     out = {name: arguments.get(name) for name in _AS_IN_MEGATRON}
-    said = cast("Mapping[str, Any]", info) if isinstance(info, Mapping) else {}
+    said = expect.section(info)
     kinds = "add_position_embedding", "use_rotary_position_embeddings"
     learned, rotary = (arguments.get(name) is True for name in kinds)
     heads, groups = arguments.get("num_attention_heads"), arguments.get("num_key_value_heads")

@@ -200,6 +200,7 @@ class IndexStates:
     refs: Mapping[str, TensorRef]
 
 
+GroupShapes = Sequence[Mapping[str, Ints]]  # names and rank-local shapes of each group's parameters
 ListedTensor = tuple[Mapping[str, Ints], int, int | None]  # parameters, their index, their group
 
 
@@ -211,12 +212,11 @@ class OptimizerFile:
     base_key = "optimizer_state_dict"  # of the base optimizer's state dict
 
     def contents(
-        self, found: OptimizerTree, shapes: Sequence[Mapping[str, Ints]], spread: PartitionRanks
+        self, found: OptimizerTree, shapes: GroupShapes, spread: PartitionRanks
     ) -> Contents:
-        """What the file holds; `shapes` are names and rank-local shapes of each group's parameters
-        in the optimizer's order. Raises a UcpError."""
+        """What the file holds; `shapes` are in the optimizer's order. Raises a UcpError."""
         base, masters = self.base(found.tree, found.file), self.masters(found.tree, found.file)
-        self.check(found, masters, shapes, spread)
+        self.check(found, shapes, spread)
         groups, states = groups_of(base, found.file), expect.key_or(base, "state", {}, found.file)
         buffers: list[FlatBuffer] = []
         indices: list[int] = []
@@ -224,8 +224,19 @@ class OptimizerFile:
             element, kept = _split(entry_of(states, index, found.file), found)
             if self.masters_key:
                 element = {MASTER: self._master(masters, index, found.file), **element}
-            one = self._states(named, index, group, element, kept, groups, spread)
-            flat_buffers = self.buffers(one, found)
+            first = next(iter(named), "")  # which says for all who shares them
+            sizes = [(name, math.prod(shape)) for name, shape in named.items()]
+            on_rank = GroupOnRank(
+                group,
+                "",
+                sizes,
+                self.states_of(element, first),
+                lambda _, kept=kept: kept,
+                spread.partitions(first),
+                spread.axes(first),
+                {} if group is None else groups[group],
+            )
+            flat_buffers = self.buffers(IndexStates(named, index, on_rank, element), found)
             buffers += flat_buffers
             indices += [index] * len(flat_buffers)
         return Contents(
@@ -236,29 +247,6 @@ class OptimizerFile:
             self.scaler(found.tree),
             tuple(indices),
         )
-
-    def _states(
-        self,
-        named: Mapping[str, Ints],
-        index: int,
-        number: int | None,
-        refs: Mapping[str, TensorRef],
-        scalars: Mapping[str, float],
-        groups: Sequence[Tree],
-        spread: PartitionRanks,
-    ) -> IndexStates:
-        first = next(iter(named), "")  # which says for all who shares them
-        group = GroupOnRank(
-            number,
-            "",
-            [(name, math.prod(shape)) for name, shape in named.items()],
-            self.states_of(refs, first),
-            lambda _: scalars,
-            spread.partitions(first),
-            spread.axes(first),
-            {} if number is None else groups[number],
-        )
-        return IndexStates(named, index, group, refs)
 
     def states_of(self, refs: Mapping[str, TensorRef], name: str) -> States:
         """Name and dtype of the states of a parameter, masters first."""
@@ -295,21 +283,11 @@ class OptimizerFile:
         """The loss scale in its canonical form."""
         return LossScale.pickled(tree.get("loss_scaler"))
 
-    def check(
-        self,
-        found: OptimizerTree,
-        masters: Sequence[TensorRef],
-        shapes: Sequence[Mapping[str, Ints]],
-        spread: PartitionRanks,
-    ) -> None:
+    def check(self, found: OptimizerTree, shapes: GroupShapes, spread: PartitionRanks) -> None:
         """Raises ForeignFileError where model file and optimizer files count differently."""
 
     def listed(
-        self,
-        groups: Sequence[Tree],
-        states: Tree,
-        shapes: Sequence[Mapping[str, Ints]],
-        file: str,
+        self, groups: Sequence[Tree], states: Tree, shapes: GroupShapes, file: str
     ) -> Iterable[ListedTensor]:
         """What the file keeps states of: a buffer for each entry of `shapes`."""
         return ((named, index, _group_of(index, groups)) for index, named in enumerate(shapes))
@@ -411,7 +389,7 @@ def _check_count(tree: Tree, partitions: Sequence[int], file: str) -> None:
         )
 
 
-def _first_partitions(shapes: Sequence[Mapping[str, Ints]], spread: PartitionRanks) -> list[int]:
+def _first_partitions(shapes: GroupShapes, spread: PartitionRanks) -> list[int]:
     """Over how many ranks each group's buffer is divided."""
     return [spread.partitions(next(iter(named), "")) for named in shapes]
 
@@ -442,14 +420,8 @@ class Zero12File(OptimizerFile):
             "param_groups": [{"params": [index]} for index in range(len(self.masters(tree, file)))],
         }
 
-    def check(
-        self,
-        found: OptimizerTree,
-        masters: Sequence[TensorRef],
-        shapes: Sequence[Mapping[str, Ints]],
-        spread: PartitionRanks,
-    ) -> None:
-        _check_groups(masters, shapes, "groups", found.file)
+    def check(self, found: OptimizerTree, shapes: GroupShapes, spread: PartitionRanks) -> None:
+        _check_groups(self.masters(found.tree, found.file), shapes, "groups", found.file)
         _check_count(found.tree, _first_partitions(shapes, spread), found.file)
 
     def buffers(self, one: IndexStates, found: OptimizerTree) -> list[FlatBuffer]:
@@ -480,15 +452,9 @@ class Zero3File(OptimizerFile):
     keeper = Keeper.ZERO_3
     masters_key = "fp32_flat_groups"
 
-    def check(
-        self,
-        found: OptimizerTree,
-        masters: Sequence[TensorRef],
-        shapes: Sequence[Mapping[str, Ints]],
-        spread: PartitionRanks,
-    ) -> None:
+    def check(self, found: OptimizerTree, shapes: GroupShapes, spread: PartitionRanks) -> None:
         _check_count(found.tree, [spread.dense], found.file)
-        _check_groups(masters, shapes, "sub-groups", found.file)
+        _check_groups(self.masters(found.tree, found.file), shapes, "sub-groups", found.file)
         said, partitions = sharing(found.tree, found.file), _first_partitions(shapes, spread)
         counts = [expect.key(one, "partition_count", int, found.file) for one in said or ()]
         if said is not None and counts != partitions:
@@ -512,8 +478,6 @@ def sharing(tree: Tree, file: str) -> Sequence[Tree] | None:
 
 
 # ---- stage 0 files
-#
-# The files of optimizers that ZeRO does not partition: stage 0.
 
 
 class _Stage0File(OptimizerFile):
@@ -531,11 +495,7 @@ class Unpartitioned(_Stage0File):
     optimizer's order."""
 
     def listed(
-        self,
-        groups: Sequence[Tree],
-        states: Tree,
-        shapes: Sequence[Mapping[str, Ints]],
-        file: str,
+        self, groups: Sequence[Tree], states: Tree, shapes: GroupShapes, file: str
     ) -> Iterable[ListedTensor]:
         """Every tensor of the optimizer: a parameter, or a stack of them."""
         tensors = [stored_tensors(named) for named in shapes]
@@ -581,13 +541,8 @@ class FusedFlatFile(_Stage0File):
 
     masters_key = "fp32_groups_flat"
 
-    def check(
-        self,
-        found: OptimizerTree,
-        masters: Sequence[TensorRef],
-        shapes: Sequence[Mapping[str, Ints]],
-        spread: PartitionRanks,
-    ) -> None:
+    def check(self, found: OptimizerTree, shapes: GroupShapes, spread: PartitionRanks) -> None:
+        masters = self.masters(found.tree, found.file)
         for index, named in enumerate(shapes):
             _, used = flat.aligned_starts([math.prod(shape) for shape in named.values()])
             if index >= len(masters) or masters[index].numel != used:
@@ -673,8 +628,6 @@ def _stepped(
 
 
 # ---- optimizer formats
-#
-# Optimizer files told apart by the keys that are present.
 
 
 def reader_for(

@@ -4,21 +4,12 @@ regular expressions of `universal_checkpoint_info`."""
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.box import Ints, strides
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import (
-    Cut,
-    Cuts,
-    Extent,
-    Layout,
-    Partial,
-    Replicate,
-    Shard,
-    ShardNC,
-)
+from megatron_ucp.core.layout import Cut, Cuts, Extent, Layout, Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.core.rules import LONGEST_NAME
@@ -241,11 +232,6 @@ def is_fused(name: str) -> bool:
     return bool(_FUSED.fullmatch(name))
 
 
-def is_open(info: Mapping[str, Any], name: str, file: str, order: str) -> bool:
-    """Whether nothing says how the rows of query_key_value are cut. Raises as `is_matched`."""
-    return not order and is_fused(name) and not is_matched(info, name, file)
-
-
 def contradicts(spec: ParamSpec, order: str) -> bool:
     """Whether a layout has the rows of query_key_value in another order than the arguments say."""
     cut = spec.layout.only_cut
@@ -254,113 +240,206 @@ def contradicts(spec: ParamSpec, order: str) -> bool:
     return bool(known) and thirds != (order == SPLIT)
 
 
-def declared(
-    info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str, order: str = ""
-) -> ParamSpec:
-    """Whole shape and layout of the parameter of which a rank holds `local`. `order` is that of
-    query_key_value, of which Megatron-DeepSpeed's patterns say nothing.
+_OTHERWISE = "give --rules FILE (Python: rules=), or load with a family"
 
-    Raises RuleError where two patterns match its name or one can't be used, or where its order is
-    not known, UnsupportedError for uneven sub-parameters and for what AutoTP can't describe,
-    LayoutError for a dim that the parameter lacks, DamagedFileError for what is no dict of
-    patterns.
+
+@dataclass(frozen=True)
+class StockInfo:
+    """What the `universal_checkpoint_info` of a model file says; it names parameters as a pipeline
+    does. `order` is that of the rows of query_key_value, of which Megatron-DeepSpeed's patterns say
+    nothing: "" where nobody knows it.
+
+    Its methods raise RuleError for a pattern that can't be used, DamagedFileError for what is no
+    dict of patterns.
     """
-    _refuse_unsupported(name, info, file)
-    if (entry := entry_of(info, name, file)) is not None:
-        shape, layout = affine_layout(entry, name, file, version_of(info))
-        kinds = [kind for kind, _ in _matches(name, info, file)]
-        return ParamSpec(name, shape, "", layout=layout, extent=_extent(kinds, shape, info))
-    if is_fused(name) and not _matches(name, info, file):
-        return _fused_spec(name, local, tp, file, order)
-    return _spec(name, local, info, tp, file)
 
+    info: Mapping[str, Any]
+    file: str
+    order: str = ""
 
-def _fused_spec(name: str, local: Ints, tp: int, file: str, order: str) -> ParamSpec:
-    """Of query_key_value. Raises RuleError, LayoutError."""
-    if not order:
-        raise RuleError(
-            "the checkpoint does not say in which order the rows of query_key_value are",
-            file=file,
-            parameter=name,
-            expected="a pattern, or arguments of Megatron-DeepSpeed that decide it",
-            found="neither",
-            fix="give rules: --rules megatron_deepspeed_split (Python: rules=) for files of code "
-            "since December 2024 (#441), --rules megatron_deepspeed_interleaved for older ones; "
-            "with --swiglu the same names and _swiglu behind",
-            id="layout-unknown",
-        )
-    rows = local[0] * tp if local else 0
-    if order == SPLIT and (not rows or local[0] % 3):
-        raise LayoutError(
-            "query_key_value has no three equal parts",
-            file=file,
-            parameter=name,
-            expected="a multiple of 3 rows",
-            found=local,
-            fix="give --rules FILE (Python: rules=)",
-        )
-    layout = ShardNC("tp", 0, (rows // 3,) * 3) if order == SPLIT else Shard("tp", 0)
-    return ParamSpec(name, (rows, *local[1:]), "", layout=layout)
+    def declared(self, name: str, local: Ints, tp: int) -> ParamSpec:
+        """Whole shape and layout of the parameter of which a rank holds `local`.
 
-
-def is_matched(info: Mapping[str, Any], name: str, file: str) -> bool:
-    """Whether a map or a pattern says how it is cut; without one a parameter is cut on dim 0 by
-    stock's convention alone. Raises RuleError, DamagedFileError."""
-    return entry_of(info, name, file) is not None or bool(_matches(name, info, file))
-
-
-def unused(info: Mapping[str, Any], names: Iterable[str], file: str) -> str | None:
-    """The first pattern that says how a parameter is not cut on dim 0, and that matches none of
-    these names. Raises as `is_matched`."""
-    named = list(names)
-    for kind in (REPLICATED, AVERAGED, ROW):
-        for pattern in usable(info.get(kind), kind, file):
-            if not any(re.match(pattern, name) for name in named):
-                return pattern
-    return None
-
-
-def _refuse_unsupported(name: str, info: Mapping[str, Any], file: str) -> None:
-    """Raises UnsupportedError for a parameter of which AutoTP says that nothing describes it."""
-    reasons = expect.key_or(info, UNSUPPORTED, {}, file)
-    for pattern in usable(list(reasons), UNSUPPORTED, file):
-        if re.match(pattern, name):
-            raise UnsupportedError(
-                "DeepSpeed marks a parameter that AutoTP cut as one that can't be put together",
-                file=file,
+        Raises RuleError where two patterns match its name, or where its order is not known,
+        UnsupportedError for uneven sub-parameters and for what AutoTP can't describe, LayoutError
+        for a dim that the parameter lacks.
+        """
+        self._refuse_unsupported(name)
+        if (entry := entry_of(self.info, name, self.file)) is not None:
+            shape, layout = affine_layout(entry, name, self.file, version_of(self.info))
+            return self._with_vocabulary(ParamSpec(name, shape, "", layout=layout))
+        if is_fused(name) and not self._matches(name):
+            return self._fused_spec(name, local, tp)
+        layout = self._layout(name, local, tp)
+        if any(cut.dim >= len(local) for cut in layout.cuts()):
+            raise LayoutError(
+                "universal_checkpoint_info cuts a dim that the parameter does not have",
+                file=self.file,
                 parameter=name,
-                expected="a layout that is described",
-                found=str(reasons[pattern])[:200],
-                fix="resume on the same mesh with DeepSpeed's own load",
+                expected=layout,
+                found=f"shape {local}",
+                fix=_OTHERWISE,
             )
+        dims = {cut.dim for cut in layout.cuts()}
+        shape = tuple(n * tp if dim in dims else n for dim, n in enumerate(local))
+        return self._with_vocabulary(ParamSpec(name, shape, "", layout=layout))
 
+    def _with_vocabulary(self, spec: ParamSpec) -> ParamSpec:
+        return replace(spec, extent=self.vocabulary_of(spec.name, spec.shape))
 
-def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, Any]]:
-    if len(name) > LONGEST_NAME:
-        raise RuleError(
-            "a name is too long for patterns",
-            file=file,
-            parameter=f"{name[:80]}...",
-            expected=f"at most {LONGEST_NAME} characters",
-            found=len(name),
-            fix="give a family",
-        )
-    found: list[tuple[str, Any]] = []
-    for kind in (REPLICATED, AVERAGED, ROW, VOCABULARY, HALVES):
-        found += [
-            (kind, pattern)
-            for pattern in usable(info.get(kind), kind, file)
+    def _fused_spec(self, name: str, local: Ints, tp: int) -> ParamSpec:
+        """Of query_key_value. Raises RuleError, LayoutError."""
+        if not self.order:
+            raise RuleError(
+                "the checkpoint does not say in which order the rows of query_key_value are",
+                file=self.file,
+                parameter=name,
+                expected="a pattern, or arguments of Megatron-DeepSpeed that decide it",
+                found="neither",
+                fix="give rules: --rules megatron_deepspeed_split (Python: rules=) for files of "
+                "code since December 2024 (#441), --rules megatron_deepspeed_interleaved for older "
+                "ones; with --swiglu the same names and _swiglu behind",
+                id="layout-unknown",
+            )
+        rows = local[0] * tp if local else 0
+        if self.order == SPLIT and (not rows or local[0] % 3):
+            raise LayoutError(
+                "query_key_value has no three equal parts",
+                file=self.file,
+                parameter=name,
+                expected="a multiple of 3 rows",
+                found=local,
+                fix="give --rules FILE (Python: rules=)",
+            )
+        layout = ShardNC("tp", 0, (rows // 3,) * 3) if self.order == SPLIT else Shard("tp", 0)
+        return ParamSpec(name, (rows, *local[1:]), "", layout=layout)
+
+    def is_matched(self, name: str) -> bool:
+        """Whether a map or a pattern says how a parameter is cut; without one it is cut on dim 0 by
+        stock's convention alone."""
+        return entry_of(self.info, name, self.file) is not None or bool(self._matches(name))
+
+    def is_open(self, name: str) -> bool:
+        """Whether nothing says how the rows of query_key_value are cut."""
+        return not self.order and is_fused(name) and not self.is_matched(name)
+
+    def unused(self, names: Iterable[str]) -> str | None:
+        """The first pattern that says how a parameter is not cut on dim 0, and that matches none of
+        these names."""
+        named = list(names)
+        for kind in (REPLICATED, AVERAGED, ROW):
+            for pattern in self._usable(self.info.get(kind), kind):
+                if not any(re.match(pattern, name) for name in named):
+                    return pattern
+        return None
+
+    def vocabulary_of(self, name: str, shape: Ints) -> Extent | None:
+        """The rows of a padded vocabulary that are data; None for other parameters."""
+        original: Any = self.info.get("original_vocab_size")
+        if not any(kind == VOCABULARY for kind, _ in self._matches(name)):
+            return None
+        is_known = isinstance(original, int) and shape and 0 < original <= shape[0]
+        return Extent(original, shape[0]) if is_known else None
+
+    def _refuse_unsupported(self, name: str) -> None:
+        """Raises UnsupportedError for a parameter of which AutoTP says that nothing describes
+        it."""
+        reasons = expect.key_or(self.info, UNSUPPORTED, {}, self.file)
+        for pattern in self._usable(list(reasons), UNSUPPORTED):
+            if re.match(pattern, name):
+                raise UnsupportedError(
+                    "DeepSpeed marks a parameter that AutoTP cut as one that can't be put together",
+                    file=self.file,
+                    parameter=name,
+                    expected="a layout that is described",
+                    found=str(reasons[pattern])[:200],
+                    fix=_FIX,
+                )
+
+    def _matches(self, name: str) -> list[tuple[str, Any]]:
+        if len(name) > LONGEST_NAME:
+            raise RuleError(
+                "a name is too long for patterns",
+                file=self.file,
+                parameter=f"{name[:80]}...",
+                expected=f"at most {LONGEST_NAME} characters",
+                found=len(name),
+                fix="give a family",
+            )
+        lists: list[tuple[str, Any, Any]] = [
+            (kind, None, self.info.get(kind))
+            for kind in (REPLICATED, AVERAGED, ROW, VOCABULARY, HALVES)
+        ]
+        for entry in self._listed(self.info.get(SUB_PARAMS), SUB_PARAMS):
+            fields: Any = entry.state if isinstance(entry, InertObject) else entry
+            patterns = fields.get("patterns") if isinstance(fields, Mapping) else fields
+            lists.append((SUB_PARAMS, fields, patterns))
+        return [
+            (kind, fields)
+            for kind, fields, patterns in lists
+            for pattern in self._usable(patterns, kind)
             if re.match(pattern, name)
         ]
-    for entry in _listed(info.get(SUB_PARAMS), SUB_PARAMS, file):
-        fields: Any = entry.state if isinstance(entry, InertObject) else entry
-        patterns = fields.get("patterns") if isinstance(fields, Mapping) else fields
-        found += [
-            (SUB_PARAMS, fields)
-            for pattern in usable(patterns, SUB_PARAMS, file)
-            if re.match(pattern, name)
-        ]
-    return found
+
+    def _listed(self, value: Any, kind: str) -> Sequence[Any]:
+        if value is not None and not isinstance(value, list | tuple):
+            raise DamagedFileError(
+                "universal_checkpoint_info has another structure than DeepSpeed's",
+                file=self.file,
+                expected=f"{kind}: a list",
+                found=type(value).__name__,
+            )
+        return value or ()
+
+    def _usable(self, patterns: Any, kind: str) -> Sequence[str]:
+        """A list of patterns that can be matched in bounded time: whoever wrote the checkpoint
+        wrote them."""
+        found = self._listed(patterns, kind)
+        for pattern in found:
+            problem = problem_of(pattern) if isinstance(pattern, str) else "no text"
+            if problem:
+                raise RuleError(
+                    "a pattern of universal_checkpoint_info can't be used",
+                    file=self.file,
+                    expected=f"a pattern in {kind}",
+                    found=f"{problem} ({str(pattern)[:80]})",
+                    fix=_OTHERWISE,
+                )
+        return found
+
+    def _layout(self, name: str, local: Ints, tp: int) -> Layout:
+        found = self._matches(name)
+        if len(found) > 1:
+            raise RuleError(
+                "two patterns of universal_checkpoint_info match one parameter",
+                file=self.file,
+                parameter=name,
+                expected="one pattern",
+                found=" and ".join(kind for kind, _ in found),
+                fix=_OTHERWISE,
+            )
+        kind, entry = found[0] if found else ("", None)
+        if kind == REPLICATED or not local:
+            return Replicate()
+        if kind == AVERAGED:
+            return Partial("tp")
+        if kind == ROW:
+            return Shard("tp", 1)
+        if kind == HALVES:
+            return ShardNC("tp", 0, (local[0] * tp // 2,) * 2)
+        if kind != SUB_PARAMS:
+            return Shard("tp", 0)
+        dim, parts = _sub_params(entry, local, self.file)
+        if sum(parts) != local[dim] * tp or any(size % tp for size in parts):
+            raise UnsupportedError(
+                "sub-parameters that are not cut evenly are not supported",
+                file=self.file,
+                parameter=name,
+                expected=f"sizes that add up to {local[dim] * tp}, each a multiple of {tp}",
+                found=parts,
+                fix=_OTHERWISE,
+            )
+        return ShardNC("tp", dim, parts)
 
 
 def patterns_of(specs: Iterable[ParamSpec], named: Callable[[str], str]) -> dict[str, Any]:
@@ -421,102 +500,6 @@ def kind_of(layout: Layout) -> str | None:
     if layout.mean_over:
         return AVERAGED
     return _KINDS.get(layout)
-
-
-def _listed(value: Any, kind: str, file: str) -> Sequence[Any]:
-    if value is not None and not isinstance(value, list | tuple):
-        raise DamagedFileError(
-            "universal_checkpoint_info has another structure than DeepSpeed's",
-            file=file,
-            expected=f"{kind}: a list",
-            found=type(value).__name__,
-        )
-    return value or ()
-
-
-def usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
-    """A list of patterns that can be matched in bounded time: whoever wrote the checkpoint wrote
-    them."""
-    for pattern in _listed(patterns, kind, file):
-        problem = problem_of(pattern) if isinstance(pattern, str) else "no text"
-        if problem:
-            raise RuleError(
-                "a pattern of universal_checkpoint_info can't be used",
-                file=file,
-                expected=f"a pattern in {kind}",
-                found=f"{problem} ({str(pattern)[:80]})",
-                fix="give --rules FILE (Python: rules=), or load with a family",
-            )
-    return _listed(patterns, kind, file)
-
-
-def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -> ParamSpec:
-    found = _matches(name, info, file)
-    if len(found) > 1:
-        raise RuleError(
-            "two patterns of universal_checkpoint_info match one parameter",
-            file=file,
-            parameter=name,
-            expected="one pattern",
-            found=" and ".join(kind for kind, _ in found),
-            fix="give --rules FILE (Python: rules=), or load with a family",
-        )
-    kind, entry = found[0] if found else ("", None)
-    layout = _layout(kind, entry, name, local, info, tp, file)
-    if any(cut.dim >= len(local) for cut in layout.cuts()):
-        raise LayoutError(
-            "universal_checkpoint_info cuts a dim that the parameter does not have",
-            file=file,
-            parameter=name,
-            expected=layout,
-            found=f"shape {local}",
-            fix="give --rules FILE (Python: rules=), or load with a family",
-        )
-    shape = tuple(
-        n * tp if any(cut.dim == dim for cut in layout.cuts()) else n for dim, n in enumerate(local)
-    )
-    return ParamSpec(name, shape, "", layout=layout, extent=_extent([kind], shape, info))
-
-
-def vocabulary_of(info: Mapping[str, Any], name: str, shape: Ints, file: str) -> Extent | None:
-    """The rows of a padded vocabulary that are data, as the patterns say; None for other
-    parameters. Raises as `is_matched`."""
-    return _extent([kind for kind, _ in _matches(name, info, file)], shape, info)
-
-
-def _extent(kinds: Sequence[str], shape: Ints, info: Mapping[str, Any]) -> Extent | None:
-    """The rows of a padded vocabulary that are data; None for other parameters."""
-    original: Any = info.get("original_vocab_size")
-    padded = (
-        VOCABULARY in kinds and isinstance(original, int) and shape and 0 < original <= shape[0]
-    )
-    return Extent(original, shape[0]) if padded else None
-
-
-def _layout(
-    kind: str, entry: Any, name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str
-) -> Layout:
-    if kind == REPLICATED or not local:
-        return Replicate()
-    if kind == AVERAGED:
-        return Partial("tp")
-    if kind == ROW:
-        return Shard("tp", 1)
-    if kind == HALVES:
-        return ShardNC("tp", 0, (local[0] * tp // 2,) * 2)
-    if kind == SUB_PARAMS:
-        dim, parts = _sub_params(entry, local, file)
-        if sum(parts) != local[dim] * tp or any(size % tp for size in parts):
-            raise UnsupportedError(
-                "sub-parameters that are not cut evenly are not supported",
-                file=file,
-                parameter=name,
-                expected=f"sizes that add up to {local[dim] * tp}, each a multiple of {tp}",
-                found=parts,
-                fix="give --rules FILE (Python: rules=), or load with a family",
-            )
-        return ShardNC("tp", dim, parts)
-    return Shard("tp", 0)
 
 
 def _sub_params(entry: Any, local: Ints, file: str) -> tuple[int, Ints]:

@@ -10,12 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import (
-    counts_of,
-    is_stacked,
-    number_and_count,
-    slices_of,
-)
+from megatron_ucp.core.experts import counts_of, is_stacked, number_and_count, slices_of
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layers import TIED
@@ -43,7 +38,7 @@ from megatron_ucp.formats.deepspeed.layout_sources import LayoutSource, compared
 from megatron_ucp.formats.deepspeed.lost_states import NOT_SAVED
 from megatron_ucp.formats.deepspeed.manifest import run_of
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import rules_for
-from megatron_ucp.formats.deepspeed.tp_patterns import fused, sub_shape
+from megatron_ucp.formats.deepspeed.tp_patterns import StockInfo, fused, sub_shape
 from megatron_ucp.formats.deepspeed.weights import (
     PipeNames,
     buffer_names,
@@ -117,7 +112,7 @@ class UniversalWriter:
                 output = Output(f"{folder}/{MASTER if state == VALUE else state}.pt")
                 output.tree = {
                     **_cut(spec),
-                    "param": output.tensor(Slot(number, (), 0, state), dtype, spec.shape),
+                    _PARAM: output.tensor(Slot(number, (), 0, state), dtype, spec.shape),
                 }
                 yield output
             scalars = buffer.members[0].scalars
@@ -204,15 +199,12 @@ def _cut(spec: ParamSpec) -> dict[str, Any]:
 
 # ---- universal
 #
-# Reads DeepSpeed's universal folders: those of stock's converter, in both of its forms, and our
-# own.
-#
 # A folder holds `zero/NAME/STATE.pt` for every parameter, which is whole there, and copies of
 # model files that say which parameters belong together (reference: `ds_to_universal.py` of
 # DeepSpeed 0.19.8).
 
 
-_RESTORE, _PARAM = "restore it, or convert again", "param"
+_PARAM = "param"
 _ENDS_BYTES = 4 * 2**10  # of a file with one tensor, whose directory has 700 bytes
 _GLOBAL = f"{ATOMS}/{GLOBAL}"
 
@@ -229,25 +221,21 @@ class UniversalCheckpoint(TagFolder):
         super().__init__(folder, told.classes)
         self._weights = told.weights  # the optimizer's states are not wanted, and may be lost
         with self.closed_on_failure():
-            self._read(told.specs, told.names, told.rules)
+            self._read(told)
 
-    def _read(
-        self,
-        specs: Mapping[str, ParamSpec] | None,
-        names: Mapping[str, str] | None,
-        rules: RuleSet | None,
-    ) -> None:
-        recorded, first = self.recorded, self._first_of_ranks()[0]
+    def _read(self, told: CallerModel) -> None:
+        recorded, rules, first = self.recorded, told.rules, self._first_of_ranks()[0]
         self.main_file = self.full_path(first)
         self.meta: Mapping[str, Any] = self.tree(first)
-        known = specs if recorded is None else recorded.by_name
+        known = told.specs if recorded is None else recorded.by_name
         if known is None and rules is None:
             rules = rules_for(self.meta, self.main_file)
-        self.declared = LayoutSource(Mesh(), self.main_file, known, rules)
-        canonical = names if recorded is None else recorded.names
+        self.declared = LayoutSource(Mesh(), StockInfo({}, self.main_file), known, rules)
+        canonical = told.names if recorded is None else recorded.names
         self._pipe = PipeNames(canonical) if canonical else None
         if not self.folder.is_file(_GLOBAL):
-            raise self._lost(GLOBAL)
+            problem = "a file of the universal folder is missing"
+            raise self._lost(problem, _GLOBAL, "no such file", expected=GLOBAL)
         self._global = self.tree(_GLOBAL)
         self._stacked = autoep_of(self.meta, self.main_file).experts  # whole layers here
         self._atoms = self._find_atoms()
@@ -267,11 +255,12 @@ class UniversalCheckpoint(TagFolder):
         count = told if type(told) is int else 1
         first = next((rank for rank in range(count) if rank not in there), None)
         if first is not None:
-            lost = max(1, count - len(there))
-            found = f"{len(there)} of them"
-            expected = f"model-parallel ranks 0 to {count - 1}"
             raise missing_files(
-                "model file", lost, self.folder / model_name(first), expected, found
+                "model file",
+                max(1, count - len(there)),
+                self.folder / model_name(first),
+                f"model-parallel ranks 0 to {count - 1}",
+                f"{len(there)} of them",
             )
 
     def _require_states(self) -> None:
@@ -301,16 +290,15 @@ class UniversalCheckpoint(TagFolder):
                 lost += [(n, STEP) for n in held if STEP not in self.manifest.scalars_of(n)]
         if lost:
             name, state = lost[0]
-            error = missing_files(
+            raise missing_files(
                 "state file",
                 len(lost),
                 self.folder / self._file(name, state),
                 "the states that the group's optimizer keeps of each parameter",
                 f"no {state} of {name}",
                 "; or convert again",
+                name,
             )
-            error.parameter = name
-            raise error
 
     def check(self, name: str, allow: Collection[str] = ()) -> None:
         """Opens a file. With the one that names them also: whether each frozen parameter and each
@@ -389,14 +377,9 @@ class UniversalCheckpoint(TagFolder):
         """What a reader should know of how parameters are cut."""
         return [*self.path_notes, *self.declared.notes]
 
-    def _lost(self, name: str) -> NotFoundError:
-        return NotFoundError(
-            "a file of the universal folder is missing",
-            file=self.folder / f"{ATOMS}/{name}",
-            expected=name,
-            found="no such file",
-            fix=_RESTORE,
-        )
+    def _lost(self, problem: str, file: str, found: str, **more: str) -> NotFoundError:
+        fix = "restore it, or convert again"
+        return NotFoundError(problem, file=self.folder / file, found=found, fix=fix, **more)
 
     def _name(self, folder: str) -> str:
         # an nn.Sequential has such names too
@@ -469,10 +452,8 @@ class UniversalCheckpoint(TagFolder):
         return [first[mp] for mp in sorted(first)]
 
     def _param_groups(self) -> list[Any]:
-        base = self._global.get("optimizer_state_dict")
-        groups = (base.get("param_groups") if isinstance(base, dict) else None) or self._global.get(
-            "param_groups"
-        )
+        base = expect.section(self._global, "optimizer_state_dict")
+        groups = base.get("param_groups") or self._global.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise DamagedFileError(
                 "the universal folder does not say its parameter groups",
@@ -544,27 +525,20 @@ class UniversalCheckpoint(TagFolder):
             yield spec, alone(name, value.numel, ((VALUE, dtype),), axes=())
 
     def _spec(self, name: str, shape: Ints, dtype: str, kind: str) -> ParamSpec:
+        spec = None if is_stacked(name) else self.declared.find(name, shape, kind)
+        # another shape is an error of the comparison with the target
+        if spec is None or spec.shape != shape:
+            spec = ParamSpec(name, shape, dtype)
         expert = number_and_count(name, self._experts)
-        if is_stacked(name):
-            return ParamSpec(name, shape, dtype, kind, expert=expert)
-        declared = self.declared.find(name, shape, kind)
-        if (
-            declared is None or declared.shape != shape
-        ):  # another shape is an error of the comparison with the target
-            return ParamSpec(name, shape, dtype, kind, expert=expert)
-        return replace(declared, dtype=dtype, kind=kind, expert=expert)
+        return replace(spec, dtype=dtype, kind=kind, expert=expert)
 
     def _states(self, name: str) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
         """Element-wise states of a parameter with the masters first, and its step."""
         found = {file.removesuffix(".pt") for file in self._files_of(self._folder(name))}
         if MASTER not in found:
-            raise NotFoundError(
-                "a parameter of the universal folder has lost its master weights",
-                file=self.folder / self._file(name, MASTER),
-                parameter=name,
-                found=", ".join(sorted(found)) or "nothing",
-                fix=_RESTORE,
-            )
+            problem = "a parameter of the universal folder has lost its master weights"
+            rest = ", ".join(sorted(found)) or "nothing"
+            raise self._lost(problem, self._file(name, MASTER), rest, parameter=name)
         odd = sorted(found - {MASTER, STEP} - ELEMENT)
         if odd:
             raise UnsupportedError(
@@ -577,13 +551,9 @@ class UniversalCheckpoint(TagFolder):
             )
         states = [MASTER, *sorted(found & ELEMENT)]
         if len(states) > 1 and STEP not in found and self._steps_apart:
-            raise NotFoundError(
-                "a parameter of the universal folder has lost its step",
-                file=self.folder / self._file(name, STEP),
-                parameter=name,
-                found=", ".join(sorted(found)),
-                fix=_RESTORE,
-            )
+            problem = "a parameter of the universal folder has lost its step"
+            rest = ", ".join(sorted(found))
+            raise self._lost(problem, self._file(name, STEP), rest, parameter=name)
         kept = self._step(name) if STEP in found else self._common_step() if len(states) > 1 else {}
         return tuple((state, self._atom(name, state).storage.dtype) for state in states), kept
 
@@ -608,23 +578,14 @@ class UniversalCheckpoint(TagFolder):
 
     def _common_step(self) -> Mapping[str, float]:
         """Stock's folders of ZeRO-3 keep one step for all parameters."""
-        file = _GLOBAL
-        base = self._global.get("optimizer_state_dict")
-        state = base.get("state") if isinstance(base, dict) else None
-        entry = state.get(0) if isinstance(state, dict) else None
-        value = entry.get(STEP) if isinstance(entry, dict) else None
-        return {} if value is None else {STEP: self._number(value, file)}
+        value = expect.section(self._global, "optimizer_state_dict", "state", 0).get(STEP)
+        return {} if value is None else {STEP: self._number(value, _GLOBAL)}
 
     def _folder(self, name: str) -> str:
         if name not in self._atoms:
-            raise NotFoundError(
-                "a parameter is missing in the universal folder",
-                file=self.folder / ATOMS,
-                parameter=name,
-                expected=f"{len(self._atoms)} folders and one of this name",
-                found="none",
-                fix=_RESTORE,
-            )
+            problem = "a parameter is missing in the universal folder"
+            expected = f"{len(self._atoms)} folders and one of this name"
+            raise self._lost(problem, ATOMS, "none", parameter=name, expected=expected)
         return self._atoms[name]
 
     def _path(self, name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import ContradictionError
-from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.grouping import grouped, kept
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError
@@ -299,8 +299,6 @@ class WholeModel(Weights):
         self, folder: TagFolder, files: Mapping[int, str], renamed: Mapping[str, str]
     ) -> None:
         self._folder, self._files, self._renamed = folder, files, renamed
-        self._modules: dict[int, dict[str, Any]] = {}
-        self._side: dict[int, dict[str, Any]] = {}
 
     def name_of(self, name: str, file: str) -> str:
         return name
@@ -319,10 +317,12 @@ class WholeModel(Weights):
         return _under_own_names(module, self._renamed) if self._renamed else module
 
     def module(self, tp: int = 0) -> Mapping[str, Any]:
-        if tp not in self._modules:
-            found = without_side_data(self._read(tp), self._own_names(tp))
-            self._modules[tp], self._side[tp] = found
-        return self._modules[tp]
+        return self._parts(tp)[0]
+
+    @kept
+    def _parts(self, tp: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The weights of a rank, and its side data."""
+        return without_side_data(self._read(tp), self._own_names(tp))
 
     def _own_names(self, tp: int) -> set[str]:
         """The parameters and buffers that a model file lists."""
@@ -333,8 +333,7 @@ class WholeModel(Weights):
         return {name for names in listed for name in names}
 
     def side_data(self) -> Mapping[str, Any]:
-        self.module()
-        return self._side[0]
+        return self._parts(0)[1]
 
     def file_of(self, name: str, tp: int = 0) -> str:
         return self._files[tp]
@@ -358,7 +357,6 @@ class PipelineWeights(Weights):
 
     def __init__(self, names: PipeNames) -> None:
         self._names = names
-        self._held: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}
 
     def name_of(self, name: str, file: str) -> str:
         return self._names.find(name, file)
@@ -369,16 +367,15 @@ class PipelineWeights(Weights):
     def file_of(self, name: str, tp: int = 0) -> str:
         return self._read(tp)[1].get(name, "")
 
+    @kept
     def _read(self, tp: int) -> tuple[dict[str, Any], dict[str, str]]:
         """Of a tensor-parallel rank by canonical name: tensors, and the names of their files."""
-        if tp not in self._held:
-            found: dict[str, Any] = {}
-            files: dict[str, str] = {}
-            for name, value, file in self._entries(tp):
-                if name not in files:
-                    found[name], files[name] = value, file
-            self._held[tp] = found, files
-        return self._held[tp]
+        found: dict[str, Any] = {}
+        files: dict[str, str] = {}
+        for name, value, file in self._entries(tp):
+            if name not in files:
+                found[name], files[name] = value, file
+        return found, files
 
     def _entries(self, tp: int) -> Iterator[tuple[str, Any, str]]:
         """Canonical name, tensor and name of the file of all that a rank has, stage by stage."""

@@ -94,19 +94,7 @@ _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
 # What some wrappers do not save of their dynamic loss scaler: the defaults of DeepSpeed's config.
-_DYNAMIC = {
-    "cur_scale": 2.0**16,
-    "cur_iter": 0,
-    "last_overflow_iter": -1,
-    "scale_factor": 2.0,
-    "scale_window": 1000,
-    "min_scale": 1,
-    "delayed_shift": 2,
-    "cur_hysteresis": 2,
-    "consecutive_hysteresis": False,
-    "raise_error_at_min_scale": True,
-    "dynamic": True,
-}
+_DYNAMIC = LossScale.fresh({}).said
 
 
 class NativeWriter:

@@ -3,10 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Chunks
@@ -19,30 +19,173 @@ from megatron_ucp.errors import (
     LayoutError,
     ModelMismatchError,
     NotFoundError,
+    UnsupportedError,
     UsageError,
     some_of,
 )
-from megatron_ucp.formats.byte_files import Record, Where, same_bytes
+from megatron_ucp.formats.byte_files import ByteFile, Record, Where, same_bytes
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.folder import Folder
-from megatron_ucp.formats.hugging_face.fp8_blocks import (
-    FP8,
-    PRODUCT,
-    SCALES,
-    block_of,
-    products_of,
-    scaled_slices,
-)
 from megatron_ucp.formats.hugging_face.safetensors_file import Entry, SafetensorsFile, header_of
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.formats.store import Location, folder_at
-from megatron_ucp.formats.tags import (
-    AS_SAFETENSORS,
-    POINTERS,
-    holds_states,
-    weights_as_pickles,
-)
+from megatron_ucp.formats.tags import AS_SAFETENSORS, POINTERS, holds_states, weights_as_pickles
+
+# ---- weights in fp8
+#
+# Weights that a folder of a Hugging Face model stores in fp8: each block of a matrix has a scale
+# beside it, and a weight is the product of the two.
+#
+# Source: `quantization_config` of DeepSeek-V3's config.json, and the function `weight_dequant` of
+# its inference/kernel.py (https://github.com/deepseek-ai/DeepSeek-V3); transformers writes the
+# same.
+
+
+FP8, PRODUCT = "float8_e4m3fn", "float32"
+SCALES = "_scale_inv"  # behind the name of a weight
+_SIZE = 4  # bytes of a product
+_IN_GENERAL = "from_pretrained(folder), dequantize(), save_pretrained(another)"
+_DEQUANTISE = {
+    "mxfp4": "from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True), "
+    'dtype="bfloat16"), save_pretrained(another)'
+}
+
+
+def block_of(config: Mapping[str, Any], file: str) -> Ints | None:
+    """Rows and columns of a block, as a config.json says them; None where nothing is quantised.
+    Raises UnsupportedError for weights that are quantised otherwise."""
+    said = config.get("quantization_config")
+    if not said:
+        return None
+    block = said.get("weight_block_size")
+    known = said.get("quant_method") == "fp8" and said.get("fmt", "e4m3") == "e4m3"
+    sizes = block if isinstance(block, list) else ()
+    if not known or len(sizes) != 2 or not all(type(one) is int and one > 0 for one in sizes):
+        raise UnsupportedError(
+            "the folder's weights are quantised in a way that is not known",
+            file=file,
+            parameter="quantization_config",
+            expected="fp8 (e4m3) with weight_block_size: two numbers",
+            found=said,
+            fix="write the folder in bf16 first, with transformers: "
+            + _DEQUANTISE.get(str(said.get("quant_method")), _IN_GENERAL),
+        )
+    return tuple(sizes)
+
+
+def scaled_slices(name: str, file: str) -> UnsupportedError:
+    """The error for a tensor in fp8 that holds the weights of several experts."""
+    return UnsupportedError(
+        "experts in one tensor are in fp8: which scale is whose is not known",
+        file=file,
+        parameter=name,
+        expected="bf16, fp16 or fp32",
+        found=FP8,
+        fix=f"write the folder in bf16 first, with transformers: {_IN_GENERAL}",
+    )
+
+
+class Fp8File(ByteFile):
+    """A file as if one weight in fp8 were stored as the fp32 products. `held` is where the weight
+    lies, of `width` columns, and `scales` where its scales do; `block` is rows and columns."""
+
+    def __init__(self, held: Where, scales: Where, width: int, block: Ints) -> None:
+        self.path = held.file.path
+        self.held, self.scales, self.width, self.block = held, scales, width, block
+
+    def place(self) -> Where:
+        """All products."""
+        record, elems = self.held.record, self.held.elems
+        product = Record(record.name, record.offset_bytes, elems * _SIZE, 0)
+        return Where(self, product, 0, elems, PRODUCT)
+
+    def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
+        """One multiplication for each element, in fp32."""
+        if start_byte % _SIZE or len(target) % _SIZE:
+            raise UsageError(
+                "a part of an element is read",
+                file=self.path,
+                parameter=source.name,
+                found=f"{len(target)} bytes from byte {start_byte}",
+                fix="report this with the output of `megatron-ucp inspect` for the checkpoint",
+            )
+        first, count = start_byte // _SIZE, len(target) // _SIZE
+        if not count:
+            return
+        values, at = self._stored(first, count), 0
+        while at < count:
+            row, column = divmod(first + at, self.width)
+            rows = 1 if column else max(1, min((count - at) // self.width, self._rows_left(row)))
+            end = min(at + rows * self.width - column, count)
+            held = values[at:end].view(rows, -1)
+            held *= self._scales_of(row)[column : column + held.shape[1]]
+            at = end
+        target[:] = memoryview(cast(Any, values.numpy())).cast("B")
+
+    def _stored(self, first: int, count: int) -> Any:
+        """Elements as they are stored, in fp32."""
+        import torch  # inspecting a checkpoint must not need it
+
+        stored = bytearray(count)
+        self.held.file.read_into(self.held.record, first, memoryview(stored))
+        return torch.frombuffer(stored, dtype=torch.float8_e4m3fn).to(torch.float32)
+
+    def _rows_left(self, row: int) -> int:
+        """Rows from this one on to the end of its block."""
+        return self.block[0] - row % self.block[0]
+
+    def _scales_of(self, row: int) -> Any:
+        """The scale of each element of a row. Raises DamagedFileError."""
+        import torch
+
+        columns = -(-self.width // self.block[1])
+        data = bytearray(columns * _SIZE)
+        start = self.scales.offset_bytes + row // self.block[0] * len(data)
+        self.scales.file.read_into(self.scales.record, start, memoryview(data))
+        scales = torch.frombuffer(data, dtype=torch.float32)
+        if not scales.isfinite().all():
+            raise DamagedFileError(
+                "scales of a weight are no numbers",
+                file=self.scales.file.path,
+                parameter=self.scales.record.name,
+                found=f"row {row // self.block[0]}",
+                fix="restore the file",
+            )
+        return scales.repeat_interleave(self.block[1])[: self.width]
+
+
+def products_of(
+    name: str, shape: Ints, held: Where, scales: Where | None, block: Ints | None
+) -> Where:
+    """Where the products of a weight and its scales are. Raises UnsupportedError where the config
+    says no blocks, ModelMismatchError where the scales are not those of the weight."""
+    if block is None:
+        raise UnsupportedError(
+            "a weight is in fp8, and config.json does not say how it is scaled",
+            file=held.file.path,
+            parameter=name,
+            expected="quantization_config",
+            found="nothing",
+            fix="restore the config.json that was written with the weights",
+        )
+    wanted = tuple(-(-n // size) for n, size in zip(shape, block, strict=False))
+    is_matrix = len(shape) == len(block)
+    if (
+        scales is None
+        or not is_matrix
+        or (scales.dtype, scales.elems) != (PRODUCT, math.prod(wanted))
+    ):
+        raise ModelMismatchError(
+            "a weight in fp8 does not have its scales",
+            file=held.file.path,
+            parameter=f"{name}{SCALES}",
+            expected=f"{list(wanted)} in {PRODUCT}, for {list(shape)} in blocks of {list(block)}",
+            found="nothing" if scales is None else f"{scales.elems} of {scales.dtype}",
+            fix="restore the folder, or its config.json",
+        )
+    return Fp8File(held, scales, shape[1], block).place()
+
 
 # ---- checkpoint
 
@@ -60,44 +203,31 @@ _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
-    family; without them every tensor is a parameter of its own name, or one expert's slice of one
-    of the stacks of experts in the model that it is for (`like`), in which several names may be of
-    one parameter. What is no weight is left out for a family, and for a model that has none of that
-    name.
+    """One opened folder. The caller says what each tensor holds of which parameter of a family
+    (`told.shares` and `told.specs`); else every tensor is a parameter of its own name, or one
+    expert's slice of one of the stacks of experts in the model that it is for (`told.like`), in
+    which several names may be of one parameter. What is no weight is left out for a family, and for
+    a model that has none of that name.
 
     Raises a UcpError for anything that headers and the index can show: every fault of names and
     shapes in one error. Tensor bytes are not read, but for a head that must be a copy.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        shares: Mapping[str, TensorPart] | None = None,
-        specs: Mapping[str, ParamSpec] | None = None,
-        like: Manifest | None = None,
-        tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None = None,
-    ) -> None:
+    def __init__(self, folder: Folder, told: CallerModel) -> None:
         super().__init__(folder)
         self.main_file = self.full_path(CONFIG_FILE)
         with self.closed_on_failure():
-            self._block = self._block_of()
+            has_config = self.folder.is_file(CONFIG_FILE)
+            self._block = block_of(self.config, self.main_file) if has_config else None
             self._slices: dict[str, Slice] = {}
             self._files = self._tensor_files()
-            self._refuse_empty(like)
+            self._refuse_empty(told.own)
             self._scales = self._without_scales()
-            if shares is not None:
-                self._files = self._without_constants()
-                shares = self._once(_as_written(shares, self._files))
-                self._files = self._in_slices(shares)
-                if _HEAD not in shares:
-                    self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
-            elif like is not None:
-                self._files = self._without_constants(like.by_name)
-            found = shares
-            if found is None:
-                found, specs = self._own_names(like, tensors)
-            self.manifest = self._manifest(found, specs or {}, named=shares is not None)
+            if told.shares is None:
+                shares, specs = self._own_names(told)
+            else:
+                shares, specs = self._of_family(told.shares), told.specs or {}
+            self.manifest = self._manifest(shares, specs, named=told.shares is not None)
 
     # ------------------------------------------------ structure
 
@@ -160,9 +290,8 @@ class HuggingFaceCheckpoint(Checkpoint):
                 out[tensor] = name
         return out
 
-    def _refuse_empty(self, like: Manifest | None) -> None:
+    def _refuse_empty(self, known: Mapping[str, ParamSpec]) -> None:
         """Raises ForeignFileError for tensors without elements, of which the model has some."""
-        known = {} if like is None else like.by_name
         empty = [
             name
             for name, file in self._files.items()
@@ -180,12 +309,6 @@ class HuggingFaceCheckpoint(Checkpoint):
                 fix="export the run's own checkpoint (megatron-ucp export-hf), or save again with "
                 '"stage3_gather_16bit_weights_on_model_save": true in the ZeRO section',
             )
-
-    def _block_of(self) -> Ints | None:
-        """Rows and columns of a block of a weight in fp8; None without such. Raises
-        UnsupportedError."""
-        has_config = self.folder.is_file(CONFIG_FILE)
-        return block_of(self.config, self.main_file) if has_config else None
 
     def _without_scales(self) -> dict[str, str]:
         """Takes the scales of weights in fp8 from the tensors; returns, for each such weight, the
@@ -220,23 +343,22 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         return listed
 
-    def _leave_out_copies(self, ties: Sequence[Tie]) -> None:
+    def _leave_out_copy(self, alias: str, name: str) -> None:
         """Some programs write a tied parameter under all its names. Raises ModelMismatchError where
         they are several tensors."""
-        for alias, name in ((alias, tie.canonical) for tie in ties for alias in tie.aliases):
-            if not {name, alias} <= {*self._files}:
-                continue
-            if not self._are_same(alias, name):
-                raise ModelMismatchError(
-                    "two parameters are one in the model, and two in the folder",
-                    file=self.folder,
-                    parameter=alias,
-                    expected=f"the bytes of {name}",
-                    found="others",
-                    fix="remove it; or, if it was trained apart, build the model untied "
-                    '("tie_word_embeddings": false in config.json, for a head)',
-                )
-            del self._files[alias]
+        if not {name, alias} <= {*self._files}:
+            return
+        if not self._are_same(alias, name):
+            raise ModelMismatchError(
+                "two parameters are one in the model, and two in the folder",
+                file=self.folder,
+                parameter=alias,
+                expected=f"the bytes of {name}",
+                found="others",
+                fix="remove it; or, if it was trained apart, build the model untied "
+                '("tie_word_embeddings": false in config.json, for a head)',
+            )
+        del self._files[alias]
 
     def _are_same(self, one: str, other: str) -> bool:
         """Whether two tensors have one shape and the same values."""
@@ -253,7 +375,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             if len(held) < 2 or any(one != held[0] for one in held):
                 out[name] = share
             elif known := first.get(share.param):
-                self._leave_out_copies([Tie(known, (name,))])
+                self._leave_out_copy(name, known)
             else:
                 first[share.param], out[name] = name, TensorPart(share.param)
         return out
@@ -272,27 +394,35 @@ class HuggingFaceCheckpoint(Checkpoint):
                 raise scaled_slices(whole, self.folder / self._files[whole])
         return files
 
+    def _of_family(self, shares: Mapping[str, TensorPart]) -> Mapping[str, TensorPart]:
+        """What each tensor holds of a family's parameters, as the folder has them."""
+        self._files = self._without_constants()
+        shares = self._once(_as_written(shares, self._files))
+        self._files = self._in_slices(shares)
+        if _HEAD not in shares:
+            self._leave_out_copy(_HEAD, next(iter(shares)))
+        return shares
+
     def _own_names(
-        self,
-        like: Manifest | None,
-        tensors: Callable[[Mapping[str, Ints]], Mapping[str, TensorPart] | None] | None,
+        self, told: CallerModel
     ) -> tuple[Mapping[str, TensorPart], Mapping[str, ParamSpec]]:
-        """Every tensor as what it holds of the model that the folder is for (`like`): by what the
-        caller says of its names, else as a parameter of its own name, or as one expert's slice of a
+        """Every tensor as what it holds of the model that the folder is for: by what the caller
+        says of its names, else as a parameter of its own name, or as one expert's slice of a
         stack."""
-        known = {} if like is None else like.by_name
+        if told.like is not None:
+            self._files = self._without_constants(told.own)
         shapes = {name: self._entry(name).shape for name in self._files}
-        found = None if tensors is None else tensors(shapes)
+        found = None if told.tensors is None else told.tensors(shapes)
         if found is None:
-            found = unstacked(stacks_of(known), self._files)
+            found = unstacked(stacks_of(told.own), self._files)
         found = found or {name: TensorPart(name) for name in self._files}
-        if like is not None:
-            found = self._without_copies(found, like.ties)
+        if told.like is not None:
+            found = self._without_copies(found, told.like.ties)
         self._files = self._in_slices(found)
         specs = {
             share.param: replace(self._spec(name), name=share.param)
             if name in self._files and share == TensorPart(share.param)
-            else replace(known[share.param], extent=None)
+            else replace(told.own[share.param], extent=None)
             for name, share in found.items()
         }
         return found, specs
@@ -307,7 +437,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         for tie in ties:
             here = [names[name] for name in (tie.canonical, *tie.aliases) if name in names]
             for alias in here[1:]:
-                self._leave_out_copies([Tie(here[0], (alias,))])
+                self._leave_out_copy(alias, here[0])
                 del out[alias]
             if here and out[here[0]].param != tie.canonical:  # it lies there under an alias alone
                 out[here[0]] = replace(out[here[0]], param=tie.canonical)
@@ -429,16 +559,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         scales = self.file(scaled).place(f"{name}{SCALES}") if scaled else None
         return products_of(name, shape, held, scales, self._block)
 
-    def file(self, name: str) -> SafetensorsFile:
-        """A file of the folder, open."""
-        if name not in self._open:
-            self._open[name] = self._closing.enter_context(SafetensorsFile(self.folder.open(name)))
-        return self._open[name]
-
-    def records(self, name: str) -> list[tuple[Record, str]]:
-        """Every tensor of a file."""
-        file = self.file(name)
-        return [(file.record(tensor), entry.dtype) for tensor, entry in file.tensors.items()]
+    def open_file(self, name: str) -> SafetensorsFile:
+        return self._closing.enter_context(SafetensorsFile(self.folder.open(name)))
 
     def place_of(self, ref: TensorRef) -> Where:
         """There are no tensors but weights."""
@@ -559,8 +681,7 @@ class HuggingFaceFormat:
         return bool(all_shards(folder)) and not holds_states(folder)
 
     def open(self, folder: Folder, told: CallerModel) -> Checkpoint:
-        specs = told.specs if told.shares else None
-        return HuggingFaceCheckpoint(folder, told.shares, specs, told.like, told.tensors)
+        return HuggingFaceCheckpoint(folder, told)
 
 
 # ---- shards

@@ -78,6 +78,10 @@ class SafetensorsFile(OpenFile):
         entry = self.tensors[name]
         return Record(name, self.data_bytes + entry.offset_bytes, entry.size_bytes, 0)
 
+    def all_records(self) -> list[tuple[Record, str]]:
+        """Every tensor, with its dtype."""
+        return [(self.record(name), entry.dtype) for name, entry in self.tensors.items()]
+
     def place(self, name: str) -> Where:
         """Place of a tensor."""
         entry = self.tensors[name]

@@ -130,8 +130,6 @@ def one_spelling(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 # ---- arguments
-#
-# The arguments of a run, as Megatron-LM saves them: a Namespace of some 650 values.
 
 
 # the arguments that say the sizes of a mesh, by the names of its axes
@@ -250,8 +248,8 @@ def written_arguments(
 def _recorded(known: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
     """What a manifest records of the model, by arguments; of what no shape shows those that are
     `known` go before."""
-    said: Any = manifest.run.get(RECORDED)
-    sizes: Any = said.get("sizes") if isinstance(said, dict) else None
+    said = expect.section(manifest.run, RECORDED)
+    sizes = said.get("sizes")
     if not isinstance(sizes, dict):
         return {}
     architecture = said.get("architecture") or {}

@@ -1,7 +1,7 @@
 """What every checkpoint of Megatron gives to the operations above, whatever its files are."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -12,11 +12,7 @@ from megatron_ucp.core.layout import Chunks, Layout, Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.names import Keeper
-from megatron_ucp.errors import (
-    StateMismatchError,
-    UnsupportedError,
-    some_of,
-)
+from megatron_ucp.errors import StateMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import (
     NO_RANDOM_STATES,
@@ -189,12 +185,7 @@ class MegatronFolder(Checkpoint):
         """A parameter with the layout that tensor parallelism gives it in `on_mesh`: as a caller or
         rules say, else as Megatron's own modules are cut. `behind` is the shape of the second
         matrix of its MLP. Raises RuleError."""
-        known, rules = self.told.specs, self.told.rules
-        if known is not None and spec.name in known:
-            declared = known[spec.name]
-            return replace(spec, on_mesh=declared.layout, extent=declared.extent)
-        if rules is not None and rules.rules and spec.kind != "buffer":
-            declared = rules.declare(spec.name, spec.shape, dict.fromkeys(self._axes, 1))
+        if (declared := self.told.declared(spec)) is not None:
             return replace(spec, on_mesh=declared.layout, extent=declared.extent)
         return replace(
             spec, on_mesh=layout_of(spec.name, spec.shape, behind[-1] if behind else None)
@@ -214,10 +205,6 @@ class MegatronFolder(Checkpoint):
             )
         layout = spec.on_mesh or (_uncut(spec) if spec.shape else Replicate())
         return replace(spec, layout=layout, on_mesh=None)
-
-    @property
-    def _axes(self) -> Collection[str]:
-        return (*Mesh().cuts(), *Mesh().cuts(expert=True))
 
     def refuse_optimizer(self) -> None:
         """Raises UnsupportedError for optimizers whose files hold no fp32 masters."""

@@ -4,9 +4,10 @@ and the files (`.distcp`), which are rows of `.pt` archives."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.grouping import kept
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.byte_files import OpenFile, Record, damaged
 from megatron_ucp.formats.folder import StoredFile
@@ -52,32 +53,20 @@ class StoredTensor:
 
 
 # ---- distcp
-#
-# The files of torch's distributed checkpoints (`.distcp`): a row of `.pt` archives, one for each
-# chunk of a tensor and for each other object.
-
-
-class Listing(Protocol):
-    """What an index says of files."""
-
-    def objects_in(self, file: str) -> Mapping[str, ArchivePlace]:
-        """The objects of a file, by key."""
-        ...
-
-    def chunks_in(self, file: str) -> Sequence[tuple[StoredTensor, Chunk]]:
-        """What a file has of tensors."""
-        ...
 
 
 class DistcpFile(OpenFile):
-    """One open file, and what the index says of it. An archive's directory and pickle are read
-    when it is asked for."""
+    """One open file, and what the index says of it: its chunks of tensors, and its objects by key.
+    An archive's directory and pickle are read when it is asked for."""
 
-    def __init__(self, file: StoredFile, name: str, index: Listing) -> None:
+    def __init__(
+        self,
+        file: StoredFile,
+        chunks: Sequence[tuple[StoredTensor, Chunk]],
+        objects: Mapping[str, ArchivePlace],
+    ) -> None:
         super().__init__(file)
-        self.chunks = index.chunks_in(name)
-        self.objects = index.objects_in(name)
-        self._archives: dict[int, PtArchive] = {}
+        self.chunks, self.objects = chunks, objects
         self._records: dict[int, Record] = {}
         self._values: dict[bytes, object] = {}  # of chunks: layers are alike, and so their pickles
 
@@ -87,12 +76,9 @@ class DistcpFile(OpenFile):
         places = [chunk.place for _, chunk in self.chunks] or list(self.objects.values())
         return self._archive(places[0]).has_checksums
 
+    @kept
     def _archive(self, place: ArchivePlace) -> PtArchive:
-        if place.offset_bytes not in self._archives:
-            self._archives[place.offset_bytes] = PtArchive(
-                self, place.offset_bytes, place.size_bytes, OF_VALUES
-            )
-        return self._archives[place.offset_bytes]
+        return PtArchive(self, place.offset_bytes, place.size_bytes, OF_VALUES)
 
     def value(self, key: str) -> Any:
         """An object that is no tensor, which torch keeps in a list of one; the tensors in it are

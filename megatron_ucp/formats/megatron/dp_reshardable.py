@@ -273,16 +273,15 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         file = self.file(tensor.key)
         return Where(file, file.record, 0, tensor.shape[0], tensor.dtype)
 
-    def file(self, name: str) -> Any:
-        tensor = self.states.flat.get(name) if name not in self._open else None
+    def open_file(self, name: str) -> Any:
+        tensor = self.states.flat.get(name)
         if tensor is None:
-            return super().file(name)
+            return super().open_file(name)
         parts: list[tuple[ByteFile, Record]] = []
         for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
             file = self.file(chunk.place.file)
             parts.append((file, file.record_of_chunk(tensor, chunk)))
-        self._open[name] = AssembledTensor(self.folder / name, parts)
-        return self._open[name]
+        return AssembledTensor(self.folder / name, parts)
 
     def records(self, name: str) -> list[tuple[Record, str]]:
         """As of any folder. Between the parameters of a bucket is what was in the memory: a record

@@ -116,8 +116,8 @@ class Membership:
     file: str
     decays_qk_norms: bool = False
     decoupled_lr: float | None = None
-    recorded: Mapping[str, ParamGroup] = field(default_factory=dict[str, ParamGroup])
-    live: Mapping[str, ParamGroup] = field(default_factory=dict[str, ParamGroup])
+    recorded: Mapping[str, ParamGroup] = field(default_factory=dict)
+    live: Mapping[str, ParamGroup] = field(default_factory=dict)
 
     @classmethod
     def by_arguments(

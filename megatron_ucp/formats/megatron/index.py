@@ -18,19 +18,26 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.grouping import MadeWhenAsked, kept
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UnsupportedError, some_of
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.folder import Folder
+from megatron_ucp.formats.folder import Folder, StoredFile
 from megatron_ucp.formats.megatron import index_child
 from megatron_ucp.formats.megatron.arguments import OF_METADATA
-from megatron_ucp.formats.megatron.distcp import INDEX_FILE, ArchivePlace, Chunk, StoredTensor
+from megatron_ucp.formats.megatron.distcp import (
+    INDEX_FILE,
+    ArchivePlace,
+    Chunk,
+    DistcpFile,
+    StoredTensor,
+)
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.pt.unpickle import loads
 
@@ -113,9 +120,9 @@ class Index:
         order = np.argsort(self.file_numbers, kind="stable")
         return order, np.concatenate(([0], np.cumsum(counts)))
 
-    def objects_in(self, file: str) -> Mapping[str, ArchivePlace]:
-        """The objects of a file, by key."""
-        return self._objects_by_file.get(file, {})
+    def opened(self, stored: StoredFile, file: str) -> DistcpFile:
+        """A file that was opened, with what lies in it."""
+        return DistcpFile(stored, self.chunks_in(file), self._objects_by_file.get(file, {}))
 
     @cached_property
     def _objects_by_file(self) -> Mapping[str, Mapping[str, ArchivePlace]]:
@@ -131,16 +138,14 @@ class StoredTensors(Mapping[str, StoredTensor]):
     def __init__(self, index: Index) -> None:
         self._index = index
         self._numbers = {key: number for number, key in enumerate(index.keys)}
-        self._made: dict[str, StoredTensor] = {}
 
+    @kept
     def __getitem__(self, key: str) -> StoredTensor:
-        if key not in self._made:
-            index, number = self._index, self._numbers[key]
-            first, last = index.firsts[number : number + 2].tolist()
-            shape = index.shapes[number]
-            chunks = StoredChunks(index, range(first, last), len(shape))
-            self._made[key] = StoredTensor(key, index.dtypes[number], shape, chunks)
-        return self._made[key]
+        index, number = self._index, self._numbers[key]
+        first, last = index.firsts[number : number + 2].tolist()
+        shape = index.shapes[number]
+        chunks = StoredChunks(index, range(first, last), len(shape))
+        return StoredTensor(key, index.dtypes[number], shape, chunks)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._index.keys)
@@ -152,7 +157,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return key in self._numbers
 
 
-class StoredChunks(Sequence[Chunk]):
+class StoredChunks(MadeWhenAsked[Chunk]):
     """The chunks of one tensor: rows of an index."""
 
     def __init__(self, index: Index, rows: range, dims: int) -> None:
@@ -171,13 +176,7 @@ class StoredChunks(Sequence[Chunk]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, number: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Chunk]: ...
-    def __getitem__(self, number: int | slice) -> Chunk | list[Chunk]:
-        if isinstance(number, slice):
-            return [self[at] for at in range(*number.indices(len(self)))]
+    def made(self, number: int) -> Chunk:
         index, row = self._index, self._rows[number]
         place = ArchivePlace(
             index.files[index.file_numbers[row]],
@@ -191,15 +190,22 @@ class StoredChunks(Sequence[Chunk]):
 # ---- reading
 
 
-def read_index(folder: Folder) -> Index:
-    """The index of a folder, compared with itself and with the files that lie there.
+def index_in(folder: Folder, below: str = "") -> Index:
+    """As `read_index`, read once where one rank looks into a folder for all."""
+    return folder.made(f"{below}{INDEX_FILE}", lambda: read_index(folder, below))
+
+
+def read_index(folder: Folder, below: str = "") -> Index:
+    """The index of a folder, or of the one `below` ("optimizer_0/"), compared with itself and with
+    the files that lie there.
 
     Raises NotFoundError that names every file which is missing; DamagedFileError for an index that
     can't be, for chunks that overlap or leave gaps, and for a file that is shorter than the index
     says; UnsafePickleError, UnsupportedError.
     """
-    index = parsed_index(folder.small(INDEX_FILE, MAX_INDEX_BYTES), folder / INDEX_FILE)
-    check_files(folder, index)
+    file = f"{below}{INDEX_FILE}"
+    index = parsed_index(folder.small(file, MAX_INDEX_BYTES), folder / file)
+    check_files(folder, index, below)
     return index
 
 
@@ -572,32 +578,32 @@ def _border_numbers(dim: int, size: int, chunks: Sequence[Chunk]) -> dict[int, i
 # ---- the files that lie there
 
 
-def check_files(folder: Folder, index: Index) -> None:
+def check_files(folder: Folder, index: Index, below: str = "") -> None:
     """Raises NotFoundError for files that are missing, DamagedFileError for one that is too short,
     and where two entries share bytes."""
     names = index.file_names
-    missing = [name for name in names if not folder.is_file(name)]
+    missing = [name for name in names if not folder.is_file(below + name)]
     if missing:
         raise NotFoundError(
             "files that the index lists are missing",
-            file=folder / missing[0],
+            file=folder / f"{below}{missing[0]}",
             expected=f"{len(names)} files",
             found=f"no {some_of(missing)}",
             fix="restore them, or load another tag",
         )
-    ends = _ends(folder, index)
+    ends = _ends(folder, index, below)
     for name in names:
-        size = folder.size_bytes(name)
+        size = folder.size_bytes(below + name)
         if size < ends[name]:
             raise DamagedFileError(
                 "a file is shorter than the index says",
-                file=folder / name,
+                file=folder / f"{below}{name}",
                 expected=f"{ends[name]} bytes",
                 found=f"{size} bytes",
             )
 
 
-def _ends(folder: Folder, index: Index) -> dict[str, int]:
+def _ends(folder: Folder, index: Index, below: str) -> dict[str, int]:
     """The end of the last entry of each file. Raises DamagedFileError for two that share bytes."""
     numbers = {name: number for number, name in enumerate(index.files)}
     objects = [*index.objects.values()]
@@ -624,7 +630,7 @@ def _ends(folder: Folder, index: Index) -> dict[str, int]:
     if len(shared):
         raise DamagedFileError(
             "two entries of the index share bytes",
-            file=folder / names[file[shared[0]]],
+            file=folder / f"{below}{names[file[shared[0]]]}",
             found=f"at byte {at[shared[0] + 1]}",
         )
     last = np.flatnonzero(np.append(file[1:] != file[:-1], True)) if len(file) else []

@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.grouping import MadeWhenAsked, grouped
 from megatron_ucp.core.names import MASTER
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.megatron.distcp import Chunk, StoredTensor
@@ -24,8 +24,6 @@ from megatron_ucp.formats.megatron.names import (
 from megatron_ucp.formats.optimizers import check_known
 
 # ---- stored
-#
-# Where the parameters of a model lie in the stored tensors of a checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class StoredBlock:
     offset_elems: int
 
 
-class Blocks(Sequence[StoredBlock]):
+class Blocks(MadeWhenAsked[StoredBlock]):
     """The blocks of a parameter in one tensor, in the order of where they begin. They are rows of
     arrays of all parameters of that tensor, and are made where somebody asks for them."""
 
@@ -50,14 +48,8 @@ class Blocks(Sequence[StoredBlock]):
     def __len__(self) -> int:
         return self._high - self._low
 
-    @overload
-    def __getitem__(self, number: int) -> StoredBlock: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[StoredBlock]: ...
-    def __getitem__(self, number: int | slice) -> StoredBlock | list[StoredBlock]:
-        if isinstance(number, slice):
-            return [self[at] for at in range(*number.indices(len(self)))]
-        grid, row = self._grid, range(self._low, self._high)[number]
+    def made(self, number: int) -> StoredBlock:
+        grid, row = self._grid, self._low + number
         start, stop = (tuple(each[row].tolist()) for each in (grid.starts, grid.stops))
         chunk = self._tensor.chunks[int(grid.chunks[row])]
         return StoredBlock(start, stop, self._tensor, chunk, int(grid.offsets[row]))
@@ -68,7 +60,7 @@ class Blocks(Sequence[StoredBlock]):
         return Boxes(self._grid, self._low, self._high)
 
 
-class Boxes(Sequence[tuple[Ints, Ints]]):
+class Boxes(MadeWhenAsked[tuple[Ints, Ints]]):
     """Where each of some blocks begins and ends."""
 
     def __init__(self, grid: "_Grid", low: int, high: int) -> None:
@@ -77,27 +69,21 @@ class Boxes(Sequence[tuple[Ints, Ints]]):
     def __len__(self) -> int:
         return self._high - self._low
 
-    @overload
-    def __getitem__(self, number: int) -> tuple[Ints, Ints]: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[tuple[Ints, Ints]]: ...
-    def __getitem__(self, number: int | slice) -> tuple[Ints, Ints] | list[tuple[Ints, Ints]]:
-        if isinstance(number, slice):
-            return [self[at] for at in range(*number.indices(len(self)))]
-        grid, row = self._grid, range(self._low, self._high)[number]
+    def made(self, number: int) -> tuple[Ints, Ints]:
+        grid, row = self._grid, self._low + number
         return tuple(grid.starts[row].tolist()), tuple(grid.stops[row].tolist())
 
     def __eq__(self, other: object) -> bool:
         """Of the arrays that all states of a parameter share at once, else one by one."""
         if isinstance(other, Boxes) and self._grid is other._grid:
             return (self._low, self._high) == (other._low, other._high)
-        return isinstance(other, Sequence) and tuple(self) == tuple(cast("Sequence[Any]", other))
+        return super().__eq__(other)
 
     def __hash__(self) -> int:
-        return hash(tuple(self))
+        return super().__hash__()
 
 
-class EachAlone(Sequence[tuple[tuple[Ints, Ints], ...]]):
+class EachAlone(MadeWhenAsked[tuple[tuple[Ints, Ints], ...]]):
     """Boxes as `Chunks` asks for them: each alone in its chunk."""
 
     def __init__(self, boxes: Sequence[tuple[Ints, Ints]]) -> None:
@@ -106,26 +92,16 @@ class EachAlone(Sequence[tuple[tuple[Ints, Ints], ...]]):
     def __len__(self) -> int:
         return len(self._boxes)
 
-    @overload
-    def __getitem__(self, number: int) -> tuple[tuple[Ints, Ints], ...]: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[tuple[tuple[Ints, Ints], ...]]: ...
-    def __getitem__(self, number: int | slice) -> Any:
-        if isinstance(number, slice):
-            return [(box,) for box in self._boxes[number]]
+    def made(self, number: int) -> tuple[tuple[Ints, Ints], ...]:
         return (self._boxes[number],)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, EachAlone):
             return self._boxes == other._boxes
-        return isinstance(other, Sequence) and tuple(self) == tuple(cast("Sequence[Any]", other))
+        return super().__eq__(other)
 
     def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As the tuple that it stands for."""
-        return tuple, ([*self],)
+        return super().__hash__()
 
 
 @dataclass(frozen=True)
@@ -319,9 +295,6 @@ def _experts_by_layer(found: Mapping[str, list[_Part]], file: str) -> dict[str, 
 
 
 # ---- named states
-#
-# The tensors of a `torch_dist` folder that lie under names: weights, and the optimizer's states
-# of each (`optimizer.state.STATE.KEY`).
 
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")

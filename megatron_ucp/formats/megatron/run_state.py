@@ -20,8 +20,6 @@ from megatron_ucp.formats.pt.refs import TensorRef, number_in
 
 # ---- counters and schedule
 #
-# What Megatron saves besides element-wise states, in this package's form.
-#
 # The iteration that counts is the one beside the arguments; the one among them is 0 or stale.
 # Skipped iterations are those that the optimizer's step did not count.
 

@@ -15,7 +15,7 @@ from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats import expect
-from megatron_ucp.formats.byte_files import Record, Where, same_bytes
+from megatron_ucp.formats.byte_files import Where, same_bytes
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
@@ -224,7 +224,7 @@ class TorchDistCheckpoint(MegatronFolder):
             return self.place_in(COMMON_KEY, ref)
         return super().place(name, ref)
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+    def check(self, name: str, allow: Collection[str] = ()) -> None:
         """Opens a file, and proves the masters of the weights in it."""
         file = self.file(name)
         weights = self._weights_by_file.get(name, ())
@@ -291,20 +291,11 @@ class TorchDistCheckpoint(MegatronFolder):
         size = math.prod(b - a for a, b in zip(block.start, block.stop, strict=True))
         return Where(file, record, offset, size, tensor.dtype)
 
-    def file(self, name: str) -> Any:
-        if name not in self._open:
-            stored = self.folder.open(name)
-            if name == COMMON_FILE:
-                file = PtFile(stored, allow=OF_VALUES)
-            else:
-                file = DistcpFile(stored, name, self.index)
-            self._open[name] = self._closing.enter_context(file)
-        return self._open[name]
-
-    def records(self, name: str) -> list[tuple[Record, str]]:
-        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
-        file = self.file(name)
-        return file.all_records() if isinstance(file, DistcpFile) else super().records(name)
+    def open_file(self, name: str) -> PtFile | DistcpFile:
+        stored = self.folder.open(name)
+        if name == COMMON_FILE:
+            return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
+        return self._closing.enter_context(self.index.opened(stored, name))
 
     def scaler(self) -> LossScale:
         """The loss scale; the optimizers of a chain have the same."""

@@ -247,7 +247,7 @@ class Output:
 
     name: str
     tree: Any = None
-    payloads: dict[str, Payload] = field(default_factory=dict[str, Payload])
+    payloads: dict[str, Payload] = field(default_factory=dict)
 
     def tensor(
         self, payload: Payload, dtype: str, shape: Ints, used: Ints | None = None

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 
+from megatron_ucp.core.grouping import kept
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.byte_files import OpenFile, Record, damaged
 from megatron_ucp.formats.folder import StoredFile
-from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef, storages_of
 from megatron_ucp.formats.pt.unpickle import (
     MAX_PICKLE_BYTES,
     NOTHING_MORE,
@@ -136,6 +137,11 @@ class PtFile(OpenFile):
             )
         return record
 
+    def all_records(self) -> list[tuple[Record, str]]:
+        """Every record, with the dtype of the tensors in it ("" where it holds none)."""
+        places = {f"{self.root}/data/{one.key}": one.dtype for one in storages_of(self.tree)}
+        return [(self.records[name], places.get(name, "")) for name in self.records]
+
     def will_locate(self, storage: StorageRef) -> None:
         name = f"{self.root}/data/{storage.key}"
         if name in self._entries and name not in self._looked_up:
@@ -253,12 +259,10 @@ class PtArchive(PtFile):
 class _Records(Mapping[str, Record]):
     def __init__(self, file: PtFile) -> None:
         self._file = file
-        self._found: dict[str, Record] = {}
 
+    @kept
     def __getitem__(self, name: str) -> Record:
-        if name not in self._found:
-            self._found[name] = self._file._locate(name)
-        return self._found[name]
+        return self._file._locate(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file._entries)

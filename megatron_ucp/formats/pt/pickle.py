@@ -1,11 +1,11 @@
 """Pickles of plain values (`core/values`), as torch writes them: protocol 2, tensors by storage,
 objects of other classes by name."""
 
+import io
 import pickle
-import struct
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_ucp.core.values import (
     ARRAY,
@@ -16,7 +16,6 @@ from megatron_ucp.core.values import (
     DeviceName,
     DtypeName,
     InertObject,
-    NumpyScalar,
     VersionName,
     factory_name,
     is_name,
@@ -31,24 +30,35 @@ _STORAGE = {
     if not name.startswith("torch.storage.") and name != "torch.UntypedStorage"
 }
 _MAX_DEPTH = 200
+_OF_PYTHON = (type(None), bool, int, float, str, list, tuple, dict)  # written as Python does
+
+
+def _by_call(pickler: "_Pickler", value: Any) -> None:
+    row = VALUE_KINDS[type(value)]
+    pickler.save_call(row.call, *row.parts(value))
 
 
 def dumps(value: object) -> bytes:
     """The pickle of a value that `loads` gives back. Raises UnsupportedError for one that it could
     not hold, UnsafePickleError for one that only a call of somebody's function makes."""
-    pickled = _Pickle()
-    pickled.write(value)
-    return pickle.PROTO + b"\x02" + bytes(pickled.out) + pickle.STOP
+    out = io.BytesIO()
+    _Pickler(out).dump(value)
+    return out.getvalue()
 
 
-class _Pickle:
-    """A pickle on its way; `out` has the opcodes so far."""
+class _Pickler(pickle._Pickler):
+    """Python's own, with the kinds of `core/values` in place of live objects. It has no memo: what
+    values share is written each time."""
 
-    def __init__(self) -> None:
-        self.out = bytearray()
+    write: Callable[[bytes], object]
+    _batch_setitems: Callable[[Iterable[tuple[Any, Any]]], None]
+
+    def __init__(self, out: io.BytesIO) -> None:
+        super().__init__(out, 2)
+        self.fast = True
         self._depth = 0
 
-    def write(self, value: object) -> None:
+    def save(self, obj: object, save_persistent_id: bool = True) -> None:
         """A value of any kind."""
         if self._depth > _MAX_DEPTH:
             raise UnsupportedError(
@@ -57,164 +67,121 @@ class _Pickle:
                 fix="nest it less deeply, or keep it in a file of your own",
                 id="",
             )
-        writer = _WRITERS.get(type(value))
-        if writer is None:
+        if type(obj) not in self.dispatch:
             raise UnsupportedError(
                 "a value of this type can't be written",
-                found=type(value).__qualname__,
-                expected=", ".join(sorted(kind.__name__ for kind in _WRITERS)),
+                found=type(obj).__qualname__,
+                expected=", ".join(sorted(kind.__name__ for kind in self.dispatch)),
                 fix="keep it as one of these, or in a file of your own",
                 id="",
             )
         self._depth += 1
-        writer(self, value)
+        super().save(obj)  # type: ignore[misc]
         self._depth -= 1
 
-    def several(self, values: Iterable[object], end: bytes) -> None:
-        """Values between a mark and the opcode that takes them."""
-        self.out += pickle.MARK
-        for value in values:
-            self.write(value)
-        self.out += end
-
-    def items(self, mapping: Mapping[Any, Any]) -> None:
-        """Sets the items of the dictionary on the stack."""
-        flat = (part for item in mapping.items() for part in item)
-        self.several(flat, pickle.SETITEMS)
-
-    def name(self, qualname: str) -> None:
+    def save_name(self, value: str) -> None:
         """A class or function."""
-        module, _, name = qualname.rpartition(".")
-        if not module or not is_name(qualname):
+        module, _, name = value.rpartition(".")
+        if not module or not is_name(value):
             raise UnsafePickleError(
                 "a value names what is no class or function",
-                found=ascii(qualname[:200]),
+                found=ascii(value[:200]),
                 expected="a module and a name in it",
             )
-        self.out += pickle.GLOBAL + module.encode() + b"\n" + name.encode() + b"\n"
+        self.write(pickle.GLOBAL + module.encode() + b"\n" + name.encode() + b"\n")
 
-    def call(self, qualname: str, args: Iterable[object]) -> None:
-        """What a call of a class or function makes."""
-        self.name(qualname)
-        self.several(args, pickle.TUPLE)
-        self.out += pickle.REDUCE
+    def save_call(
+        self, qualname: str, *args: object, state: object = None, made: bytes = pickle.REDUCE
+    ) -> None:
+        """What a call of a class or function makes, and its state."""
+        self.save_name(qualname)
+        self.save(args)
+        self.write(made)
+        if state:
+            self.save(state)
+            self.write(pickle.BUILD)
 
-    # ---- one for each kind
+    def save_ordered_dict(self, value: "OrderedDict[Any, Any]") -> None:
+        self.save_call("collections.OrderedDict")
+        self._batch_setitems(value.items())
 
-    def none(self, value: None) -> None:
-        self.out += pickle.NONE
-
-    def truth(self, value: bool) -> None:
-        self.out += pickle.NEWTRUE if value else pickle.NEWFALSE
-
-    def real_number(self, value: float) -> None:
-        self.out += pickle.BINFLOAT + struct.pack(">d", value)
-
-    def complex_number(self, value: complex) -> None:
-        self.call("builtins.complex", (value.real, value.imag))
-
-    def bytes(self, value: "bytes") -> None:
-        """Protocol 2 has no bytes."""
-        self.call("_codecs.encode", (value.decode("latin1"), "latin1"))
-
-    def list(self, value: "list[Any]") -> None:
-        self.out += pickle.EMPTY_LIST
-        self.several(value, pickle.APPENDS)
-
-    def tuple(self, value: "tuple[Any, ...]") -> None:
-        self.several(value, pickle.TUPLE)
-
-    def dict(self, value: "dict[Any, Any]") -> None:
-        self.out += pickle.EMPTY_DICT
-        self.items(value)
-
-    def whole_number(self, value: int) -> None:
-        if -(2**31) <= value < 2**31:
-            self.out += pickle.BININT + struct.pack("<i", value)
-            return
-        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        is_long = len(data) > 255
-        size = struct.pack("<i" if is_long else "<B", len(data))
-        self.out += (pickle.LONG4 if is_long else pickle.LONG1) + size + data
-
-    def text(self, value: str) -> None:
-        data = value.encode("utf-8", "surrogatepass")
-        self.out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
-
-    def default_dict(self, value: "defaultdict[Any, Any]") -> None:
+    def save_default_dict(self, value: "defaultdict[Any, Any]") -> None:
         factory = factory_name(value)
-        self.call("collections.defaultdict", () if factory is None else (ClassName(factory),))
-        self.items(value)
+        self.save_call(
+            "collections.defaultdict", *(() if factory is None else (ClassName(factory),))
+        )
+        self._batch_setitems(value.items())
 
-    def ordered_dict(self, value: "OrderedDict[Any, Any]") -> None:
-        self.call("collections.OrderedDict", ())
-        self.items(value)
-
-    def named(self, value: ClassName) -> None:
-        self.name(value.qualname)
-
-    def dtype_name(self, value: DtypeName) -> None:
+    def save_dtype_name(self, value: DtypeName) -> None:
         if value.removeprefix("torch.") not in ITEMSIZE:
             raise _no_dtype("a dtype that can't be written", ascii(value[:100]), ITEMSIZE)
-        self.name(value)
+        self.save_name(value)
 
-    def device_name(self, value: DeviceName) -> None:
+    def save_device_name(self, value: DeviceName) -> None:
         kind, _, index = str(value).partition(":")
-        self.call("torch.device", (kind, int(index)) if index else (kind,))
+        self.save_call("torch.device", kind, *([int(index)] if index else []))
 
-    def version_name(self, value: VersionName) -> None:
-        self.name("torch.torch_version.TorchVersion")
-        self.several((str(value),), pickle.TUPLE)
-        self.out += pickle.NEWOBJ
-
-    def storage(self, value: StorageRef) -> None:
+    def save_storage(self, value: StorageRef) -> None:
         if value.dtype not in _STORAGE:
             raise _no_dtype("tensors of this dtype can't be written", value.dtype, _STORAGE)
-        kind = ClassName(_STORAGE[value.dtype])
-        self.several(("storage", kind, value.key, "cpu", value.elems), pickle.TUPLE)
-        self.out += pickle.BINPERSID
+        self.save(("storage", ClassName(_STORAGE[value.dtype]), value.key, "cpu", value.elems))
+        self.write(pickle.BINPERSID)
 
-    def tensor(self, value: TensorRef) -> None:
+    def save_tensor(self, value: TensorRef) -> None:
         place = value.storage, value.offset_elems, value.shape, value.stride
-        self.call("torch._utils._rebuild_tensor_v2", (*place, False, OrderedDict()))
+        self.save_call("torch._utils._rebuild_tensor_v2", *place, False, OrderedDict())
 
-    def numpy_scalar(self, value: NumpyScalar) -> None:
-        self.call("numpy._core.multiarray.scalar", (_dtype_of(value.dtype), value.data))
-
-    def numpy_dtype(self, dtype: str) -> None:
+    def save_numpy_dtype(self, dtype: str) -> None:
         """Such as "<f4": its order of bytes is part of its state."""
-        self.call("numpy.dtype", (dtype[1:], False, True))
         unit = {"U": 4, "S": 1}.get(dtype[1])  # bytes of a character; a number has no such size
         sizes = (unit * int(dtype[2:]), unit) if unit else (-1, -1)
-        self.several((3, dtype[0], None, None, None, *sizes, 0), pickle.TUPLE)
-        self.out += pickle.BUILD
+        state = 3, dtype[0], None, None, None, *sizes, 0
+        self.save_call("numpy.dtype", dtype[1:], False, True, state=state)
 
-    def numpy_array(self, state: Mapping[str, Any]) -> None:
+    def save_numpy_array(self, state: Mapping[str, Any]) -> None:
         """As numpy pickles it."""
-        self.call("numpy._core.multiarray._reconstruct", (ClassName(ARRAY), (0,), b"b"))
         dtype = _dtype_of(str(state["dtype"]))
-        self.several(
-            (1, state["shape"], dtype, state["fortran_order"], state["data"]), pickle.TUPLE
-        )
-        self.out += pickle.BUILD
+        parts = 1, state["shape"], dtype, state["fortran_order"], state["data"]
+        made = ClassName(ARRAY), (0,), b"b"
+        self.save_call("numpy._core.multiarray._reconstruct", *made, state=parts)
 
-    def object(self, value: InertObject) -> None:
+    def save_object(self, value: InertObject) -> None:
         """As Python pickles it: made by a call, as a new object, or as the member of an enum; then
         its attributes."""
         if value.qualname == ARRAY:
-            return self.numpy_array(value.state)
+            return self.save_numpy_array(value.state)
         if value.qualname == DTYPE:
-            return self.numpy_dtype(str(value.state["dtype"]))
+            return self.save_numpy_dtype(str(value.state["dtype"]))
         check_object(value)
         if value.made == "member":
-            return self.call("builtins.getattr", (ClassName(value.qualname), *value.args))
-        self.name(value.qualname)
-        self.several(value.args, pickle.TUPLE)
-        self.out += pickle.REDUCE if value.args and value.made == "call" else pickle.NEWOBJ
-        if value.state:
-            self.dict(value.state)
-            self.out += pickle.BUILD
-        return None
+            return self.save_call("builtins.getattr", ClassName(value.qualname), *value.args)
+        made = pickle.REDUCE if value.args and value.made == "call" else pickle.NEWOBJ
+        return self.save_call(value.qualname, *value.args, state=value.state, made=made)
+
+    dispatch: ClassVar[dict[type, Callable[..., None]]] = {
+        **{kind: pickle._Pickler.dispatch[kind] for kind in _OF_PYTHON},
+        **{kind: _by_call for kind, row in VALUE_KINDS.items() if row.call},
+        **dict.fromkeys(
+            NUMPY_SCALARS,
+            lambda self, v: self.save_call(
+                "numpy._core.multiarray.scalar", _dtype_of(v.dtype), v.data
+            ),
+        ),
+        complex: lambda self, v: self.save_call("builtins.complex", v.real, v.imag),
+        # protocol 2 has no bytes
+        bytes: lambda self, v: self.save_call("_codecs.encode", v.decode("latin1"), "latin1"),
+        OrderedDict: save_ordered_dict,
+        defaultdict: save_default_dict,
+        DtypeName: save_dtype_name,
+        DeviceName: save_device_name,
+        VersionName: lambda self, v: self.save_call(
+            "torch.torch_version.TorchVersion", str(v), made=pickle.NEWOBJ
+        ),
+        ClassName: lambda self, v: self.save_name(v.qualname),
+        StorageRef: save_storage,
+        TensorRef: save_tensor,
+        InertObject: save_object,
+    }
 
 
 def _dtype_of(dtype: str) -> InertObject:
@@ -257,33 +224,3 @@ def _is_member(value: InertObject) -> bool:
     """Whether arguments are a name that a member of an enum can have."""
     name = value.args[0] if len(value.args) == 1 else None
     return isinstance(name, str) and name.isidentifier() and not name.startswith("__")
-
-
-def _by_call(pickled: _Pickle, value: Any) -> None:
-    row = VALUE_KINDS[type(value)]
-    pickled.call(row.call, row.parts(value))
-
-
-_WRITERS: dict[type, Callable[[_Pickle, Any], None]] = {
-    **{kind: _by_call for kind, row in VALUE_KINDS.items() if row.call},
-    **dict.fromkeys(NUMPY_SCALARS, _Pickle.numpy_scalar),
-    type(None): _Pickle.none,
-    bool: _Pickle.truth,
-    int: _Pickle.whole_number,
-    float: _Pickle.real_number,
-    complex: _Pickle.complex_number,
-    str: _Pickle.text,
-    bytes: _Pickle.bytes,
-    list: _Pickle.list,
-    tuple: _Pickle.tuple,
-    dict: _Pickle.dict,
-    OrderedDict: _Pickle.ordered_dict,
-    defaultdict: _Pickle.default_dict,
-    DtypeName: _Pickle.dtype_name,
-    DeviceName: _Pickle.device_name,
-    VersionName: _Pickle.version_name,
-    ClassName: _Pickle.named,
-    StorageRef: _Pickle.storage,
-    TensorRef: _Pickle.tensor,
-    InertObject: _Pickle.object,
-}

@@ -105,8 +105,8 @@ class VouchedClasses:
 
     is_value: Callable[[str], bool]
     known: frozenset[str] | None = None
-    members: Mapping[tuple[str, Any], str] = field(default_factory=dict[tuple[str, Any], str])
-    names: set[str] = field(default_factory=set[str])
+    members: Mapping[tuple[str, Any], str] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
 
     def take(self, qualname: str) -> bool:
         """Whether a pickle may name it; the name is noted then."""

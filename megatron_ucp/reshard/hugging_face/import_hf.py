@@ -104,7 +104,7 @@ def import_hf(
             asked, config = _checked(folder, mesh, target, latest, allow), parsed_config(ds_config)
             twin, sizes, architecture = read_twin(location(plain_path(src)), family)
             model = _model(twin.family, _padded(sizes, padded_vocab), asked.mesh.tp, str(src))
-            source = HuggingFaceCheckpoint(folder_at(src), twin.shares, twin.specs)
+            source = HuggingFaceCheckpoint(folder_at(src), twin.told)
             opened.enter_context(source)
             check_source(source, folder, allow)
             wanted, staged = _wanted(model, architecture, asked, source, config)
