@@ -29,7 +29,7 @@ from benchmarks.paper import on_mesh, paper_manifest, state_file
 from megatron_ucp.core.experts import expert_name
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
-from megatron_ucp.engines.megatron import model as derived
+from megatron_ucp.engines import mcore_model as derived
 from megatron_ucp.families.family import Declared
 from megatron_ucp.reshard.plan import of_manifests
 from tests.engines.hybrid_models import on_cpu

@@ -25,7 +25,7 @@ import megatron_ucp as ucp
 from benchmarks import frame
 from benchmarks.model import SIZES, Mesh, close, family, make_engine, train_step
 from benchmarks.tool import stock_universal
-from megatron_ucp.engines.deepspeed.optimizer import broadcast_each
+from megatron_ucp.engines.live import broadcast_each
 from tests.ranks import RanksFailed
 
 EXTRA_BYTES, READ_LIMIT = 64 * 2**20, 1.02

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from benchmarks import frame
-from megatron_ucp.engines.deepspeed.optimizer import broadcast_each
+from megatron_ucp.engines.live import broadcast_each
 from pretrain.mcore import models
 from tests.engines.megatron_jobs import (
     CONTENT,

@@ -38,9 +38,9 @@ from megatron_ucp.errors import (
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imported on first use
     from megatron_ucp.engines.background import wait
     from megatron_ucp.engines.deepspeed.engine import attach, initialize
+    from megatron_ucp.engines.deepspeed.install import install
     from megatron_ucp.engines.handle import fingerprint, report
     from megatron_ucp.engines.hold import hold, resize
-    from megatron_ucp.engines.install import install
     from megatron_ucp.engines.load import load
     from megatron_ucp.engines.megatron.engine import attach_megatron
     from megatron_ucp.engines.megatron.save import save
@@ -122,7 +122,7 @@ _HOMES = {
     "import_hf": "reshard.hugging_face.import_hf",
     "initialize": "engines.deepspeed.engine",
     "inspect": "reshard.look",
-    "install": "engines.install",
+    "install": "engines.deepspeed.install",
     "load": "engines.load",
     "ls": "reshard.look",
     "newest_whole": "reshard.look",

@@ -67,7 +67,7 @@ def run(program: list[str], is_module: bool) -> None:
 
 def _attach_engines(_deepspeed: Any) -> None:
     """Every engine that `deepspeed.initialize` makes from now on is attached."""
-    from megatron_ucp.engines.install import install_for_scripts
+    from megatron_ucp.engines.deepspeed.install import install_for_scripts
 
     install_for_scripts()
 

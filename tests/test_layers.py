@@ -125,6 +125,9 @@ def import_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
         if target is not None:
             if target != layer and target not in rules.layers:
                 yield line, f"{layer} imports {target} ({'.'.join(name)})"
+            own, other = engine_of(parts), engine_of(name)
+            if layer == "engines" and other not in ("", own) and path != CHOOSES_ENGINE:
+                yield line, f"{own or 'what is of all engines'} imports the engine {other}"
         elif name[0] in ENGINE_LIBRARIES:
             if layer not in ("engines", "patches", "programs"):
                 yield line, f"{layer} imports {name[0]}; only engines may"
@@ -137,6 +140,15 @@ def import_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
             rules.libraries is not None and name[0] not in rules.libraries | sys.stdlib_module_names
         ):
             yield line, f"{layer} imports {name[0]}"
+
+
+CHOOSES_ENGINE = Path(PACKAGE, "engines", "record.py")  # which one an engine is of
+
+
+def engine_of(parts: tuple[str, ...]) -> str:
+    """Of which engine's folder a dotted name is; empty for what is of all engines."""
+    is_inside = parts[:2] == (PACKAGE, "engines") and len(parts) > 2
+    return parts[2] if is_inside and parts[2] in ENGINE_LIBRARIES else ""
 
 
 def axis_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
@@ -418,6 +430,16 @@ PLANTED = [
     ("megatron_ucp/engines/live.py", "from megatron_ucp import cli", "engines imports cli"),
     ("megatron_ucp/engines/live.py", "import pretrain.data", "engines imports programs"),
     (
+        "megatron_ucp/engines/load.py",
+        "def f():\n    from megatron_ucp.engines.deepspeed.live import describe",
+        "what is of all engines imports the engine deepspeed",
+    ),
+    (
+        "megatron_ucp/engines/deepspeed/model.py",
+        "from megatron_ucp.engines.megatron import refuse",
+        "deepspeed imports the engine megatron",
+    ),
+    (
         "megatron_ucp/cli.py",
         "def f():\n    from megatron_ucp.engines import live",
         "cli imports engines",
@@ -466,6 +488,8 @@ ALLOWED = [
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import deepspeed",
     ),
     ("megatron_ucp/__init__.py", "from megatron_ucp.engines.deepspeed.live import load"),
+    ("megatron_ucp/engines/record.py", "from megatron_ucp.engines.deepspeed import engine"),
+    ("megatron_ucp/engines/megatron/save.py", "from megatron_ucp.engines.megatron import live"),
     ("megatron_ucp/formats/pt/file.py", "import os\ndef f(p: os.PathLike): folder.open('x')"),
     ("megatron_ucp/formats/folder.py", "import os\nos.stat('x')"),
     ("megatron_ucp/cli.py", "import tqdm\nfrom megatron_ucp.reshard import convert\nprint(1)"),

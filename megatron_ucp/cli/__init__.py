@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_ucp import __version__, say
@@ -57,8 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return NOBODY_READS
         except _OutputError as error:
             _forget_output()
+            told = UsageError(
+                "the output can't be written",
+                file="standard output",
+                found=str(error),
+                fix="give the output a place that is open and has room",
+            )
             with contextlib.redirect_stdout(sys.stderr):
-                _tell(error.told, words)
+                _tell(told, words)
             return UNUSABLE
         except KeyboardInterrupt:
             print("megatron-ucp: interrupted", file=sys.stderr)
@@ -132,7 +138,7 @@ def _tell(told: UcpError, words: list[str], is_rank_0: bool = True) -> None:
         facts = {key: value for key, value in said.items() if value not in (None, "")}
         print_json({"error": type(told).__name__, **facts}, UNUSABLE)
     else:
-        print(f"megatron-ucp: {told}", file=_Plain(sys.stderr))
+        print(f"megatron-ucp: {told}", file=_Output(sys.stderr))
 
 
 def _dashed(words: Sequence[str]) -> list[str]:
@@ -158,8 +164,13 @@ def _require_command(word: str) -> None:
     )
 
 
-class _Plain:
-    """A stream for text from anywhere."""
+class _OutputError(Exception):
+    """A stream can't be written, and why."""
+
+
+class _Output:
+    """A stream for text from anywhere. Standard output may be closed or full: that is no fault of a
+    checkpoint."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -167,49 +178,23 @@ class _Plain:
     def write(self, text: str) -> int:
         plain = _UNPLAIN.sub(lambda found: ascii(found[0])[1:-1], text)
         encoding = getattr(self._stream, "encoding", None) or "utf-8"  # of the terminal
-        return self._stream.write(plain.encode(encoding, "backslashreplace").decode(encoding))
+        return self._do("write", plain.encode(encoding, "backslashreplace").decode(encoding))
 
     def flush(self) -> None:
-        self._stream.flush()
+        self._do("flush")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _OutputError(Exception):
-    """Standard output can't be written."""
-
-    def __init__(self, found: str) -> None:
-        self.told = UsageError(
-            "the output can't be written",
-            file="standard output",
-            found=found,
-            fix="give the output a place that is open and has room",
-        )
-        super().__init__(found)
-
-
-class _Output(_Plain):
-    """Standard output, which may be closed or full: that is no fault of a checkpoint."""
-
-    def write(self, text: str) -> int:
-        with self._checked():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with self._checked():
-            super().flush()
-
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
+    def _do(self, name: str, *args: str) -> Any:
         if self._stream is None:
             raise _OutputError("it is closed")
         try:
-            yield
+            return getattr(self._stream, name)(*args)
         except BrokenPipeError:
             raise
         except OSError as error:
             raise _OutputError(f"{type(error).__name__}: {error.strerror}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _parser(completion: bool = False) -> Parser:

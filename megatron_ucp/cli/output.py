@@ -129,7 +129,6 @@ def add_allow(parser: argparse.ArgumentParser, door: str) -> None:
 
 
 def allowed(args: Any) -> frozenset[str]:
-    """The words of --allow, between commas."""
     return frozenset(filter(None, args.allow.replace(" ", "").split(",")))
 
 
@@ -195,7 +194,6 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _mesh_or(key: str, value: Any) -> Any:
-    """The mesh that a text says, as an object."""
     if key not in ("mesh", "source_mesh") or not isinstance(value, str):
         return value
     try:

@@ -38,23 +38,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_mesh(args: Any, what: str) -> None:
-    """Raises UsageError without --mesh; `what` needs one."""
-    if not args.mesh:
-        raise UsageError(
-            f"{what} for one mesh",
-            expected="--mesh, such as tp=1,dp=4,zero=1",
-            found="none",
-            fix="give --mesh of the job that will train or resume",
-        )
-
-
-def target_of(args: Any) -> Any:
+def target_of(args: Any, what: str = "") -> Any:
     """The Target that the arguments describe; None where there is no mesh, and nothing that needs
-    one. Raises UsageError."""
+    one. Raises UsageError, without --mesh too where `what` is for one mesh."""
     from megatron_ucp.formats.deepspeed.target import Target
-    from megatron_ucp.reshard.options import read_json
+    from megatron_ucp.reshard.options import no_mesh, read_json
 
+    if what and not args.mesh:
+        raise no_mesh(what)
     stages = args.stages
     if stages and re.fullmatch("[0-9,]*[0-9][0-9,]*", stages) and len(stages) < _MOST_CHARS:
         stages = tuple(int(count) for count in stages.split(",") if count)

@@ -22,7 +22,7 @@ from megatron_ucp.cli.output import (
     print_notes,
     show,
 )
-from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
+from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
 from megatron_ucp.core.manifest import FINGERPRINT
 from megatron_ucp.errors import HELP_FILE, DamagedFileError, UsageError
 from megatron_ucp.reshard.options import CONVERT, EXPORT, IMPORT, OUTPUTS
@@ -137,8 +137,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def run_plan(args: Any) -> int:
     from megatron_ucp.reshard import plan
 
-    require_mesh(args, "a plan is")
-    target = target_of(args)
+    target = target_of(args, "a plan is")
     refuse_unused_size(args, target, args.path)
     found = plan.plan(args.path, target, **named(args, "tag", "rules", "ds_config"))
     if args.picture:
@@ -285,9 +284,7 @@ def run_convert(args: Any) -> int:
             fix="megatron-ucp convert CHECKPOINT OUTPUT --mesh tp=1,dp=4,zero=1",
         )
     to = args.to or ("native" if args.mesh else "universal")
-    if to == "native":
-        require_mesh(args, "DeepSpeed's own files are")
-    target = target_of(args)
+    target = target_of(args, "native files are" if to == "native" else "")
     refuse_unused_size(args, target, paths[0], to == "native")
     found = convert(
         paths[0],
@@ -370,8 +367,7 @@ def add_import_hf(parser: argparse.ArgumentParser) -> None:
 def run_import_hf(args: Any) -> int:
     from megatron_ucp.reshard.hugging_face.import_hf import import_hf
 
-    require_mesh(args, "DeepSpeed's own files are")
-    target = target_of(args)
+    target = target_of(args, "native files are")
     refuse_unused_size(args, target, None)
     found = import_hf(
         args.path,
@@ -418,7 +414,6 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def add_help(parser: argparse.ArgumentParser) -> None:
-    """The id of an error."""
     parser.add_argument("id", metavar="ID", nargs="?", help="as in `help:` of an error")
 
 

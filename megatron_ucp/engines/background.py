@@ -101,12 +101,10 @@ class SideGroup(Ranks):
     def agreed(
         self, value: _T, merge: Callable[[_T, _T], _T], conclude: Callable[[_T], Any]
     ) -> tuple[_T, Any]:
-        """As of all ranks. Raises RankError."""
         with self._turn_of_all():
             return super().agreed(value, merge, conclude)
 
     def delivered(self, given: Mapping[int, _T]) -> dict[int, _T]:
-        """As of all ranks. Raises RankError."""
         with self._turn_of_all():
             return super().delivered(given)
 
@@ -124,7 +122,6 @@ class SideGroup(Ranks):
             ) from error
 
     def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
-        """Within `patience_s`. Raises RuntimeError."""
         seconds = 86400.0 if self.patience_s is None else max(self.patience_s, 0.001)
         patience = timedelta(seconds=seconds)
         coming = {rank: of_bytes(bytes(size)) for rank, size in sizes.items()}
@@ -373,7 +370,6 @@ class SaveTurn(Ranks):
         return max(0.0, self.deadline - (time.monotonic() - self.began))
 
     def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
-        """As of its ranks."""
         return self.ranks.move(sent, sizes)
 
     def lowest(self, *numbers: int) -> list[int]:
@@ -472,7 +468,6 @@ class Background:
 
     @property
     def what(self) -> str:
-        """What is saved now."""
         return "" if self._turn is None else self._turn.what
 
     @property

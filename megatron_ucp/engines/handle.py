@@ -282,11 +282,9 @@ class Handle:
         return of_memories(self.present())
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
-        """As `engine.save_checkpoint`, or `ucp.save`."""
         raise NotImplementedError
 
     def load(self, path: str | Path, tag: str | None = None, **options: Any) -> Report:
-        """As `ucp.load`."""
         return load(self.program, path, tag, **options)
 
     @agree.door("the export")
@@ -305,5 +303,4 @@ class Handle:
             kept.close()
 
     def report(self) -> Reports:
-        """As `ucp.report`."""
         return report(self.program)

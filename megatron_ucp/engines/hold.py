@@ -28,12 +28,7 @@ from megatron_ucp.reshard.fingerprint import (
 )
 from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.load import resume_from_memory
-from megatron_ucp.reshard.memory_layout import (
-    HostMemory,
-    MemorySink,
-    on_the_first,
-    ranks_that_stay,
-)
+from megatron_ucp.reshard.memory_layout import HostMemory, MemorySink, on_the_first, ranks_that_stay
 from megatron_ucp.reshard.options import check_switch
 from megatron_ucp.reshard.transfer import TransferRun, transfer
 
@@ -305,7 +300,6 @@ def params_of(engine: Any) -> set[int]:
 
 
 def _held(lent: MemoryRun, mesh: Mesh | None, ranks: int | None) -> MemoryRun:
-    """Collective."""
     here = agree.collect(lent.holder.parts)
     run, stay = lent.known, ranks_that_stay(mesh, ranks, agree.world()[1])
     takers = on_the_first(run.manifest, here, stay)
@@ -314,16 +308,11 @@ def _held(lent: MemoryRun, mesh: Mesh | None, ranks: int | None) -> MemoryRun:
     sink = MemorySink(memory, recorded_in(run.original.run))
     with say.progress("hold") as advance:
         done = transfer(source, sink, run=TransferRun(progress=advance)).done
-    held = MemoryRun(run, memory, _owners(takers), _one_id())
+    held = MemoryRun(run, memory, _owners(takers), agree.of_first(lambda: uuid.uuid4().hex))
     kept, moved, keepers = agree.total(done, source.read_bytes, int(done > 0))
     amounts = f"{say.amount(kept)} on {keepers} ranks, {say.amount(moved)} of it from others"
     say.ended(f"held {run.name} in memory: {amounts}", run.notes)
     return held
-
-
-def _one_id() -> str:
-    """An identity that all ranks share. Collective."""
-    return agree.of_first(lambda: uuid.uuid4().hex)
 
 
 def _owners(takers: Sequence[Sequence[BufferPart]]) -> dict[BufferPart, int]:

@@ -1,9 +1,10 @@
 """A live engine as its ranks together, whatever trains in it: its tensors, its optimizer's
 groups, what its model computes, and whether a failed load left it unusable."""
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,6 +33,7 @@ from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.optimizers import DECOUPLED, Kept, is_scalar, steps_as
 from megatron_ucp.formats.store import location
+from megatron_ucp.reshard.engine import Wants
 from megatron_ucp.reshard.hugging_face.names import check_config, other_settings, settings_of
 
 # ---- live tensors
@@ -167,6 +169,27 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def on_cpu(partitions: Sequence[torch.Tensor]) -> bool:
+    """Whether gloo, and not NCCL, moves them."""
+    return all(partition.device.type == "cpu" for partition in partitions)
+
+
+def broadcast_each(partitions: Sequence[torch.Tensor], group: Any) -> None:
+    """Gives every rank of a group all partitions of a buffer, which are listed in the order of the
+    group's ranks; each one is written where it is. For those on the CPU. Collective.
+
+    gloo's all-gather collects in fresh memory of the whole buffer's size first. Broadcasts take a
+    quarter of its time, and a load needs no memory on top of the engine's own.
+    """
+    ranks = torch.distributed.get_process_group_ranks(group)
+    sent: list[Any] = [
+        torch.distributed.broadcast(partition.data, rank, group, async_op=True)
+        for rank, partition in zip(ranks, partitions, strict=True)
+    ]
+    for work in sent:
+        work.wait()
+
+
 # ---- optimizer groups
 #
 # Steps and hyper-parameters as a live torch optimizer keeps them.
@@ -208,16 +231,26 @@ def decay_of(optimizer: Any) -> dict[str, bool]:
 
 
 def built_groups(
-    live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], file: str, allow: bool
+    live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], wants: Wants
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The hyper-parameters of a checkpoint as live values, and notes of those that are left out.
+    """The hyper-parameters that groups get as live values, and notes of those that are left out.
     Raises UnsafePickleError."""
     out: list[Mapping[str, Any]] = []
-    values = Values(file, allow)
-    for number, (group, settings) in enumerate(zip(live, saved, strict=True)):
-        like = {key: value for key, value in group.items() if key != "params"}
+    values = Values(str(wants.source.folder), "values" in wants.options.allow)
+    for number, settings in enumerate(saved):
+        like = {key: value for key, value in live[number].items() if key != "params"}
         out.append(values.built(dict(settings), f"param_groups[{number}]", like))
     return out, [f"left as the engine has it: {one}" for one in values.left]
+
+
+def set_groups(
+    groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]], carried: bool
+) -> list[str]:
+    """Gives groups of an optimizer what `built_groups` gave, if it gave any; returns notes."""
+    notes: list[str] = []
+    for number, settings in enumerate(saved):
+        set_group(number, groups[number], settings, carried, notes)
+    return notes
 
 
 def set_group(
@@ -450,10 +483,6 @@ def _refuse(broken: Collection[str], *_: Any, **__: Any) -> None:
 # whatever trains in it.
 
 
-def _parts(states: bool) -> tuple[str, ...]:
-    return (WEIGHTS, STATES) if states else (WEIGHTS,)
-
-
 class LocalPart(Protocol):
     """What a rank holds of its place."""
 
@@ -466,8 +495,9 @@ class LocalPart(Protocol):
 
 class LiveShards:
     """The engine as `stages` of all its `places`, of which this rank is `own`; `program` is what
-    steps, and is marked while a load is on its way. Raises ModelMismatchError where they don't fit,
-    UnsupportedError where they are not whole."""
+    steps, and is marked while a load is on its way, with the `modules` that it has of the model on
+    this rank. Raises ModelMismatchError where they don't fit, UnsupportedError where they are not
+    whole."""
 
     manifest: Manifest  # what all ranks hold
 
@@ -475,6 +505,7 @@ class LiveShards:
         self,
         own: LocalPart,
         program: Any,
+        modules: Sequence[torch.nn.Module],
         stages: Sequence[Stage],
         places: Sequence[Coords],
         fix: str,
@@ -488,8 +519,10 @@ class LiveShards:
                 fix=fix,
             )
         self.joined: AllRanks = join(stages)
-        self._here, self._groups, self._program = found.index(own.at), own.param_groups, program
-        self.first_group = self.joined.first_group[self._here]
+        self._here, self._program, self._modules = found.index(own.at), program, modules
+        self.param_groups = own.param_groups
+        first = self.joined.first_group[self._here]
+        self.own_groups = slice(first, first + len(own.param_groups))  # of the manifest's
 
     def numbered(self, buffers: Sequence[Any], values: Sequence[Any]) -> list[dict[int, Any]]:
         """This rank's buffers of the optimizer, and its values, by their numbers in the
@@ -498,48 +531,28 @@ class LiveShards:
         both = zip(numbers, (buffers, values), strict=True)
         return [dict(zip(*pair, strict=True)) for pair in both]
 
-    @property
-    def own_groups(self) -> slice:
-        """Which of the manifest's groups are this place's."""
-        return slice(self.first_group, self.first_group + len(self._groups))
-
     def tensor(self, slot: Slot) -> torch.Tensor:
         raise NotImplementedError
 
     def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
         return self.tensor(slot)[first:last]
 
-    def modules(self) -> Sequence[torch.nn.Module]:
-        """What the program has of the model on this rank."""
-        raise NotImplementedError
-
     def finish_gathers(self) -> None:
         """Every rank gets the weights that others stepped, where some may be on their way."""
 
-    def prepare(self) -> None:
-        """Before the first write: what `tensor` gives is the engine's own memory afterwards. No
-        value is changed."""
+    def check(self, source: Checkpoint, optimizer: bool) -> None:
+        """Raises a UcpError where the engine can't take the states of a checkpoint; `optimizer`
+        says whether those of the optimizer are asked for."""
 
-    def mark_broken(self, states: bool) -> None:
-        mark_broken(self._program, self.modules(), _parts(states))
-        self.prepare()
+    def prepare(self, states: Mapping[int, Sequence[str]] = MappingProxyType({})) -> None:
+        """Before the first write: what `tensor` gives is the engine's own memory afterwards, with
+        room for exactly these `states` of some buffers. No other value is changed."""
 
-    def mark_whole(self, states: bool) -> None:
-        mark_whole(self._program, self.modules(), _parts(states))
-
-    def built_groups(
-        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
-    ) -> tuple[list[Mapping[str, Any]], list[str]]:
-        out, own = list(groups), self.own_groups
-        out[own], notes = built_groups(self._groups, groups[own], file, allow)
-        return out, notes
-
-    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
-        notes: list[str] = []
-        own = groups[self.own_groups]
-        for number, (group, saved) in enumerate(zip(self._groups, own, strict=True)):
-            set_group(number, group, saved, carried, notes)
-        return notes
+    def broken(self, states: Mapping[int, Sequence[str]] | None) -> Callable[[], None]:
+        parts = (WEIGHTS,) if states is None else (WEIGHTS, STATES)
+        mark_broken(self._program, self._modules, parts)
+        self.prepare(states or {})
+        return partial(mark_whole, self._program, self._modules, parts)
 
 
 def told_by(model: Model, manifest: Manifest) -> CallerModel:

@@ -12,10 +12,7 @@ import torch
 
 from megatron_ucp import say
 from megatron_ucp.engines.background import wait_together
-from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
-from megatron_ucp.engines.deepspeed.model import described_model
-from megatron_ucp.engines.deepspeed.refuse import refuse_engine
-from megatron_ucp.engines.record import HANDLE, LOADED, go_on_with, record_of
+from megatron_ucp.engines.record import HANDLE, LOADED, OwnRun, handle_of, record_of
 from megatron_ucp.engines.run_state import ResumableLoader
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats.store import Location, absolute, is_url, location
@@ -134,10 +131,11 @@ def load(
     if allow is not None:  # what `attach` got is for all loads, whatever each has a use for
         check_words(allow, {MEMORY if isinstance(path, MemorySource) else LOAD})
         check_acting(options.allow, _wanted(engine, options))
+    handle = handle_of(engine, options.family)
     # not in `load_checkpoint`: trainers keep a step of their own beside each checkpoint's folder
     if (kept := record_of(engine).memory) is not None and not isinstance(path, MemorySource):
         kept.adopt_folder_of(location(path))
-    return fill(engine, path, tag, options)
+    return fill(handle, path, tag, options)
 
 
 def options_of_load(engine: Any, **named: Any) -> dict[str, Any]:
@@ -170,14 +168,6 @@ def _wanted(engine: Any, options: LoadOptions) -> set[str]:
     return found | ({KEPT_STEPS} if record_of(engine).memory is not None else set())
 
 
-def to_fill(engine: Any, family: Any) -> LiveEngine:
-    """An engine of DeepSpeed, attached or not. Collective. Raises a UcpError on every rank."""
-    model = described_model(engine, family)
-    with agree.together():
-        refuse_engine(engine, model)
-    return describe(engine, model)
-
-
 def _resumed(
     engine: Any,
     live: Engine,
@@ -188,7 +178,13 @@ def _resumed(
     """Fills an engine from memory or from files; with a share of the in-memory checkpoint that was
     newer than the files, if there was one."""
     if isinstance(path, MemorySource):
-        _refuse_tag(tag)
+        if tag is not None:
+            raise UsageError(
+                "what is held has no tags",
+                expected="no tag",
+                found=repr(tag),
+                fix="leave the tag out, or give the folder of a checkpoint",
+            )
         return path.resume(live, options), None
     kept = record_of(engine).memory
     if kept is None:
@@ -208,17 +204,6 @@ def _resumed(
     return replace(report, notes=(*newer.notes, *report.notes)), share
 
 
-def _refuse_tag(tag: str | None) -> None:
-    """Raises UsageError, on all ranks: they were given one."""
-    if tag is not None:
-        raise UsageError(
-            "what is held has no tags",
-            expected="no tag",
-            found=repr(tag),
-            fix="leave the tag out, or give the folder of a checkpoint",
-        )
-
-
 def go_on(
     engine: Any,
     run_id: str,
@@ -230,7 +215,7 @@ def go_on(
     """The engine was filled, has come to `steps`, and goes on with the run of that id, or from the
     `origin` that has none: from one of the folders `files`, or from what a step in memory is a
     `share` of. Collective."""
-    go_on_with(engine, run_id, origin)
+    record_of(engine).run = OwnRun(run_id, origin) if run_id else OwnRun(origin=origin)
     if (kept := record_of(engine).memory) is not None:
         kept.goes_on(steps, share, is_own=any(map(kept.is_of, files)))
 
@@ -264,14 +249,15 @@ def origin_of(folder: str | Location) -> str:
 @agree.door("the load")
 @collector_paused()
 def fill(
-    engine: Any, path: str | Path | MemorySource, tag: str | None, options: LoadOptions
+    handle: Any, path: str | Path | MemorySource, tag: str | None, options: LoadOptions
 ) -> Report:
-    """`load` of what all ranks were asked for alike. A save that is under way is there before."""
+    """`load` of what all ranks were asked for alike, into the engine of a `Handle`. A save that is
+    under way is there before."""
+    engine = handle.program
     wait_together(engine)
     # a caller may evaluate: tensors that inference mode makes could never be trained again
     with torch.inference_mode(False):
-        handle: Any = getattr(engine, HANDLE, None)
-        live = to_fill(engine, options.family) if handle is None else handle.to_fill(options.family)
+        live: Engine = handle.to_fill(options.family)
         report, life = _resumed(engine, live, path, tag, options)
     if not options.module_only:
         is_file = not (report.run_id or report.run_origin or isinstance(path, MemorySource))

@@ -24,12 +24,7 @@ from isal.isal_zlib import crc32
 from megatron_ucp import say
 from megatron_ucp.core.manifest import ORIGIN, RUN, BufferPart
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.background import (
-    Background,
-    BackgroundOptions,
-    SaveTurn,
-    keep_background,
-)
+from megatron_ucp.engines.background import Background, BackgroundOptions, SaveTurn, keep_background
 from megatron_ucp.engines.hold import HoldOptions, MemoryRun
 from megatron_ucp.engines.record import record_of, run_of
 from megatron_ucp.engines.run_state import STEPS, DrawnState, ResumableLoader
@@ -443,9 +438,7 @@ class Attached(Protocol):
     program: Any
     module: Any
 
-    def lent(self, options: HoldOptions) -> MemoryRun:
-        """The engine as a run. Collective."""
-        ...
+    def lent(self, options: HoldOptions) -> MemoryRun: ...
 
 
 @dataclass(frozen=True)
@@ -534,7 +527,6 @@ class MemorySteps:
 
     @property
     def folder(self) -> MemoryFolder:
-        """The run's folder on this machine."""
         if self.path is None:
             raise UsageError("steps in memory are of no folder", fix="give folder=")
         return MemoryFolder(self.path)
@@ -887,7 +879,6 @@ def steps_of(engine: Any) -> MemorySteps | None:
 
 
 def keep_steps(engine: Any, kept: MemorySteps) -> None:
-    """From now on the engine's steps are kept."""
     record_of(engine).memory = kept
     keep_background(engine, kept.background, MEMORY)
 
@@ -930,14 +921,12 @@ class NewerStep:
 
     @property
     def share(self) -> KeptShare | None:
-        """A share of the step."""
         return None if self.step is None else self.step.first
 
 
 def _look(
     kept: MemorySteps, engine: Engine, path: Path, tag: str | None, options: LoadOptions
 ) -> NewerStep:
-    """As `MemorySteps.look`."""
     found = NewerStep()
     if not kept.is_of(path) or (tag is not None and "memory" not in options.allow):
         return found

@@ -363,7 +363,6 @@ class RankFiles:
         return entries_in(self.aside, [archive.path for archive in self._archives], self.sync)
 
     def release(self) -> None:
-        """Lets go of all open files."""
         self._writer.close()
 
 
@@ -397,7 +396,6 @@ class StoreRankFiles(RankFiles):
             self._send(replace(archive, memory={**archive.memory, **copies}))
 
     def _send(self, archive: LiveArchive) -> None:
-        """Sends a file. Raises StoreError."""
         layout, memory = archive.layout, archive.memory
         at = layout.places
         sizes = {at[key]: len(one) for key, one in memory.items()}

@@ -60,11 +60,15 @@ def record_of(engine: Any) -> EngineRecord:
 
 
 def run_of(engine: Any) -> OwnRun:
-    """The run that an engine's saves are of."""
     return record_of(engine).run
 
 
-def go_on_with(engine: Any, run_id: str, origin: str = "") -> None:
-    """The engine's next save is of the run that it loaded; of a new one, which went on from
-    `origin`, where that has no id."""
-    record_of(engine).run = OwnRun(run_id, origin) if run_id else OwnRun(origin=origin)
+def handle_of(engine: Any, family: Any = None) -> Any:
+    """The `Handle` of an attached engine. Of another one, which can be DeepSpeed's alone, one with
+    the model of the `family`. Collective. Raises a UcpError on every rank."""
+    attached = getattr(engine, HANDLE, None)
+    if attached is not None:
+        return attached
+    from megatron_ucp.engines.deepspeed.engine import unattached
+
+    return unattached(engine, family)

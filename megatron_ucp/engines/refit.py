@@ -17,25 +17,18 @@ from megatron_ucp.core.manifest import ORIGIN, RECORDED, RUN, Manifest
 from megatron_ucp.core.names import VALUE
 from megatron_ucp.core.plan import LOSSLESS, Cast, Slot, joined
 from megatron_ucp.core.tensor_parts import weights_manifest
-from megatron_ucp.engines.deepspeed.engine import handle_of
 from megatron_ucp.engines.handle import Handle, said_config
 from megatron_ucp.engines.hold import params_of
 from megatron_ucp.engines.live import LiveShards, dtype_name, flat_view
-from megatron_ucp.engines.record import run_of
-from megatron_ucp.errors import (
-    ForeignFileError,
-    ModelMismatchError,
-    PlanError,
-    UsageError,
-    some_of,
-)
+from megatron_ucp.engines.record import handle_of, run_of
+from megatron_ucp.errors import ForeignFileError, ModelMismatchError, PlanError, UsageError, some_of
 from megatron_ucp.families.settings import recorded
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.in_memory import RunInMemory
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.check import weight_of
-from megatron_ucp.reshard.engine import Engine, Holder
+from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.hugging_face.export import WEIGHT_DTYPES, training_dtype
 from megatron_ucp.reshard.hugging_face.names import Twin, config_for, needs_family, twin_of
 from megatron_ucp.reshard.kept_moves import KeptMoves, SharedMemories
@@ -107,13 +100,9 @@ class _Target(Protocol):
         a wider dtype."""
         ...
 
-    def tensor(self, slot: Slot) -> torch.Tensor:
-        """The memory of a slot, flat."""
-        ...
+    def tensor(self, slot: Slot) -> torch.Tensor: ...
 
-    def lies_at(self) -> object:
-        """As `tensors_lie_at`."""
-        ...
+    def lies_at(self) -> object: ...
 
     def begin(self) -> None:
         """Before the first write of a call. Collective among the ranks that have one."""
@@ -133,7 +122,7 @@ class _EngineTarget:
 
     def __init__(self, handle: Handle, allow: frozenset[str]) -> None:
         self._handle, self._allow = handle, allow
-        self.live: Engine = handle.describe()
+        self.live: Any = handle.describe()
         self.live.prepare()
         self.name = str(self.live.manifest.mesh)
 
@@ -160,7 +149,7 @@ class _EngineTarget:
         return self._handle.lies_at(self.live.has_optimizer)
 
     def begin(self) -> None:
-        self.live.mark_broken(states=False)
+        self._make_whole = self.live.broken(None)
 
     def lost(self, source: Manifest, plans: Sequence[Proved]) -> Lost:
         """Weights that are narrower than their masters."""
@@ -169,8 +158,8 @@ class _EngineTarget:
         return lost_in_weights(self.live, joined([one.plan for one in plans]))
 
     def finish(self) -> None:
-        self.live.refresh()
-        self.live.mark_whole(states=False)
+        self.live.filled(None, {})
+        self._make_whole()
 
 
 class _TensorsTarget:
@@ -417,7 +406,8 @@ class Refit:
     def _moved(self, checksums: bool | None) -> RefitReport:
         started = time.perf_counter()
         number = next(self._calls)
-        compare = _is_turn(self._checksums, number) if checksums is None else bool(checksums)
+        compare = bool(self._checksums) and not number % int(self._checksums)
+        compare = compare if checksums is None else bool(checksums)
         planned = self._plan_again(compare)
         known, target = self._known, self._target
         kept = agree.KeptBack()
@@ -521,11 +511,6 @@ def _nowhere(slot: Slot) -> torch.Tensor:
     raise PlanError("a rank without a target fills nothing", found=slot)
 
 
-def _is_turn(checksums: bool | int, number: int) -> bool:
-    """Whether the call of that number is one of which checksums are compared."""
-    return bool(checksums) and not number % int(checksums)
-
-
 def _made(target: Any, family: Any, config: Any, allow: frozenset[str]) -> _Target:
     """What is filled, of whatever kind. Collective among the ranks that have one."""
     if isinstance(target, Mapping):
@@ -590,7 +575,6 @@ def refit(
 
 
 def _check(source: Any, target: Any, checksums: Any, allow: Any) -> None:
-    """Raises UsageError."""
     check_words(allow, {MEMORY})
     if not isinstance(checksums, int) or checksums < 0:
         raise UsageError(

@@ -487,7 +487,6 @@ class DrawnState:
 
     @classmethod
     def now(cls, loader: ResumableLoader | None, rng: bool) -> "DrawnState":
-        """As it is."""
         position = {} if loader is None else {"data": loader.state_dict()}
         return cls(states() if rng else None, position)
 

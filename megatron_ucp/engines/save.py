@@ -201,7 +201,6 @@ class SaveRequest(ABC):
 
     @property
     def path(self) -> Location:
-        """The folder that the save becomes."""
         return self.folder / self.tag
 
     @property
@@ -322,7 +321,6 @@ def _in_background(
     blocked_seconds: float,
     turn: SaveTurn,
 ) -> None:
-    """The rest of a save, in a thread of its own."""
     with left, as_rank_error(request.folder, request.tag):
         ended(request.engine, settle(turn, blocked_seconds))
 

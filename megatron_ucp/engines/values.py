@@ -70,13 +70,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.files import OF_ARGUMENTS
-from megatron_ucp.formats.per_rank import (
-    MAX_BYTES,
-    MAX_VALUES,
-    OwnValues,
-    PerRank,
-    text_of,
-)
+from megatron_ucp.formats.per_rank import MAX_BYTES, MAX_VALUES, OwnValues, PerRank, text_of
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, tensor_object
 from megatron_ucp.formats.pt.unpickle import VouchedClasses, loads, with_tensors
 from megatron_ucp.formats.store import Location
@@ -398,7 +392,6 @@ class Values:
 
     @classmethod
     def of(cls, source: Checkpoint, allow: bool) -> "Values":
-        """Those of a checkpoint."""
         return cls(source.main_file, allow, lambda ref: tensor_at(source.place_of(ref), ref))
 
     def built(self, value: Any, place: str, like: Any = None) -> Any:
@@ -787,7 +780,6 @@ class LiveValues:
 
     @cached_property
     def _digests(self) -> dict[tuple[str, Any], str]:
-        """By kind and name."""
         values = {
             "buffer": self._buffers,
             "client": self._client,

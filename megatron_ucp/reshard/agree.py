@@ -259,7 +259,6 @@ class _ValuesInOrder:
         return self
 
     def unpacked(self) -> list[Any]:
-        """A value for each rank."""
         values = [pickle.loads(value) for value in self.values]  # of our own ranks
         return [values[number] for number, count in self.runs for _ in range(count)]
 
@@ -340,7 +339,6 @@ class KeptBack:
         return True
 
     def raise_kept(self) -> None:
-        """Raises the error, if there was one."""
         if self.error is not None:
             raise self.error
 

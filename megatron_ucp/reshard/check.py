@@ -52,10 +52,10 @@ from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.formats.store import Location, folder_at, location, look_once
 from megatron_ucp.reshard.checksums import check_runs
-from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
+from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, execute
 from megatron_ucp.reshard.files import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
-from megatron_ucp.reshard.fingerprint import is_kept, of_path
+from megatron_ucp.reshard.fingerprint import is_kept, of_path, read_slot
 from megatron_ucp.reshard.hugging_face.names import told_by
 from megatron_ucp.reshard.transfer import SinkPart, WindowReader, proved
 
@@ -116,9 +116,7 @@ def first_slot(manifest: Manifest, place: HeldAt, state: str) -> Slot:
     return Slot(place.buffer, place.cut, buffer.owners(member, 0, 1)[0], state)
 
 
-def _read_copy(
-    checkpoint: Checkpoint, place: HeldAt, state: str, dtype: str, low: int, high: int
-) -> bytes:
+def _read_copy(checkpoint: Checkpoint, place: HeldAt, state: str, low: int, high: int) -> bytes:
     """Elements [low, high) of what a place holds of a parameter."""
     buffer = checkpoint.manifest.buffers[place.buffer].of(state)
     member = buffer.members[place.member]
@@ -127,7 +125,8 @@ def _read_copy(
         first, last = buffer.owned(member, part)
         first, last = max(first, low), min(last, high)
         slot = Slot(place.buffer, place.cut, part, state)
-        out += _read(checkpoint, slot, buffer.offset(member, part, first), last - first, dtype)
+        at = buffer.offset(member, part, first)
+        out += bytes_of(read_slot(checkpoint, slot, at, at + last - first))
     return bytes(out)
 
 
@@ -238,7 +237,6 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.findings
 
     def __bool__(self) -> bool:
@@ -395,8 +393,14 @@ def _check_records(
             done += piece.size
             if progress is not None:
                 progress(done, total)
-    findings += _wrong_records(scanned)
-    return total, _nan_note(scanned)
+    for one in scanned:
+        if one.file.has_checksums and one.crc != one.record.crc32:
+            what = "a record has a wrong checksum"
+            findings.append(Finding(what, one.file.path, one.record.name))
+    # a run that diverged is no damage: the files hold what it had
+    places = [f"{Path(one.file.path).name}: {one.record.name}" for one in scanned if one.has_nan]
+    notes = [f"NaN, as a run has that diverged, in {some_of(places)}"] if places else []
+    return total, notes
 
 
 @dataclass
@@ -434,21 +438,9 @@ class _Piece:
     unused: list[tuple[int, int]]
 
 
-def _nan_note(scanned: list[_Scanned]) -> list[str]:
-    """A run that diverged is no damage: the files hold what it had."""
-    places = [f"{Path(one.file.path).name}: {one.record.name}" for one in scanned if one.has_nan]
-    return [f"NaN, as a run has that diverged, in {some_of(places)}"] if places else []
-
-
 def _floating(dtype: str) -> str:
     """The dtype, if it can hold NaN, else ""."""
     return dtype if dtype in TORCH_DTYPES and TORCH_DTYPES[dtype].is_floating_point else ""
-
-
-def _wrong_records(scanned: list[_Scanned]) -> Iterator[Finding]:
-    for one in scanned:
-        if one.file.has_checksums and one.crc != one.record.crc32:
-            yield Finding("a record has a wrong checksum", one.file.path, one.record.name)
 
 
 def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, int]]]:
@@ -521,7 +513,7 @@ def _copies_of_partitions(checkpoint: Checkpoint) -> Iterator[Finding]:
     ForeignFileError for a partition that keeps other members than it has to."""
     manifest = checkpoint.manifest
     for b, buffer in enumerate(manifest.buffers):
-        for (state, dtype), cut in product(buffer.states, manifest.cuts_of(buffer)):
+        for (state, _), cut in product(buffer.states, manifest.cuts_of(buffer)):
             if state in buffer.uncut:
                 slots = [Slot(b, cut, part, state) for part in range(buffer.partitions)]
                 lies = buffer.of(state)
@@ -529,18 +521,18 @@ def _copies_of_partitions(checkpoint: Checkpoint) -> Iterator[Finding]:
                     if lies.elems(slot.part):
                         checkpoint.where(slot)
                 for member in buffer.members:
-                    yield from _copies_of_member(checkpoint, lies, member, slots, dtype)
+                    yield from _copies_of_member(checkpoint, lies, member, slots)
 
 
 def _copies_of_member(
-    checkpoint: Checkpoint, lies: FlatBuffer, member: Member, slots: list[Slot], dtype: str
+    checkpoint: Checkpoint, lies: FlatBuffer, member: Member, slots: list[Slot]
 ) -> Iterator[Finding]:
     parts = lies.copies(member)
-    bits = [
-        _read(checkpoint, slots[part], lies.offset(member, part, 0), member.size, dtype)
-        for part in (parts if len(parts) > 1 else ())
-    ]
-    if any(one != bits[0] for one in bits):
+    held: list[torch.Tensor] = []
+    for part in parts if len(parts) > 1 else ():
+        at = lies.offset(member, part, 0)
+        held.append(read_slot(checkpoint, slots[part], at, at + member.size))
+    if any(not _same_bits(one, held[0]) for one in held):
         last = slots[parts[-1]]
         yield Finding(
             f"two copies of the state {last.state} differ",
@@ -551,20 +543,12 @@ def _copies_of_member(
         )
 
 
-def _read(checkpoint: Checkpoint, slot: Slot, low: int, elems: int, dtype: str) -> bytearray:
-    """Elements of a slot, from `low` on."""
-    where, out = checkpoint.where(slot), bytearray(elems * ITEMSIZE[dtype])
-    at = where.offset_bytes + low * ITEMSIZE[dtype]
-    where.file.read_into(where.record, at, memoryview(out))
-    return out
-
-
 def _differ(checkpoint: Checkpoint, one: HeldAt, other: HeldAt, state: str, dtype: str) -> bool:
     size = checkpoint.manifest.member(one.buffer, one.member).size
     step = _BLOCK_BYTES // ITEMSIZE[dtype]
     return any(
-        _read_copy(checkpoint, one, state, dtype, low, min(low + step, size))
-        != _read_copy(checkpoint, other, state, dtype, low, min(low + step, size))
+        _read_copy(checkpoint, one, state, low, min(low + step, size))
+        != _read_copy(checkpoint, other, state, low, min(low + step, size))
         for low in range(0, size, step)
     )
 
@@ -865,7 +849,9 @@ class _Job:
             state: self.threads.submit(self._compare, name, target, state, sides)
             for state in states[0]
         }
-        self._waiting += [(_bytes_of(target, state), one) for state, one in compared.items()]
+        for state, one in compared.items():
+            buffer = target.buffers[0]
+            self._waiting.append((buffer.length * ITEMSIZE[buffer.dtype_of(state)], one))
         return compared
 
     def finish(self, progress: Progress | None) -> None:
@@ -894,11 +880,6 @@ class _Job:
             return []
         what = f"{state}, {wrong} of {elems} elements, the first is {first[0]}"
         return [Difference(name, what, *first[1:])]
-
-
-def _bytes_of(target: Manifest, state: str) -> int:
-    buffer = target.buffers[0]
-    return buffer.length * ITEMSIZE[buffer.dtype_of(state)]
 
 
 def unequal(

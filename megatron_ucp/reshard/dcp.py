@@ -53,12 +53,7 @@ from megatron_ucp.formats.store import Location, location
 from megatron_ucp.reshard.folder import FolderOutput
 from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, twin_of
 from megatron_ucp.reshard.match import match_ties
-from megatron_ucp.reshard.target import (
-    Conversion,
-    NamedGroup,
-    SourceSettings,
-    named_groups,
-)
+from megatron_ucp.reshard.target import Conversion, NamedGroup, SourceSettings, named_groups
 from megatron_ucp.reshard.transfer import SinkPart
 from megatron_ucp.reshard.writers import name_folder, refuse_muon, signed
 

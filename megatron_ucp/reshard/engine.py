@@ -1,6 +1,6 @@
 """What a live engine tells the operations of this package, and the report of a load."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -116,6 +116,22 @@ class LoadOptions:
     own: OwnValues | None = None
 
 
+@dataclass(frozen=True)
+class Wants:
+    """What a load asks of an engine besides elements. `options.optimizer` says whether the
+    optimizer's states are loaded, and `options.scheduler` whether its schedule is. `origins` are
+    the groups of the checkpoint `source` that each group of the engine's manifest comes from, and
+    `groups` the hyper-parameters that each gets (none at all: the engine keeps its own). `carried`:
+    the checkpoint is of the same optimizer, so that keys which a group lacks are the program's
+    own."""
+
+    source: Checkpoint
+    options: LoadOptions
+    origins: Sequence[int | None]
+    groups: Sequence[Mapping[str, Any]]
+    carried: bool
+
+
 class ReadyState(Protocol):
     """What was read for an engine besides element-wise states, and fits it."""
 
@@ -127,18 +143,12 @@ class ReadyState(Protocol):
         """What of it is not carried over as it was."""
         ...
 
-    def apply(self) -> list[str]:
-        """Sets it in the engine that took it, as far as was asked for; returns notes."""
-        ...
-
 
 class Holder(Protocol):
     """What holds values on this rank: a live engine, or states that lie beside it."""
 
     @property
-    def manifest(self) -> Manifest:
-        """Of all ranks."""
-        ...
+    def manifest(self) -> Manifest: ...
 
     def parts(self) -> list[BufferPart]:
         """What this rank holds."""
@@ -156,6 +166,9 @@ class Engine(Holder, Protocol):
     Its `manifest` describes the whole engine: of its optimizer's states the masters alone, as the
     others come with a checkpoint. Describing it changed nothing in the engine. `has_one_step` says
     that its optimizer counts one step for all parameters.
+
+    A load makes three calls: `ready`, while nothing is changed; `broken`, before the first byte;
+    and `filled`, after the last one.
     """
 
     has_optimizer: bool
@@ -171,66 +184,25 @@ class Engine(Holder, Protocol):
 
     def tensor(self, slot: Slot) -> "torch.Tensor":
         """The memory of one of this rank's slots, flat, detached: what a load writes, once the
-        engine is marked unusable and has room for it."""
+        engine is broken, and has room for it."""
         ...
 
-    def check(self, source: Checkpoint, optimizer: bool) -> None:
-        """Raises a UcpError where the engine can't take the states of a checkpoint; `optimizer`
-        says whether those of the optimizer are asked for."""
+    def ready(self, wants: Wants) -> Any:
+        """Reads for the engine all that is no element: hyper-parameters, scheduler, counters,
+        client state, random states and data position. Returns a `ReadyState`, which `filled` sets.
+        Raises a UcpError where the engine can't take the states of the checkpoint."""
         ...
 
-    def prepare_state(
-        self,
-        source: Checkpoint,
-        scheduler: bool,
-        groups: Sequence[int | None],
-        options: LoadOptions,
-    ) -> ReadyState:
-        """Reads scheduler, counters, client state, random states and data position. `groups` are
-        the checkpoint's for each group of the manifest. Raises a UcpError before anything is
-        set."""
+    def broken(self, states: Mapping[int, Sequence[str]] | None) -> Callable[[], None]:
+        """The first write. From now on the engine refuses to compute, to step and to be saved. It
+        has room for exactly these `states` of each buffer of this rank, and keeps what it has with
+        the right size; None: the states of the optimizer stay as they are. Returns what makes it
+        whole again; what else is broken stays so."""
         ...
 
-    def prepare(self) -> None:
-        """Makes the engine's memory what `tensor` gives; no value is changed."""
-        ...
-
-    def mark_broken(self, states: bool) -> None:
-        """From now on the engine refuses to compute, to step and to be saved: its weights are
-        broken, and with `states` what its optimizer keeps, too. It is prepared."""
-        ...
-
-    def mark_whole(self, states: bool) -> None:
-        """Its weights are filled, and with `states` what its optimizer keeps; what else is broken
-        stays so."""
-        ...
-
-    def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
-        """Makes room for exactly these states of each buffer of this rank; the first write. States
-        that exist with the right size are kept."""
-        ...
-
-    def drop_gradients(self) -> list[str]:
-        """Forgets gradients that wait for a step, so that the next one is made of batches after
-        the load alone; returns notes."""
-        ...
-
-    def refresh(self) -> None:
-        """Makes the training copies of all ranks equal to the masters. Collective."""
-        ...
-
-    def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
-        """Sets the scalar states of a buffer's members."""
-        ...
-
-    def built_groups(
-        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
-    ) -> tuple[list[Mapping[str, Any]], list[str]]:
-        """The hyper-parameters of each group of the manifest as live values, and notes of those
-        that `allow` leaves out. Raises UnsafePickleError before anything is set."""
-        ...
-
-    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
-        """Sets what `built_groups` gave; returns notes. `carried`: the checkpoint is of the same
-        optimizer, so that keys which a group lacks are the program's own."""
+    def filled(self, ready: Any, scalars: Mapping[int, Sequence[Scalars]]) -> list[str]:
+        """All elements are there. Makes the training copies of all ranks equal to the masters,
+        forgets gradients that wait for a step, and sets the `scalars` of each buffer's members and
+        what is `ready` (None: weights alone were filled, and nothing else is touched). Returns
+        notes. Collective."""
         ...

@@ -216,21 +216,12 @@ def _view(flat: torch.Tensor, side: Side, shape: tuple[int, ...]) -> torch.Tenso
     return torch.as_strided(flat, shape, side.strides, flat.storage_offset() + side.offset)
 
 
-def _same_rows(op: Copy, where: Where, out: torch.Tensor) -> bool:
-    """Rows, contiguous on both sides, may be read straight into the target's memory."""
-    return (
-        not isinstance(op, Cast)
-        and op.source.strides[-1] == 1
-        and op.target.strides[-1] == 1
-        and out.device.type == "cpu"
-        and out.dtype == TORCH_DTYPES[where.dtype]
-    )
-
-
 def _in_place(op: Copy, where: Where, out: torch.Tensor, over_gaps: int) -> str:
     """How a copy is read straight into the target's memory: as one run, or row by row; "" where it
     can't be."""
-    if not _same_rows(op, where, out):
+    is_cpu, same_dtype = out.device.type == "cpu", out.dtype == TORCH_DTYPES[where.dtype]
+    rows = op.source.strides[-1] == op.target.strides[-1] == 1
+    if isinstance(op, Cast) or not (rows and is_cpu and same_dtype):
         return ""
     if len(op.shape) == 1:
         return "run"

@@ -87,7 +87,6 @@ class FileSource:
         self._records: dict[tuple[str, str], Record] = {}
 
     def manifest_of(self, part: int) -> Manifest:
-        """The checkpoint's."""
         return self.manifest
 
     def locate(self, one: Proved) -> None:
@@ -99,7 +98,6 @@ class FileSource:
             self.places[slot] = self.checkpoint.where(slot)
 
     def windows(self, one: Proved) -> "FileWindows":
-        """What reads a part."""
         return FileWindows(self, one)
 
     def took(self, counts: Counts, slots: set[Slot]) -> None:
@@ -176,26 +174,19 @@ class SharedFiles(FileSource):
             return
         given: dict[int, tuple[list[SummedRun], dict[tuple[str, str], Record]]] = {}
         for run in counts.runs:
-            runs, records = given.setdefault(self._checker_of(run.file), ([], {}))
+            # the rank that looked into a file before compares what all of them read of it
+            checker = self._checkers.get(run.file, 0)
+            runs, records = given.setdefault(checker, ([], {}))
             runs.append(run)
             records[run.file, run.record] = counts.records[run.file, run.record]
         came = agree.delivered(given)
-        with agree.merging(_added) as block:
+        with agree.merging(lambda one, other: tuple(map(int.__add__, one, other))) as block:
             runs = [run for own_runs, _ in came.values() for run in own_runs]
             every = {key: one for _, records in came.values() for key, one in records.items()}
             block.value = sums = check_runs(runs, every, self.checkpoint.opened)
         checked, unchecked, more = block.result
         self.sums = own + sums[2], checked, unsummed + unchecked
         self.read_by_all += more
-
-    def _checker_of(self, path: str) -> int:
-        """The rank that compares the records of a file, from what all ranks read of them: the one
-        that looked into the file before."""
-        return self._checkers.get(path, 0)
-
-
-def _added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(int.__add__, one, other))
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,7 +471,7 @@ def of_files(checkpoint: Checkpoint) -> Fingerprint:
             for cut in manifest.cuts_of(buffer):
                 slots = (Slot(number, cut, part, state) for state, _ in buffer.states)
                 for slot in slots:
-                    sums |= sums_of_memory(manifest, {slot: _read(checkpoint, slot)})
+                    sums |= sums_of_memory(manifest, {slot: read_slot(checkpoint, slot)})
     table, apart = table_of(manifest, JoinedSums(sums))
     require_alike(apart, str(checkpoint.folder))
     return Fingerprint(table, settings_of(manifest))
@@ -488,13 +488,16 @@ def require_alike(apart: Sequence[str], file: str) -> None:
         )
 
 
-def _read(checkpoint: Checkpoint, slot: Slot) -> torch.Tensor:
-    """All of a slot's memory, from its file."""
-    buffer = checkpoint.manifest.buffers[slot.buffer].of(slot.state)
+def read_slot(
+    checkpoint: Checkpoint, slot: Slot, low: int = 0, high: int | None = None
+) -> torch.Tensor:
+    """Elements [low, high) of a slot from its file; without `high` all from `low` on."""
     where = checkpoint.where(slot)
-    out = torch.empty(buffer.elems(slot.part), dtype=TORCH_DTYPES[where.dtype])
+    if high is None:
+        high = checkpoint.manifest.buffers[slot.buffer].of(slot.state).elems(slot.part)
+    out = torch.empty(high - low, dtype=TORCH_DTYPES[where.dtype])
     data: Any = out.view(torch.uint8).numpy().data
-    where.file.read_into(where.record, where.offset_bytes, data)
+    where.file.read_into(where.record, where.offset_bytes + low * out.itemsize, data)
     return out
 
 

@@ -32,14 +32,7 @@ from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.files import WINDOW_BYTES, ThreadMemory, pool
 from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.threads import Alongside
-from megatron_ucp.reshard.transfer import (
-    Lost,
-    Proved,
-    Readers,
-    SinkPart,
-    TransferRun,
-    WindowSource,
-)
+from megatron_ucp.reshard.transfer import Lost, Proved, Readers, SinkPart, TransferRun, WindowSource
 
 # ---- folder sink
 #
@@ -66,7 +59,6 @@ class FolderOutput:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all pieces."""
         return sum(piece.size_bytes for file in self.files for piece in file.pieces)
 
     def prove(self) -> None:
@@ -366,7 +358,6 @@ class _Threads:
         in_threads(threads, [partial(self._object, file) for file in ordered], self._run.stopped)
 
     def _object(self, layout: FileLayout) -> FileRun | None:
-        """One file."""
         pieces = {piece.place: piece for piece in layout.pieces}
         read = {at: partial(self._windows, piece) for at, piece in pieces.items()}
         sizes = {at: piece.size_bytes for at, piece in pieces.items()}
@@ -648,12 +639,10 @@ class RangeWriter:
 
     @property
     def size_bytes(self) -> int:
-        """What this rank wrote of records."""
         return sum(one.size for one in self.written)
 
     @property
     def paths(self) -> list[Location]:
-        """The files that this rank wrote something of."""
         return sorted(self._files)
 
     def later(self, one: FileRange) -> None:
@@ -716,7 +705,6 @@ class RangeWriter:
         return self._files[path]
 
     def close(self) -> None:
-        """Lets go of all files."""
         for out in self._files.values():
             out.close()
         self._files.clear()

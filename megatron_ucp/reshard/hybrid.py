@@ -127,7 +127,6 @@ class _Renamed:
 
     @property
     def extras(self) -> Extras:
-        """The checkpoint's, in the other names."""
         found = self._source.extras
         return replace(
             found,
@@ -136,12 +135,10 @@ class _Renamed:
         )
 
     def differs(self, name: str) -> PerRank:
-        """The checkpoint's, in the other names."""
         found = self._source.differs(name)
         return replace(found, buffers=frozenset(map(self._names.name, found.buffers)))
 
     def of_rank(self, rank: int) -> OwnValues:
-        """The checkpoint's, in the other names."""
         found = self._source.of_rank(rank)
         return replace(found, buffers=_with_keys(found.buffers, self._names))
 

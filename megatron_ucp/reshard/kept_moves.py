@@ -68,7 +68,6 @@ class Asked:
     shape: Ints
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As that of Slot."""
         return Asked, (self.side, self.shape)
 
 
@@ -138,7 +137,6 @@ class Holdings:
                 raise PlanError("no rank holds what the plan reads", found=slot)
 
     def dtype(self, slot: Slot) -> str:
-        """That of the values of a slot."""
         return self.engine.manifest.buffers[slot.buffer].dtype_of(slot.state)
 
     def values(self, side: Side, shape: Ints) -> torch.Tensor:
@@ -148,7 +146,6 @@ class Holdings:
         return torch.as_strided(flat, shape, side.strides, flat.storage_offset())
 
     def bytes_of(self, side: Side, shape: Ints) -> int:
-        """How many such elements take."""
         return math.prod(shape) * ITEMSIZE[self.dtype(side.slot)]
 
     def giver(self, op: Op, taker: int, turn: int) -> int:
@@ -335,7 +332,6 @@ class KeptMoves:
         ]
 
     def _to_go(self, number: int) -> list["_Planned"]:
-        """Those that it sends."""
         return [
             _Planned(taker, [(self._held.values(one.side, one.shape), one, None) for one in rows])
             for taker, rounds in sorted(self._asked.items())
@@ -576,11 +572,9 @@ class SharedMemories:
         self.lost_values: Lost = {}
 
     def manifest_of(self, part: int) -> Manifest:
-        """The holder's."""
         return self.held.engine.manifest
 
     def locate(self, one: Proved) -> None:
-        """As `Holdings.require`."""
         self.held.require(one.plan)
 
     def fill(
@@ -605,7 +599,6 @@ class SharedMemories:
         """Memory has none."""
 
     def lost(self, engine: Engine, plan: Plan) -> Lost:
-        """What was found while it moved."""
         return self.lost_values
 
     def check(self, thorough: bool) -> None:

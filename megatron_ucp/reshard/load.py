@@ -17,12 +17,7 @@ from megatron_ucp.core.manifest import ORIGIN, RUN, BufferPart, Manifest, ParamG
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Cast, Mean, Op, Plan, Slot, Want, joined
-from megatron_ucp.errors import (
-    DamagedFileError,
-    StateMismatchError,
-    UcpError,
-    some_of,
-)
+from megatron_ucp.errors import DamagedFileError, StateMismatchError, UcpError, some_of
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, differing, ranks_of
 from megatron_ucp.formats.deepspeed.lost_states import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.megatron_deepspeed import kept_by_each_rank
@@ -41,6 +36,7 @@ from megatron_ucp.reshard.engine import (
     LoadOptions,
     ReadyState,
     Report,
+    Wants,
 )
 from megatron_ucp.reshard.execute import OfOp, TensorOf, tensor_of
 from megatron_ucp.reshard.files import SharedFiles
@@ -189,14 +185,14 @@ class InPlaceSource(Source, Protocol):
 
 @dataclass(frozen=True)
 class Filled:
-    """What an engine gets besides elements: `states` and `scalars` for each buffer of the manifest
-    that this rank fills, `groups` for each of its groups. `recorded` is what the save said of all
-    elements (empty: nothing)."""
+    """What an engine gets besides elements: `states` (None: those of the optimizer stay) and
+    `scalars` for each buffer of the manifest that this rank fills. `recorded` is what the save said
+    of all elements (empty: nothing); the report gives the `client_state` back."""
 
-    states: Mapping[int, tuple[str, ...]]
+    states: Mapping[int, tuple[str, ...]] | None
     scalars: Mapping[int, list[Scalars]]
-    groups: list[Mapping[str, Any]]
     recorded: Table
+    client_state: Mapping[str, Any]
 
 
 class EngineSink:
@@ -213,11 +209,11 @@ class EngineSink:
         options: LoadOptions,
         parts: tuple[SinkPart, ...],
         filled: Filled,
-        extras: ReadyState,
+        ready: ReadyState,
         notes: list[str],
     ) -> None:
         self.engine, self.held, self.options, self.parts = engine, held, options, parts
-        self.filled, self.extras, self.notes = filled, extras, notes
+        self.filled, self.ready, self.notes = filled, ready, notes
         self._read: tuple[InPlaceSource, Plan] | None = None
         self._rounds = False  # on any rank
         self._target = parts[0].target  # of all parts
@@ -227,12 +223,11 @@ class EngineSink:
         self._sizes: Counter[StateKey] = Counter()
         self._loaded_bytes = 0
         self.compared: FingerprintCheck | None = None
+        self.publish: Callable[[], None]  # the engine may step, and be saved
 
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
-        self.engine.mark_broken(self.options.optimizer)
-        if self.options.optimizer:
-            self.engine.allocate(self.filled.states)
+        self.publish = self.engine.broken(self.filled.states)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -339,33 +334,10 @@ class EngineSink:
         return {**lost_in_weights(self.engine, plan), **source.lost(self.engine, plan)}
 
     def finish(self) -> None:
-        """Copies the masters into the weights; sets steps, hyper-parameters and extras."""
-        self.engine.refresh()
-        self.notes += self.engine.drop_gradients()
+        """Copies the masters into the weights; sets steps, hyper-parameters and run state."""
         if self.options.own is not None:
             set_buffers(self.engine, self.options.own.buffers)
-        if self.options.optimizer:
-            for number, scalars in self.filled.scalars.items():
-                self.engine.set_scalars(number, scalars)
-            self.notes += self._set_groups()
-        self.notes += self.extras.apply()
-
-    def publish(self) -> None:
-        """The engine may step, and be saved."""
-        self.engine.mark_whole(self.options.optimizer)
-
-    def _set_groups(self) -> list[str]:
-        if self.options.hyper == "config":
-            return ["hyper-parameters kept from the engine's configuration, as asked"]
-        if not any(self.filled.groups):
-            fresh = "the optimizer's states begin afresh, "
-            return [
-                f"{fresh if not any(self.filled.states.values()) else ''}hyper-parameters kept "
-                "from the engine: the checkpoint holds none"
-            ]
-        own = {group.optimizer for group in self.engine.manifest.groups}
-        theirs = {group.optimizer for group in self.held.groups}
-        return self.engine.set_groups(self.filled.groups, carried=theirs <= {*own, ""})
+        self.notes += self.engine.filled(self.ready, self.filled.scalars)
 
 
 def _bytes_of(plan: Plan, target: Manifest) -> int:
@@ -410,7 +382,6 @@ class _Filled:
     loaded_bytes: int
 
     def join(self, other: "_Filled") -> "_Filled":
-        """Both as one."""
         self.sizes.update(other.sizes)
         return replace(
             self,
@@ -454,7 +425,10 @@ def resume(
     metadata could show the reason, and refuses to step and to save where it could not."""
     started = time.perf_counter()
     with ExitStack() as opened:
-        read = open_together(path, tag, _told(engine, options), opened)
+        told = replace(engine.told(), weights="weights" in options.allow)
+        if "values" in options.allow:
+            told = replace(told, classes=None)
+        read = open_together(path, tag, told, opened)
         with agree.gathering() as looked:
             source = for_model(read, engine.manifest, options.allow)
             looked.value = _check_files(source, options, engine)
@@ -529,6 +503,9 @@ def _filled_from(
         sink = prepared(engine, source, options)
     with say.progress("load") as advance:
         transfer(values, sink, run=TransferRun(progress=advance))
+    left_out = "the optimizer's states" if engine.has_optimizer and not options.optimizer else ""
+    if options.module_only:
+        left_out = "optimizer, scheduler and counters"
     steps = source.extras.counters.get("global_steps", 0)
     said = source.recorded.run if source.recorded is not None else {}
     return Report(
@@ -537,28 +514,15 @@ def _filled_from(
         str(engine.manifest.mesh),
         *values.sums,
         time.perf_counter() - started,
-        sink.extras.client_state,
+        sink.filled.client_state,
         tuple(sink.notes),
         steps,
         str(said.get(RUN, "")),
         str(said.get(ORIGIN, "")),
         values.read_by_all,
-        _left_out(options, engine),
+        left_out,
         sink.compared,
     )
-
-
-def _told(engine: Engine, options: LoadOptions) -> CallerModel:
-    """What the engine knows of the checkpoint, and what the caller allows."""
-    told = replace(engine.told(), weights="weights" in options.allow)
-    return replace(told, classes=None) if "values" in options.allow else told
-
-
-def _left_out(options: LoadOptions, engine: Engine) -> str:
-    """What of a training state was not asked for, in words."""
-    if options.module_only:
-        return "optimizer, scheduler and counters"
-    return "the optimizer's states" if engine.has_optimizer and not options.optimizer else ""
 
 
 def prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> EngineSink:
@@ -566,45 +530,54 @@ def prepared(engine: Engine, source: Checkpoint, options: LoadOptions) -> Engine
     the whole engine, and prepares the parts that it has. Nothing is sent."""
     file, bare = str(source.folder), engine.manifest
     optimizer = options.optimizer and engine.has_optimizer
-    engine.check(source, optimizer)
     fit = fit_for(source.manifest, bare, options.allow, optimizer, file)
     if optimizer:
         match_ties(source.manifest, file)
     require_alone(bare, fit, optimizer and engine.has_one_step, file)
     states = _states(bare, source.manifest, fit, optimizer, file)
     target = _with_states(engine, states)
-    groups, settings = _groups(engine, source, target, fit, options) if optimizer else ([], [])
+    held, buffers = source.manifest, bare.buffers
+    scalars = {  # none of members whose states begin afresh
+        number: [
+            held.scalars_of(one.param) if one.param in held.holders else {}
+            for one in buffers[number].members
+        ]
+        for number, _, _ in engine.parts()
+        if buffers[number].stepped
+    }
+    groups, settings = _groups(source, target, fit, options) if optimizer else ([], [])
     own, apart = values_for(source, bare, options.apart, options.allow)
-    options = replace(options, optimizer=optimizer, own=own)
-    extras = _extras(engine, source, options)
-    filled = _filled(engine, source, states, groups)
+    scheduler = options.scheduler and not options.module_only
+    options = replace(options, optimizer=optimizer, scheduler=scheduler, own=own)
+    theirs = {group.optimizer for group in source.manifest.groups}
+    carried = theirs <= {"", *(group.optimizer for group in bare.groups)}
+    origins = _origins(bare, source.manifest)
+    ready = engine.ready(Wants(source, options, origins, groups, carried))
+    if options.checksums:
+        source.check_read()
+    recorded = {} if source.recorded is None else recorded_in(source.recorded.run)
+    filled = Filled(None, {}, recorded, ready.client_state)
+    if optimizer:
+        own_states = {number: states[number] for number in scalars}
+        filled = replace(filled, states=own_states, scalars=scalars)
+    kept = _kept_groups(groups, filled, options)
     parts = parts_for(engine, target, fit, options.allow)
     copies = require_one_copy(source, bare.by_name, options.allow)
     described = notes_of_fit(fit, source.manifest)
-    notes = [*source.notes, *copies, *described, *settings, *apart, *extras.notes]
-    return EngineSink(engine, source.manifest, options, parts, filled, extras, notes)
+    notes = [*source.notes, *copies, *described, *settings, *apart, *ready.notes, *kept]
+    return EngineSink(engine, source.manifest, options, parts, filled, ready, notes)
 
 
-def _filled(
-    engine: Engine,
-    source: Checkpoint,
-    states: list[tuple[str, ...]],
-    groups: list[Mapping[str, Any]],
-) -> Filled:
-    """What this rank's buffers get besides elements."""
-    buffers = engine.manifest.buffers
-    own = [number for number, _, _ in engine.parts() if buffers[number].stepped]
-    scalars = {number: _scalars(buffers[number], source.manifest) for number in own}
-    recorded = {} if source.recorded is None else recorded_in(source.recorded.run)
-    return Filled({number: states[number] for number in own}, scalars, groups, recorded)
-
-
-def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
-    """The scalar states that each member of a buffer gets: none where they begin afresh."""
-    return [
-        source.scalars_of(member.param) if member.param in source.holders else {}
-        for member in buffer.members
-    ]
+def _kept_groups(
+    groups: Sequence[Mapping[str, Any]], filled: Filled, options: LoadOptions
+) -> list[str]:
+    """A note where the engine keeps its own hyper-parameters."""
+    if filled.states is None or any(groups):
+        return []
+    if options.hyper == "config":
+        return ["hyper-parameters kept from the engine's configuration, as asked"]
+    fresh = "" if any(filled.states.values()) else "the optimizer's states begin afresh, "
+    return [f"{fresh}hyper-parameters kept from the engine: the checkpoint holds none"]
 
 
 def _check_files(source: Checkpoint, options: LoadOptions, engine: Engine) -> PerRank:
@@ -701,18 +674,15 @@ def _wants(target: Manifest, fit: Fit, taken: Sequence[BufferPart]) -> list[Want
 
 
 def _groups(
-    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, options: LoadOptions
+    source: Checkpoint, target: Manifest, fit: Fit, options: LoadOptions
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The hyper-parameters of each group as live values, and notes; none for a group whose
-    parameters all begin afresh, and none at all where the engine keeps its own. Raises
-    StateMismatchError, UnsafePickleError."""
+    """The hyper-parameters of each group, and notes; none for a group whose parameters all begin
+    afresh, and none at all where the engine keeps its own. Raises StateMismatchError."""
     file = str(source.folder)
     notes = match_optimizers(source.manifest, target, fit.fresh, options.allow, file)
     if options.hyper == "config":  # of a group that has parameters of several, none is asked for
         return [], notes
-    groups = group_values(target, source.manifest.group_of, file, fit.fresh)
-    groups, left = engine.built_groups(groups, file, "values" in options.allow)
-    return groups, notes + left
+    return group_values(target, source.manifest.group_of, file, fit.fresh), notes
 
 
 def parts_for(
@@ -730,16 +700,6 @@ def parts_for(
     if frozen:
         parts.append(SinkPart(target, tuple(frozen), allow | {"narrow"}, as_trained=True))
     return tuple(parts)
-
-
-def _extras(engine: Engine, source: Checkpoint, options: LoadOptions) -> ReadyState:
-    """What the engine takes besides element-wise states, and the sums of what was read for it."""
-    scheduler = options.scheduler and not options.module_only
-    origins = _origins(engine.manifest, source.manifest)
-    extras = engine.prepare_state(source, scheduler, origins, options)
-    if options.checksums:
-        source.check_read()
-    return extras
 
 
 def _origins(bare: Manifest, source: Manifest) -> list[int | None]:

@@ -412,14 +412,12 @@ class Inspected:
 
     @property
     def rows(self) -> list[ParamRow]:
-        """Every parameter and buffer."""
         manifest = self.manifest
         ties = {tie.canonical: tie.aliases for tie in manifest.ties}
         return [_row(manifest, spec, ties.get(spec.name, ())) for spec in manifest.params]
 
     @property
     def elems(self) -> int:
-        """Elements of all parameters and buffers."""
         return sum(spec.elems for spec in self.manifest.params)
 
     def __str__(self) -> str:
@@ -637,7 +635,6 @@ class ListedTag:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What a table shows."""
         state = self.wrong or "whole"
         named = f", {self.pointer}" if self.pointer else ""
         step = "-" if self.step is None else f"{self.step:,}"

@@ -400,7 +400,12 @@ def require_one_copy(
     found = [name for name in said.get(DIVERGED, ()) if name in names]
     if not found:
         return []
-    if allow is not None and "replicas" not in allow and _has_copies(source.manifest, found):
+    has_copies = any(  # more than one cut of the mesh holds some of them
+        len(source.manifest.cuts_of(buffer)) > 1
+        for buffer in source.manifest.buffers
+        if any(member.param in found for member in buffer.members)
+    )
+    if allow is not None and "replicas" not in allow and has_copies:
         raise ForeignFileError(
             "copies of a parameter hold different values",
             file=source.folder,
@@ -411,15 +416,6 @@ def require_one_copy(
             'with allow={"replicas"}',
         )
     return [f"copies differed between ranks when they were saved, one is taken: {some_of(found)}"]
-
-
-def _has_copies(source: Manifest, names: Collection[str]) -> bool:
-    """Whether more than one cut of a mesh holds some of these parameters."""
-    return any(
-        len(source.cuts_of(buffer)) > 1
-        for buffer in source.buffers
-        if any(member.param in names for member in buffer.members)
-    )
 
 
 def replica_notes(source: Manifest) -> list[str]:

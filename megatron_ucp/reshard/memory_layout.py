@@ -161,12 +161,10 @@ class HostMemory:
         return self._memory[slot][first:last]
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """All that this rank has of a slot."""
         return self._memory[slot]
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     def allocate(self) -> None:
@@ -196,7 +194,6 @@ class HostMemory:
             self._memory[slot] = flat[at : at + size].view(dtype)
 
     def release(self) -> None:
-        """Lets go of all of it."""
         self._parts, self._memory = [], {}
 
 
@@ -208,7 +205,12 @@ class MemorySink:
 
     def __init__(self, held: HostMemory, recorded: Table) -> None:
         self.held, self._recorded, self._file = held, recorded, ""
-        self.parts = (_all_of(held),)
+        wants = [  # every state of every part, as it is
+            (Slot(*part, state), state)
+            for part in held.parts()
+            for state, _ in held.manifest.buffers[part[0]].states
+        ]
+        self.parts = (SinkPart(held.manifest, tuple(wants)),)
 
     def __enter__(self) -> Self:
         self.held.allocate()
@@ -255,14 +257,3 @@ class MemorySink:
 
     def publish(self) -> None:
         """Nobody else asks for it."""
-
-
-def _all_of(held: HostMemory) -> SinkPart:
-    """Every state of every part, as it is."""
-    manifest = held.manifest
-    wants = [
-        (Slot(*part, state), state)
-        for part in held.parts()
-        for state, _ in manifest.buffers[part[0]].states
-    ]
-    return SinkPart(manifest, tuple(wants))

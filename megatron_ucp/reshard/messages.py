@@ -162,7 +162,6 @@ class Ranks(ABC):
         self._passed_on({target: data}, [])
 
     def receive(self, source: int) -> bytes:
-        """The bytes that a rank sends."""
         return self._passed_on({}, [source])[source]
 
     def _passed_on(self, sent: Mapping[int, bytes], sources: list[int]) -> dict[int, bytes]:
@@ -228,13 +227,11 @@ class OneRank(Ranks):
     rank, world = 0, 1
 
     def move(self, sent: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
-        """Nobody is there."""
         raise NotImplementedError
 
     def agreed(
         self, value: _T, merge: Callable[[_T, _T], _T], conclude: Callable[[_T], Any]
     ) -> tuple[_T, Any]:
-        """Nothing is sent."""
         return value, conclude(value)
 
 
@@ -319,12 +316,10 @@ class GroupRanks(DefaultRanks):
 
 
 def of_bytes(data: bytes) -> Any:
-    """A message as a tensor."""
     import torch
 
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def to_bytes(memory: Any) -> bytes:
-    """The bytes of such a tensor."""
     return memory.cpu().numpy().tobytes()

@@ -3,10 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_ucp.errors import UsageError, did_you_mean
 from megatron_ucp.formats.store import Location, StoreOptions, absolute, configure
@@ -127,7 +127,6 @@ TABLE = {
 
 
 def words_at(door: str) -> list[str]:
-    """The words that act at a door."""
     return [word for word, row in TABLE.items() if door in row.doors]
 
 
@@ -265,6 +264,15 @@ def check_switch(name: str, value: object) -> None:
 # rows.
 
 
+ValueCheck = Callable[[str, object], None]  # of name and value; raises UsageError
+
+
+def _wrong(name: str, what: str, expected: str, value: object, fix: str) -> UsageError:
+    return UsageError(
+        f"{name} is {what}", parameter=name, expected=expected, found=repr(value)[:200], fix=fix
+    )
+
+
 @dataclass(frozen=True)
 class NumberOption:
     """A number of `units`: `least` or more (`is_above`: more than that), `most` at most; None where
@@ -277,19 +285,14 @@ class NumberOption:
     is_above: bool = False
     is_optional: bool = False
 
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError."""
+    def __call__(self, name: str, value: object) -> None:
         if (value is None and self.is_optional) or self._fits(value):
             return
+        what = f"a {'whole ' if self.is_whole else ''}number of {self.units}"
         low = f"more than {self.least}" if self.is_above else f"at least {self.least}"
+        expected = low if self.most is None else f"{low}, at most {self.most:,}"
         left_out = f", or leave {name} out" if self.is_optional else ""
-        raise UsageError(
-            f"{name} is a {'whole ' if self.is_whole else ''}number of {self.units}",
-            parameter=name,
-            expected=low if self.most is None else f"{low}, at most {self.most:,}",
-            found=repr(value)[:200],
-            fix=f"give such a number{left_out}",
-        )
+        raise _wrong(name, what, expected, value, f"give such a number{left_out}")
 
     def _fits(self, value: object) -> bool:
         kinds = (int,) if self.is_whole else (int, float)
@@ -299,89 +302,39 @@ class NumberOption:
         return not is_low and (self.most is None or value <= self.most)
 
 
-@dataclass(frozen=True)
-class WordOption:
-    """One of some words."""
+def one_of(*words: str) -> ValueCheck:
+    """The check of an option that is one of some words."""
 
-    words: tuple[str, ...]
+    def check(name: str, value: object) -> None:
+        if value not in words:
+            fix = f"give {name} as one of these"
+            raise _wrong(name, "none of its words", " or ".join(words), value, fix)
 
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError."""
-        if value not in self.words:
-            raise UsageError(
-                f"{name} is none of its words",
-                parameter=name,
-                expected=" or ".join(self.words),
-                found=repr(value)[:200],
-                fix=f"give {name} as one of these",
-            )
+    return check
 
 
-class SwitchOption:
-    """True or False."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError."""
-        check_switch(name, value)
+def _allow(_: str, value: object) -> None:
+    check_words(value, OF_LOADS)
 
 
-class FunctionOption:
-    """Something that can be called; None where it is left out. `takes` says with what."""
-
-    def __init__(self, takes: str) -> None:
-        self.takes = takes
-
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError."""
-        if value is not None and not callable(value):
-            raise UsageError(
-                f"{name} is a function of {self.takes}",
-                parameter=name,
-                expected="a function",
-                found=repr(value)[:200],
-                fix=f"give a function, or leave {name} out",
-            )
+def _path(_: str, value: object) -> None:
+    if value is not None:
+        plain_path(value)
 
 
-class AllowOption:
-    """Words of a load."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError."""
-        check_words(value, OF_LOADS)
+def _function(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        fix = f"give a function, or leave {name} out"
+        raise _wrong(name, "a function of no arguments", "a function", value, fix)
 
 
-class PathOption:
-    """The path of a folder; None where it is left out."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError."""
-        if value is not None:
-            plain_path(value)
+def _store(_: str, value: object) -> None:
+    if value is not None:
+        StoreOptions.of(cast("Any", value))
 
 
-class StoreOption:
-    """How object stores are asked: a mapping; None where it is left out."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError."""
-        if value is not None:
-            StoreOptions.of(cast("Any", value))
-
-
-class AnyOption:
-    """What the module that uses it checks."""
-
-    def check(self, name: str, value: object) -> None:
-        """Takes everything."""
-
-
-class ValueCheck(Protocol):
-    """Checks the value of an option."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises UsageError, which names the option."""
-        ...
+def _anything(_: str, value: object) -> None:
+    """The module that uses it checks it."""
 
 
 # What takes an option: the description of the model, every load, every save, saves in the
@@ -397,35 +350,35 @@ class Option:
     DeepSpeed config (None: it can't be said there)."""
 
     of: tuple[str, ...]
-    rule: ValueCheck
+    check: ValueCheck
     kind: type | tuple[type, ...] | None = None
 
 
 _YEAR_S = 366 * 24 * 3600  # the operating system waits no longer at once
 _DEADLINE = NumberOption("seconds", 0, _YEAR_S, is_whole=False, is_above=True, is_optional=True)
 OPTIONS = {
-    "hyper": Option((LOADS,), WordOption(("checkpoint", "config")), str),
-    "checksums": Option((LOADS,), SwitchOption(), bool),
-    "allow": Option((LOADS,), AllowOption(), list),
-    "family": Option((LOADS, MODEL), AnyOption(), str),
-    "rules": Option((MODEL,), AnyOption(), str),
-    "rng": Option((LOADS, SAVES), SwitchOption(), bool),
-    "loader": Option((LOADS, SAVES), AnyOption()),
-    "read": Option((LOADS,), WordOption(("once", "each")), str),
-    "durable": Option((SAVES,), SwitchOption(), bool),
+    "hyper": Option((LOADS,), one_of("checkpoint", "config"), str),
+    "checksums": Option((LOADS,), check_switch, bool),
+    "allow": Option((LOADS,), _allow, list),
+    "family": Option((LOADS, MODEL), _anything, str),
+    "rules": Option((MODEL,), _anything, str),
+    "rng": Option((LOADS, SAVES), check_switch, bool),
+    "loader": Option((LOADS, SAVES), _anything),
+    "read": Option((LOADS,), one_of("once", "each"), str),
+    "durable": Option((SAVES,), check_switch, bool),
     "keep_latest": Option((SAVES,), NumberOption("tags", 1, is_optional=True), int),
-    "save": Option((SAVES,), WordOption(WAYS), str),
-    "busy": Option((IN_BACKGROUND,), WordOption(("wait", "skip")), str),
+    "save": Option((SAVES,), one_of(*WAYS), str),
+    "busy": Option((IN_BACKGROUND,), one_of("wait", "skip"), str),
     "deadline": Option((IN_BACKGROUND,), _DEADLINE, (int, float)),
-    "on_error": Option((IN_BACKGROUND,), WordOption(("raise", "warn")), str),
+    "on_error": Option((IN_BACKGROUND,), one_of("raise", "warn"), str),
     "snapshot_bytes": Option((IN_BACKGROUND,), NumberOption("bytes", 0, is_optional=True), int),
-    "keep_snapshot": Option((IN_BACKGROUND,), SwitchOption(), bool),
-    "keep": Option((IN_MEMORY,), WordOption(("memory",)), str),
+    "keep_snapshot": Option((IN_BACKGROUND,), check_switch, bool),
+    "keep": Option((IN_MEMORY,), one_of("memory"), str),
     "every": Option((IN_MEMORY,), NumberOption("steps", 1), int),
     "copies": Option((IN_MEMORY,), NumberOption("machines", 0), int),
-    "folder": Option((IN_MEMORY,), PathOption(), str),
-    "client_state": Option((IN_MEMORY,), FunctionOption("no arguments")),
-    "store": Option((STORES,), StoreOption(), dict),
+    "folder": Option((IN_MEMORY,), _path, str),
+    "client_state": Option((IN_MEMORY,), _function),
+    "store": Option((STORES,), _store, dict),
 }
 
 
@@ -443,7 +396,7 @@ def use_store(options: Mapping[str, Any]) -> None:
 def check_given(options: Mapping[str, Any]) -> None:
     """Raises UsageError for a value that can't be, before anybody trains for hours with it."""
     for name, value in options.items():
-        OPTIONS[name].rule.check(name, value)
+        OPTIONS[name].check(name, value)
 
 
 def check_fields(options: object) -> None:

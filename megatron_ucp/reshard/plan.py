@@ -21,12 +21,10 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.convert import refuse_unused
+from megatron_ucp.reshard.execute import ROWS_FROM_BYTES, STAGING_BYTES
 from megatron_ucp.reshard.options import needed_target, parsed_config
 from megatron_ucp.reshard.target import SourceSettings, target_manifest, with_stages
 
-# Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
-# reads over gaps.
-STAGING_BYTES, ROWS_FROM_BYTES = 8 * 2**20, 64 * 2**10
 _PICTURES = (".png", ".pdf", ".svg")
 
 

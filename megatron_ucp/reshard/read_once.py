@@ -70,7 +70,6 @@ class SharedPart:
                 yield want, low, min(low + step, elems)
 
     def reader(self, number: int) -> int:
-        """The rank that reads window number `number`."""
         return self.ranks[number % len(self.ranks)]
 
 
@@ -96,7 +95,6 @@ def shared_parts(parts: Sequence[Proved], read: str | None, rank: int) -> list[S
 
 
 def without(one: Proved, slots: set[Slot]) -> Proved:
-    """A part without some slots."""
     plan = one.plan
     wants = tuple(want for want in plan.wants if want[0] not in slots)
     ops = tuple(op for op in plan.ops if op.target.slot not in slots)

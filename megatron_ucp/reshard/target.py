@@ -744,7 +744,6 @@ def _wide(dtype: str) -> str:
 def _on_rank(
     wanted: Conversion, number: int, one: NamedGroup, local: Mapping[str, int], keeper: Keeper
 ) -> GroupOnRank:
-    """A group of a place, as its ranks have it."""
     spread, first = PartitionRanks.on(wanted.target.mesh), one.names[0]
     return GroupOnRank(
         number,

@@ -27,7 +27,6 @@ class Alongside(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """In the thread."""
         if self._is_lowest:
             at_lowest_priority()
         with self._kept:

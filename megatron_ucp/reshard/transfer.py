@@ -61,7 +61,6 @@ def too_large(found: Lost, file: str, verb: str) -> InexactError:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether all of them are."""
     return not len(values) or all(math.isfinite(float(one)) for one in torch.aminmax(values))
 
 

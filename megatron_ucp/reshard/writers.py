@@ -160,21 +160,9 @@ def native(
     origin.notes += [] if listed else origin.notes_of_program(manifest.mesh.zero)
     if keeper == Keeper.ZERO_3 and optimizers.is_used(manifest):
         origin.notes.append(_AT_INIT)
-    return native_output(origin.source, manifest, settings, wanted, folder, origin.apart)
-
-
-def native_output(
-    source: Checkpoint,
-    manifest: Manifest,
-    settings: RunSettings,
-    wanted: Conversion,
-    folder: Location,
-    apart: RankDifferences | None = None,
-) -> FolderOutput:
-    """The files of a manifest; `apart` are values of single ranks."""
     manifest = _versioned(manifest, settings)
     outputs = list(NativeWriter(manifest, settings, wanted.layers).outputs())
-    return _output(source, manifest, outputs, folder, apart or RankDifferences())
+    return _output(origin.source, manifest, outputs, folder, origin.apart)
 
 
 def universal(
@@ -315,7 +303,6 @@ def _training_copies(manifest: Manifest, names: Mapping[str, int]) -> Manifest:
 def _layout(
     output: Output, slot_of: Mapping[Any, tuple[int, Slot]], source: Checkpoint
 ) -> FileLayout:
-    """One .pt file."""
     archive = archive_layout(Path(output.name).stem, output.tree)
     pieces: list[FilePiece] = []
     blobs: list[tuple[int, Callable[[], bytes]]] = []
@@ -406,7 +393,6 @@ class _TorchDist:
         self._beside = self.common.output()
 
     def output(self, folder: Location) -> FolderOutput:
-        """The folder on paper."""
         weights = SinkPart(self.weights, _wants(self.weights), NARROW, as_trained=True)
         parts = SinkPart(self.states, _wants(self.states)), weights
         files = tuple(self.plan.layouts(self._slot_of))

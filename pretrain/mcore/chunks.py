@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ucp.engines.megatron.model import canonical_names
+from megatron_ucp.engines.mcore_model import canonical_names
 from megatron_ucp.errors import UsageError
 from pretrain.mcore import models
 

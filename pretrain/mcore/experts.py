@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.core.experts import check_files
-from megatron_ucp.engines.megatron.model import expert_prefixes, moe_layers
+from megatron_ucp.engines.mcore_model import expert_prefixes, moe_layers
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
 from pretrain.mcore.groups import deepspeed_trains, expert_group_name, experts_are_apart
 

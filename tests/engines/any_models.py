@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import megatron_ucp as ucp
 from megatron_ucp.core.layout import Shard
-from megatron_ucp.engines.megatron import model as derived
+from megatron_ucp.engines import mcore_model as derived
 from megatron_ucp.reshard import hybrid as renumbered
 from pretrain.mcore import models
 from pretrain.mcore.chunks import Stack, Stages

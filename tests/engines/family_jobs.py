@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron.model import canonical_names
+from megatron_ucp.engines.mcore_model import canonical_names
 from megatron_ucp.families import find_family
 from megatron_ucp.families.family import row
 from pretrain.mcore import models

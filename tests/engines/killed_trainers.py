@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import install
 from megatron_ucp.engines.deepspeed import engine as attaching
+from megatron_ucp.engines.deepspeed import install
 from tests.engines.killed import start
 
 LIMIT_S = 60

@@ -110,7 +110,7 @@ def left_alone(folder: str, asked: bool) -> dict[str, Any]:
     resumes it with DeepSpeed's own methods."""
     import deepspeed
 
-    from megatron_ucp.engines.install import install_for_scripts
+    from megatron_ucp.engines.deepspeed.install import install_for_scripts
 
     def adds(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
         state[f"{prefix}own_entry"] = torch.ones(2)

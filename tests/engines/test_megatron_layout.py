@@ -51,7 +51,7 @@ def against_formulas(setup: Mcore, wide: bool | None = None) -> tuple[int, list[
 
 def formula(chunk: Any, buffer: Any, wide: bool) -> Any:
     """One of a chunk's buffers, from the order in which its model registered the parameters."""
-    from megatron_ucp.engines.megatron.model import bare_model, canonical_names
+    from megatron_ucp.engines.mcore_model import bare_model, canonical_names
     from megatron_ucp.formats.megatron.buffers import Registered, grad_buffer
 
     model = bare_model(chunk)

@@ -17,7 +17,7 @@ import megatron_ucp as ucp
 from megatron_ucp import run as runner
 from megatron_ucp.cli import main
 from megatron_ucp.engines import trainers
-from megatron_ucp.engines.deepspeed.model import _OF_ENGINES
+from megatron_ucp.engines.deepspeed.refuse import _OF_ENGINES
 from megatron_ucp.errors import UsageError
 from megatron_ucp.reshard.options import options_of
 from tests.engines import trainer_jobs

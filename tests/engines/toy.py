@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,21 +25,23 @@ from megatron_ucp.engines.handle import Handle
 from megatron_ucp.engines.hold import HoldOptions, MemoryRun, lent
 from megatron_ucp.engines.live import (
     LiveShards,
+    built_groups,
     flat_view,
     group_of,
     require_usable,
     scalar_state,
+    set_groups,
 )
 from megatron_ucp.engines.record import run_of
 from megatron_ucp.engines.run_state import SEED, STEPS, CommonState, DrawnState, RunState
 from megatron_ucp.engines.save import PendingSave, SaveOptions, SaveReport, SaveRequest, save_engine
 from megatron_ucp.engines.values import LiveValues, Values, inert
-from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras
+from megatron_ucp.formats.checkpoint import CallerModel, Extras
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import kept_by
 from megatron_ucp.formats.output_folder import Syncs
 from megatron_ucp.formats.tags import LATEST
-from megatron_ucp.reshard.engine import LoadOptions
+from megatron_ucp.reshard.engine import Wants
 from megatron_ucp.reshard.fingerprint import sums_of_rank
 from tests.formats.toy_format import ToyFiles
 
@@ -121,7 +124,8 @@ class LiveProgram(LiveShards):
     has_one_step = False
 
     def __init__(self, shard: Shard, stage: Stage) -> None:
-        super().__init__(shard, shard.program, [stage], [()], "use one process")
+        program = shard.program
+        super().__init__(shard, program, [program.module], [stage], [()], "use one process")
         self.shard, self.program, joined = shard, shard.program, self.joined
         self.manifest = Manifest(
             Keeper.ZERO_0, Mesh(), joined.params, joined.buffers, joined.groups
@@ -132,9 +136,6 @@ class LiveProgram(LiveShards):
 
     def told(self) -> CallerModel:
         return CallerModel(like=self.manifest)
-
-    def modules(self) -> Sequence[torch.nn.Module]:
-        return [self.program.module]
 
     def parts(self) -> list[BufferPart]:
         return self.manifest.parts_of(0)
@@ -150,35 +151,32 @@ class LiveProgram(LiveShards):
     def state_dtype(self, buffer: int, state: str) -> str:
         return "float32"
 
-    def check(self, source: Checkpoint, optimizer: bool) -> None:
-        """Any checkpoint's states fit: torch's AdamW keeps what others keep."""
+    def ready(self, wants: Wants) -> "ReadyProgram":
+        values = Values.of(wants.source, "values" in wants.options.allow)
+        groups, left = built_groups(self.param_groups, wants.groups, wants)
+        common = CommonState.prepare(wants.source, values, wants.options, Mesh(), (0, 0))
+        return ReadyProgram(self.program, common, wants, groups, (*left, *values.notes))
 
-    def prepare_state(
-        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: LoadOptions
-    ) -> "ReadyProgram":
-        values = Values.of(source, "values" in how.allow)
-        common = CommonState.prepare(source, values, how, Mesh(), (0, 0))
-        return ReadyProgram(self.program, common, how.module_only, tuple(values.notes))
-
-    def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
+    def prepare(self, states: Mapping[int, Sequence[str]] = MappingProxyType({})) -> None:
         for number, kept in states.items():
             param = self._trained[number]
             self.program.optimizer.state[param] = {
                 state: torch.zeros_like(param, dtype=torch.float32) for state in kept
             }
 
-    def drop_gradients(self) -> list[str]:
-        self.program.optimizer.zero_grad()
-        return []
-
-    def refresh(self) -> None:
+    def filled(
+        self, ready: "ReadyProgram | None", scalars: Mapping[int, Sequence[Scalars]]
+    ) -> list[str]:
         """The masters are the weights."""
-
-    def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
-        param, group = self._trained[buffer], self.manifest.groups[0].settings
-        for key, value in members[0].items():
-            kept = scalar_state(value, kept_by("torch.AdamW", group), group, param)
-            self.program.optimizer.state[param][key] = kept
+        if ready is None:
+            return []
+        self.program.optimizer.zero_grad()
+        for buffer, members in scalars.items():
+            param, group = self._trained[buffer], self.manifest.groups[0].settings
+            for key, value in members[0].items():
+                kept = scalar_state(value, kept_by("torch.AdamW", group), group, param)
+                self.program.optimizer.state[param][key] = kept
+        return set_groups(self.param_groups, ready.groups, ready.wants.carried) + ready.apply()
 
 
 # ---- what the engine is besides elements
@@ -199,7 +197,8 @@ class ReadyProgram:
 
     program: Program
     common: CommonState
-    module_only: bool
+    wants: Wants
+    groups: Sequence[Mapping[str, Any]]
     notes: tuple[str, ...]
 
     @property
@@ -207,7 +206,7 @@ class ReadyProgram:
         return self.common.client_state
 
     def apply(self) -> list[str]:
-        if self.module_only:
+        if self.wants.options.module_only:
             return []
         self.program.global_steps = self.common.counters.get(STEPS, 0)
         return self.common.apply()

@@ -93,7 +93,7 @@ def imported(folder: str) -> str:
     import megatron.data.dataset_utils as data
     import megatron.training  # noqa: F401
 
-    import megatron_ucp.engines.install  # noqa: F401  for the programs that use it
+    import megatron_ucp.engines.deepspeed.install  # noqa: F401  for the programs that use it
 
     deepspeed.utils.logger.setLevel("WARNING")
     data.compile_helper = lambda: None  # it was compiled before

@@ -17,11 +17,11 @@ from megatron_ucp.engines.background import (
     wait_together,
 )
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe, lies_at
-from megatron_ucp.engines.deepspeed.model import described_model, require_engine
+from megatron_ucp.engines.deepspeed.model import described_model
 from megatron_ucp.engines.deepspeed.modules import quantized_note
 from megatron_ucp.engines.deepspeed.optimizer import remember_stepped
 from megatron_ucp.engines.deepspeed.program import say_other_mesh
-from megatron_ucp.engines.deepspeed.refuse import carried_as, refuse_engine, refuse_writer
+from megatron_ucp.engines.deepspeed.refuse import carried_as, refuse_writer, require_engine
 from megatron_ucp.engines.deepspeed.save import EngineSave, empty_extra_state, info_of
 from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.state import (
@@ -43,14 +43,8 @@ from megatron_ucp.engines.load import (
     no_checkpoint,
     options_of_load,
     origin_of,
-    to_fill,
 )
-from megatron_ucp.engines.memory import (
-    MemorySteps,
-    keep_steps,
-    memory_options,
-    steps_of,
-)
+from megatron_ucp.engines.memory import MemorySteps, keep_steps, memory_options, steps_of
 from megatron_ucp.engines.record import HANDLE, record_of
 from megatron_ucp.engines.run_state import ResumableLoader
 from megatron_ucp.engines.save import SaveOptions, SaveReport, save_engine
@@ -262,7 +256,6 @@ def _model_of(engine: Any, family: Any, rules: Any, options: SaveOptions) -> Mod
     rank for an engine that can't be attached."""
     model = described_model(engine, family, rules)
     with agree.together():
-        refuse_engine(engine, model)
         refuse_writer(engine)
         taken_as = carried_as(engine)
         refuse_strange(saved_by_engine(engine), left=options.values_left)
@@ -334,13 +327,10 @@ def _instead_of(stock: Callable[..., Any], own: Callable[..., Any]) -> Callable[
     return method
 
 
-def handle_of(engine: Any, family: Any = None) -> Handle:
-    """That of an attached engine; of another one of DeepSpeed what a load would take it for.
+def unattached(engine: Any, family: Any) -> Handle:
+    """What stands for an engine that was not attached, of the model that a load would take it for.
     Collective. Raises a UcpError on every rank."""
-    attached: Handle | None = getattr(engine, HANDLE, None)
-    if attached is not None:
-        return attached
-    return _DeepSpeedHandle(engine, to_fill(engine, family).shard.model, SaveOptions(), {})
+    return _DeepSpeedHandle(engine, described_model(engine, family), SaveOptions(), {})
 
 
 class _DeepSpeedHandle(Handle):
@@ -375,7 +365,9 @@ class _DeepSpeedHandle(Handle):
         require_usable(self.program)
 
     def to_fill(self, family: Any) -> LiveEngine:
-        return to_fill(self.program, family)
+        is_attached = record_of(self.program).attachment is not None
+        model = described_model(self.program, family) if is_attached else self.model
+        return describe(self.program, model)
 
     def lent(self, options: HoldOptions) -> MemoryRun:
         options, engine = (
@@ -439,7 +431,6 @@ class _DeepSpeedHandle(Handle):
         custom_load_fn: Any = None,
         native: bool = False,
     ) -> tuple[str | None, Mapping[str, Any] | None]:
-        """In the place of the engine's own."""
         allow = {*self.options.get("allow", ())}
         allow |= set[str]() if load_module_strict else {"missing", "extra"}
         given = options_of_load(
@@ -463,15 +454,23 @@ class _DeepSpeedHandle(Handle):
         agree.require_same(asked)
         nothing = not stock and tag is None and no_checkpoint(load_dir)
         if stock:
-            _refuse_store(load_dir)
+            if is_url(load_dir):
+                raise UnsupportedError(
+                    "DeepSpeed's own load reads folders of a disk alone",
+                    file=load_dir,
+                    expected="a load of this package",
+                    found="native=True, or custom_load_fn",
+                    fix="leave these out, or copy the checkpoint to a disk",
+                )
             own = (load_optimizer_states, load_lr_scheduler_states, load_module_only)
             return self.stock_load(load_dir, tag, load_module_strict, *own, custom_load_fn)
         if not nothing or steps_of(self.program) is not None:
             with suppress(NotFoundError) if nothing else nullcontext():
-                done = fill(self.program, load_dir, tag, load_options(given))
+                done = fill(self, load_dir, tag, load_options(given))
                 say_other_mesh(self.program.module, done.client_state)
                 return done.path, done.client_state
-        return _from_the_beginning(load_dir)
+        say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
+        return None, None
 
     def destroy(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the engine's own: its end waits for its last save."""
@@ -492,30 +491,12 @@ class _DeepSpeedHandle(Handle):
         return path, client_state
 
 
-def _refuse_store(load_dir: Any) -> None:
-    """Raises UnsupportedError where DeepSpeed's own load is to read from an object store."""
-    if is_url(load_dir):
-        raise UnsupportedError(
-            "DeepSpeed's own load reads folders of a disk alone",
-            file=load_dir,
-            expected="a load of this package",
-            found="native=True, or custom_load_fn",
-            fix="leave these out, or copy the checkpoint to a disk",
-        )
-
-
 def _run_in(folder: Location) -> tuple[str, str]:
     """The id of the run that saved a tag, and what the tag is known by where it has none."""
     with suppress(UcpError, OSError):
         if run := str(manifest_of(folder).run.get(RUN, "")):
             return run, ""
     return "", origin_of(folder)
-
-
-def _from_the_beginning(load_dir: Any) -> tuple[None, None]:
-    """What DeepSpeed returns where there is nothing to load."""
-    say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
-    return None, None
 
 
 def initialize(

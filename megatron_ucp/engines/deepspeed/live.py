@@ -2,29 +2,29 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megatron_ucp.core.flat import Scalars
-from megatron_ucp.core.join_ranks import AllRanks, check_replicas
+from megatron_ucp.core.join_ranks import check_replicas
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.deepspeed.modules import check_side_data
 from megatron_ucp.engines.deepspeed.optimizer import (
     LiveBuffer,
     drop_gradients,
     stepper_of,
     wrapper_of,
 )
-from megatron_ucp.engines.deepspeed.program import check_arguments
+from megatron_ucp.engines.deepspeed.refuse import refuse_source
 from megatron_ucp.engines.deepspeed.shard import LiveValue, LocalShard, Part, one_order
 from megatron_ucp.engines.deepspeed.state import EngineState, saved_by_engine
 from megatron_ucp.engines.live import (
     LiveShards,
-    check_model,
+    built_groups,
     class_name,
     computes_otherwise,
     config_of,
@@ -32,6 +32,7 @@ from megatron_ucp.engines.live import (
     flat_view,
     memory_of,
     scalar_state,
+    set_groups,
     tensors_lie_at,
     told_by,
 )
@@ -39,15 +40,10 @@ from megatron_ucp.engines.pt_files import RankFiles
 from megatron_ucp.engines.values import named_in
 from megatron_ucp.families.family import Model
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
-from megatron_ucp.formats.deepspeed.optimizers import (
-    MOMENTUM,
-    other_steps,
-    steps_matrices,
-)
+from megatron_ucp.formats.deepspeed.optimizers import MOMENTUM, other_steps, steps_matrices
 from megatron_ucp.formats.deepspeed.weights import PipeNames
-from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import LoadOptions
+from megatron_ucp.reshard.engine import Wants
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.hugging_face.released import reader
 
@@ -85,13 +81,25 @@ class LiveEngine(LiveShards):
             "make the process groups so that each stage has all of its ranks, as "
             "deepspeed.initialize does"
         )
-        super().__init__(shard, shard.engine, [part.holds for part in parts], shard.places, fix)
+        stages = [part.holds for part in parts]
+        super().__init__(shard, shard.engine, [shard.engine.module], stages, shard.places, fix)
         self.engine, self.shard, self.wrapper = shard.engine, shard, shard.wrapper
         self._live: dict[int, LiveBuffer]
         self._values: dict[int, LiveValue]
         self._live, self._values = self.numbered(shard.buffers, [*shard.values.values()])
         self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
-        self.manifest = _manifest(shard, self.joined, parts)
+        names = shard.pipe.canonical if shard.pipe else {}
+        self.manifest = Manifest(
+            shard.wrapper.keeper,
+            shard.mesh,
+            self.joined.params,
+            self.joined.buffers,
+            self.joined.groups,
+            tuple(dict.fromkeys(tie for part in parts for tie in part.ties)),
+            family=shard.model.family.name if shard.model else "",
+            names=dict(names),
+        )
+        check_replicas(self.manifest, PipeNames(names).tied)
         self.has_optimizer = shard.wrapper.base is not None
 
     def told(self) -> CallerModel:
@@ -142,38 +150,22 @@ class LiveEngine(LiveShards):
     # ------------------------------------------------ before the first write
 
     def check(self, source: Checkpoint, optimizer: bool) -> None:
-        """Raises ModelMismatchError for a model of a family that computes something else, which no
-        shape shows; UnsupportedError for an optimizer that keeps its steps in its groups."""
-        if optimizer:
-            refuse_step_in_group(self.shard.optimizer_name())
-        if self.shard.model is not None:
-            check_model(source, self.shard.model, self.engine.module)
-        check_side_data(source, self.engine.module)
-        check_arguments(source, self.engine.module)
+        refuse_source(source, self.shard, optimizer)
 
-    def prepare_state(
-        self,
-        source: Checkpoint,
-        scheduler: bool,
-        groups: Sequence[int | None],
-        options: LoadOptions,
-    ) -> EngineState:
-        own, place = groups[self.own_groups], (self.shard.data_rank, self.shard.number)
-        mesh = self.manifest.mesh
-        extras = EngineState.prepare(source, self.wrapper, scheduler, own, options, mesh, place)
-        notes = other_steps(source.manifest, self.manifest) if options.optimizer else []
+    def ready(self, wants: Wants) -> EngineState:
+        source, own = wants.source, self.own_groups
+        self.check(source, wants.options.optimizer)
+        groups, left = built_groups(self.param_groups, wants.groups[own], wants)
+        place = self.shard.data_rank, self.shard.number
+        state = EngineState.prepare(wants, self.wrapper, own, self.manifest.mesh, place)
+        notes = other_steps(source.manifest, self.manifest) if wants.options.optimizer else []
         notes += computes_otherwise(source, self.shard.model, self.engine.module)
-        return replace(extras, notes=(*extras.notes, *notes))
+        return replace(state, groups=groups, notes=(*left, *state.notes, *notes))
 
     # ------------------------------------------------ writing
 
-    def modules(self) -> Sequence[torch.nn.Module]:
-        return [self.engine.module]
-
-    def prepare(self) -> None:
+    def prepare(self, states: Mapping[int, Sequence[str]] = MappingProxyType({})) -> None:
         self.wrapper.prepare()
-
-    def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():
             live = self._live[number]
             master = live.master
@@ -191,37 +183,23 @@ class LiveEngine(LiveShards):
                 if not fits or old.dtype != dtype:
                     held[key] = fresh(like, dtype)
 
-    def drop_gradients(self) -> list[str]:
-        return drop_gradients(self.engine, self.wrapper)
-
-    def refresh(self) -> None:
+    def filled(
+        self, ready: EngineState | None, scalars: Mapping[int, Sequence[Scalars]]
+    ) -> list[str]:
         self.wrapper.refresh()
-
-    def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
-        live, base = self._live[buffer], self.wrapper.base
-        group = base.param_groups[live.group] if live.group is not None else {}
-        keeps = self.shard.keeps(group)
-        held = base.state[live.master]
-        for key, value in (members[0] if members else {}).items():
-            held[key] = scalar_state(value, keeps, group, live.master)
-        if not held:
-            del base.state[live.master]  # as before the first step
-
-
-def _manifest(shard: LocalShard, joined: AllRanks, parts: Sequence[Part]) -> Manifest:
-    names = shard.pipe.canonical if shard.pipe else {}
-    found = Manifest(
-        shard.wrapper.keeper,
-        shard.mesh,
-        joined.params,
-        joined.buffers,
-        joined.groups,
-        tuple(dict.fromkeys(tie for part in parts for tie in part.ties)),
-        family=shard.model.family.name if shard.model else "",
-        names=dict(names),
-    )
-    check_replicas(found, PipeNames(names).tied)
-    return found
+        if ready is None:
+            return []
+        notes = drop_gradients(self.engine, self.wrapper)
+        for number, members in scalars.items():
+            live, base = self._live[number], self.wrapper.base
+            group = base.param_groups[live.group] if live.group is not None else {}
+            keeps, held = self.shard.keeps(group), base.state[live.master]
+            for key, value in (members[0] if members else {}).items():
+                held[key] = scalar_state(value, keeps, group, live.master)
+            if not held:
+                del base.state[live.master]  # as before the first step
+        notes += set_groups(self.param_groups, ready.groups, ready.carried)
+        return notes + ready.apply()
 
 
 def lies_at(engine: Any, masters: bool) -> list[object]:

@@ -7,10 +7,11 @@ from typing import Any
 from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.engines.deepspeed.modules import is_autotp, refuse_unplaced
+from megatron_ucp.engines.deepspeed.modules import is_autotp
 from megatron_ucp.engines.deepspeed.program import rules_of_program, vocabulary_info
+from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_model
 from megatron_ucp.engines.deepspeed.shard import LocalShard, is_pipeline, parallel_of
-from megatron_ucp.engines.megatron.model import (
+from megatron_ucp.engines.mcore_model import (
     NoSizes,
     derived_table,
     model_by_itself,
@@ -32,30 +33,17 @@ from megatron_ucp.reshard import agree
 # model says itself; or that alone.
 
 
-_OF_ENGINES = "module", "save_checkpoint", "load_checkpoint"
-
-
-def require_engine(engine: Any) -> None:
-    """Raises UsageError for what is no engine."""
-    if not hasattr(engine, "__dict__") or not all(hasattr(engine, name) for name in _OF_ENGINES):
-        raise UsageError(
-            "this is no engine",
-            expected="an engine of DeepSpeed, or what ucp.attach_megatron returned",
-            found=type(engine).__qualname__,
-            fix="give the engine that deepspeed.initialize returned, the first of its results",
-        )
-
-
 def described_model(engine: Any, family: str | Family | None, rules: Any = None) -> Model | None:
     """The engine's model as a family or rules describe it; without either as an earlier call gave
     it, as Megatron-DeepSpeed's arguments decide it, or as it says itself. None for any other model.
-    Collective.
+    What the engine is refused for comes first. Collective.
 
     Raises UsageError for a module that is no megatron-core GPTModel, LayoutError where the
-    tensor-parallel size does not divide it, and as `_model_by_rules`, on every rank.
+    tensor-parallel size does not divide it, and as `refuse_engine`, `_model_by_rules` and
+    `refuse_model`, on every rank.
     """
     with agree.together():
-        require_engine(engine)
+        refuse_engine(engine)
         model = record_of(engine).model
         if family is not None and rules is None:
             model = model_of_module(family, engine.module, parallel_of(engine)[0][0])
@@ -64,7 +52,14 @@ def described_model(engine: Any, family: str | Family | None, rules: Any = None)
             rules = rules_of_program(engine.module)
     if rules is not None:
         model = _model_by_rules(engine, rules, family)
-    return _as_it_says(engine, model)
+    parallel = sys.modules.get("megatron.core.parallel_state")
+    has_groups = parallel is not None and parallel.model_parallel_is_initialized()
+    says = has_groups and hasattr(engine.module, "sharded_state_dict") and not is_autotp(engine)
+    if agree.all_of(says):
+        model = _as_it_says(engine, model)
+    with agree.together():
+        refuse_model(engine, model)
+    return model
 
 
 def remember(engine: Any, model: Model) -> None:
@@ -74,12 +69,8 @@ def remember(engine: Any, model: Model) -> None:
 
 def _as_it_says(engine: Any, model: Model | None) -> Model | None:
     """The family's model, once what the engine's module says itself agrees with it; without a
-    family what it says. A module that is none of megatron-core's says nothing, and what each of its
-    parameters is says AutoTP. Collective. Raises UnsupportedError, LayoutError on every rank."""
-    if not agree.all_of(_says_itself(engine)):
-        return model
+    family what it says. Collective. Raises LayoutError on every rank."""
     with agree.together():
-        refuse_unplaced(engine)
         own = LocalShard(engine, None)
     names = {name: own.names[param][0] for param, name in engine.param_names.items()}
     place = own.mesh.place(own.along((*DENSE_CUT, *EXPERT_CUT)))
@@ -91,12 +82,6 @@ def _as_it_says(engine: Any, model: Model | None) -> Model | None:
     else:
         require_agreement(model, table)
     return model
-
-
-def _says_itself(engine: Any) -> bool:
-    parallel = sys.modules.get("megatron.core.parallel_state")
-    has_groups = parallel is not None and parallel.model_parallel_is_initialized()
-    return has_groups and hasattr(engine.module, "sharded_state_dict") and not is_autotp(engine)
 
 
 # ---- ruled
@@ -130,7 +115,6 @@ def _model_by_rules(engine: Any, rules: Any, family: Any) -> Model:
 
 
 def _said(engine: Any, rules: RuleSet) -> _Said:
-    """Of what this rank holds."""
     own = LocalShard(engine, None)
     params = {name: param for param, named in own.names.items() for name in named}
     names = renamed(params, rules) if is_pipeline(engine) else {}

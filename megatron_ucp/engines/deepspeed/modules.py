@@ -83,7 +83,6 @@ def _held(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _names(module: torch.nn.Module) -> dict[int, str]:
-    """The first name of each."""
     return {id(value): name for name, value in reversed(_held(module).items())}
 
 

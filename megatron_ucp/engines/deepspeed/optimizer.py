@@ -9,36 +9,10 @@ import torch
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.names import Keeper
-from megatron_ucp.engines.live import params_of, parts_of
+from megatron_ucp.engines.live import broadcast_each, on_cpu, params_of, parts_of
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.formats.deepspeed.optimizers import steps_matrices, uncut_states
-
-# ---- partitions
-#
-# Partitions of a buffer, of which each rank of a process group holds its own.
-
-
-def on_cpu(partitions: Sequence[torch.Tensor]) -> bool:
-    """Whether gloo, and not NCCL, moves them."""
-    return all(partition.device.type == "cpu" for partition in partitions)
-
-
-def broadcast_each(partitions: Sequence[torch.Tensor], group: Any) -> None:
-    """Gives every rank of a group all partitions of a buffer, which are listed in the order of the
-    group's ranks; each one is written where it is. For those on the CPU. Collective.
-
-    gloo's all-gather collects in fresh memory of the whole buffer's size first. Broadcasts take a
-    quarter of its time, and a load needs no memory on top of the engine's own.
-    """
-    ranks = torch.distributed.get_process_group_ranks(group)
-    sent: list[Any] = [
-        torch.distributed.broadcast(partition.data, rank, group, async_op=True)
-        for rank, partition in zip(ranks, partitions, strict=True)
-    ]
-    for work in sent:
-        work.wait()
-
 
 # ---- wrappers
 #

@@ -8,17 +8,21 @@ from megatron_ucp.core.box import dims_in_memory
 from megatron_ucp.core.experts import refuse_slices
 from megatron_ucp.engines.deepspeed.modules import (
     autoep_layers,
+    check_side_data,
     is_autotp,
     layouts_of,
     refuse_hooks,
     refuse_unplaced,
 )
 from megatron_ucp.engines.deepspeed.optimizer import Wrapper, wrapper_of
-from megatron_ucp.engines.deepspeed.shard import is_pipeline, parallel_of
+from megatron_ucp.engines.deepspeed.program import check_arguments
+from megatron_ucp.engines.deepspeed.shard import LocalShard, is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.state import check_states
-from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.engines.live import check_model
+from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families import families
 from megatron_ucp.families.family import Model
+from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.deepspeed.optimizers import MUON, steps_matrices
 from megatron_ucp.formats.optimizers import (
     REFUSED,
@@ -142,26 +146,7 @@ def _zero(setting: str) -> Callable[[Any], bool]:
     return lambda engine: getattr(engine._config.zero_config, setting) not in (None, False)
 
 
-def _partial(engine: Any) -> bool:
-    config = engine._config.zero_config.offload_optimizer
-    return config is not None and getattr(config, "ratio", 1.0) < 1.0
-
-
-def _super(engine: Any) -> bool:
-    config = engine._config.zero_config.offload_optimizer
-    return config is not None and bool(getattr(config, "super_offload", False))
-
-
-def _folded(engine: Any) -> bool:
-    return any(layer.folding_group_handles is not None for _, layer in autoep_layers(engine))
-
-
 _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
-    (
-        "AutoEP folded with AutoTP (expert_parallel beside tensor_parallel.autotp_size)",
-        _folded,
-        "leave one of the two out",
-    ),
     (
         "optimizer states offloaded to NVMe (zero_optimization.offload_optimizer.device: nvme)",
         _offload("offload_optimizer", "nvme"),
@@ -172,10 +157,14 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         _offload("offload_param", "nvme"),
         "offload to cpu",
     ),
-    ("SuperOffload (zero_optimization.offload_optimizer.super_offload)", _super, "switch it off"),
+    (
+        "SuperOffload (zero_optimization.offload_optimizer.super_offload)",
+        lambda e: getattr(e._config.zero_config.offload_optimizer, "super_offload", False),
+        "switch it off",
+    ),
     (
         "partial offload (zero_optimization.offload_optimizer.ratio below 1)",
-        _partial,
+        lambda e: getattr(e._config.zero_config.offload_optimizer, "ratio", 1.0) < 1.0,
         "set ratio to 1",
     ),
     ("ZenFlow (zero_optimization.zenflow)", _zero("zenflow"), "switch it off"),
@@ -229,6 +218,11 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda e: bool(e.use_node_local_storage()),
         "save to storage that every rank sees",
     ),
+    (
+        "AutoEP folded with AutoTP (expert_parallel beside tensor_parallel.autotp_size)",
+        lambda e: any(layer.folding_group_handles is not None for _, layer in autoep_layers(e)),
+        "leave one of the two out",
+    ),
 ]
 
 
@@ -273,10 +267,69 @@ def refuse_writer(engine: Any) -> None:
         _refuse(engine, _REFUSED_WRITERS)
 
 
-def refuse_engine(engine: Any, model: Model | None) -> None:
-    """Raises UnsupportedError where the engine uses a feature under which a load would not be
-    exact."""
+_OF_ENGINES = "module", "save_checkpoint", "load_checkpoint"
+
+
+def require_engine(engine: Any) -> None:
+    """Raises UsageError for what is no engine."""
+    if not hasattr(engine, "__dict__") or not all(hasattr(engine, name) for name in _OF_ENGINES):
+        raise UsageError(
+            "this is no engine",
+            expected="an engine of DeepSpeed, or what ucp.attach_megatron returned",
+            found=type(engine).__qualname__,
+            fix="give the engine that deepspeed.initialize returned, the first of its results",
+        )
+
+
+def refuse_engine(engine: Any) -> None:
+    """Raises UsageError for what is no engine, UnsupportedError where one uses a feature under
+    which a load would not be exact."""
+    require_engine(engine)
     _refuse(engine, _REFUSED)
+    kept, params = {*engine._get_buffer_names()}, engine.param_names
+    for name, tensor in engine.module.named_buffers():
+        if name in kept and dims_in_memory(tuple(tensor.shape), tensor.stride()) is None:
+            raise UnsupportedError(
+                "the memory of a buffer has gaps, or one place for several elements: it is a view "
+                "of another tensor (expand, a slice), which is not supported",
+                parameter=name,
+                expected="a tensor with memory of its own",
+                found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                fix="register a copy: tensor.contiguous(), or persistent=False",
+            )
+    refuse_slices(params.values())
+    refuse_unplaced(engine)
+    if auto := is_autotp(engine):
+        layouts_of(engine, *parallel_of(engine)[0])  # says what of them can't be put together
+    if not is_pipeline(engine):
+        refuse_hooks(engine.module)
+    check_states(engine)
+    offloaded = getattr(engine.optimizer, "offloaded_states", None)
+    if offloaded:
+        raise UnsupportedError(
+            "states of this engine are offloaded at the moment (engine.offload_states)",
+            found=", ".join(str(getattr(s, "value", s)) for s in offloaded),
+            fix="call engine.reload_states() before",
+        )
+    stepped = (param for buffer in wrapper_of(engine).buffers() for param in buffer.params)
+    strangers = [tuple(getattr(p, "ds_shape", p.shape)) for p in stepped if p not in params]
+    if strangers:  # with ZeRO DeepSpeed itself can't build such an engine
+        raise UnsupportedError(
+            "the optimizer steps parameters that are not in the model: the model does not use "
+            "them, and no save would hold them",
+            expected="an optimizer of the model's own parameters",
+            found=f"{len(strangers)} others, the first of shape {strangers[0]}",
+            fix="AutoTP puts its own layers in the place of peft's and drops their adapters: leave "
+            "one of the two out"
+            if auto
+            else "give the optimizer the parameters that the model has when it is given to "
+            "deepspeed.initialize",
+        )
+
+
+def refuse_model(engine: Any, model: Model | None) -> None:
+    """Raises UnsupportedError where the engine needs a family and has none, or has one that says
+    something else than the engine itself."""
     if is_pipeline(engine) and (model is None or not model.pipe):
         raise UnsupportedError(
             "this engine is a pipeline whose parameter names no family explains, which is not "
@@ -302,62 +355,21 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             found=model.family.name,
             fix="leave family= out",
         )
-    layouts_of(engine, *parallel_of(engine)[0])  # says what of them can't be put together
     if model is not None:
         _refuse(engine, _NO_FAMILY_SAYS)
-    refuse_slices(engine.param_names.values())
-    refuse_unplaced(engine)
-    check_states(engine)
-    _refuse_gaps(engine)
-    if not is_pipeline(engine):
-        refuse_hooks(engine.module)
-    offloaded = getattr(engine.optimizer, "offloaded_states", None)
-    if offloaded:
-        raise UnsupportedError(
-            "states of this engine are offloaded at the moment (engine.offload_states)",
-            found=", ".join(str(getattr(s, "value", s)) for s in offloaded),
-            fix="call engine.reload_states() before",
-        )
-    _refuse_strangers(engine)
 
 
-def _refuse_gaps(engine: Any) -> None:
-    """Raises UnsupportedError for a buffer whose memory is not its own elements alone."""
-    kept = {*engine._get_buffer_names()}
-    for name, tensor in engine.module.named_buffers():
-        if name in kept and dims_in_memory(tuple(tensor.shape), tensor.stride()) is None:
-            raise UnsupportedError(
-                "the memory of a buffer has gaps, or one place for several elements: it is a view "
-                "of another tensor (expand, a slice), which is not supported",
-                parameter=name,
-                expected="a tensor with memory of its own",
-                found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-                fix="register a copy: tensor.contiguous(), or persistent=False",
-            )
-
-
-def _refuse_strangers(engine: Any) -> None:
-    """Raises UnsupportedError where the optimizer steps what is no parameter of the model. With
-    ZeRO DeepSpeed itself can't build such an engine."""
-    strangers = [
-        tuple(getattr(param, "ds_shape", param.shape))
-        for buffer in wrapper_of(engine).buffers()
-        for param in buffer.params
-        if param not in engine.param_names
-    ]
-    if strangers:
-        auto = is_autotp(engine)
-        raise UnsupportedError(
-            "the optimizer steps parameters that are not in the model: the model does not use "
-            "them, and no save would hold them",
-            expected="an optimizer of the model's own parameters",
-            found=f"{len(strangers)} others, the first of shape {strangers[0]}",
-            fix="AutoTP puts its own layers in the place of peft's and drops their adapters: leave "
-            "one of the two out"
-            if auto
-            else "give the optimizer the parameters that the model has when it is given to "
-            "deepspeed.initialize",
-        )
+def refuse_source(source: Checkpoint, shard: LocalShard, optimizer: bool) -> None:
+    """Raises ModelMismatchError for a checkpoint of a model that computes something else than the
+    engine's, which no shape shows; UnsupportedError for an `optimizer` whose states are asked for,
+    and that keeps its steps in its groups."""
+    module = shard.engine.module
+    if optimizer:
+        refuse_step_in_group(shard.optimizer_name())
+    if shard.model is not None:
+        check_model(source, shard.model, module)
+    check_side_data(source, module)
+    check_arguments(source, module)
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -38,13 +38,7 @@ from megatron_ucp.engines.deepspeed.state import (
 from megatron_ucp.engines.live import require_unstepped, require_usable
 from megatron_ucp.engines.pt_files import RankFiles, StockFiles, StoreRankFiles, replicas_of
 from megatron_ucp.engines.run_state import STEPS, DrawnState
-from megatron_ucp.engines.save import (
-    SAVE_FAILED,
-    PendingSave,
-    SaveRequest,
-    as_save_error,
-    flat,
-)
+from megatron_ucp.engines.save import SAVE_FAILED, PendingSave, SaveRequest, as_save_error, flat
 from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.errors import SaveError, StoreError
 from megatron_ucp.families.family import Declared, Model
@@ -99,7 +93,9 @@ def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dic
         if declared.extent is not None and declared.extent.stored == rows and kinds[name] == ""
     ]
     tied = [name for name in table if name.startswith(f"{TIED}.")] if pipe else []
-    lists = {_ON_SEVERAL_STAGES: tied, VOCABULARY: vocabulary, **_by_kind(kinds)}
+    # sub-parameters are no patterns alone
+    by_kind = grouped((kind, name) for name, kind in kinds.items() if kind and kind != SUB_PARAMS)
+    lists = {_ON_SEVERAL_STAGES: tied, VOCABULARY: vocabulary, **by_kind}
     return {
         "universal_checkpoint_version": 0.4,
         "original_vocab_size": rows,  # padding rows are data here
@@ -114,11 +110,6 @@ def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dic
             },
         },
     }
-
-
-def _by_kind(kinds: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """The names in each of stock's lists of patterns; sub-parameters are no patterns alone."""
-    return grouped((kind, name) for name, kind in kinds.items() if kind and kind != SUB_PARAMS)
 
 
 def _sub_params(table: Mapping[str, Declared]) -> dict[str, Any]:

@@ -96,7 +96,10 @@ class LocalShard:
         self.engine, self.model = engine, model
         (tp, self.tp_rank), (pp, self.number) = parallel_of(engine)
         self.wrapper: Wrapper = WeightsAlone(engine) if weights else wrapper_of(engine)
-        self.mesh = _mesh_under(engine, tp, pp, self.wrapper.zero)
+        sp, dp = sequence_parallel_of(engine)
+        mesh = Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=self.wrapper.zero)
+        self.mesh = with_experts(engine, mesh)
+        self.data_rank = rank_in(engine.seq_data_parallel_group)  # of those with its buffers
         self.layouts = layouts_of(engine, tp, self.tp_rank)
         self.uneven = is_uneven(self.layouts, tp)
         self.places = self.mesh.holding(self.uneven)
@@ -171,11 +174,6 @@ class LocalShard:
         here = dict((*at_tp(self.tp_rank), *experts))
         return tuple((axis, here[axis]) for axis in axes)
 
-    @property
-    def data_rank(self) -> int:
-        """This rank's place among those that share its dense buffers."""
-        return rank_in(self.engine.seq_data_parallel_group)
-
     # ------------------------------------------------ values
 
     @cached_property
@@ -193,8 +191,10 @@ class LocalShard:
         out: dict[str, LiveValue] = {}
         for name in listed:
             tensor = found.get(name)
-            if tensor is None or id(tensor) in stepped or self._is_elsewhere(name, tensor):
+            if tensor is None or id(tensor) in stepped:
                 continue
+            if self.uneven and name in self.layouts and not _shape(tensor).numel():
+                continue  # other ranks have all of it, and this one has an empty share
             value = self._value(tensor, name in params)
             if name in self.stacks:
                 out |= dict(zip(self._names_of(name), value.slices(), strict=True))
@@ -207,10 +207,6 @@ class LocalShard:
         """Names in the module's state dict that a hook made, and those of the parameters and
         buffers that they are."""
         return {} if self.pipe else renamed_entries(self.engine.module)
-
-    def _is_elsewhere(self, name: str, tensor: Any) -> bool:
-        """Whether other ranks have all of a parameter, and this one has an empty share."""
-        return self.uneven and name in self.layouts and not _shape(tensor).numel()
 
     def _value(self, tensor: Any, is_param: bool) -> LiveValue:
         if not is_param:
@@ -282,7 +278,6 @@ class LocalShard:
         return dict(self.wrapper.base.state.get(live.master, {}))
 
     def present_states(self, live: LiveBuffer) -> States:
-        """Element-wise states that exist now."""
         held = self.state(live).items()
         return tuple(
             (key, dtype_name(value.dtype))
@@ -324,7 +319,11 @@ class LocalShard:
         buffers: list[FlatBuffer] = []
         for live in self.buffers:
             states = self.present_states(live) if present else ()
-            params += self._specs_of(live)
+            params += [
+                self._spec(name, tuple(self.own_shape(param)), param, "trainable")
+                for param in live.params
+                for name in self._held(live, param)
+            ]
             buffers.append(self._buffer(live, states))
         values: list[FlatBuffer] = []
         for name, value in self.values.items():
@@ -372,13 +371,6 @@ class LocalShard:
         stacked = self.engine.param_names[param] in self.stacks
         return _shape(param)[1:] if stacked else _shape(param)
 
-    def _specs_of(self, live: LiveBuffer) -> list[ParamSpec]:
-        return [
-            self._spec(name, tuple(self.own_shape(param)), param, "trainable")
-            for param in live.params
-            for name in self._held(live, param)
-        ]
-
     def _spec(self, name: str, local: tuple[int, ...], tensor: Any, kind: str) -> ParamSpec:
         if name in self.layouts:
             shape, layout = self.layouts[name]
@@ -407,11 +399,6 @@ def _value_buffer(name: str, value: LiveValue, axes: tuple[str, ...]) -> FlatBuf
         return alone(name, size, states, axes=axes)
     length = -(-size // value.partitions)
     return FlatBuffer((Member(name, 0, size),), length, value.partitions, "each", states)
-
-
-def _mesh_under(engine: Any, tp: int, pp: int, zero: int) -> Mesh:
-    sp, dp = sequence_parallel_of(engine)
-    return with_experts(engine, Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=zero))
 
 
 def is_pipeline(engine: Any) -> bool:

@@ -56,7 +56,7 @@ from megatron_ucp.formats.param_groups import GROUP_MARKS
 from megatron_ucp.formats.schedules import counted_groups, of_all_stages
 from megatron_ucp.formats.store import Location, location
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import LoadOptions
+from megatron_ucp.reshard.engine import LoadOptions, Wants
 from megatron_ucp.reshard.match import scheduler_for
 
 # ---- extra state
@@ -73,14 +73,18 @@ def states_of(module: torch.nn.Module) -> dict[str, Any]:
     """What the modules in a module keep now, by the names of these entries of its state dict; not
     of those that keep nothing, as megatron-core's linear layers."""
     found = {name: held.get_extra_state() for name, held in _keepers(module).items()}
-    return {name: value for name, value in found.items() if not _is_nothing(value)}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and not (isinstance(value, torch.Tensor) and not value.numel())
+    }
 
 
 def check_states(engine: Any) -> None:
     """Raises UnsupportedError where no load could give a module what it keeps back as it is."""
     kept = states_of(engine.module)
-    (tp, _), (stages, _) = parallel_of(engine)
-    if kept and tp * stages > 1:
+    (tp, _), (stages, _) = parallel_of(engine) if kept else ((1, 0), (1, 0))
+    if tp * stages > 1:
         raise UnsupportedError(
             "modules keep an extra state (get_extra_state), of which each model-parallel rank has "
             "its own, and nothing says how it is cut",
@@ -171,10 +175,6 @@ def _keepers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
         for name, held in module.named_modules()
         if type(held) in kinds
     }
-
-
-def _is_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, torch.Tensor) and not value.numel())
 
 
 # ---- schedulers
@@ -345,7 +345,8 @@ MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step,
 class EngineState:
     """Values ready to be set in an engine, tensors included; the loss scale where its `wrapper` is
     given. `schedules`: whether the scheduler is asked for. `others` are states of DeepSpeed's own
-    helpers, `modules` what modules keep besides tensors; `module_only`: nothing else is set."""
+    helpers, `modules` what modules keep besides tensors; `module_only`: nothing else is set.
+    `groups` are the hyper-parameters of this rank's groups; `carried` as of `Wants`."""
 
     engine: Any
     wrapper: Wrapper | None
@@ -356,7 +357,9 @@ class EngineState:
     ranks: tuple[int, int]  # data-parallel and model-parallel ones of the checkpoint
     modules: Mapping[str, Any]
     module_only: bool
+    carried: bool
     notes: tuple[str, ...] = ()
+    groups: Sequence[Mapping[str, Any]] = ()
 
     @property
     def client_state(self) -> Mapping[str, Any]:
@@ -365,22 +368,20 @@ class EngineState:
     @classmethod
     def prepare(
         cls,
-        source: Checkpoint,
+        wants: Wants,
         wrapper: Wrapper,
-        scheduler: bool,
-        groups: Sequence[int | None],
-        options: LoadOptions,
+        own: slice,
         mesh: Mesh,
         place: tuple[int, int],
     ) -> "EngineState":
-        """`groups` are the checkpoint's for each group of the engine's stage; `place` is this
-        rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
-        counts other groups than the engine has, or the data position does not fit the loader."""
+        """`own` are the manifest's groups at the engine's stage; `place` is this rank's
+        data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler counts
+        other groups than the engine has, or the data position does not fit the loader."""
+        source, options, notes = wants.source, wants.options, list[str]()
         values = Values.of(source, "values" in options.allow)
-        engine, ranks = wrapper.engine, source.manifest.mesh
-        found, notes = (
-            _schedule(source, engine, groups, options, values) if scheduler else (None, [])
-        )
+        engine, ranks, found = wrapper.engine, source.manifest.mesh, None
+        if options.scheduler:
+            found, notes = _schedule(source, engine, wants.origins[own], options, values)
         notes += _of_the_position(source, engine, options)
         common = CommonState.prepare(source, values, options, mesh, place)
         others = source.extras.others.items()
@@ -388,12 +389,13 @@ class EngineState:
             engine,
             wrapper if options.optimizer else None,
             common,
-            scheduler,
+            options.scheduler,
             found,
             {key: values.built(value, key) for key, value in others},
             (ranks.partitions, ranks.tp * ranks.pp),
             states_for(engine.module, source, values, options),
             options.module_only,
+            wants.carried,
             (*notes, *values.notes),
         )
 
@@ -531,7 +533,9 @@ def read_state(
 ) -> RunState:
     """The state of the run that is no element of a tensor. Errors name files in `folder`.
     Collective. Raises SaveError."""
-    notes, middle = list[str](), _middle(shard)
+    notes, middle = list[str](), dict[str, Any]()
+    if in_the_middle(shard.engine, shard.wrapper):
+        middle = {MIDDLE: micro_batches(shard.engine)}
     if middle:
         notes.append(
             "the save came in the middle of an accumulation: the gradients of "
@@ -545,12 +549,6 @@ def read_state(
 
 
 LEFT = "states of the optimizer that are not known stay behind"
-
-
-def _middle(shard: LocalShard) -> dict[str, Any]:
-    """How many micro-batches wait for a step; nothing where none do."""
-    is_middle = in_the_middle(shard.engine, shard.wrapper)
-    return {MIDDLE: micro_batches(shard.engine)} if is_middle else {}
 
 
 def _facts(shard: LocalShard) -> dict[str, Any]:

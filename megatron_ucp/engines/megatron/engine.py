@@ -7,15 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.engines.background import (
-    Background,
-    background_options,
-    keep_background,
-)
+from megatron_ucp.engines.background import Background, background_options, keep_background
 from megatron_ucp.engines.handle import Handle, check_versions
 from megatron_ucp.engines.hold import HoldOptions, MemoryRun, lent
 from megatron_ucp.engines.live import require_usable
 from megatron_ucp.engines.load import as_compared
+from megatron_ucp.engines.mcore_model import bare_model, model_of, table_of
 from megatron_ucp.engines.megatron.live import (
     CurrentStates,
     LiveMegatron,
@@ -24,21 +21,12 @@ from megatron_ucp.engines.megatron.live import (
     present_states,
     present_to_save,
 )
-from megatron_ucp.engines.megatron.model import bare_model, model_of, table_of
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.megatron.refuse import refuse_stack
 from megatron_ucp.engines.megatron.save import save as save_stack
 from megatron_ucp.engines.megatron.shard import MegatronStack, mesh_of
-from megatron_ucp.engines.megatron.state import (
-    client_state_of,
-    read_extras,
-    read_state,
-)
-from megatron_ucp.engines.memory import (
-    MemorySteps,
-    keep_steps,
-    memory_options,
-)
+from megatron_ucp.engines.megatron.state import client_state_of, read_extras, read_state
+from megatron_ucp.engines.memory import MemorySteps, keep_steps, memory_options
 from megatron_ucp.engines.save import SaveReport
 from megatron_ucp.engines.trainers import guard_removals
 from megatron_ucp.engines.values import inert
@@ -52,8 +40,8 @@ from megatron_ucp.reshard.options import (
     IN_MEMORY,
     OPTIONS,
     STORES,
-    WordOption,
     check_given,
+    one_of,
     require_known,
     use_store,
 )
@@ -119,7 +107,7 @@ class StackSteps:
 
 
 # There is no code of a program's own that "stock" could mean.
-_SAVE = WordOption((DIRECT, BACKGROUND))
+_SAVE = one_of(DIRECT, BACKGROUND)
 
 
 @agree.door("attach_megatron")
@@ -170,7 +158,7 @@ def attach_megatron(
         taken = {IN_BACKGROUND, IN_MEMORY, STORES}
         known = [name for name, row in OPTIONS.items() if taken & {*row.of}]
         require_known(options, ["save", *known])
-        _SAVE.check("save", options["save"])
+        _SAVE("save", options["save"])
         check_given({name: options[name] for name in options if name == "store"})
         use_store(options)
         in_background, in_memory = background_options(options), memory_options(options)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,19 +13,20 @@ from megatron_ucp.core.manifest import BufferPart, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.engines.deepspeed.optimizer import broadcast_each, on_cpu
 from megatron_ucp.engines.live import (
     LiveShards,
+    broadcast_each,
     built_groups,
-    check_model,
     computes_otherwise,
     flat_view,
+    on_cpu,
     require_unstepped,
     require_usable,
+    set_groups,
     tensors_lie_at,
     told_by,
 )
-from megatron_ucp.engines.megatron.model import EMBEDDING, POSITIONS, bare_model
+from megatron_ucp.engines.mcore_model import EMBEDDING, POSITIONS, bare_model
 from megatron_ucp.engines.megatron.optimizer import (
     STRUCTURE,
     LiveBucket,
@@ -33,14 +35,15 @@ from megatron_ucp.engines.megatron.optimizer import (
     inner_optimizers,
     pieces_of,
 )
+from megatron_ucp.engines.megatron.refuse import refuse_source
 from megatron_ucp.engines.megatron.shard import MARKS, LocalShard, MegatronStack
 from megatron_ucp.engines.megatron.state import StackState, require_saved_values
-from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
+from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint
 from megatron_ucp.formats.megatron.buffers import order_of
 from megatron_ucp.formats.megatron.groups import IDENTIFIERS, SCHEDULED
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import LoadOptions
+from megatron_ucp.reshard.engine import Wants
 
 
 def describe(stack: MegatronStack, weights: bool = False) -> "LiveMegatron":
@@ -70,7 +73,8 @@ class LiveMegatron(LiveShards):
             "make megatron-core's process groups with parallel_state.initialize_model_parallel "
             "alone"
         )
-        super().__init__(shard, stack.optimizer, stages, shard.mesh.holding(), fix)
+        modules = [bare_model(chunk) for chunk in stack.chunks]  # the wrappers ask for its own
+        super().__init__(shard, stack.optimizer, modules, stages, shard.mesh.holding(), fix)
         self.stack, self.shard, joined = stack, shard, self.joined
         self._live: dict[int, LiveBucket]
         self._values: dict[int, OwnValue]
@@ -113,55 +117,48 @@ class LiveMegatron(LiveShards):
     # ------------------------------------------------ before the first write
 
     def check(self, source: Checkpoint, optimizer: bool) -> None:
-        """Raises ModelMismatchError for a model that computes something else, which no shape shows;
-        StateMismatchError for parameters that were stepped a different number of times:
-        megatron-core counts once."""
-        check_model(source, self.stack.model, bare_model(self.stack.chunks[0]))
-        if not optimizer:
-            return
-        steps: dict[float, str] = {}
-        for buffer in source.manifest.buffers:
-            for member in buffer.members:
-                if "step" in member.scalars:
-                    steps.setdefault(member.scalars["step"], member.param)
-        if len(steps) > 1:
-            raise StateMismatchError(
-                "parameters have different steps in the checkpoint, and megatron-core's optimizer "
-                "has one for all",
-                file=str(source.folder),
-                parameter=" and ".join([*steps.values()][:2]),
-                expected="one step",
-                found=", ".join(f"{step:g}" for step in steps),
-                fix="load with load_optimizer_states=False",
-            )
+        refuse_source(source, self.stack, optimizer)
 
-    def prepare_state(
-        self,
-        source: Checkpoint,
-        scheduler: bool,
-        groups: Sequence[int | None],
-        options: LoadOptions,
-    ) -> StackState:
-        own = groups[self.own_groups]
+    def ready(self, wants: Wants) -> StackState:
+        source, options = wants.source, wants.options
+        self.check(source, options.optimizer)
+        groups, left = self._built_groups(wants)
+        own = wants.origins[self.own_groups]
         marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
-        extras = StackState.prepare(source, self.stack, self.shard, scheduler, marks, options)
+        state = StackState.prepare(wants, self.stack, self.shard, marks)
         notes = computes_otherwise(source, self.stack.model, bare_model(self.stack.chunks[0]))
         taken_as = self.shard.taken_as if options.optimizer else ()
-        return replace(extras, notes=(*extras.notes, *notes, *taken_as))
+        return replace(state, groups=groups, notes=(*left, *state.notes, *notes, *taken_as))
+
+    def _built_groups(self, wants: Wants) -> tuple[list[Mapping[str, Any]], list[str]]:
+        """As `built_groups`, of this stage's groups. One that has no parameter here gets what the
+        same group has at another stage."""
+        if not wants.groups:
+            return [], []
+        live: list[Mapping[str, Any]] = [{} for _ in wants.groups]
+        live[self.own_groups] = self.param_groups
+        groups, left = built_groups(live, wants.groups, wants)
+        both = [*zip(self.manifest.groups, groups, strict=True)]
+        elsewhere = {_identity(group): saved for group, saved in both if saved}
+        plain: list[Mapping[str, Any]] = [
+            {key: value for key, value in found.items() if key not in STRUCTURE}
+            for group, saved in both
+            for found in [saved or elsewhere.get(_identity(group), {})]
+        ]
+        return plain[self.own_groups], left
 
     # ------------------------------------------------ writing
 
-    def modules(self) -> Sequence[torch.nn.Module]:
-        return [bare_model(chunk) for chunk in self.stack.chunks]  # the wrappers ask for its own
-
     @torch.no_grad()
-    def prepare(self) -> None:
+    def prepare(self, states: Mapping[int, Sequence[str]] = MappingProxyType({})) -> None:
         """Waits for gathers of weights that are under way: they would undo what is written, and the
         refresh would take them for its own. Masters become whole partitions, also where no state of
         the optimizer is loaded."""
         self.wait_for_gathers()
         for live in self._live.values():
             live.join(MASTER)
+        for number, kept in states.items():
+            self._live[number].allocate(kept, "float32")
 
     def wait_for_gathers(self) -> None:
         """Until no weights of other ranks are on their way. Begins no gather: of a group of buckets
@@ -198,48 +195,22 @@ class LiveMegatron(LiveShards):
                 group.param_gather_dispatched = True
 
     @torch.no_grad()
-    def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
-        for number, kept in states.items():
-            self._live[number].allocate(kept, "float32")
-
-    def drop_gradients(self) -> list[str]:
-        for chunk in self.shard.chunks:
-            chunk.zero_grad_buffer()
-        self.stack.optimizer.zero_grad()
-        return []
-
-    @torch.no_grad()
-    def refresh(self) -> None:
+    def filled(
+        self, ready: StackState | None, scalars: Mapping[int, Sequence[Scalars]]
+    ) -> list[str]:
         for inner in self.shard.inner:
             if hasattr(inner, "_copy_main_params_to_model_params"):
                 inner._copy_main_params_to_model_params()
         self._share_weights()
-
-    def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
-        for number, piece in self._live[buffer].pieces.items():
-            piece.set_scalars(members[number])
-
-    def built_groups(
-        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
-    ) -> tuple[list[Mapping[str, Any]], list[str]]:
-        live: list[Mapping[str, Any]] = [{} for _ in groups]
-        live[self.own_groups] = self.shard.param_groups
-        return built_groups(live, groups, file, allow)
-
-    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
-        """A group that has no parameter at this stage gets what the same group has at another
-        one."""
-        elsewhere = {
-            _identity(group): saved
-            for group, saved in zip(self.manifest.groups, groups, strict=True)
-            if saved
-        }
-        plain = [
-            {key: value for key, value in found.items() if key not in STRUCTURE}
-            for group, saved in zip(self.manifest.groups, groups, strict=True)
-            for found in [saved or elsewhere.get(_identity(group), {})]
-        ]
-        return super().set_groups(plain, carried)
+        if ready is None:
+            return []
+        for chunk in self.shard.chunks:
+            chunk.zero_grad_buffer()
+        self.stack.optimizer.zero_grad()
+        for buffer, members in scalars.items():
+            for number, piece in self._live[buffer].pieces.items():
+                piece.set_scalars(members[number])
+        return set_groups(self.param_groups, ready.groups, ready.carried) + ready.apply()
 
 
 def _on_several_stages(model: Any) -> list[str]:

@@ -113,7 +113,6 @@ class Stepped:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The parameter group."""
         return self.inner.optimizer.param_groups[self.group]
 
     def tensor(self, state: str) -> torch.Tensor:

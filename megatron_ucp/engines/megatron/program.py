@@ -69,7 +69,9 @@ def load_checkpoint(
     for name in _COUNTS:
         value = known.get(name)
         setattr(args, name, value if type(value) is int else 0)
-    _ramp_up(stack.consumed_samples)
+    from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+    update_num_microbatches(consumed_samples=stack.consumed_samples, verbose=True)
     return stack.iteration, operations
 
 
@@ -182,10 +184,3 @@ def _refuse(args: Any, non_persistent: bool, release: bool) -> None:
                 found=what,
                 fix="leave it out, or call Megatron-LM's own save_checkpoint for it",
             )
-
-
-def _ramp_up(samples: int) -> None:
-    """The number of micro batches where the batch grows with the samples seen."""
-    from megatron.core.num_microbatches_calculator import update_num_microbatches
-
-    update_num_microbatches(consumed_samples=samples, verbose=True)

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ucp.engines.megatron.model import bare_model, moe_layers
+from megatron_ucp.engines.live import check_model
+from megatron_ucp.engines.mcore_model import bare_model, moe_layers
 from megatron_ucp.engines.megatron.optimizer import refuse_unknown
-from megatron_ucp.errors import UnsupportedError, UsageError
+from megatron_ucp.errors import StateMismatchError, UnsupportedError, UsageError
+from megatron_ucp.formats.checkpoint import Checkpoint
 
 # settings of OptimizerConfig under which masters or states lie elsewhere
 _OPTIMIZER = {
@@ -66,6 +68,30 @@ def refuse_stack(chunks: Sequence[Any], optimizer: Any) -> None:
         )
     for chunk in chunks:
         _refuse_model(bare_model(chunk))
+
+
+def refuse_source(source: Checkpoint, stack: Any, optimizer: bool) -> None:
+    """Raises ModelMismatchError for a checkpoint of a model that computes something else than the
+    stack's, which no shape shows; StateMismatchError for one whose states of the `optimizer` are
+    asked for, and were stepped a different number of times: megatron-core counts once."""
+    check_model(source, stack.model, bare_model(stack.chunks[0]))
+    if not optimizer:
+        return
+    steps: dict[float, str] = {}
+    for buffer in source.manifest.buffers:
+        for member in buffer.members:
+            if "step" in member.scalars:
+                steps.setdefault(member.scalars["step"], member.param)
+    if len(steps) > 1:
+        raise StateMismatchError(
+            "parameters have different steps in the checkpoint, and megatron-core's optimizer "
+            "has one for all",
+            file=str(source.folder),
+            parameter=" and ".join([*steps.values()][:2]),
+            expected="one step",
+            found=", ".join(f"{step:g}" for step in steps),
+            fix="load with load_optimizer_states=False",
+        )
 
 
 def _is_a(thing: Any, name: str) -> bool:

@@ -25,8 +25,8 @@ from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.background import CopiedRuns, SnapshotMemory
 from megatron_ucp.engines.live import flat_view
+from megatron_ucp.engines.mcore_model import bare_model, keys_of_chunks
 from megatron_ucp.engines.megatron.live import CurrentStates, LiveMegatron, present_to_save
-from megatron_ucp.engines.megatron.model import bare_model, keys_of_chunks
 from megatron_ucp.engines.megatron.optimizer import kind_of
 from megatron_ucp.engines.megatron.shard import MegatronStack
 from megatron_ucp.engines.megatron.state import read_extras, read_state
@@ -80,12 +80,7 @@ from megatron_ucp.reshard.fingerprint import (
     parts_of_rank,
     sums_of_parts,
 )
-from megatron_ucp.reshard.folder import (
-    FileRange,
-    FolderOutput,
-    RanksFolder,
-    WrittenRange,
-)
+from megatron_ucp.reshard.folder import FileRange, FolderOutput, RanksFolder, WrittenRange
 from megatron_ucp.reshard.options import absolute_path
 
 # ---- flags
@@ -433,7 +428,6 @@ class StackFiles:
         return Written(size_bytes, sums)
 
     def close(self, others: Sequence[WrittenRange]) -> list[FileEntry]:
-        """Every file is whole already. Raises OSError."""
         return [entry_in(self.sink.aside / name) for name in self._own]
 
     @property
@@ -553,7 +547,6 @@ class StackSave(SaveRequest):
 
 
 def _finish(sync: Syncs, plan: TorchDistPlan, common: Output, aside: Location) -> None:
-    """Writes what holds nothing of a tensor."""
     with sync.right.changing(f"writes the index of {aside}"):
         finish_files(aside, plan, common)
 

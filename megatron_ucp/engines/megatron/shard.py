@@ -17,7 +17,7 @@ from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.engines.handle import Handle
 from megatron_ucp.engines.live import decay_of, dtype_name, group_of, spec_of
-from megatron_ucp.engines.megatron.model import bare_model, canonical_names
+from megatron_ucp.engines.mcore_model import bare_model, canonical_names
 from megatron_ucp.engines.megatron.optimizer import (
     STRUCTURE,
     LiveBucket,
@@ -309,7 +309,12 @@ class LocalShard:
         kinds = {value.name: value.kind for value in self.values}
         params = [self._spec(n, t, kinds.get(n, "trainable")) for n, t in by_name.items()]
         values = [
-            alone(v.name, v.tensor.numel(), _value(v.tensor), axes=self.spread.axes(v.name))
+            alone(
+                v.name,
+                v.tensor.numel(),
+                ((VALUE, dtype_name(v.tensor.dtype)),),
+                axes=self.spread.axes(v.name),
+            )
             for v in self.values
         ]
         flat = tuple(live.flat for live in self.buffers)
@@ -334,10 +339,6 @@ def _params_of(inner: Any) -> list[Any]:
 
 def _masters(master: torch.Tensor) -> States:
     return ((MASTER, dtype_name(master.dtype)),)
-
-
-def _value(tensor: torch.Tensor) -> States:
-    return ((VALUE, dtype_name(tensor.dtype)),)
 
 
 def _check_pieces(flat: FlatBuffer, part: int, pieces: Mapping[int, Stepped]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_ucp.core.manifest import RECORDED, RUN
-from megatron_ucp.engines.megatron.model import bare_model
+from megatron_ucp.engines.mcore_model import bare_model
 from megatron_ucp.engines.megatron.optimizer import inner_optimizers
 from megatron_ucp.engines.record import run_of
 from megatron_ucp.engines.run_state import (
@@ -25,12 +25,12 @@ from megatron_ucp.engines.run_state import (
 from megatron_ucp.engines.values import LiveValues, Values, inert, refuse_strange, saved_values
 from megatron_ucp.errors import UcpError
 from megatron_ucp.families.settings import recorded
-from megatron_ucp.formats.checkpoint import Checkpoint, Extras
+from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.groups import SCHEDULED
 from megatron_ucp.formats.megatron.run_state import OPERATIONS
 from megatron_ucp.formats.store import Location
-from megatron_ucp.reshard.engine import LoadOptions
+from megatron_ucp.reshard.engine import LoadOptions, Wants
 
 if TYPE_CHECKING:
     from megatron_ucp.engines.megatron.shard import LocalShard, MegatronStack
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StackState:
     """Values ready to be set in a stack. `schedule` are settings of the scheduler that change,
-    `samples` those that it has seen (None: it is left as it is), `groups` what megatron-core kept
-    of each group. Of `options` it follows what else is set."""
+    `samples` those that it has seen (None: it is left as it is), `marks` what megatron-core kept
+    of each group. Of `options` it follows what else is set. `groups` are the hyper-parameters of
+    this rank's groups; `carried` as of `Wants`."""
 
     stack: "MegatronStack"
     shard: "LocalShard"
@@ -48,8 +49,10 @@ class StackState:
     common: CommonState
     schedule: Mapping[str, Any]
     samples: int | None
-    groups: Sequence[Mapping[str, Any]]
+    marks: Sequence[Mapping[str, Any]]
+    carried: bool
     notes: tuple[str, ...] = ()
+    groups: Sequence[Mapping[str, Any]] = ()
 
     @property
     def client_state(self) -> Mapping[str, Any]:
@@ -58,17 +61,16 @@ class StackState:
     @classmethod
     def prepare(
         cls,
-        source: Checkpoint,
+        wants: Wants,
         stack: "MegatronStack",
         shard: "LocalShard",
-        scheduler: bool,
-        groups: Sequence[Mapping[str, Any]],
-        options: LoadOptions,
+        marks: Sequence[Mapping[str, Any]],
     ) -> "StackState":
-        """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
+        """`marks` are what megatron-core kept of each of the stack's groups, where the checkpoint
         is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
         than the checkpoint's, or the data position does not fit the loader."""
-        saved, notes = source.extras, list[str]()
+        source, options, notes = wants.source, wants.options, list[str]()
+        saved, scheduler = source.extras, options.scheduler
         values = Values.of(source, "values" in options.allow)
         schedule: dict[str, Any] = {}
         samples = None
@@ -81,9 +83,10 @@ class StackState:
             notes.append("the scheduler was not restored: the engine has none")
         place = stack.mesh.partition_of(shard.rank), stack.mesh.coord(shard.rank).pp
         common = CommonState.prepare(source, values, options, stack.mesh, place)
-        kept = groups if scheduler and not keeps_own_settings(stack.scheduler) else []
+        kept = marks if scheduler and not keeps_own_settings(stack.scheduler) else []
         notes += values.notes
-        return cls(stack, shard, options, common, schedule, samples, kept, tuple(notes))
+        told = common, schedule, samples, kept, wants.carried, tuple(notes)
+        return cls(stack, shard, options, *told)
 
     def apply(self) -> list[str]:
         """Sets everything; the loss scale where the states of the optimizer were loaded. Returns
@@ -95,7 +98,7 @@ class StackState:
         if self.options.optimizer:
             for inner in self.shard.inner:
                 _set_scaler(getattr(inner, "grad_scaler", None), self.common.scaler, notes)
-            for number, saved in enumerate(self.groups):
+            for number, saved in enumerate(self.marks):
                 _set_rates(number, self.shard.param_groups[number], saved, notes)
         if self.samples is not None:
             _set_schedule(
@@ -130,26 +133,18 @@ def read_state(
     Collective. Raises SaveError."""
 
     def read() -> tuple[dict[str, Any], LiveValues]:
-        return _facts(stack), _own_values(shard)
+        facts = {
+            STEPS: stack.iteration,
+            SEED: torch.initial_seed(),
+            "skipped_steps": stack.skipped_iterations,
+            RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
+            RUN: run_of(stack).id,
+        }
+        # a stack has no client state, and one schedule
+        buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
+        return facts, LiveValues(buffers, {}, None, False, {})
 
     return RunState.of_ranks(read, drawn_now, folder, shard.taken_as)
-
-
-def _facts(stack: "MegatronStack") -> dict[str, Any]:
-    """What a manifest says of the stack, the same on all ranks."""
-    return {
-        STEPS: stack.iteration,
-        SEED: torch.initial_seed(),
-        "skipped_steps": stack.skipped_iterations,
-        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
-        RUN: run_of(stack).id,
-    }
-
-
-def _own_values(shard: "LocalShard") -> LiveValues:
-    """A stack has no client state, and one schedule."""
-    buffers = {value.name: value.tensor for value in shard.values if value.kind == "buffer"}
-    return LiveValues(buffers, {}, None, False, {})
 
 
 def client_state_of(stack: "MegatronStack", own: Mapping[str, Any]) -> dict[Any, Any]:

@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.errors import (
-    DamagedFileError,
-    ModelMismatchError,
-    UnsupportedError,
-    some_of,
-)
+from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, some_of
 
 PREFIX = "base_model.model."  # peft's wrappers, before the names of the base model
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")

@@ -18,13 +18,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.names import MASTER, VALUE, dtype_name
 from megatron_ucp.core.plan import LOSSLESS, Slot, Want
 from megatron_ucp.core.tensor_parts import TensorPart, state_in, weights_manifest
-from megatron_ucp.errors import (
-    NotFoundError,
-    SaveError,
-    UnsupportedError,
-    UsageError,
-    some_of,
-)
+from megatron_ucp.errors import NotFoundError, SaveError, UnsupportedError, UsageError, some_of
 from megatron_ucp.families.arguments import unknown_padding
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Readable
@@ -66,13 +60,7 @@ from megatron_ucp.reshard.hugging_face.names import (
 from megatron_ucp.reshard.kept_moves import SharedMemories
 from megatron_ucp.reshard.match import replica_notes, require_one_copy
 from megatron_ucp.reshard.options import EXPORT, check_words, plain_path
-from megatron_ucp.reshard.transfer import (
-    NARROW,
-    SinkPart,
-    Source,
-    TransferRun,
-    transfer,
-)
+from megatron_ucp.reshard.transfer import NARROW, SinkPart, Source, TransferRun, transfer
 from megatron_ucp.reshard.work_sharing import as_rank_error, ranks_of, require_same, source_of
 
 # ---- exported
@@ -351,7 +339,6 @@ class Outgoing:
         publish: Callable[[Location], object],
         replaces: bool = False,
     ) -> FolderOutput:
-        """The folder on paper."""
         writer = _Slots(source.manifest_of(0), self.twin)
         files = tuple(self._layout(file, writer) for file in self.files)
         part = writer.part()
@@ -417,7 +404,6 @@ class _Slots:
         self._names: list[str] = []
 
     def piece(self, tensor: OutgoingTensor) -> FilePiece:
-        """All of a tensor."""
         slot = Slot(len(self._rows), (), 0, VALUE)
         self._rows.append((tensor.share, tensor.dtype))
         self._wants.append((slot, state_in(self._source, tensor.state)))
@@ -425,7 +411,6 @@ class _Slots:
         return FilePiece(0, slot, tensor.elems, tensor.dtype, tensor.place)
 
     def part(self) -> SinkPart:
-        """What the pieces are read into."""
         target = weights_manifest(self._twin.specs, self._rows)
         return SinkPart(target, tuple(self._wants), NARROW, names=tuple(self._names))
 
@@ -588,7 +573,6 @@ class _Asked:
 def _of_files(
     src: str | Path, dst: str | Path, asked: _Asked, *, progress: Progress | None = None
 ) -> Exported:
-    """The export of a checkpoint on disk."""
     started, ranks = time.perf_counter(), ranks_of(asked.ranks)
     with as_rank_error("the export"), ExitStack() as opened:
         with agree.together(ranks):
@@ -652,7 +636,6 @@ def _prepared(source: Checkpoint, asked: _Asked) -> _Prepared:
 
 
 def _values(prepared: _Prepared, ranks: bool) -> FileSource:
-    """What is written."""
     source, file = prepared.source, str(prepared.source.folder)
     is_copy = prepared.readable is not source
     return source_of(prepared.readable, file, source if is_copy else None, ranks)

@@ -9,17 +9,15 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.errors import LayoutError, UsageError
 from megatron_ucp.families import find_family
-from megatron_ucp.families.family import Family, Model, Sizes
+from megatron_ucp.families.family import Model, Sizes
 from megatron_ucp.families.settings import Architecture
 from megatron_ucp.formats.checkpoint import Extras
-from megatron_ucp.formats.deepspeed.target import Target, config_for
-from megatron_ucp.formats.deepspeed.writer import RunSettings
+from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.store import Location, folder_at, location
@@ -28,7 +26,6 @@ from megatron_ucp.reshard.convert import NATIVE, Converted, Writing, refuse_unus
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.folder import check_source, require_plain
 from megatron_ucp.reshard.hugging_face.names import read_twin
-from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.options import (
     IMPORT,
     check_switch,
@@ -37,16 +34,9 @@ from megatron_ucp.reshard.options import (
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.target import (
-    CLIP_GRAD,
-    VERSION,
-    Conversion,
-    no_layers,
-    target_manifest,
-    with_stages,
-)
+from megatron_ucp.reshard.target import VERSION, SourceSettings
 from megatron_ucp.reshard.work_sharing import as_rank_error, ranks_of, require_same
-from megatron_ucp.reshard.writers import native_output
+from megatron_ucp.reshard.writers import native
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 
@@ -107,13 +97,11 @@ def import_hf(
             source = HuggingFaceCheckpoint(folder_at(src), twin.told)
             opened.enter_context(source)
             check_source(source, folder, allow)
-            wanted, staged = _wanted(model, architecture, asked, source, config)
-            settings = _settings(wanted.target, config, find_family(twin.family))
-            manifest = target_manifest(wanted)
-            output = native_output(source, manifest, settings, wanted, folder)
+            asked = _completed(asked, source.manifest, config)
+            origin = _origin(source, model, architecture, str(asked.dtype))
+            output = native(origin, origin.wanted(asked, config), config, folder)
         require_same(output, together, dst=folder, mesh=str(asked.mesh), latest=latest)
-        notes = replica_notes(source.manifest) + staged + _notes(sizes, padded_vocab)
-        notes += twin.notes
+        notes = [*origin.notes, *_notes(sizes, padded_vocab), *twin.notes]
         writing = Writing(folder, NATIVE, latest, allow, progress, started, ranks)
         of = f"Hugging Face {twin.family}"
         return writing.write(source, output, of, str(asked.mesh), notes)
@@ -127,22 +115,15 @@ def _model(family: str, sizes: Sizes, tp: int, file: str) -> Model:
     return model
 
 
-def _wanted(
-    model: Model,
-    architecture: Architecture,
-    asked: Target,
-    source: HuggingFaceCheckpoint,
-    config: Mapping[str, Any] | None,
-) -> tuple[Conversion, list[str]]:
-    """What is written: the model before its first step, on the mesh that was asked for; notes."""
-    refuse_unused(asked)
-    asked = _completed(asked, source.manifest, config)
-    whole = _before_training(model, architecture, str(asked.dtype))
-    asked = replace(asked, pipeline=bool(asked.pipeline) or asked.mesh.pp > 1)
-    layers = _layers(model) if asked.pipeline else None
-    if asked.pipeline and layers is None:
-        raise no_layers(str(source.folder))
-    return with_stages(Conversion(whole, asked, str(source.folder), layers))
+def _origin(
+    source: HuggingFaceCheckpoint, model: Model, architecture: Architecture, dtype: str
+) -> SourceSettings:
+    """The folder as a conversion sees it: a run of that training dtype that has taken no step."""
+    origin = SourceSettings(source, ruled=True)
+    counters = {"global_steps": 0, "global_samples": 0, "skipped_steps": 0}
+    origin.extras = Extras(counters, None, LossScale(), None, {**model.family.client_state})
+    origin.manifest, origin.dtype = _before_training(model, architecture, dtype), dtype
+    return origin
 
 
 def _checked(
@@ -157,6 +138,7 @@ def _checked(
     check_switch("latest", latest)
     given = needed_target(mesh, target, "native files are")
     require_plain(folder)
+    refuse_unused(given)
     return given.with_zero_of(Mesh())
 
 
@@ -220,19 +202,3 @@ def _before_training(model: Model, architecture: Architecture, dtype: str) -> Ma
         family=model.family.name,
         run=run,
     )
-
-
-def _layers(model: Model) -> Layers | None:
-    found = model.family.layers
-    return None if found is None else found([*model.table]).with_values([*model.table])
-
-
-def _settings(target: Target, config: Mapping[str, Any] | None, family: Family) -> RunSettings:
-    """What the files say besides tensors: a run that has taken no step."""
-    counters = {"global_steps": 0, "global_samples": 0, "skipped_steps": 0}
-    dtype = str(target.dtype)
-    said = config_for(target, config or {}, dtype)
-    clip = said.get("gradient_clipping", CLIP_GRAD)
-    none = LossScale()
-    extras = Extras(counters, None, none, None, {**family.client_state})
-    return RunSettings(extras, said, VERSION, dtype, none, float(clip), False, lambda _: None)

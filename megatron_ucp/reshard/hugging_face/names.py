@@ -42,11 +42,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 from megatron_ucp.formats.store import Location, location
 from megatron_ucp.formats.tags import require_folder
 from megatron_ucp.formats.wrapped_model import unwrapped_name
-from megatron_ucp.reshard.hugging_face.adapter import (
-    Adapter,
-    adapter_of,
-    check_adapter_config,
-)
+from megatron_ucp.reshard.hugging_face.adapter import Adapter, adapter_of, check_adapter_config
 from megatron_ucp.reshard.hugging_face.released import (
     ModelClass,
     class_of,

@@ -148,14 +148,12 @@ class ModelClass:
         for first in self.names[0]:
             for name in params:
                 prefix = name.removesuffix(first)
-                if prefix in (name, "") or not self._are_all_in(params, prefix):
+                has_all = all(any(prefix + one in params for one in some) for some in self.names)
+                if prefix in (name, "") or not has_all:
                     continue
                 inner = {one.removeprefix(prefix) for one in params}
                 return prefix if len(inner) == len(params) else ""
         return ""
-
-    def _are_all_in(self, params: Collection[str], prefix: str) -> bool:
-        return all(any(f"{prefix}{one}" in params for one in some) for some in self.names)
 
     def drawn(self, params: Collection[str]) -> list[str]:
         """Parameters of which there is no tensor under a name that `from_pretrained` takes for

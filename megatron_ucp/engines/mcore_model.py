@@ -13,14 +13,7 @@ import torch
 from megatron_ucp import say
 from megatron_ucp.core.box import Ints, strides
 from megatron_ucp.core.experts import is_expert
-from megatron_ucp.core.layout import (
-    Extent,
-    Layout,
-    Replicate,
-    Shard,
-    ShardNC,
-    layout_to_json,
-)
+from megatron_ucp.core.layout import Extent, Layout, Replicate, Shard, ShardNC, layout_to_json
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Coords, Mesh, Place
 from megatron_ucp.errors import LayoutError, UnsupportedError
@@ -191,7 +184,8 @@ def derived_table(
                 shape = tuple(entry.data.shape)
                 pieces = _pieces(name, entry, offsets, shape)
                 _check_numbers(name, pieces)
-                share = _share_of(name, place)
+                (axis,) = EXPERT_CUT if is_expert(name) else DENSE_CUT
+                share = AxisShare(axis, *place[axis])
                 declared = _declared(name, shape, pieces, share)
                 _check_mark(name, entry.data, declared, share)
                 out.setdefault(name, _with_extent(declared, entry, model))
@@ -287,11 +281,6 @@ def require_agreement(model: Model, table: Mapping[str, Declared]) -> None:
 def _known(own: Iterable[str], names: Mapping[str, str]) -> str | None:
     """The canonical name of a parameter, which a module may have under several of its `own`."""
     return next((names[name] for name in own if name in names), None)
-
-
-def _share_of(name: str, place: Place) -> AxisShare:
-    (axis,) = EXPERT_CUT if is_expert(name) else DENSE_CUT
-    return AxisShare(axis, *place[axis])
 
 
 @contextmanager
