@@ -340,7 +340,7 @@ MORE_KILLED = (*KILLED, "deepspeed:direct", "older:direct")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kinds", "trials"),
-    [(KILLED, 4), *(pytest.param([one], 50, marks=pytest.mark.slow) for one in MORE_KILLED)],
+    [(KILLED, 4), *(pytest.param([one], 20, marks=pytest.mark.slow) for one in MORE_KILLED)],
 )
 def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
     tmp_path: Path, kinds: Sequence[str], trials: int
