@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
+from megatron_ucp.errors import did_you_mean
+
 LOGGER = logging.getLogger("megatron_ucp")
 # A logger of its own, so that a command that prints its own last line still shows progress.
 PROGRESS = LOGGER.getChild("progress")
@@ -103,7 +105,10 @@ def shown(
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:  # told in the caller's own words
-                raise TypeError(f"{_called(operation.__name__, signature)}: {error}") from None
+                told = f"{_called(operation.__name__, signature)}: {error}"
+                for name in kwargs.keys() - signature.parameters.keys():
+                    told += f"; {did_you_mean(name, signature.parameters, 'leave it out')}"
+                raise TypeError(told) from None
             if kwargs.get("progress") is not None:
                 done = operation(*args, **kwargs)
             else:

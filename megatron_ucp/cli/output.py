@@ -66,8 +66,12 @@ class Parser(argparse.ArgumentParser):
 _OF_HUGGING_FACE = "`megatron-ucp export-hf` writes a folder of Hugging Face"
 # what is no value of an option, as a command of its own does it
 _ELSEWHERE: dict[str, str] = {
-    word: _OF_HUGGING_FACE
-    for word in ("hf", "huggingface", "hugging_face", "transformers", "safetensors")
+    **dict.fromkeys(
+        ("hf", "huggingface", "hugging_face", "transformers", "safetensors"), _OF_HUGGING_FACE
+    ),
+    **dict.fromkeys(("fsdp", "fsdp2"), "FSDP2 loads dcp, accelerate and torchtitan"),
+    **dict.fromkeys(("megatron", "mcore"), "Megatron-LM loads torch_dist"),
+    **dict.fromkeys(("deepspeed", "zero"), "DeepSpeed loads native and universal"),
 }
 
 
@@ -85,8 +89,9 @@ def nearest(word: str, known: Sequence[str], program: str) -> str:
     """What to do about a wrong word."""
     if word in _RETIRED:
         return _RETIRED[word]
-    near = get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"see `{program} --help`"
+    alike = [one for one in known if len(word) > 2 and one.startswith(word)]
+    near = alike or get_close_matches(word, known, n=1)
+    return f"did you mean {' or '.join(near)}?" if near else f"see `{program} --help`"
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, optional: bool = False) -> None:

@@ -365,8 +365,10 @@ def add_import_hf(parser: argparse.ArgumentParser) -> None:
 
 
 def run_import_hf(args: Any) -> int:
+    from megatron_ucp.formats.tags import require_folder
     from megatron_ucp.reshard.hugging_face.import_hf import import_hf
 
+    require_folder(args.path)  # before what the arguments lack
     target = target_of(args, "native files are")
     refuse_unused_size(args, target, None)
     found = import_hf(

@@ -36,7 +36,7 @@ def register_family(family: Family) -> None:
         >>> ucp.register_family(Family("mine", table=table, sizes=Sizes))
     """
     if not isinstance(cast("object", family), Family):
-        raise _no_family(family)
+        raise _no_family(family, "give a Family; docs/own-model.md shows how to write one")
     _FAMILIES[family.name] = family
 
 
@@ -45,12 +45,12 @@ def families() -> Mapping[str, Family]:
     return MappingProxyType(_FAMILIES)
 
 
-def _no_family(found: object) -> UsageError:
+def _no_family(found: object, fix: str) -> UsageError:
     return UsageError(
         "this is no family",
-        expected="the name of a family, or a megatron_ucp.families.family.Family",
+        expected="a megatron_ucp.families.family.Family",
         found=repr(found)[:200],
-        fix="give its name, such as llama, or a Family; docs/own-model.md shows how to write one",
+        fix=fix,
     )
 
 
@@ -59,7 +59,7 @@ def find_family(family: str | Family) -> Family:
     if isinstance(family, Family):
         return family
     if not isinstance(cast("object", family), str):
-        raise _no_family(family)
+        raise _no_family(family, "give its name, such as llama, or a Family (docs/own-model.md)")
     if family not in _FAMILIES:
         raise UsageError(
             "there is no such family",

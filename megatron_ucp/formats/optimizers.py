@@ -7,6 +7,7 @@ schedulefree 1.4, lion-pytorch 0.2, Transformer Engine 2.3 and Apex, each optimi
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup
@@ -280,7 +281,9 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
     """
     if optimizer not in _TABLE:
         name = optimizer.rpartition(".")[2].lower()
-        near = sorted(known for known in _TABLE if known.rpartition(".")[2].lower() == name)
+        names = {known: known.rpartition(".")[2].lower() for known in sorted(_TABLE)}
+        alike = get_close_matches(name, names.values(), n=1)
+        near = [known for known, own in names.items() if own in alike]
         did_you_mean = f"did you mean {' or '.join(near)}? Else " if near else ""
         raise UnsupportedError(
             "the states of this optimizer are not known",

@@ -361,6 +361,8 @@ def require_folder(path: Any) -> Location:
 def _meant(path: Location) -> str:
     """The folder whose name is nearest to one that is not there, as the beginning of an advice."""
     near: list[str] = []
+    if str(path).startswith("~"):
+        return "a ~ in quotes stays as it is: give the path in full. Else "
     with suppress(OSError):
         beside = [one.name for one in path.absolute().parent.iterdir() if one.is_dir()]
         near = get_close_matches(path.name, beside, n=1)

@@ -205,7 +205,9 @@ def newest_whole(path: str | os.PathLike[str]) -> Newest:
         file=path,
         expected="a tag with all its files",
         found="; ".join(passed) or "no tag",
-        fix="restore the files of one of them",
+        fix="restore the files of one of them"
+        if tags
+        else "give the folder with the tags, or the one above several such folders",
         id="missing-file",
     )
 
