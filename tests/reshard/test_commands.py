@@ -242,7 +242,7 @@ def test_what_is_not_used_is_refused(
 
 
 def test_an_import_asks_for_its_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give --mesh" in said(capsys, "import-hf", "hf", tmp_path / "out", code=2)
+    assert "give --mesh" in said(capsys, "import-hf", tmp_path, tmp_path / "out", code=2)
     with pytest.raises(ucp.UsageError, match="are for one mesh"):
         ucp.import_hf("hf", tmp_path / "out")
 
