@@ -6,7 +6,7 @@ Example: `expect.key(tree, "step", int, file)` is `tree["step"]`, or raises Dama
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from megatron_ucp.errors import DamagedFileError
 
@@ -45,7 +45,7 @@ def section(tree: object, *keys: Any) -> Mapping[Any, Any]:
     nothing, and is empty."""
     for key in keys:
         tree = section(tree).get(key)
-    return cast("Mapping[Any, Any]", tree) if isinstance(tree, Mapping) else {}
+    return tree if isinstance(tree, Mapping) else {}
 
 
 def each(value: Any, expected: type[Expected], what: str, file: object) -> list[Expected]:

@@ -156,7 +156,7 @@ class Folder(ABC):
         """An object in a JSON file. Raises as `small`, and DamagedFileError for anything else."""
         data = self.small(name, MAX_JSON_BYTES)
         try:
-            tree: Any = json.loads(data)
+            tree = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(
                 "the file is no JSON",

@@ -100,7 +100,7 @@ def text_of(own: OwnValues) -> str:
 
 def listed(manifest: Manifest | None) -> PerRank:
     """What a manifest says to differ. Raises DamagedFileError for what says nothing of the kind."""
-    said: Any = manifest.run.get(PER_RANK) if manifest is not None else None
+    said = manifest.run.get(PER_RANK) if manifest is not None else None
     if not said:
         return PerRank()
     try:
@@ -128,7 +128,7 @@ def recorded_of(data: bytes | None, file: str) -> OwnValues:
         raise DamagedFileError("the values of a rank are missing", file=file)
     try:
         check_extent(data, MAX_BYTES, MAX_VALUES)
-        found: Any = json.loads(data)
+        found = json.loads(data)
         client = {decoded(key): decoded(value) for key, value in found[CLIENT_STATE]}
         return OwnValues(dict(decoded(found[BUFFERS])), client, decoded(found[SCHEDULER]))
     except NOT_CODED as error:

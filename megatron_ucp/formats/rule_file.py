@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.mesh import CUTTING
@@ -116,7 +116,7 @@ def read_rules(path: str | Path) -> RuleSet:
     ours = {own.stem: own for own in _OURS.glob("*.toml")}
     path = ours.get(path, path) if isinstance(path, str) else path
     file = str(path)
-    if not isinstance(cast("object", path), str | Path):  # open() takes the number of a file, too
+    if not isinstance(path, str | Path):  # open() takes the number of a file, too
         raise UsageError(
             "this is no path of a file of rules",
             expected="a file in TOML",

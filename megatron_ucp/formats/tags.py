@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.core.manifest import FILE_NAME, RUN, Manifest
 from megatron_ucp.core.manifest_json import from_json
@@ -257,7 +257,7 @@ def find_tag(path: str | os.PathLike[str], tag: str | None = None) -> FoundTag:
     path = require_folder(path)
     _require_finished(path)
     if tag is not None:
-        if not isinstance(cast("object", tag), str) or not tag or "/" in tag or tag in (".", ".."):
+        if not isinstance(tag, str) or not tag or "/" in tag or tag in (".", ".."):
             raise UsageError(
                 "a tag is the plain name of a folder",
                 file=path,

@@ -102,10 +102,10 @@ def _check_counters(folder: TagFolder, meta: Mapping[str, Any]) -> None:
 
 def _int_steps(optimizer: Mapping[str, Any]) -> bool:
     """Whether the optimizer of a file keeps its step as an int."""
-    base: Any = (
+    base = (
         optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or optimizer
     )
-    entries: Any = base.get("state", {}) if isinstance(base, dict) else dict(enumerate(base))
+    entries = base.get("state", {}) if isinstance(base, dict) else dict(enumerate(base))
     return any(type(expect.section(e).get("step")) is int for e in expect.section(entries).values())
 
 

@@ -327,7 +327,7 @@ class TagFolder(Checkpoint):
     def _classes(self) -> frozenset[str] | None:
         """Classes that values may name: the caller's own, and those that the save's manifest
         says. Nothing of them is imported."""
-        said: Any = self.recorded.run.get(CLASSES, ()) if self.recorded is not None else ()
+        said = self.recorded.run.get(CLASSES, ()) if self.recorded is not None else ()
         if self._told_classes is None or not isinstance(said, list | tuple):
             return self._told_classes
         return self._told_classes | OF_ARGUMENTS | {str(name) for name in said}
@@ -336,7 +336,7 @@ class TagFolder(Checkpoint):
     def _members(self) -> Mapping[tuple[str, Any], str]:
         """Members of enums that the save's program pickled by their values, as its manifest says:
         (class, value) -> name."""
-        said: Any = self.recorded.run.get(MEMBERS, ()) if self.recorded is not None else ()
+        said = self.recorded.run.get(MEMBERS, ()) if self.recorded is not None else ()
         told = dict(map(self._member, said if isinstance(said, list | tuple) else [None]))
         return MEMBERS_OF_ARGUMENTS | told
 

@@ -7,7 +7,7 @@ Sources, of DeepSpeed 0.19.8: `runtime/superoffload/`, `runtime/zenflow/`, `back
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.names import MASTER
@@ -61,7 +61,7 @@ def not_saved(config: Any, manifest: Manifest, has_optimizer: bool) -> list[str]
 def said_of(manifest: Manifest) -> Sequence[str]:
     """What `not_saved` found, as the manifest carries it."""
     found = manifest.run.get(NOT_SAVED)
-    return tuple(map(str, cast("list[Any]", found))) if isinstance(found, list) else ()
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
 def refuse_lost_moments(manifest: Manifest, file: str) -> None:

@@ -187,7 +187,7 @@ def _experts(run: NativeRun) -> Iterator[tuple[int, int, int]]:
     files count their experts."""
     mesh = run.mesh
     for stage in range(mesh.pp):
-        counts: Any = run.tree(run.model_of(stage * mesh.tp)).get("num_experts")
+        counts = run.tree(run.model_of(stage * mesh.tp)).get("num_experts")
         for layer, count in enumerate(counts if isinstance(counts, list) else []):
             if type(count) is not int or count % mesh.ep or not 0 < count < 2**20:
                 continue  # the readers of the experts say what is wrong with it

@@ -346,7 +346,7 @@ class NativeRun(TagFolder):
         recorded, self.evidence.manifest = self.evidence.manifest, None
         if recorded is None:
             return told
-        renamed: Any = recorded.run.get(RENAMED) or {}
+        renamed = recorded.run.get(RENAMED) or {}
         return replace(told, specs=recorded.by_name, names=recorded.names, renamed=renamed)
 
     def _with_rules_of_program(self, told: CallerModel) -> CallerModel:
@@ -483,7 +483,7 @@ class NativeRun(TagFolder):
         if self.names.experts or in_shards:
             return self.experts.ranks(self.meta, self.main_file), self._cuts_of_experts(tp)
         if self.meta.get("num_experts"):
-            counts: Any = self.meta["num_experts"]
+            counts = self.meta["num_experts"]
             known = [n for n in (counts if isinstance(counts, list) else []) if type(n) is int]
             raise missing_files(
                 "expert file",
@@ -513,7 +513,7 @@ class NativeRun(TagFolder):
         larger shares."""
         if self.recorded is not None:
             return any(buffer.share for buffer in self.recorded.buffers)
-        info: Any = self.meta.get(PATTERNS)
+        info = self.meta.get(PATTERNS)
         return self.mesh.tp > 1 and not self.pipeline and is_uneven(info, self.main_file)
 
     @cached_property
@@ -619,7 +619,7 @@ class NativeRun(TagFolder):
     def _renamed(self) -> Mapping[str, str]:
         """Names of entries of the weights -> those of the model, as the run said, or the caller."""
         recorded = self.recorded
-        renamed: Any = self.told.renamed if recorded is None else recorded.run.get(RENAMED)
+        renamed = self.told.renamed if recorded is None else recorded.run.get(RENAMED)
         if not isinstance(renamed, dict):
             return {}
         expect.texts([*renamed, *renamed.values()], RENAMED, self.folder / FILE_NAME)

@@ -6,7 +6,7 @@ Formulas of the buffers: see `formats/deepspeed/buffers`. Which optimizer wrappe
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer
@@ -76,9 +76,9 @@ class Target:
     pipeline: bool | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(cast("object", self.mesh), str):
-            object.__setattr__(self, "mesh", Mesh.parse(cast("str", self.mesh)))
-        if not isinstance(cast("object", self.mesh), Mesh):
+        if isinstance(self.mesh, str):
+            object.__setattr__(self, "mesh", Mesh.parse(self.mesh))
+        if not isinstance(self.mesh, Mesh):
             raise UsageError(
                 "a target is for a mesh",
                 expected='a text such as "tp=2,dp=4,zero=1", or ucp.Mesh(tp=2, dp=4, zero=1)',
@@ -89,7 +89,7 @@ class Target:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
         _check_words(self)
-        size: Any = self.sub_group_size
+        size = self.sub_group_size
         if self.dtype not in (None, *TRAINING_DTYPES) or (
             size is not None and (type(size) is not int or size < 1)
         ):
@@ -137,7 +137,7 @@ class Target:
         UsageError."""
         known = DeepSpeedConfig(config)
         settings = known.zero
-        size: Any = settings.get("sub_group_size", SUB_GROUP_SIZE)
+        size = settings.get("sub_group_size", SUB_GROUP_SIZE)
         if not isinstance(size, int | float) or size < 1:
             raise UsageError(
                 "sub_group_size is a number of elements",
@@ -198,8 +198,8 @@ class Target:
 
 def _check_words(target: Target) -> None:
     """Raises UsageError for groups, stages or an optimizer of other types than they have."""
-    groups: Any = target.groups
-    stages: Any = target.stages
+    groups = target.groups
+    stages = target.stages
     is_list = isinstance(groups, list | tuple) and all(isinstance(g, list | tuple) for g in groups)
     if groups is not None and not (
         is_list and all(isinstance(name, str) for group in groups for name in group)
@@ -218,7 +218,7 @@ def _check_words(target: Target) -> None:
             found=repr(stages)[:200],
             fix="give one of these (--stages; Python: Target(stages=))",
         )
-    if not isinstance(cast("object", target.optimizer), str | None):
+    if not isinstance(target.optimizer, str | None):
         raise UsageError(
             "an optimizer is named by its class",
             expected='"torch.AdamW", or none to keep the source\'s',

@@ -251,7 +251,7 @@ class UniversalCheckpoint(TagFolder):
         """Raises NotFoundError where a model-parallel rank of the run that was converted has no
         model file, which says what is in its groups."""
         there = {mp for _, mp in self.names.model}
-        told: Any = self.meta.get("mp_world_size")
+        told = self.meta.get("mp_world_size")
         count = told if type(told) is int else 1
         first = next((rank for rank in range(count) if rank not in there), None)
         if first is not None:
@@ -601,7 +601,7 @@ class UniversalCheckpoint(TagFolder):
     def _atom(self, name: str, state: str) -> TensorRef:
         """The tensor of a state."""
         file = self._file(name, state)
-        tree: Any = self.file(file).tree
+        tree = self.file(file).tree
         ref = tree.get(_PARAM) if isinstance(tree, dict) else tree
         if not isinstance(ref, TensorRef) or not ref.is_contiguous:
             raise DamagedFileError(

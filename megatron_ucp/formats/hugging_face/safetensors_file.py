@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.formats.byte_files import OpenFile, Record, Where, damaged
@@ -113,7 +113,7 @@ class SafetensorsFile(OpenFile):
 def parse_header(data: bytes, path: str) -> dict[str, Entry]:
     """Every tensor, in the order of its bytes. Raises DamagedFileError."""
     try:
-        tree: Any = json.loads(data.decode(), object_pairs_hook=_without_repeats)
+        tree = json.loads(data.decode(), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         damaged(path, "the header is no JSON", None, f"{type(error).__name__}: {str(error)[:200]}")
     if not isinstance(tree, dict):
@@ -156,9 +156,8 @@ def _entry(name: str, value: Any, path: str) -> Entry:
 
 
 def _counts(value: Any) -> Ints | None:
-    numbers = cast("list[Any]", value)
-    good = isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
-    return tuple(numbers) if good else None
+    good = isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    return tuple(value) if good else None
 
 
 # ------------------------------------------------ writing
