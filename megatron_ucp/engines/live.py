@@ -14,7 +14,7 @@ from megatron_ucp.core.experts import number_and_count
 from megatron_ucp.core.join_ranks import AllRanks, Stage, join
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
-from megatron_ucp.core.names import Keeper
+from megatron_ucp.core.names import Keeper, dtype_name
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import alike, shown
 from megatron_ucp.engines.record import record_of
@@ -162,11 +162,6 @@ def tensors_lie_at(
     dicts = [[tuple(one.__dict__[kept]) for kept in _OF_STATE_DICT] for one in parts]
     places = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in held]
     return [who, groups, dicts, places]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests write it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def on_cpu(partitions: Sequence[torch.Tensor]) -> bool:

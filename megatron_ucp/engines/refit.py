@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megatron_ucp import say
 from megatron_ucp.core.manifest import ORIGIN, RECORDED, RUN, Manifest
-from megatron_ucp.core.names import VALUE
+from megatron_ucp.core.names import VALUE, dtype_name
 from megatron_ucp.core.plan import LOSSLESS, Cast, Slot, joined
 from megatron_ucp.core.tensor_parts import weights_manifest
 from megatron_ucp.engines.handle import Handle, said_config
 from megatron_ucp.engines.hold import params_of
-from megatron_ucp.engines.live import LiveShards, dtype_name, flat_view
+from megatron_ucp.engines.live import LiveShards, flat_view
 from megatron_ucp.engines.record import handle_of, run_of
 from megatron_ucp.errors import ForeignFileError, ModelMismatchError, PlanError, UsageError, some_of
 from megatron_ucp.families.settings import recorded

@@ -156,7 +156,8 @@ class _Written:
         self._group_of = {
             name: number for number, one in enumerate(self.groups) for name in one.names
         }
-        for tensor, names in self._by_tensor().items():
+        by_tensor = grouped((self._tensor_name(n, s), n) for n, s in self.shares.items())
+        for tensor, names in by_tensor.items():
             self._tensor(tensor, names)
         by_state = grouped((self._state_tensor(n, s), n) for n, s in self.shares.items())
         for tensor, names in by_state.items():
@@ -196,10 +197,6 @@ class _Written:
             self.notes.append(f"without the padding of the vocabulary: {some_of(cut)}")
         specs = {n: replace(s, order=None) for n, s in twin.specs.items()}
         return twin.shares, specs, twin.config
-
-    def _by_tensor(self) -> dict[str, list[str]]:
-        """The parts of each tensor of the folder, by their names."""
-        return grouped((self._tensor_name(n, s), n) for n, s in self.shares.items())
 
     def _tensor_name(self, name: str, share: TensorPart) -> str:
         return name if share.slice_of is None else share.slice_of.tensor

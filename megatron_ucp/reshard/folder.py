@@ -95,6 +95,7 @@ class OutputFolder:
     """One folder, from the making of the one aside to its name."""
 
     thorough = True
+    rank = 0  # of those that write it; the first one makes the folder and names it
     what_failed = "the output could not be written; nothing is left of it"
     what_to_do = "free space or mend permissions, then try again"
 
@@ -185,9 +186,10 @@ class OutputFolder:
             raise save_error_of(error, self.what_failed) from error
 
     def publish(self) -> None:
-        """Gives the folder its name. Raises UsageError where a save took it meanwhile."""
-        with self._as_save_error():
-            self.output.publish(self.aside)
+        """Rank 0 names the folder. Raises UsageError where a save took its name meanwhile."""
+        if self.rank == 0:
+            with self._as_save_error():
+                self.output.publish(self.aside)
 
 
 def save_error_of(error: StoreError, what_failed: str) -> SaveError:
@@ -250,10 +252,6 @@ class FolderSink(OutputFolder):
         else:
             with self._as_save_error():
                 self._bring_to_disk()
-
-    def publish(self) -> None:
-        if self.rank == 0:
-            super().publish()
 
 
 def share_of(
@@ -786,10 +784,6 @@ class RanksFolder(OutputFolder):
         for path in [*sorted({*self.aside.rglob("*")} - held), self.aside]:
             self.sync(path)
 
-    def publish(self) -> None:
-        if self.rank == 0:
-            super().publish()
-
 
 # ---- gathered folder
 #
@@ -833,7 +827,7 @@ class GatheredFolder(RanksFolder):
         for one in parts:
             own = {slot: flat for (part, slot), flat in memory.items() if part == one.number}
             with agree.together():  # what fails here alone is known before the next messages
-                source.fill([_only(one, own)], own.__getitem__, TransferRun(), lambda _: False)
+                source.fill([one.only(own)], own.__getitem__, TransferRun(), lambda _: False)
             more = source.lost_values
             every = {**self._lost, **more}
             self._lost = {what: self._lost.get(what, 0) + more.get(what, 0) for what in every}
@@ -875,20 +869,6 @@ def _groups(
         size += one[1].size_bytes
     if group:
         yield group
-
-
-def _only(one: Proved, slots: Collection[Slot]) -> Proved:
-    """Of a proved part what fills some slots."""
-    plan = one.plan
-    return replace(
-        one,
-        plan=replace(
-            plan,
-            wants=tuple((slot, state) for slot, state in plan.wants if slot in slots),
-            ops=tuple(op for op in plan.ops if op.target.slot in slots),
-            fills=tuple(fill for fill in plan.fills if fill.slot in slots),
-        ),
-    )
 
 
 def _owned(files: Sequence[FileLayout], world: int, are_objects: bool) -> tuple[FileLayout, ...]:

@@ -11,7 +11,7 @@ rounds at most are under way, while the next is read; no memory is needed beside
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import EXPERTS, Mesh
 from megatron_ucp.core.names import ITEMSIZE
-from megatron_ucp.core.plan import Slot, Want, Windows
+from megatron_ucp.core.plan import Want, Windows
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import OfOp, TensorOf
 from megatron_ucp.reshard.files import WINDOW_BYTES, SharedFiles
@@ -94,14 +94,6 @@ def shared_parts(parts: Sequence[Proved], read: str | None, rank: int) -> list[S
     return out
 
 
-def without(one: Proved, slots: set[Slot]) -> Proved:
-    plan = one.plan
-    wants = tuple(want for want in plan.wants if want[0] not in slots)
-    ops = tuple(op for op in plan.ops if op.target.slot not in slots)
-    fills = tuple(fill for fill in plan.fills if fill.slot not in slots)
-    return replace(one, plan=replace(plan, wants=wants, ops=ops, fills=fills))
-
-
 # ---- reading
 
 
@@ -120,7 +112,7 @@ def fill(
     slots = {slot for one in shared for slot, _ in one.wants}
     kept = agree.KeptBack()
     with kept:
-        own = [without(one, slots) for one in parts] if slots else parts
+        own = [one.only({want[0] for want in one.plan.wants} - slots) for one in parts]
         source.fill(own, into, run, is_summed)
     by_number = {one.number: one for one in parts}
     with _Groups() as groups:

@@ -10,9 +10,9 @@ checksums; nothing counts before all ranks are done, and after a failure of any 
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -196,6 +196,16 @@ class Proved:
     part: SinkPart
     plan: Plan
     allow: frozenset[str]
+
+    def only(self, slots: Container[Slot]) -> "Proved":
+        """The same part, of which some slots alone are filled."""
+        plan = replace(
+            self.plan,
+            wants=tuple(want for want in self.plan.wants if want[0] in slots),
+            ops=tuple(op for op in self.plan.ops if op.target.slot in slots),
+            fills=tuple(fill for fill in self.plan.fills if fill.slot in slots),
+        )
+        return replace(self, plan=plan)
 
 
 class WindowReader(Protocol):

@@ -98,17 +98,12 @@ def signed(
         **_fingerprint(manifest, source),
         **{key: value for key, value in manifest.run.items() if key not in (SAVED_ON, FINGERPRINT)},
         CONVERTED_FROM: str(source.manifest.written_on),
-        "saved_at": recorded.get("saved_at") or _newest(source),
+        "saved_at": recorded.get("saved_at") or max(map(source.folder.modified, source.file_names)),
         MOVED_LATEST: False,
         **said,
     }
     save_id = hashlib.sha256(content.encode()).hexdigest()[:32]
     return replace(manifest, files=files, save_id=save_id, run=run)
-
-
-def _newest(source: Checkpoint) -> float:
-    """When the newest of the source's files was written."""
-    return max(source.folder.modified(name) for name in source.file_names)
 
 
 def _fingerprint(manifest: Manifest, source: Checkpoint) -> dict[str, Any]:

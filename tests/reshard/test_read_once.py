@@ -17,7 +17,7 @@ from megatron_ucp.core.plan import Plan, Slot, Windows, make_plan
 from megatron_ucp.families import families
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard import read_once
-from megatron_ucp.reshard.read_once import holders, is_read_once, shared_parts, without
+from megatron_ucp.reshard.read_once import holders, is_read_once, shared_parts
 from megatron_ucp.reshard.target import Conversion, target_manifest
 from megatron_ucp.reshard.transfer import Proved, SinkPart
 from tests.reshard import twins
@@ -81,7 +81,8 @@ def reads(source: Manifest, target: Manifest, rank: int, read: str | None) -> li
     part = SinkPart(target, tuple(wants_of(source, target, rank)))
     one = Proved(0, part, make_plan(source, target, part.wants), frozenset())
     shared = shared_parts([one], read, rank)
-    plans = [without(one, {slot for each in shared for slot, _ in each.wants}).plan]
+    once = {slot for each in shared for slot, _ in each.wants}
+    plans = [one.only({slot for slot, _ in part.wants} - once).plan]
     planner = Windows(source, target)
     for each in shared:
         for number, ((slot, state), low, high) in enumerate(each.windows(target)):

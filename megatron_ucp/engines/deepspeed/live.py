@@ -11,7 +11,7 @@ from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.join_ranks import check_replicas
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
-from megatron_ucp.core.names import MASTER, VALUE
+from megatron_ucp.core.names import MASTER, VALUE, dtype_name
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.deepspeed.optimizer import (
     LiveBuffer,
@@ -28,7 +28,6 @@ from megatron_ucp.engines.live import (
     class_name,
     computes_otherwise,
     config_of,
-    dtype_name,
     flat_view,
     memory_of,
     scalar_state,

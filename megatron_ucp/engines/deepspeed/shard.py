@@ -26,7 +26,7 @@ from megatron_ucp.core.flat import (
 from megatron_ucp.core.join_ranks import Stage
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Coords, Mesh
-from megatron_ucp.core.names import MASTER, VALUE
+from megatron_ucp.core.names import MASTER, VALUE, dtype_name
 from megatron_ucp.engines.deepspeed.modules import (
     is_uneven,
     layouts_of,
@@ -43,7 +43,7 @@ from megatron_ucp.engines.deepspeed.optimizer import (
     wrapper_of,
 )
 from megatron_ucp.engines.deepspeed.program import unsaved_buffers
-from megatron_ucp.engines.live import dtype_name, group_of, order_of, spec_of
+from megatron_ucp.engines.live import group_of, order_of, spec_of
 from megatron_ucp.engines.pt_files import replicated_params
 from megatron_ucp.engines.record import record_of
 from megatron_ucp.errors import UnsupportedError

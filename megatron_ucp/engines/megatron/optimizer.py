@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.flat import FlatBuffer, Scalars, States
-from megatron_ucp.core.names import MASTER
-from megatron_ucp.engines.live import dtype_name, flat_view, scalar_state
+from megatron_ucp.core.names import MASTER, dtype_name
+from megatron_ucp.engines.live import flat_view, scalar_state
 from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.megatron.arguments import Kind
 from megatron_ucp.formats.megatron.groups import MEGATRON_KEYS

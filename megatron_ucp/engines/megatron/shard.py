@@ -14,9 +14,9 @@ from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States, alone
 from megatron_ucp.core.join_ranks import Stage
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
-from megatron_ucp.core.names import MASTER, VALUE
+from megatron_ucp.core.names import MASTER, VALUE, dtype_name
 from megatron_ucp.engines.handle import Handle
-from megatron_ucp.engines.live import decay_of, dtype_name, group_of, spec_of
+from megatron_ucp.engines.live import decay_of, group_of, spec_of
 from megatron_ucp.engines.mcore_model import bare_model, canonical_names
 from megatron_ucp.engines.megatron.optimizer import (
     STRUCTURE,
