@@ -197,7 +197,8 @@ def _ending(one: Attempt) -> Iterator[Attempt]:
         is_known = False
         raise
     finally:
-        del _ATTEMPTS[one.aside]
+        if _ATTEMPTS.get(one.aside) is one:  # else a later one of this process has its place
+            del _ATTEMPTS[one.aside]
         with suppress(StoreError):  # what is left is shown by `ls`
             one.end(is_known)
 
