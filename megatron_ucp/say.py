@@ -22,9 +22,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import ParamSpec, TypeVar
-
-from megatron_ucp.errors import did_you_mean
 
 LOGGER = logging.getLogger("megatron_ucp")
 # A logger of its own, so that a command that prints its own last line still shows progress.
@@ -107,7 +106,8 @@ def shown(
             except TypeError as error:  # told in the caller's own words
                 told = f"{_called(operation.__name__, signature)}: {error}"
                 for name in kwargs.keys() - signature.parameters.keys():
-                    told += f"; {did_you_mean(name, signature.parameters, 'leave it out')}"
+                    near = get_close_matches(name, signature.parameters, n=1)
+                    told += f"; did you mean {near[0]}?" if near else ""
                 raise TypeError(told) from None
             if kwargs.get("progress") is not None:
                 done = operation(*args, **kwargs)

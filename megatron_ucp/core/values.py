@@ -575,7 +575,19 @@ def _decoded_part(data: Any, types: _Types) -> Any:
 def same(one: Any, other: Any) -> bool:
     """Whether two values are the same in type and bits, in containers of any order that has no
     meaning. Raises TypeError as `coded`."""
-    return _text_of(coded(one)) == _text_of(coded(other))
+    return _text_of(_unordered(coded(one))) == _text_of(_unordered(coded(other)))
+
+
+def _unordered(code: Any) -> Any:
+    """The code of a value with the pairs of its mappings in one order, where that says nothing."""
+    if isinstance(code, list):
+        return [_unordered(item) for item in cast("list[Any]", code)]
+    if not isinstance(code, dict):
+        return code
+    entry = {key: _unordered(item) for key, item in cast("dict[str, Any]", code).items()}
+    if entry.get(_MARK) in ("dict", "Counter", "defaultdict"):
+        entry["items"].sort(key=_text_of)
+    return entry
 
 
 def _text_of(coded_value: Any) -> str:

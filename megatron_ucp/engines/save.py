@@ -26,7 +26,14 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines.background import Background, SaveTurn, background_of
 from megatron_ucp.engines.record import SAVED, run_of
 from megatron_ucp.engines.run_state import ResumableLoader, RunState
-from megatron_ucp.errors import DamagedFileError, RankError, SaveError, StoreError, UcpError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    RankError,
+    SaveError,
+    StoreError,
+    UcpError,
+    UnsupportedError,
+)
 from megatron_ucp.formats import locks, output_folder
 from megatron_ucp.formats.checkpoint import CallerModel
 from megatron_ucp.formats.folder import SharedFolder
@@ -407,7 +414,7 @@ def _require_readable(
         return FoundTag(aside), SharedFolder(folder_at(aside), to_come=beside)
 
     ranks = turn or agree.default_ranks()
-    with ExitStack() as opened, unfinished_shown(aside), _as_unreadable(aside):
+    with ExitStack() as opened, unfinished_shown(aside), _as_contradiction(aside):
         written = open_found(aside, find, CallerModel(), opened, turn)
         with agree.together(turn):
             written.check_headers(written.file_names[ranks.rank :: ranks.world])
@@ -424,10 +431,13 @@ def _slots_of(manifest: Manifest, rank: int) -> Iterator[Slot]:
 
 
 @contextmanager
-def _as_unreadable(aside: Location) -> Iterator[None]:
-    """Inside, files that a load would refuse are a save that failed."""
+def _as_contradiction(aside: Location) -> Iterator[None]:
+    """Inside, files that contradict their manifest are a save that failed. What DeepSpeed alone
+    can load, as states that are not known, is no contradiction: notes say it."""
     try:
         yield
+    except UnsupportedError:
+        pass
     except (SaveError, StoreError, RankError):
         raise
     except UcpError as error:

@@ -240,11 +240,13 @@ def evaluate_large(origin: Setup, targets: list[Setup], folder: str) -> list[dic
 
 
 def save_idle(setup: Setup, folder: str) -> dict[str, Any]:
-    """A save of an engine that has no optimizer: the error, and what lies in the folder after."""
+    """A save of an engine that has no optimizer, which it loads again: the error, and what lies in
+    the folder after."""
     engine = make_engine(setup)
     out: dict[str, Any] = {"error": "", "message": ""}
     try:
         engine.save_checkpoint(folder)
+        ucp.load(engine, folder)
     except ucp.UcpError as error:
         out = {"error": type(error).__name__, "message": str(error)}
     dist.barrier()

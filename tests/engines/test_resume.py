@@ -165,7 +165,7 @@ def test_it_is_saved_where_deepspeed_can(ranks: RankPool, tmp_path: Path) -> Non
             assert rank["error"] == "SaveError" and rank["left"] == []
             assert "no optimizer" in rank["message"] and "save_16bit_model" in rank["message"]
     for rank in ranks.run(2, resume_jobs.save_idle, evaluating(0, "fp32"), str(tmp_path)):
-        assert rank["error"] == "" and "global_step0" in rank["left"]
+        assert rank["error"] == "" and "global_step0" in rank["left"], rank["message"]
 
 
 # ------------------------------------------------ failures half-way

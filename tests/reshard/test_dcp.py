@@ -1,6 +1,7 @@
 """Folders for FSDP2 that are written: torch's own reader finds what torch's own writer had put
 there, in every layout, and every verb works on them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,9 @@ def test_ranks_that_share_the_work_write_the_same_folder(
 
 def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match="holds no optimizer"):
-        ucp.convert(GOLDEN / "accelerate" / "pytorch_model_fsdp_0", tmp_path / "out", to="dcp")
+        folder = tmp_path / "pytorch_model_fsdp_0"
+        shutil.copytree(GOLDEN / "accelerate" / folder.name, folder)
+        ucp.convert(folder, tmp_path / "out", to="dcp")
 
 
 def test_an_optimizer_of_which_nobody_knows_the_decay(tmp_path: Path) -> None:

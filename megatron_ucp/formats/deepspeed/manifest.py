@@ -79,6 +79,12 @@ def compare(recorded: Manifest, derived: Manifest, file: str) -> None:
     said, found = _aspects(recorded, stepped), _aspects(derived, stepped)
     if not any(found["groups"]) or _says(said["groups"], found["groups"]):
         found["groups"] = said["groups"]
+    if not stepped:  # without an optimizer no file says what is trained
+        kinds = {name: kind for name, (_, kind, _) in said["shapes"].items() if kind == "trainable"}
+        shapes = found["shapes"].items()
+        found["shapes"] = {
+            n: (shape, kinds.get(n, kind), order) for n, (shape, kind, order) in shapes
+        }
     counters = {key: value for key, value in derived.run.items() if key != ARGUMENTS}
     said |= {key: recorded.run.get(key) for key in counters}
     found |= counters
