@@ -1,6 +1,7 @@
 """JSON of values that `coded` did not write is refused, and never becomes a value of another
 kind."""
 
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
@@ -79,3 +80,13 @@ def test_a_name_is_another_key_than_its_text() -> None:
         assert str(name) != name and list(decoded(coded(both)).values()) == [1, 2]
         assert same(decoded(coded(both)), both) and not same(name, str(name))
         assert alike([name], [str(name)]), "as manifests of version 2 have it"
+
+
+def test_the_order_of_a_mapping_counts_where_it_says_something() -> None:
+    pairs: list[tuple[Any, Any]] = [((1, 2), 1), ("a", {"x": 1, 3: 2})]
+    other: list[tuple[Any, Any]] = [("a", {3: 2, "x": 1}), ((1, 2), 1)]
+    assert same(dict(pairs), dict(other)) and same(
+        Counter({(1,): 1, "b": 2}), Counter({"b": 2, (1,): 1})
+    )
+    assert not same(OrderedDict(pairs), OrderedDict(other))
+    assert not same(dict(pairs), dict(pairs[:1])) and not same([1, 2], [2, 1])
