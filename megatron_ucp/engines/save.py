@@ -32,7 +32,6 @@ from megatron_ucp.errors import (
     SaveError,
     StoreError,
     UcpError,
-    UnsupportedError,
 )
 from megatron_ucp.formats import locks, output_folder
 from megatron_ucp.formats.checkpoint import CallerModel
@@ -176,7 +175,8 @@ class PendingSave:
     `manifest` gives what describes the files, once training goes on; `elements` what the ranks sum
     for the fingerprint, which may be more: frozen parameters that the files leave out.
     `stock_seconds` were spent in DeepSpeed's own save. `retire`
-    removes what goes beside older tags, once this save counts, and returns notes.
+    removes what goes beside older tags, once this save counts, and returns notes. `told` is what
+    the engine knows of its files (None: no load of ours can take them, and notes say it).
     """
 
     mesh: Mesh
@@ -186,6 +186,7 @@ class PendingSave:
     writer: SaveWriter
     stock_seconds: float = 0.0
     retire: Callable[[], list[str]] = list
+    told: CallerModel | None = field(default_factory=CallerModel)
 
 
 @dataclass(frozen=True)
@@ -360,7 +361,8 @@ def _settled(
         return _described(request, taken, entries.merged, sums)
 
     with as_save_error():
-        _require_readable(request.aside, lambda: described()[0], turn)
+        if taken.told is not None:
+            _require_readable(request.aside, lambda: described()[0], taken.told, turn)
         size_bytes, notes = agree.of_first(
             lambda: _published(request, taken, *described(), sync), turn
         )
@@ -403,7 +405,7 @@ def _described(
 
 
 def _require_readable(
-    aside: Location, manifest: Callable[[], Manifest], turn: Ranks | None
+    aside: Location, manifest: Callable[[], Manifest], told: CallerModel, turn: Ranks | None
 ) -> None:
     """The files say of themselves what their manifest, which rank 0 has, says of them: each rank
     looks at some of them as a load does, before they have a name. No tensor is read. Collective.
@@ -415,7 +417,7 @@ def _require_readable(
 
     ranks = turn or agree.default_ranks()
     with ExitStack() as opened, unfinished_shown(aside), _as_contradiction(aside):
-        written = open_found(aside, find, CallerModel(), opened, turn)
+        written = open_found(aside, find, told, opened, turn)
         with agree.together(turn):
             written.check_headers(written.file_names[ranks.rank :: ranks.world])
             for slot in _slots_of(written.manifest, ranks.rank):
@@ -432,12 +434,9 @@ def _slots_of(manifest: Manifest, rank: int) -> Iterator[Slot]:
 
 @contextmanager
 def _as_contradiction(aside: Location) -> Iterator[None]:
-    """Inside, files that contradict their manifest are a save that failed. What DeepSpeed alone
-    can load, as states that are not known, is no contradiction: notes say it."""
+    """Inside, files that a load would refuse are a save that failed."""
     try:
         yield
-    except UnsupportedError:
-        pass
     except (SaveError, StoreError, RankError):
         raise
     except UcpError as error:

@@ -233,6 +233,7 @@ class EngineSave(SaveRequest):
             replace(state, notes=tuple(notes)),
             files or StockFiles(self.aside, paths, sync, parts),
             stock_seconds,
+            told=None if flat(unknown) else live.told(),
         )
 
     def asked(self) -> dict[str, Any]:
