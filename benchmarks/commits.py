@@ -50,9 +50,9 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def unpacked(commit: str, folder: Path) -> Path:
-    """The package as it was at a commit."""
+    """The package as it was at a commit, and the models that use it."""
     folder.mkdir()
-    command = ["git", "archive", commit, "megatron_ucp"]
+    command = ["git", "archive", commit, "megatron_ucp", "pretrain"]
     archive = subprocess.run(command, cwd=frame.ROOT, capture_output=True, check=True)
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     return folder
