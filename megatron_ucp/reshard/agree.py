@@ -104,6 +104,9 @@ class together:
         _raise(_Failure(first, unpacked(data)), ranks.rank, error, told)
 
 
+_AGREED = "_agreed"  # of an error that every rank raises
+
+
 @dataclass
 class _Failure:
     """The error of a rank, on its way to the others."""
@@ -114,13 +117,19 @@ class _Failure:
 
 def _raise(failure: _Failure, own: int, error: BaseException | None, told: UcpError | None) -> None:
     """Raises what failed on a rank; here that was `error`, if anything did, which others are told
-    of as `told`."""
+    of as `told`. What all ranks have agreed on goes on as each has it: where one agreement stands
+    in another one, nobody is told of it twice."""
+    if told is not None and told.__dict__.get(_AGREED):
+        raise told
     if error is not None and error is not told and not isinstance(error, OSError):
         return  # goes on as it is
     if failure.rank == own:
-        raise told or failure.error
-    failure.error.problem += f" (on rank {failure.rank})"
-    raise failure.error
+        agreed = told or failure.error
+    else:
+        agreed = failure.error
+        agreed.problem += f" (on rank {failure.rank})"
+    agreed.__dict__[_AGREED] = True
+    raise agreed
 
 
 class alike(together):
