@@ -4,7 +4,7 @@ written whole or not at all. The only module that knows the library `obstore`.
 What lies in a store differs from a disk in three ways. Nothing can be renamed, so a save writes its
 objects where they stay, and one object that is written last, the manifest, makes them a tag
 (`store_saves`). Nothing can be locked, so writers find each other by conditional writes. And each
-request takes its time, so bytes are asked for before they are needed (`StoredObject.will_read`).
+request takes its time, so bytes are asked for before they are needed (`prefetch`).
 """
 
 import io
@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import uuid
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -659,11 +659,11 @@ def read_object(path: StorePath) -> tuple[bytes, str | None]:
 ENDS_BYTES = 128 * 2**10  # of the head and of the tail of an object, which are asked for once
 SMALL_BYTES = 4 * 2**10  # what is asked for at least, and kept: of records, headers and scalars
 _KEPT_PAGES = 256  # of so many bytes each, for what nobody said would be read
-_JOINED_BYTES, _GAP_BYTES = 8 * 2**20, 4 * 2**10  # what is asked for in one request
+_ROW_GAP_BYTES = 256  # over which one request reads on, to the next row
+REQUEST_BYTES = 8 * 2**20  # at most of one request
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(NamedTuple):
     """Bytes [first, end) of an object, which were asked for."""
 
     first: int
@@ -671,78 +671,65 @@ class _Asked:
     data: "Future[memoryview]"
 
 
-class _Ranges:
-    """Ranges of an object that hardly overlap, found by a byte in them."""
-
-    def __init__(self) -> None:
-        self._by_first: dict[int, _Asked] = {}
-        self._firsts: list[int] = []  # sorted
-
-    def add(self, asked: _Asked) -> None:
-        if asked.first not in self._by_first:
-            insort(self._firsts, asked.first)
-        self._by_first[asked.first] = asked
-
-    def at(self, byte: int) -> _Asked | None:
-        """The range that begins last of those that begin at this byte or before it, where it has
-        the byte."""
-        number = bisect_right(self._firsts, byte) - 1
-        found = self._by_first[self._firsts[number]] if number >= 0 else None
-        return found if found is not None and byte < found.end else None
-
-    def drop(self, asked: _Asked) -> None:
-        if self._by_first.get(asked.first) is asked:
-            del self._by_first[asked.first]
-            self._firsts.remove(asked.first)
-
-    def clear(self) -> None:
-        self._by_first.clear()
-        self._firsts.clear()
+def _first(asked: _Asked) -> int:
+    return asked.first
 
 
 class StoredObject(StoredFile):
     """An object that is read by ranges. All ranges are of one version of it: one that was replaced
     meanwhile is refused."""
 
-    ahead_bytes = 128 * 2**20  # in memory; with less, 30 ms for each request are waited for
-
     def __init__(self, path: StorePath, size_bytes: int, e_tag: str | None) -> None:
         self._at, self.path, self.size_bytes, self._e_tag = path, str(path), size_bytes, e_tag
-        self._ahead = _Ranges()  # until they were read
-        self._small = _Ranges()  # until the file is closed
-        self._blocks: dict[int, _Asked] = {}  # head and tail, by the first byte; as long
-        self._pages: deque[_Asked] = deque()  # the small ones that nobody told of
-        self._told: tuple[int, int] | None = None  # bytes that are to be asked for with the next
+        # by their first bytes; none overlap. Each until its last byte was read, but for small ones
+        # and the ends of the object, which may be read again.
+        self._asked: list[_Asked] = []
+        self._pages: deque[_Asked] = deque()  # of them those that no `prefetch` asked for
         self._lock = threading.RLock()  # of what was asked
-        self._ends_bytes = ENDS_BYTES
         self._is_closed = False
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            self._ahead.clear()
-            self._small.clear()
-            self._blocks.clear()
+            self._asked.clear()
+
+    def prefetch(self, start_byte: int, size_bytes: int) -> None:
+        """Asks now for what of these bytes nobody has asked for."""
+        end = min(start_byte + size_bytes, self.size_bytes)
+        with self._lock:
+            at = self._unasked(start_byte, end)
+            if at >= end:
+                return
+            end = max(end, min(at + SMALL_BYTES, self.size_bytes))
+            while asked := self._asked_with(end - 1):
+                end = asked.first
+            low, high = (bisect_left(self._asked, byte, key=_first) for byte in (at, end))
+            self._asked[low:high] = [
+                self._ask(first, min(first + REQUEST_BYTES, end))
+                for first in range(at, end, REQUEST_BYTES)
+            ]
+
+    def _ask(self, first: int, end: int) -> _Asked:
+        return _Asked(first, end, _threads().submit(self._range, first, end))
 
     def read(self, start_byte: int, target: memoryview) -> None:
         if self._is_closed:
             raise UsageError("the file has been closed", file=self.path, fix="open it again")
-        done = 0
-        while done < len(target):
-            at = start_byte + done
-            data, first = self._piece(at, len(target) - done)
-            part = data[at - first : at - first + len(target) - done]
-            target[done : done + len(part)] = part
-            done += len(part)
+        at, end = start_byte, start_byte + len(target)
+        while at < end:
+            data, first = self._piece(at, end)
+            part = data[at - first : end - first]
+            target[at - start_byte : at - start_byte + len(part)] = part
+            at += len(part)
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         """Several rows at a time, each by a request of its own; those that are near by one."""
         joined: list[tuple[int, int, list[tuple[int, int]]]] = []  # first byte, end, rows in it
         for start, place in zip(starts, places, strict=True):
-            if self._is_asked(start, size_bytes):
+            if self._unasked(start, start + size_bytes) >= start + size_bytes:
                 self.read(start, target[place : place + size_bytes])
                 continue
-            if joined and 0 <= start - joined[-1][1] <= _GAP_BYTES // 16:
+            if joined and 0 <= start - joined[-1][1] <= _ROW_GAP_BYTES:
                 first, _, rows = joined.pop()
             else:
                 first, rows = start, []
@@ -757,101 +744,54 @@ class StoredObject(StoredFile):
                     row = data[start - first : start - first + size_bytes]
                     target[place : place + size_bytes] = row
 
-    def will_read(self, start_byte: int, size_bytes: int) -> None:
-        """Asks for these bytes now; together with those before them where they are neighbours."""
-        at, end = start_byte, start_byte + size_bytes
+    def _asked_with(self, byte: int) -> _Asked | None:
+        """What was asked for and has a byte."""
+        number = bisect_right(self._asked, byte, key=_first) - 1
+        found = self._asked[number] if number >= 0 else None
+        return found if found is not None and byte < found.end else None
+
+    def _unasked(self, at: int, end: int) -> int:
+        """The first of bytes [at, end) that nobody asked for; no less than `end` where all were."""
         with self._lock:
-            while at < end and (asked := self._found(at, end - at)):
+            while at < end and (asked := self._asked_with(at)):
                 at = asked.end
-            if at >= end:
-                return
-            if self._told is not None:
-                first, told = self._told
-                if first <= at <= told + _GAP_BYTES and end - first <= _JOINED_BYTES:
-                    self._told = first, max(end, told)
-                    return
-            self._ask_told()
-            self._told = at, end
+        return at
 
-    def begin_reading(self) -> None:
-        with self._lock:
-            self._ask_told()
-
-    def will_read_ends(self, ends_bytes: int) -> None:
-        """Asks for the head and for the tail now, which are to have so many bytes."""
-        with self._lock:
-            if ends_bytes and self.size_bytes > ENDS_BYTES:
-                self._ends_bytes = ends_bytes
-            for first in self._block_starts():
-                self._block(first)
-
-    def _is_asked(self, at: int, size: int) -> bool:
-        """Whether bytes are there, or on their way."""
-        with self._lock:
-            first, told = self._told or (0, 0)
-            asked = self._found(at, size)
-            return first <= at < told or (asked is not None and at + size <= asked.end)
-
-    def _ask_told(self) -> None:
-        """Sends the request for what was told."""
-        if self._told is not None:
-            (first, end), self._told = self._told, None
-            if end - first > SMALL_BYTES:
-                self._ahead.add(self._ask(first, end))
-            else:
-                self._small.add(self._ask(first, min(first + SMALL_BYTES, self.size_bytes)))
-
-    def _ask(self, first: int, end: int) -> _Asked:
-        return _Asked(first, end, _threads().submit(self._range, first, end))
-
-    def _found(self, at: int, size: int) -> _Asked | None:
-        """What was asked for and has all of these bytes; else what has the first of them."""
-        asked = self._ahead.at(at), self._small.at(at), *self._blocks.values()
-        found = [one for one in asked if one is not None and one.first <= at < one.end]
-        return next((one for one in found if at + size <= one.end), found[0] if found else None)
-
-    def _piece(self, at: int, size: int) -> tuple[memoryview, int]:
+    def _piece(self, at: int, end: int) -> tuple[memoryview, int]:
         """Bytes that begin at `at` or before it, and their first byte."""
         with self._lock:
-            if self._told is not None and self._told[0] <= at < self._told[1]:
-                self._ask_told()
-            asked = self._found(at, size) or self._around(at, size)
-            if asked is not None and at + size >= asked.end:
-                self._ahead.drop(asked)  # nobody reads it again
+            asked = self._asked_with(at) or self._around(at, end)
         if asked is None:
-            return self._range(at, at + size), at
-        if asked.data.exception() is not None:
-            with self._lock:  # whoever reads it again asks again
-                self._ahead.drop(asked)
-                self._small.drop(asked)
-                self._blocks.pop(asked.first, None)
+            return self._range(at, end), at
+        has_failed = asked.data.exception() is not None  # whoever reads it again asks again
+        is_end = asked.first == 0 or asked.end == self.size_bytes
+        is_kept = asked.end - asked.first <= (ENDS_BYTES if is_end else SMALL_BYTES)
+        if has_failed or (end >= asked.end and not is_kept):
+            self._drop(asked)
         return asked.data.result(), asked.first
 
-    def _around(self, at: int, size: int) -> _Asked | None:
+    def _around(self, at: int, end: int) -> _Asked | None:
         """Asks for the head or the tail where it has these bytes, else for what lies around a few;
         None for many."""
-        for first in self._block_starts():
-            if first <= at and at + size <= min(first + self._ends_bytes, self.size_bytes):
-                return self._block(first)
-        if size > SMALL_BYTES or at + size > self.size_bytes:
+        for first in (0, max(0, self.size_bytes - ENDS_BYTES)):
+            if first <= at and end <= min(first + ENDS_BYTES, self.size_bytes):
+                self.prefetch(first, ENDS_BYTES)
+                return self._asked_with(at)
+        if end - at > SMALL_BYTES or end > self.size_bytes:
             return None
+        self.prefetch(at, SMALL_BYTES)
         if len(self._pages) == _KEPT_PAGES:
-            self._small.drop(self._pages.popleft())
-        page = self._ask(at, min(at + SMALL_BYTES, self.size_bytes))
-        self._pages.append(page)
-        self._small.add(page)
+            self._drop(self._pages.popleft())
+        page = self._asked_with(at)
+        if page is not None:
+            self._pages.append(page)
         return page
 
-    def _block_starts(self) -> tuple[int, ...]:
-        """The first bytes of the head and of the tail."""
-        tail = self.size_bytes - self._ends_bytes
-        return (0,) if tail <= 0 else (0, tail)
-
-    def _block(self, first: int) -> _Asked:
-        if first not in self._blocks:
-            end = min(first + self._ends_bytes, self.size_bytes)
-            self._blocks[first] = self._ask(first, end)
-        return self._blocks[first]
+    def _drop(self, asked: _Asked) -> None:
+        with self._lock:
+            number = bisect_left(self._asked, asked.first, key=_first)
+            if self._asked[number : number + 1] == [asked]:
+                del self._asked[number]
 
     def _range(self, start: int, end: int) -> memoryview:
         """Bytes [start, end). Raises DamagedFileError where the object ends before, or was
@@ -959,11 +899,14 @@ class StoreFolder(Folder):
         self._begun[name] = None
         return file
 
-    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
+    def prefetch(self, names: Iterable[str], ends_bytes: int = 0) -> None:
         for name in names:
             if name not in self._begun and self.is_file(name):
                 self._begun[name] = file = self._opened(name)
-                file.will_read_ends(ends_bytes)
+                is_small = file.size_bytes <= ENDS_BYTES
+                ends = ENDS_BYTES if is_small or not ends_bytes else ends_bytes
+                file.prefetch(0, ends)
+                file.prefetch(max(0, file.size_bytes - ends), ends)
 
     def _opened(self, name: str) -> StoredObject:
         status = self._status(name)
