@@ -275,23 +275,21 @@ class StoreOptions:
                 found=repr(given)[:200],
                 fix="give a mapping",
             )
-        own = {"timeout_s", "give_up_s"}
-        for name in own:
-            value = given.get(name, 1.0)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_span(value):
-                raise UsageError(
-                    f"store: {name} is a number of seconds",
-                    expected="more than 0",
-                    found=repr(value),
-                    fix="give seconds, such as 30",
-                )
-        config = {name: value for name, value in given.items() if name not in own}
-        return cls(**{name: given[name] for name in own & {*given}}, config=config or None)
+        times = {n: _seconds(f"store: {n}", given[n]) for n in _ENVIRONMENT if n in given}
+        config = {name: value for name, value in given.items() if name not in _ENVIRONMENT}
+        return cls(**times, config=config or None)
 
 
-def _is_span(seconds: float) -> bool:
-    """Whether a request can take so long."""
-    return 0 < seconds < 10**7
+def _seconds(name: str, value: object) -> float:
+    """How long a request may take. Raises UsageError."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 10**7:
+        return value
+    raise UsageError(
+        f"{name} is a number of seconds",
+        expected="more than 0, such as 30",
+        found=repr(value),
+        fix="correct it, or leave it out",
+    )
 
 
 _ENVIRONMENT = {"timeout_s": "UCP_STORE_TIMEOUT_S", "give_up_s": "UCP_STORE_GIVE_UP_S"}
@@ -312,18 +310,12 @@ def options() -> StoreOptions:
     UsageError."""
     said: dict[str, Any] = {}
     for name, variable in _ENVIRONMENT.items():
-        if (text := os.environ.get(variable)) and getattr(_options, name) == getattr(
-            StoreOptions, name
-        ):
+        text = os.environ.get(variable)
+        if text and getattr(_options, name) == getattr(StoreOptions, name):
+            value: object = text
             with suppress(ValueError):
-                said[name] = float(text)
-            if not _is_span(said.get(name, 0.0)):
-                raise UsageError(
-                    f"{variable} is a number of seconds",
-                    expected="30",
-                    found=repr(text),
-                    fix="correct it, or leave it out",
-                )
+                value = float(text)
+            said[name] = _seconds(variable, value)
     return replace(_options, **said)
 
 
@@ -484,8 +476,8 @@ def _head(path: StorePath) -> "_Status | None":
     """What is known of an object; None where there is none."""
     import obstore
 
-    if (listed := _listing_of(path)) is not None and listed.objects:
-        return listed.objects.get(listed.name_of(path))
+    if listed := _listed_around(path):
+        return listed.get(path)
     client = _of(path)
     try:
         with _asking(path, "say whether the object is there"):
@@ -516,8 +508,9 @@ def _prefix(path: StorePath) -> str:
 
 def objects_below(path: StorePath) -> Iterator[tuple[StorePath, _Status]]:
     """All objects below a folder."""
-    if (listed := _listing_of(path)) is not None:
-        yield from listed.below(path)
+    if (listed := _listed_around(path)) is not None:
+        prefix = _prefix(path)
+        yield from ((one, status) for one, status in listed.items() if one.key.startswith(prefix))
         return
     for page in _pages_below(path):
         yield from page
@@ -541,7 +534,7 @@ def _pages_below(path: StorePath) -> Iterator[list[tuple[StorePath, _Status]]]:
             ]
 
 
-def _without_marks(files: Mapping[str, _Status], folders: Collection[str]) -> dict[str, _Status]:
+def _without_marks(files: Mapping[_T, _Status], folders: Collection[_T]) -> dict[_T, _Status]:
     """Objects without the empty ones that have the name of a folder: what a store's console makes
     when somebody makes a folder there."""
     return {n: one for n, one in files.items() if one.st_size or n not in folders}
@@ -551,64 +544,31 @@ def level_of(path: StorePath) -> tuple[list[str], dict[str, _Status]]:
     """Names of the folders in a folder, and of the objects."""
     import obstore
 
-    if (listed := _listing_of(path)) is not None:
-        return listed.level(path)
-    prefix, client = _prefix(path), _of(path)
-    with _asking(path, "list its objects"):
-        found = obstore.list_with_delimiter(client, prefix=prefix or None)
-    folders = {one.rstrip("/").removeprefix(prefix) for one in found["common_prefixes"]} - {""}
-    files = {meta["path"].removeprefix(prefix): _Status.of(meta) for meta in found["objects"]}
+    if _listed_around(path) is not None:
+        below = [(one.relative_to(path).parts, status) for one, status in objects_below(path)]
+        folders = {parts[0] for parts, _ in below if len(parts) > 1}
+        files = {parts[0]: status for parts, status in below if len(parts) == 1}
+    else:
+        prefix, client = _prefix(path), _of(path)
+        with _asking(path, "list its objects"):
+            found = obstore.list_with_delimiter(client, prefix=prefix or None)
+        folders = {one.rstrip("/").removeprefix(prefix) for one in found["common_prefixes"]} - {""}
+        files = {meta["path"].removeprefix(prefix): _Status.of(meta) for meta in found["objects"]}
     return sorted(folders), _without_marks({n: files[n] for n in sorted(files) if n}, folders)
 
 
 # ---- one listing for a look
 
 
-class _Listing:
-    """What lies below a folder, from one answer; `is_whole` says whether that had all of it."""
-
-    def __init__(self, root: StorePath) -> None:
-        self.root = root
-        page = next(_pages_below(root), [])
-        self.is_whole = len(page) < _PAGE_OBJECTS - 1  # the folder itself may be an object
-        objects = {self.name_of(path): status for path, status in page}
-        folders = {str(one) for name in objects for one in PurePosixPath(name).parents}
-        self.objects = _without_marks(objects, folders)
-
-    def name_of(self, path: StorePath) -> str:
-        """The name of a path relative to the folder; empty of the folder."""
-        return path.key.removeprefix(self.root.key).removeprefix("/")
-
-    def holds(self, path: StorePath) -> bool:
-        """Whether all is known of a path."""
-        return self.is_whole and self.root in (path, *path.parents)
-
-    def below(self, path: StorePath) -> Iterator[tuple[StorePath, _Status]]:
-        """All objects below a folder."""
-        prefix = f"{name}/" if (name := self.name_of(path)) else ""
-        for name, status in self.objects.items():
-            if name.startswith(prefix):
-                yield self.root / name, status
-
-    def level(self, path: StorePath) -> tuple[list[str], dict[str, _Status]]:
-        """As `level_of`."""
-        folders, files = set[str](), dict[str, _Status]()
-        for one, status in self.below(path):
-            first, *rest = one.relative_to(path).parts
-            if rest:
-                folders.add(first)
-            else:
-                files[first] = status
-        return sorted(folders), dict(sorted(files.items()))
+# The folder of the look that is under way, and all objects below it.
+_LISTED: ContextVar["tuple[StorePath, dict[StorePath, _Status]] | None"]
+_LISTED = ContextVar("listed", default=None)
 
 
-_LISTED: ContextVar["_Listing | None"] = ContextVar("listed", default=None)
-
-
-def _listing_of(path: StorePath) -> _Listing | None:
-    """The listing of the look that is under way, where it says all of a path."""
-    listed = _LISTED.get()
-    return listed if listed is not None and listed.holds(path) else None
+def _listed_around(path: StorePath) -> dict[StorePath, _Status] | None:
+    """What was listed for the look that is under way, where that is all of a path."""
+    root, objects = _LISTED.get() or (None, {})
+    return objects if root in (path, *path.parents) else None
 
 
 def look_once(path: object, look: Callable[[], _T]) -> _T:
@@ -616,12 +576,13 @@ def look_once(path: object, look: Callable[[], _T]) -> _T:
     what is missed there is looked for once more, as somebody may have saved in between. Raises what
     `look` raises, StoreError."""
     root = location(cast("str", path)) if is_url(path) else None
-    if not isinstance(root, StorePath) or not root.key:
+    if not isinstance(root, StorePath) or not root.key or _listed_around(root) is not None:
         return look()
-    held = _LISTED.get()
-    if held is not None and held.holds(root):
+    objects = dict(next(_pages_below(root), []))
+    if len(objects) >= _PAGE_OBJECTS - 1:  # there are more; the folder itself may be an object
         return look()
-    token = _LISTED.set(_Listing(root))
+    folders = {folder for one in objects for folder in one.parents}
+    token = _LISTED.set((root, _without_marks(objects, folders)))
     try:
         return look()
     except NotFoundError:
@@ -1143,24 +1104,18 @@ def delete(paths: Iterable[StorePath]) -> None:
             obstore.delete(client, [one.key for one in batch])
 
 
-def _tried_conditions(folder: StorePath) -> bool:
-    """Whether the second of two writes of a new object is refused, and one of another version."""
-    probe = folder / f".ucp_probe_{uuid.uuid4().hex}"
-    conditions = None, '"of-no-object"'
-    try:
-        put_if(probe, b"1", None)
-        return not any(put_if(probe, b"2", e_tag) for e_tag in conditions)
-    finally:
-        delete([probe])
-
-
 def keeps_conditions(folder: StorePath) -> bool:
     """Whether the store of a folder refuses a write whose condition is not met, as all others here
-    rely on. It is tried once for each bucket."""
-    bucket = StorePath(folder.bucket)
-    if bucket not in _KEEPS:
-        _KEEPS[bucket] = _tried_conditions(folder)
-    return _KEEPS[bucket]
+    rely on: the second of two writes of a new object, and one of another version. It is tried once
+    for each bucket."""
+    if folder.bucket not in _KEEPS:
+        probe = folder / f".ucp_probe_{uuid.uuid4().hex}"
+        try:
+            put_if(probe, b"1", None)
+            _KEEPS[folder.bucket] = not any(put_if(probe, b"2", tag) for tag in (None, '"none"'))
+        finally:
+            delete([probe])
+    return _KEEPS[folder.bucket]
 
 
-_KEEPS: dict[StorePath, bool] = {}
+_KEEPS: dict[str, bool] = {}  # by the bucket
