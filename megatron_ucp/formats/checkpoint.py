@@ -220,13 +220,18 @@ class Checkpoint(ABC):
             self.file(name)
 
     def check_all(self, names: Sequence[str], allow: Collection[str] = ()) -> None:
-        """As `check`, for several files; an object store sends what some of them need at once."""
+        """As `check`, for several files."""
+        for name in self.prefetching(names, allow):
+            self.check(name, allow)
+
+    def prefetching(self, names: Sequence[str], allow: Collection[str] = ()) -> Iterator[str]:
+        """The names of files, each of which is checked before the next one is asked for: an object
+        store sends what the checks of some of them need at once."""
         for at in range(0, len(names), _CHECKED_AT_ONCE):
             some = names[at : at + _CHECKED_AT_ONCE]
             self.folder.prefetch(some)
             self.prefetch_checked(some, allow)
-            for name in some:
-                self.check(name, allow)
+            yield from some
 
     def prefetch_checked(self, names: Collection[str], allow: Collection[str]) -> None:
         """Lets storage begin with what `check` reads of these files besides their ends. In most
