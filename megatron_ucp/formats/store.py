@@ -764,8 +764,6 @@ class StoredObject(StoredFile):
                 expected=f"{end - start} bytes from byte {start}",
                 found=f"{max(0, self.size_bytes - start)} bytes",
             )
-        if start == end:
-            return memoryview(b"")
         found = 0
         for _ in range(_TRIES):
             data = self._sent(start, end)

@@ -159,7 +159,7 @@ def output(folder: StorePath, replaces: bool) -> Iterator[Attempt]:
     _, has_claim = _claim(folder, "writes")
     if not has_claim:
         raise _is_claimed(folder)
-    older = _others_in(folder)
+    older = [path for path, _ in objects_below(folder) if path != folder / CLAIM]
     if older and not replaces:
         delete([folder / CLAIM])
         raise SaveError(
@@ -178,13 +178,10 @@ def output(folder: StorePath, replaces: bool) -> Iterator[Attempt]:
 def _claim(tag: StorePath, doing: str) -> tuple[str, bool]:
     """The number of a save, and whether it is the one that claims a tag."""
     number = uuid.uuid4().hex[:12]
-    claim = json.dumps({"doing": doing, "save": number, **_this_process()}).encode()
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    who = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+    claim = json.dumps({"doing": doing, "save": number, **who}).encode()
     return number, put_if(tag / CLAIM, claim, None)
-
-
-def _others_in(tag: StorePath) -> list[StorePath]:
-    """The objects of a tag, but its claim."""
-    return [path for path, _ in objects_below(tag) if path != tag / CLAIM]
 
 
 @contextmanager
@@ -204,13 +201,11 @@ def _ending(one: Attempt) -> Iterator[Attempt]:
 
 
 def _is_claimed(tag: StorePath) -> SaveError:
-    said = claim_of(tag)
-    who = f"process {said.get('pid', '?')} on {said.get('host', '?')}, since {said.get('since')}"
     return SaveError(
         "another job writes this folder, or was killed while it did",
         file=tag,
         expected="one at a time",
-        found=who,
+        found=_claimed_by(claim_of(tag)),
         fix=f"give another name, or wait for it; {CLEAN_UP}",
         id="folder-in-use",
     )
@@ -223,11 +218,6 @@ def claim_of(tag: StorePath) -> dict[str, Any]:
         said = json.loads(there[0]) if there is not None else {}
         return said if isinstance(said, dict) else {}
     return {}
-
-
-def _this_process() -> dict[str, Any]:
-    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
 def _claimed_by(claim: Mapping[str, Any]) -> str:

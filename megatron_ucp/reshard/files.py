@@ -21,6 +21,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import SummedRun, check_runs
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import (
+    AHEAD_STEP_BYTES,
     TORCH_DTYPES,
     Counts,
     OfOp,
@@ -297,7 +298,10 @@ class FileWindows:
         where = self._source.places[run.source]
         at = where.offset_bytes + (run.offset + first - run.start) * ITEMSIZE[where.dtype]
         left = (run.start + run.elems - first) * ITEMSIZE[where.dtype]
-        where.file.prefetch(where.record, at, min(left, _AHEAD_BYTES))
+        ahead = (
+            _AHEAD_BYTES - at % AHEAD_STEP_BYTES
+        )  # to where one request ends, and the next begins
+        where.file.prefetch(where.record, at, min(left, ahead))
         if TORCH_DTYPES[where.dtype] == into.dtype:
             read_run(where, at, bytes_of(into), counts)
             return

@@ -113,27 +113,24 @@ class OutputFolder:
         """The folder beside it that files are written into, this process's alone. Raises UsageError
         where another process writes it, SaveError where the disk refuses."""
         with self._as_save_error():
-            self._held.enter_context(self._life())
+            self._make_aside()
         return self
 
-    @contextmanager
-    def _life(self) -> Iterator[None]:
-        """The folder aside, from its making to its end."""
+    def _make_aside(self) -> None:
+        """Makes the folder aside, which `__exit__` removes where it has no other name by then."""
         self.aside.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:
-            try:
-                held.enter_context(output_folder.held(self.aside, replaces=self.output.replaces))
-            except SaveError as error:
-                what = "another conversion is writing this output"
-                raise UsageError(
-                    what if error.id else error.problem,
-                    file=error.file,
-                    expected=error.expected,
-                    found=error.found,
-                    fix=error.what_to_do,
-                    id=error.id,
-                ) from None
-            yield
+        try:
+            self._held.enter_context(output_folder.held(self.aside, replaces=self.output.replaces))
+        except SaveError as error:
+            what = "another conversion is writing this output"
+            raise UsageError(
+                what if error.id else error.problem,
+                file=error.file,
+                expected=error.expected,
+                found=error.found,
+                fix=error.what_to_do,
+                id=error.id,
+            ) from None
 
     def __exit__(self, *_: object) -> None:
         self._held.close()

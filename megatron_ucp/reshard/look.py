@@ -487,6 +487,13 @@ def inspect(
         >>> ucp.inspect("runs/llama").manifest.mesh.tp
         2
     """
+    return look_once(path, lambda: _inspected(path, tag, rules))
+
+
+def _inspected(
+    path: str | os.PathLike[str], tag: str | None, rules: str | Path | None
+) -> Inspected:
+    """What `inspect` gives."""
     found = find_checkpoint(path, tag)
     notes = tuple(found.notes)
     try:

@@ -8,7 +8,7 @@ goes on; the folder gets its name when all of them are on disk."""
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -448,13 +448,10 @@ class StackFolder(RanksFolder):
 
     what_failed = SAVE_FAILED
 
-    @contextmanager
-    def _life(self) -> Iterator[None]:
-        if isinstance(self.aside, StorePath):  # it is claimed
-            yield
-            return
-        with output_folder.begin(self.folder.parent, self.folder.name, self.sync.right):
-            yield
+    def _make_aside(self) -> None:
+        if not isinstance(self.aside, StorePath):  # that is claimed
+            parent, name = self.folder.parent, self.folder.name
+            self._held.enter_context(output_folder.begin(parent, name, self.sync.right))
 
 
 @dataclass(frozen=True)
