@@ -215,7 +215,8 @@ class AssembledTensor(ByteFile):
             at += count
 
     def prefetch(self, source: Record, start_byte: int, size_bytes: int) -> None:
-        for file, record, low, count in self._pieces(start_byte, start_byte + size_bytes):
+        stop = min(start_byte + size_bytes, source.size_bytes)
+        for file, record, low, count in self._pieces(start_byte, stop):
             file.prefetch(record, low, count)
 
     def _pieces(self, at: int, stop: int) -> Iterator[tuple[ByteFile, Record, int, int]]:

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,11 @@ def test_a_tensor_is_asked_for_before_its_header_was_read(tmp_path: Path) -> Non
             for first, end in stored.did_read:
                 assert any(low <= first and end <= high for low, high in told), (first, end, told)
             assert sum(high - low for low, high in told) < size + 300
+        stored.told.clear()
+        storage = tree["few"].storage
+        file.prefetch(replace(storage, key="none"), 0, 4)
+        file.prefetch(replace(storage, elems=2**62), 2**63, 4)
+        assert stored.told == []
 
 
 def test_chunks_of_a_tensor_are_asked_for_in_their_files(tmp_path: Path) -> None:

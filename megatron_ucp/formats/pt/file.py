@@ -143,16 +143,19 @@ class PtFile(OpenFile):
 
     def prefetch(self, source: Record | StorageRef, start_byte: int, size_bytes: int) -> None:
         """Of a storage the header of its record comes too, which says where the bytes lie: up to
-        some that follow them, at the end of what the record has."""
+        some that follow them, at the end of what the record has. A storage that is not as the file
+        says is left to who reads it."""
         if isinstance(source, Record):
             super().prefetch(source, start_byte, size_bytes)
             return
         name = f"{self.root}/data/{source.key}"
-        if entry := self._entries.get(name):
-            self.stored.prefetch(entry.header_bytes, LOCAL.size + len(name.encode()))
-            if size_bytes:
-                at = max(entry.header_bytes, entry.limit_bytes - entry.size_bytes - _BEHIND_BYTES)
-                self.stored.prefetch(at + start_byte, size_bytes + _BEHIND_BYTES)
+        entry = self._entries.get(name)
+        if entry is None or start_byte + size_bytes > entry.size_bytes:
+            return
+        self.stored.prefetch(entry.header_bytes, LOCAL.size + len(name.encode()))
+        if size_bytes:
+            at = max(entry.header_bytes, entry.limit_bytes - entry.size_bytes - _BEHIND_BYTES)
+            self.stored.prefetch(at + start_byte, size_bytes + _BEHIND_BYTES)
 
     def read_into(
         self, source: Record | StorageRef | TensorRef, start_byte: int, target: memoryview
