@@ -239,13 +239,6 @@ def written_by_places(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         yield file
 
 
-def bring_to_disk(file: BinaryIO) -> None:
-    """Waits until what was written of a file is on disk. Raises OSError."""
-    if not isinstance(file, io.BytesIO):
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def folder_at(path: str | os.PathLike[str]) -> Folder:
     """The folder of a path, or of a URL, to read."""
     there = location(path)

@@ -24,7 +24,7 @@ from megatron_ucp.formats.pt.pickle import dumps
 from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef, storages_of
 from megatron_ucp.formats.pt.unpickle import with_tensors
 from megatron_ucp.formats.pt.zip import END, END64, END64_LOCATOR, LOCAL
-from megatron_ucp.formats.store import bring_to_disk, written_by_places
+from megatron_ucp.formats.store import written_by_places
 
 RECORD_ALIGNMENT = 64
 LIMIT = 0xFFFFFFFF  # from here on a number stands in the ZIP64 field
@@ -37,17 +37,11 @@ BytesOf = Iterable[bytes | bytearray | memoryview]
 
 
 def write_pt(
-    path: str | os.PathLike[str],
-    tree: object,
-    payload: Callable[[StorageRef], BytesOf],
-    durable: bool = True,
+    path: str | os.PathLike[str], tree: object, payload: Callable[[StorageRef], BytesOf]
 ) -> None:
     """Writes a tree with TensorRefs; `payload` gives the bytes of each storage, in as many chunks
-    as it likes.
-
-    The file is on disk when this returns, unless `durable` is False. Raises PlanError where a
-    payload has another size than its storage, OSError.
-    """
+    as it likes. Whoever names the folder brings it to disk. Raises PlanError where a payload has
+    another size than its storage, OSError."""
     layout = archive_layout(PurePath(path).stem, tree)
     crcs: dict[str, int] = {}
     with written_by_places(path) as file:
@@ -69,8 +63,6 @@ def write_pt(
         for at, data in layout.around(crcs):
             file.seek(at)
             file.write(data)
-        if durable:
-            bring_to_disk(file)
 
 
 @dataclass(frozen=True, slots=True)
