@@ -32,7 +32,7 @@ from megatron_ucp.reshard.execute import copy_run
 from megatron_ucp.reshard.messages import Ranks, of_bytes, to_bytes
 from megatron_ucp.reshard.options import BACKGROUND, IN_BACKGROUND, check_fields, options_for
 from megatron_ucp.reshard.threads import at_lowest_priority
-from megatron_ucp.reshard.waits import MOST_NAMED, Progress
+from megatron_ucp.reshard.waits import MOST_NAMED, StepsOfRanks
 
 _T = TypeVar("_T")
 
@@ -74,7 +74,7 @@ class SideGroup(Ranks):
         self._group: Any = None
         self._turn = 0
         self.doing = "has not begun"
-        self._progress: Progress | None = None
+        self._steps: StepsOfRanks | None = None
         if self.world > 1:
             self._connect()
 
@@ -86,7 +86,7 @@ class SideGroup(Ranks):
         host, port = agree.of_first(lambda: (store.host, store.port))
         if self.rank:
             store = TCPStore(host, port, self.world, False, patience, alone)
-        self._progress = Progress(store, self.rank, self.world)
+        self._steps = StepsOfRanks(store, self.rank, self.world)
         self.says(_DONE)
         with _connecting_late():
             mine = PrefixStore("agree", store)
@@ -115,7 +115,7 @@ class SideGroup(Ranks):
         try:
             yield
         except RuntimeError as error:
-            late = self._progress.late(self._turn) if self._progress is not None else ()
+            late = self._steps.late(self._turn) if self._steps is not None else ()
             doing = [f"rank {rank}: {what}" for rank, what in islice(late, MOST_NAMED)]
             raise RankError(
                 "the ranks could not agree beside training: one is gone, or takes too long",
@@ -155,8 +155,8 @@ class SideGroup(Ranks):
     def says(self, what: str) -> None:
         """Keeps what this rank does now for those that wait for it."""
         self.doing = what
-        if self._progress is not None:
-            self._progress.says(self._turn, what)
+        if self._steps is not None:
+            self._steps.says(self._turn, what)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ LONG_S = 30.0  # that others may be late before anybody asks for whom one waits
 MOST_NAMED = 8  # ranks that a message names
 
 
-class Progress:
+class StepsOfRanks:
     """At which step each rank is, in a store of torch's that all of them reach: one entry for each
     rank, the number of its step and what it does there."""
 
@@ -88,12 +88,12 @@ class _Watch:
         from torch.distributed.distributed_c10d import _get_default_store
 
         store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
-        progress = Progress(store, rank, world, "megatron_ucp waits, ")
-        progress.says(step.number, step.what)
+        steps = StepsOfRanks(store, rank, world, "megatron_ucp waits, ")
+        steps.says(step.number, step.what)
         if store.add(f"megatron_ucp waits for step {step.number}", 1) > 1:
             return
         time.sleep(min(2.0, LONG_S / 4))
-        late = [other for other, _ in progress.late(step.number)]
+        late = [other for other, _ in steps.late(step.number)]
         if late and self.step is step:
             named = ", ".join(map(str, late[:MOST_NAMED])) + " ..." * (len(late) > MOST_NAMED)
             say.note_of_rank(
