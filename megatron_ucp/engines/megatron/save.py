@@ -46,6 +46,7 @@ from megatron_ucp.errors import PlanError, SaveError, UcpError, UnsupportedError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.file_layout import FileLayout
 from megatron_ucp.formats.megatron.arguments import Kind
+from megatron_ucp.formats.megatron.index_writer import file_of
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.torch_dist import BACKEND as TORCH_DIST
 from megatron_ucp.formats.megatron.torch_dist import METADATA_FILE
@@ -57,7 +58,6 @@ from megatron_ucp.formats.megatron.writer import (
     TorchDistPlan,
     Wish,
     entry_in,
-    file_of,
     finish_files,
     plan_torch_dist,
 )
