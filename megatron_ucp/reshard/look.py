@@ -556,9 +556,8 @@ def _saved(manifest: Manifest, folder: Location) -> str:
     if manifest.keeper == Keeper.WEIGHTS:
         return ""
     by = "with a manifest (an attached engine, or convert)"
-    without = "without a manifest (plain DeepSpeed or Megatron-LM)"
     at = manifest.saved_at if manifest.saved_at is not None else time_of_save(folder)
-    return f"{date(at)}, {by if manifest.save_id else without}"
+    return f"{date(at)}, {by if manifest.save_id else 'without a manifest'}"
 
 
 def _row(manifest: Manifest, spec: ParamSpec, also: tuple[str, ...]) -> ParamRow:

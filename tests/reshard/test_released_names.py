@@ -202,7 +202,9 @@ def test_from_pretrained_gives_the_head_that_was_trained(
     manifest = Manifest(Keeper.ZERO_3, Mesh(), tuple(specs), (), ties=ties)
     config = saying({**model.config.to_dict(), "architectures": [name]}, not tied)
     twin = twin_of(manifest, config, "", "float32", "x")
-    assert "tie_word_embeddings" in twin.notes[0]
+    assert "tie_word_embeddings" in twin.notes[0] and twin.is_complete, (
+        "as the exported config says"
+    )
     values = {n: own[share.param].detach().clone() for n, share in twin.shares.items()}
     save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
     for said in (twin.config, saying(dict(twin.config or {}), not tied)):

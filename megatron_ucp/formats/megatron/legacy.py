@@ -238,7 +238,7 @@ class LegacyCheckpoint(MegatronFolder):
     @property
     def _has_optimizer(self) -> bool:
         """Whether the optimizer's states are there, and wanted."""
-        return bool(self.main_tree.get("optimizer")) and not self.told.weights
+        return bool(self.main_tree.get("optimizer")) and self.reads_states
 
     @property
     def _has_buffers(self) -> bool:

@@ -179,6 +179,23 @@ class NamedStates:
     file: str
     copies: Sequence[tuple[StoredTensor, StoredTensor]] = ()
 
+    def check(self) -> None:
+        """Raises UnsupportedError for states that can't be cut, DamagedFileError where a parameter
+        has some states of its optimizer and lacks others. The masters of fp32 parameters may be the
+        weights."""
+        moments = [state for state in self.states if state != MASTER]
+        check_known(moments, self.file)
+        for state in moments[1:]:
+            odd = self.states[state].keys() ^ self.states[moments[0]].keys()
+            if odd:
+                raise DamagedFileError(
+                    "a parameter has not all of the optimizer's states",
+                    file=self.file,
+                    parameter=min(odd),
+                    expected=", ".join(self.states),
+                    found=f"{len(odd)} such parameters",
+                )
+
     def held(self, name: str) -> HeldStates | None:
         """The optimizer's states of a parameter; None for one that no optimizer steps.
 
@@ -230,7 +247,7 @@ class NamedStates:
 
 def split_keys(tensors: Mapping[str, StoredTensor], file: str) -> NamedStates:
     """The tensors of an index by what they are. Raises DamagedFileError for a state of a parameter
-    that is not there, UnsupportedError for states that can't be cut."""
+    that is not there."""
     weights: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredTensor]] = {}
     flat: dict[str, StoredTensor] = {}
@@ -244,7 +261,6 @@ def split_keys(tensors: Mapping[str, StoredTensor], file: str) -> NamedStates:
             weights[key] = tensor
     every = [weights, *states.values()]
     copies = [pair for held in every for pair in _taken_copies(held)]
-    check_known([state for state in states if state != MASTER], file)
     grids = Grids()
     named = stored_params(weights, file, grids)
     by_state = {state: stored_params(held, file, grids) for state, held in states.items()}
@@ -256,7 +272,6 @@ def split_keys(tensors: Mapping[str, StoredTensor], file: str) -> NamedStates:
             parameter=min(lost),
             found=f"{len(lost)} such parameters",
         )
-    _check_alike(by_state, file)
     return NamedStates(named, by_state, flat, file, copies)
 
 
@@ -272,19 +287,3 @@ def _taken_copies(
         kinds = [(one.dtype, one.shape) for one in (tensor, held[other])]
         if kinds[0] == kinds[1] and Blocks.of(tensor) == Blocks.of(held[other]):
             yield tensor, held.pop(other)
-
-
-def _check_alike(by_state: Mapping[str, Mapping[str, StoredParam]], file: str) -> None:
-    """Raises DamagedFileError where one state has another set of parameters than the others. The
-    masters of fp32 parameters may be the weights."""
-    moments = [state for state in by_state if state != MASTER]
-    for state in moments[1:]:
-        odd = by_state[state].keys() ^ by_state[moments[0]].keys()
-        if odd:
-            raise DamagedFileError(
-                "a parameter has not all of the optimizer's states",
-                file=file,
-                parameter=min(odd),
-                expected=", ".join(by_state),
-                found=f"{len(odd)} such parameters",
-            )

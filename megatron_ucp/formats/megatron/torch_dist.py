@@ -71,7 +71,8 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def _read(self) -> None:
         self.groups: list[SavedGroup] = []
-        if not self.told.weights:
+        if self.reads_states:
+            self.states.check()
             self.refuse_optimizer()
             self.groups = self._read_groups()
         self.manifest = self._build()
@@ -93,17 +94,16 @@ class TorchDistCheckpoint(MegatronFolder):
         and one for experts. Raises ForeignFileError where the arguments say the other kind; they
         leave it open where experts are cut otherwise than the rest, and not spread."""
         tree = expect.key_or(self.main_tree, "optimizer", {}, self.main_file)
-        chained = set(tree) == {0, 1}
+        trees = [*tree.values()] if tree and set(tree) == {*range(len(tree))} else [tree]
         spread: Any = self.arguments.get("expert_model_parallel_size")
-        is_open = type(spread) is not int or self.has_experts_cut_alone
-        if tree and not is_open and chained != (spread > 1):
+        is_open = type(spread) is not int or self.has_experts_cut_alone or self.other_optimizer
+        if tree and not is_open and len(trees) != (2 if spread > 1 else 1):
             raise ForeignFileError(
                 "the common tree is of a run with another kind of expert parallelism",
                 file=self.main_file,
                 expected="two optimizers" if spread > 1 else "one optimizer",
-                found="two" if chained else "one",
+                found=f"{len(trees)}",
             )
-        trees: Any = [tree[0], tree[1]] if chained else [tree]
         return expect.each(trees, dict, "optimizer", self.main_file)
 
     def _read_groups(self) -> list[SavedGroup]:

@@ -706,6 +706,8 @@ def _plain(
         return Twin(shares, specs)
     check_given(config, specs, file)
     tree, notes = with_tie(_in_dtype(config, dtype), manifest)
+    if notes:
+        known = class_of(tree, specs)  # it is read as it is written
     drawn = known.drawn(specs) if known is not None else []
     others = known.others(specs) if known is not None and not drawn else []
     names = released_names(config, {n: spec for n, spec in specs.items() if n not in others})
