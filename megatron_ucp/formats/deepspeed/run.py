@@ -512,7 +512,7 @@ class NativeRun(TagFolder):
         """Whether each tensor-parallel rank has buffers of its own, as AutoTP gives some ranks
         larger shares."""
         if self.recorded is not None:
-            return any(buffer.share for buffer in self.recorded.buffers)
+            return any(buffer.cut_at for buffer in self.recorded.buffers)
         info = self.meta.get(PATTERNS)
         return self.mesh.tp > 1 and not self.pipeline and is_uneven(info, self.main_file)
 
@@ -533,7 +533,7 @@ class NativeRun(TagFolder):
 
     def rank_of_file(self, part: int, mp: int) -> int:
         """The rank whose files have a partition and a model-parallel rank in their names."""
-        return self.mesh.sharers_at(*divmod(mp, self.mesh.tp))[part]
+        return self.mesh.partition_ranks_at(*divmod(mp, self.mesh.tp))[part]
 
     def place_of_rank(self, rank: int) -> int:
         """The number of a rank's place among `places`."""
@@ -720,7 +720,7 @@ class NativeRun(TagFolder):
         joined = join([Stage((), found.buffers, found.groups, at=at) for at, found in places])
         indices = {
             number: index
-            for numbers, found in zip(joined.numbers, self.stages, strict=True)
+            for numbers, found in zip(joined.buffer_numbers, self.stages, strict=True)
             for number, index in zip(numbers, found.indices, strict=True)
         }
         return replace(

@@ -536,7 +536,7 @@ class RunLayout:
     def _elems(self, name: str) -> int:
         """The elements that a rank has of a parameter."""
         spec = self.params[name]
-        return math.prod(spec.layout.local_shape(name, spec.shape, self.mesh.shares()))
+        return math.prod(spec.layout.local_shape(name, spec.shape, self.mesh.first_shares()))
 
 
 def _sharing(ranks: int, instances: int) -> int:

@@ -304,7 +304,7 @@ _METADATA = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class WantedTensor:
     """A state of a parameter that is to be written, in the chunks `boxes` (start and stop in the
     parameter), which together are the whole of it. `owners` are the ranks that write them, each
     into a file of its own (none: they go into the smallest file)."""
@@ -318,16 +318,16 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk(PlacedChunk):
-    """Box number `number` of a wish. `at` is the key of the weight, `key` that of the state:
-    "optimizer.state.exp_avg.output_layer.weight"."""
+    """Box number `number` of a wanted tensor. `at` is the key of the weight, and `key` that of the
+    state: "optimizer.state.exp_avg.output_layer.weight"."""
 
-    wish: Wish
+    tensor: WantedTensor
     number: int
     at: Stacking
 
     @property
     def box(self) -> tuple[Ints, Ints]:
-        return self.wish.boxes[self.number]
+        return self.tensor.boxes[self.number]
 
 
 TorchDistPlan = PlannedFolder[PlannedChunk]
@@ -368,14 +368,14 @@ def declared_keys(params: Mapping[str, ParamSpec], apart: bool = False) -> Model
 
 def plan_torch_dist(
     params: Mapping[str, ParamSpec],
-    wishes: Sequence[Wish],
+    tensors: Sequence[WantedTensor],
     keys: ModelKeys,
     files: int = 1,
     objects: Mapping[str, Any] | None = None,
     kind: Kind = Kind.DISTRIBUTED,
 ) -> TorchDistPlan:
     """The plan for states of parameters, spread over so many files. `params` are all of the model,
-    by canonical name; no box of a wish lies under two `keys` (see `ModelKeys.cut`). `objects` are
+    by canonical name; no box of a tensor lies under two `keys` (see `ModelKeys.cut`). `objects` are
     what else is stored by key, such as random states; `kind` is the optimizer that they are for."""
     plan = TorchDistPlan(files)
     for key, data in dict.fromkeys(keys.extra_states, saved([None])).items():
@@ -383,50 +383,50 @@ def plan_torch_dist(
     for key, value in (objects or {}).items():
         plan.add_object(key, saved([value]))
     mixtures = {number_of_layer(name) for name in params if name.endswith(ROUTER)}
-    for wish in wishes:
-        for at in _keys_to_write(wish, keys, mixtures):
-            key, whole = _stored_key(wish, at.key, kind), params[wish.param].shape
+    for tensor in tensors:
+        for at in _keys_to_write(tensor, keys, mixtures):
+            key, whole = _stored_key(tensor, at.key, kind), params[tensor.param].shape
             rows = whole[:1] if at.last is None else (at.last - at.first,)
             whole = (*(n + 1 for n in at.index), *rows, *whole[1:])
-            _, known = plan.shapes.get(key, (wish.dtype, whole))
-            plan.shapes[key] = wish.dtype, tuple(map(max, known, whole))
-            _place(wish, key, at, plan)
-            for other in keys.copies.get(wish.param, ()):
-                plan.copies[_stored_key(wish, other, kind)] = key
+            _, known = plan.shapes.get(key, (tensor.dtype, whole))
+            plan.shapes[key] = tensor.dtype, tuple(map(max, known, whole))
+            _place(tensor, key, at, plan)
+            for other in keys.copies.get(tensor.param, ()):
+                plan.copies[_stored_key(tensor, other, kind)] = key
     return plan
 
 
-def _stored_key(wish: Wish, key: str, kind: Kind) -> str:
+def _stored_key(tensor: WantedTensor, key: str, kind: Kind) -> str:
     """The key of a state of the parameter that has a `key` among the weights."""
-    if wish.state == WEIGHT:
+    if tensor.state == WEIGHT:
         return key
-    return f"optimizer.state.{kind.value if wish.state == MASTER else wish.state}.{key}"
+    return f"optimizer.state.{kind.value if tensor.state == MASTER else tensor.state}.{key}"
 
 
-def _place(wish: Wish, key: str, at: Stacking, plan: TorchDistPlan) -> None:
+def _place(tensor: WantedTensor, key: str, at: Stacking, plan: TorchDistPlan) -> None:
     """Adds the chunks of a state under one key."""
-    for number, (start, stop) in enumerate(wish.boxes):
+    for number, (start, stop) in enumerate(tensor.boxes):
         if at.last is not None and not at.first <= start[0] < at.last:
             continue
         shape = (1,) * len(at.index) + tuple(b - a for a, b in zip(start, stop, strict=True))
         if at.last is not None:
             start = (start[0] - at.first, *start[1:])
-        archive = tensor_archive(wish.dtype, shape)
-        place = plan.take(archive.size_bytes, wish.owners[number] if wish.owners else None)
+        archive = tensor_archive(tensor.dtype, shape)
+        place = plan.take(archive.size_bytes, tensor.owners[number] if tensor.owners else None)
         first = (*at.index, *start)
         plan.chunks.append(
-            PlannedChunk(key, wish.dtype, first, shape, *place, archive, wish, number, at)
+            PlannedChunk(key, tensor.dtype, first, shape, *place, archive, tensor, number, at)
         )
 
 
 def _keys_to_write(
-    wish: Wish, keys: ModelKeys, mixtures: Collection[int | None]
+    tensor: WantedTensor, keys: ModelKeys, mixtures: Collection[int | None]
 ) -> Iterator[Stacking]:
-    """The keys of a wish; of the norm of a layer with experts both: that of megatron-core's own
+    """The keys of a tensor; of the norm of a layer with experts both: that of megatron-core's own
     modules and that of Transformer Engine's (a load passes over keys that it does not ask for)."""
-    for at in keys.params[wish.param]:
+    for at in keys.params[tensor.param]:
         yield at
-        if number_of_layer(wish.param) in mixtures:
+        if number_of_layer(tensor.param) in mixtures:
             others = key_before_experts(at.key), key_behind_experts(at.key)
             yield from (Stacking(other, at.index) for other in others if other is not None)
 
