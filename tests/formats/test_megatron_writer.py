@@ -18,6 +18,7 @@ from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.index import read_index, tiling_fault
+from megatron_ucp.formats.megatron.index_writer import saved
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
     CommonFile,
@@ -100,9 +101,8 @@ def write(folder: Path, alike: bool, cuts: int, files: int, pieces: int) -> Torc
         for name, spec in params.items()
         for state in (WEIGHT, "fp32", "exp_avg")
     ]
-    plan = plan_torch_dist(
-        params, tensors, declared_keys(params), files, {"rng_state/shard_0.0_1.1": {"a": 1}}
-    )
+    plan = plan_torch_dist(params, tensors, declared_keys(params), files)
+    plan.add_object("rng_state/shard_0.0_1.1", saved([{"a": 1}]))
     folder.mkdir()
     for name, size in plan.sizes.items():
         with open(folder / name, "wb") as file:

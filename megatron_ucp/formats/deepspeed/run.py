@@ -107,8 +107,9 @@ class ExpertFiles:
 
     def _read(self, file: str, number: int) -> dict[str, TensorRef]:
         out: dict[str, TensorRef] = {}
+        name_of = self.autoep.name_in_module if self.autoep else name_in_module
         for key, ref in self._folder.tree(file).items():
-            name = self._name_in_module(key) if isinstance(key, str) else ""
+            name = name_of(key) if isinstance(key, str) else ""
             part = expert_name(name)
             if part is None or not isinstance(ref, TensorRef) or part.number != number:
                 raise DamagedFileError(
@@ -119,9 +120,6 @@ class ExpertFiles:
                 )
             out[name] = ref
         return out
-
-    def _name_in_module(self, key: str) -> str:
-        return self.autoep.name_in_module(key) if self.autoep else name_in_module(key)
 
     def _same(self, name: str, one: tuple[TensorRef, str], two: tuple[TensorRef, str]) -> None:
         sums = [

@@ -62,7 +62,8 @@ def saved_groups(
     out: list[SavedGroup] = []
     for tree in expect.each(trees, dict, "param_groups", file):
         own = {key: _own(tree, key) for key in MEGATRON_KEYS if _own(tree, key) is not None}
-        rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
+        names = {key: str(key).removeprefix("pre_") for key in tree}
+        rest = {key: tree[key] for key, name in names.items() if name not in MEGATRON_KEYS}
         if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
             del rest[_TE_ONLY]  # torch's Adam always corrects; the key is for whoever loads it next
         (plain,) = param_groups([rest], tensors, file)
@@ -77,12 +78,8 @@ def saved_groups(
     return out
 
 
-def _plain_key(key: object) -> str:
-    """NeMo writes `pre_wd_mult` for `wd_mult`."""
-    return str(key).removeprefix("pre_")
-
-
 def _own(tree: Mapping[str, Any], key: str) -> Any:
+    """NeMo writes `pre_wd_mult` for `wd_mult`."""
     return tree.get(key, tree.get(f"pre_{key}"))
 
 

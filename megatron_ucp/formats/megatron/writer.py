@@ -371,17 +371,14 @@ def plan_torch_dist(
     tensors: Sequence[WantedTensor],
     keys: ModelKeys,
     files: int = 1,
-    objects: Mapping[str, Any] | None = None,
     kind: Kind = Kind.DISTRIBUTED,
 ) -> TorchDistPlan:
     """The plan for states of parameters, spread over so many files. `params` are all of the model,
-    by canonical name; no box of a tensor lies under two `keys` (see `ModelKeys.cut`). `objects` are
-    what else is stored by key, such as random states; `kind` is the optimizer that they are for."""
+    by canonical name; no box of a tensor lies under two `keys` (see `ModelKeys.cut`). `kind` is
+    the optimizer that they are for."""
     plan = TorchDistPlan(files)
     for key, data in dict.fromkeys(keys.extra_states, saved([None])).items():
         plan.add_object(key, data)
-    for key, value in (objects or {}).items():
-        plan.add_object(key, saved([value]))
     mixtures = {number_of_layer(name) for name in params if name.endswith(ROUTER)}
     for tensor in tensors:
         for at in _keys_to_write(tensor, keys, mixtures):
