@@ -221,17 +221,17 @@ def _groups(groups: Mapping[str, Mapping[str, str]], file: str) -> tuple[GroupKe
             expected="numbers, each with its list of parameters",
             found=some_of(odd),
         )
-    numbers = sorted(map(int, numbered))
-    if numbers != [*range(len(numbers))] or len({*numbers}) != len(numbered):
+    numbers = [*map(str, range(len(numbered)))]
+    if numbered.keys() != {*numbers}:
         raise DamagedFileError(
             "a parameter group is missing",
             file=file,
             expected=f"groups 0 to {len(numbered) - 1}",
-            found=", ".join(map(str, numbers)),
+            found=", ".join(sorted(numbered, key=int)),
         )
     return tuple(
         GroupKeys({k: v for k, v in keys.items() if k != "params"}, keys["params"])
-        for keys in (numbered[str(number)] for number in numbers)
+        for keys in map(numbered.__getitem__, numbers)
     )
 
 
@@ -241,32 +241,9 @@ def _weights_prefix(
     """What the keys of weights begin with, and other sets of weights that are left out: averages
     beside the model. Raises StateMismatchError where the weights of `names`, which an optimizer
     steps, are not there."""
-    keys = {*weights}
-    if names:
-        first = names[0]
-        ends = [key.removesuffix(first) for key in weights if key.endswith(first)]
-        fitting = [p for p in ends if (not p or p[-1] == ".") and all(p + n in keys for n in names)]
-        if not fitting:
-            lost = [name for name in names if not any(key.endswith(name) for key in weights)]
-            raise StateMismatchError(
-                "the optimizer has states of parameters whose weights are not in the folder",
-                file=file,
-                parameter=some_of(lost or names),
-                expected="the weights beside the states: Accelerate's pytorch_model_fsdp_0 beside "
-                "optimizer_0, or one folder with both",
-                found=some_of(weights) if weights else "no weights",
-                fix="give the folder that holds both",
-            )
-    else:
-        fitting = ["", *sorted({key[: at + 1] for key in weights for at in _dots(key)[:2]})]
-        if known:
-            counts = {p: sum(p + name in keys for name in known) for p in fitting}
-            most = max(counts.values())
-            fitting = [p for p, count in counts.items() if count == most > 0] or fitting
-        own = [key for key in weights if not key.startswith(_BESIDE)]
-        inside = [key.startswith((_MODEL, *(_averages(own)))) for key in own]
-        if not known:
-            fitting = [_MODEL] if own and all(inside) else [""]
+    fitting = (
+        _prefixes_of_states(weights, names, file) if names else _prefixes_of_model(weights, known)
+    )
     kept = [p for p in fitting if not _AVERAGES.fullmatch(p)] or fitting
     prefix = _MODEL if _MODEL in kept else min(kept, key=len)
     if len(kept) > 1 and prefix != _MODEL:
@@ -280,12 +257,38 @@ def _weights_prefix(
     return prefix, tuple(sorted({*fitting} - {prefix}))
 
 
-def _averages(keys: Iterable[str]) -> tuple[str, ...]:
-    return tuple({found[0] for key in keys if (found := _AVERAGES.match(key))})
+def _prefixes_of_states(weights: list[str], names: list[str], file: str) -> list[str]:
+    """The prefixes below which all weights are that an optimizer steps. Raises
+    StateMismatchError."""
+    keys, first = {*weights}, names[0]
+    ends = [key.removesuffix(first) for key in weights if key.endswith(first)]
+    fitting = [p for p in ends if (not p or p[-1] == ".") and all(p + n in keys for n in names)]
+    if fitting:
+        return fitting
+    lost = [name for name in names if not any(key.endswith(name) for key in weights)]
+    raise StateMismatchError(
+        "the optimizer has states of parameters whose weights are not in the folder",
+        file=file,
+        parameter=some_of(lost or names),
+        expected="the weights beside the states: Accelerate's pytorch_model_fsdp_0 beside "
+        "optimizer_0, or one folder with both",
+        found=some_of(weights) if weights else "no weights",
+        fix="give the folder that holds both",
+    )
 
 
-def _dots(key: str) -> list[int]:
-    return [at for at, char in enumerate(key) if char == "."]
+def _prefixes_of_model(weights: list[str], known: Collection[str]) -> list[str]:
+    """The prefixes below which most of the `known` names are. Where nobody says any: `model.`, if
+    nothing but averages is beside it."""
+    if not known:
+        own = [key for key in weights if not key.startswith(_BESIDE)]
+        inside = [key.startswith(_MODEL) or bool(_AVERAGES.match(key)) for key in own]
+        return [_MODEL] if own and all(inside) else [""]
+    keys, parts = {*weights}, [key.split(".") for key in weights]
+    starts = {".".join([*part[:n], ""]) for part in parts for n in (1, 2) if n < len(part)}
+    counts = {p: sum(p + name in keys for name in known) for p in ("", *sorted(starts))}
+    most = max(counts.values())
+    return [p for p, count in counts.items() if count == most > 0] or [*counts]
 
 
 # ---- the checkpoint
@@ -453,9 +456,6 @@ class DcpCheckpoint(Checkpoint):
         """A value that lies as an object, or as a small tensor, which it stays."""
         if key in self._objects:
             return self._object(key)
-        return self._small_tensor(key)
-
-    def _small_tensor(self, key: str) -> Any:
         tensor = self._stored[key]
         if math.prod(tensor.shape) > MAX_INDEXED or len(tensor.chunks) != 1:
             raise UnsupportedError(
@@ -596,7 +596,7 @@ class DcpCheckpoint(Checkpoint):
             tuple(buffers),
             self.groups,
             self._ties,
-            run=self._run(),
+            run=dict(self._counters),
         )
         return self._as_recorded(found)
 
@@ -817,7 +817,9 @@ class DcpCheckpoint(Checkpoint):
             alone(param, block.elems, kept, group, scalars, axes=(), chunk=number)
             for number, block in enumerate(blocks)
         ]
-        kind = _kind(param, dtype) if group is None else "trainable"
+        kind = "trainable"
+        if group is None:
+            kind = "buffer" if _BUFFERS.fullmatch(param) or dtype not in _FLOATS else "frozen"
         return self._spec(param, shape, dtype, kind, held[0][1], blocks), buffers
 
     def _stepped(
@@ -995,9 +997,6 @@ class DcpCheckpoint(Checkpoint):
 
     # ------------------------------------------------ the run
 
-    def _run(self) -> dict[str, Any]:
-        return dict(self._counters)
-
     @cached_property
     def _counters(self) -> dict[str, int]:
         """Steps as a trainer's file or torchtitan says them, else those of the optimizer."""
@@ -1114,10 +1113,6 @@ class DcpCheckpoint(Checkpoint):
         if one is None:
             return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
         return self._closing.enter_context(one.index.opened(stored, name.removeprefix(one.name)))
-
-
-def _kind(name: str, dtype: str) -> str:
-    return "buffer" if _BUFFERS.fullmatch(name) or dtype not in _FLOATS else "frozen"
 
 
 def _as_it_is(tensor: Any) -> Any:

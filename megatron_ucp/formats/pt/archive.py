@@ -37,17 +37,11 @@ BytesOf = Iterable[bytes | bytearray | memoryview]
 
 
 def write_pt(
-    path: str | os.PathLike[str],
-    tree: object,
-    payload: Callable[[StorageRef], BytesOf],
-    durable: bool = True,
+    path: str | os.PathLike[str], tree: object, payload: Callable[[StorageRef], BytesOf]
 ) -> None:
     """Writes a tree with TensorRefs; `payload` gives the bytes of each storage, in as many chunks
-    as it likes.
-
-    The file is on disk when this returns, unless `durable` is False. Raises PlanError where a
-    payload has another size than its storage, OSError.
-    """
+    as it likes. The file is on disk when this returns. Raises PlanError where a payload has another
+    size than its storage, OSError."""
     layout = archive_layout(PurePath(path).stem, tree)
     crcs: dict[str, int] = {}
     with written_by_places(path) as file:
@@ -69,8 +63,7 @@ def write_pt(
         for at, data in layout.around(crcs):
             file.seek(at)
             file.write(data)
-        if durable:
-            bring_to_disk(file)
+        bring_to_disk(file)
 
 
 @dataclass(frozen=True, slots=True)
