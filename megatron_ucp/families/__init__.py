@@ -106,8 +106,15 @@ def model_as_built(module: Any, shapes: Mapping[str, Ints], first: object = "") 
             model = Model(family, (family.measure or measured)(module))
             fits = builder.experts == hasattr(model.sizes, "experts")
             fits = fits and model.sizes.layers <= len(shapes) and builder.makes(model.sizes)
-            if fits and shapes.items() <= {n: one.shape for n, one in model.table.items()}.items():
+            if fits and all(_is_declared(model, *one) for one in shapes.items()):
                 return model
         except (UsageError, LayoutError, AttributeError):  # what it measures is not there
             continue
     return None
+
+
+def _is_declared(model: Model, name: str, shape: Ints) -> bool:
+    """Whether a model has a parameter of that shape; how many rows of a vocabulary are padding is
+    asked elsewhere."""
+    declared = model.table.get(name)
+    return declared is not None and (bool(declared.extent) or declared.shape == shape)
