@@ -24,7 +24,7 @@ from megatron_ucp.families.mixtral import MixtralSizes
 from megatron_ucp.families.settings import PRE_SOFTMAX, Architecture
 from megatron_ucp.formats.registry import is_hugging_face
 from megatron_ucp.formats.store import Location, is_url, location
-from megatron_ucp.formats.tags import has_state_files, iteration_name, nothing_there, tag_folder
+from megatron_ucp.formats.tags import find_tag, has_state_files, iteration_name, nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Report
 from megatron_ucp.reshard.folder import require_plain
@@ -256,7 +256,7 @@ def _folder(args: argparse.Namespace, tag: str | None) -> tuple[Location, tuple[
         if tag is None and load.is_dir() and not has_state_files(load):
             found = ucp.newest_whole(args.load)
             return found.folder, found.passed_over
-        return tag_folder(args.load, tag), ()
+        return find_tag(args.load, tag).folder, ()
     except NotFoundError as error:
         error.what_to_do = "give a --load, --ckpt-step or --load-tag that exists and is whole"
         raise

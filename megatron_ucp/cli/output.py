@@ -38,6 +38,9 @@ class Parser(argparse.ArgumentParser):
             # another command may have it
             known = [name for name in every if name != wrong]
             return nearest(wrong, known, self.prog)
+        if "required" in message:
+            words = [str(one.metavar) for one in self._actions if not one.option_strings]
+            return f"call it as `{self.prog} {' '.join(words)}`; see `{self.prog} --help`"
         return nearest("", (), self.prog)
 
     def every_action(self) -> list[argparse.Action]:

@@ -153,8 +153,8 @@ def counts_of(names: Iterable[str]) -> dict[str, int]:
     return {layer: len(numbers) for layer, numbers in found.items()}
 
 
-def of_every_expert(names: Iterable[str], counts: Mapping[str, int]) -> set[str]:
-    """Names, and with that of one expert those of all experts of its layer: a rank's file lists its
+def with_all_experts(names: Iterable[str], counts: Mapping[str, int]) -> set[str]:
+    """The names, and for each expert's those of all experts of its layer: a rank's file lists its
     own ones alone. `counts` are those of the whole layers."""
     out: set[str] = set()
     for name in names:
@@ -227,8 +227,8 @@ def ranks_of(local: Mapping[str, int], whole: Mapping[str, int], file: str) -> i
 
 @dataclass(frozen=True)
 class PartitionRanks:
-    """Which ranks share a buffer: over how many ZeRO partitions it, and which axes cut it, for what
-    is an expert's and for what is not."""
+    """Over how many partitions ZeRO divides a buffer of `dense` parameters and one of an `expert`;
+    `apart`: experts are divided over other ranks than the rest."""
 
     dense: int
     expert: int

@@ -144,9 +144,9 @@ class FlatBuffer:
         return {*self.at} <= {*at}
 
     @property
-    def share(self) -> Coords:
-        """The place of the only rank that it describes along the axes that cut it; () where all
-        ranks there have alike ones."""
+    def cut_at(self) -> Coords:
+        """Its coordinates on the axes that cut it, where it describes a single rank there; () where
+        all ranks there have alike ones."""
         return tuple((axis, index) for axis, index in self.at if axis in self.axes)
 
     @property
@@ -169,7 +169,7 @@ class FlatBuffer:
         return self.members[0].group if self.members else None
 
     @cached_property
-    def spread(self) -> tuple[str, ...]:
+    def held_along(self) -> tuple[str, ...]:
         """Every axis that decides which ranks have a part of it."""
         return tuple(dict.fromkeys((*self.axes, *(axis for axis, _ in self.at))))
 

@@ -39,6 +39,8 @@ class MadeWhenAsked(Sequence[_Value]):
     """A sequence of which `made(number)` makes an item. It equals a tuple of the same items, and is
     pickled as that."""
 
+    __slots__ = ()
+
     @abstractmethod
     def made(self, number: int) -> _Value: ...
 

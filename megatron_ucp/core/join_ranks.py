@@ -26,20 +26,20 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class AllRanks:
-    """All places: their optimizer's buffers in the order of the places, then their values.
-    `numbers` has for each place the numbers that its own buffers have among all, `values` those of
-    its values, `first_group` the number under which its groups begin."""
+class JoinedStages:
+    """The stages as one: their optimizers' buffers in the order of the stages, then their values.
+    For each stage `buffer_numbers` has the numbers of its buffers in `buffers`, `value_numbers`
+    those of its values, and `first_group` the number of its first group."""
 
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
     groups: tuple[ParamGroup, ...]
-    numbers: tuple[tuple[int, ...], ...]
-    values: tuple[tuple[int, ...], ...]
+    buffer_numbers: tuple[tuple[int, ...], ...]
+    value_numbers: tuple[tuple[int, ...], ...]
     first_group: tuple[int, ...]
 
 
-def join(stages: Sequence[Stage]) -> AllRanks:
+def join(stages: Sequence[Stage]) -> JoinedStages:
     """One list of everything. What is no expert's is held at all expert-parallel ranks of a stage;
     the first one's is taken. Raises ModelMismatchError where two places describe one thing
     differently."""
@@ -64,7 +64,7 @@ def join(stages: Sequence[Stage]) -> AllRanks:
     _check_shares(buffers.all)
     values = _Numbered(len(buffers.all))
     value_numbers = [values.of(stage.at, stage.values, 0) for stage in stages]
-    return AllRanks(
+    return JoinedStages(
         tuple(params.values()),
         (*buffers.all, *values.all),
         tuple(groups),
@@ -79,7 +79,7 @@ def _check_shares(buffers: Sequence[FlatBuffer]) -> None:
     other steps."""
     first: dict[tuple[int, str], Any] = {}
     for buffer in buffers:
-        for member in buffer.members if buffer.share else ():
+        for member in buffer.members if buffer.cut_at else ():
             kept = buffer.states, member.group, dict(member.scalars)
             known = first.setdefault((buffer.stage, member.param), kept)
             _same(known, kept, "keep something of a parameter", member.param)

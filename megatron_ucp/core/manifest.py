@@ -285,7 +285,7 @@ class Manifest:
         where nothing holds it."""
         first: dict[tuple[int | None, Coords], tuple[int, int]] = {}
         for b, m in self.holders.get(param, ()):
-            first.setdefault((self.member(b, m).chunk, self.buffers[b].share), (b, m))
+            first.setdefault((self.member(b, m).chunk, self.buffers[b].cut_at), (b, m))
         return list(first.values())
 
     def is_read(self, param: str, buffer: int) -> bool:
@@ -331,7 +331,7 @@ class Manifest:
 
     def cuts_of(self, buffer: FlatBuffer) -> list[Coords]:
         """Every place along the axes that cut a buffer; of one rank's own buffer that rank's."""
-        share = {*buffer.share}
+        share = {*buffer.cut_at}
         return [cut for cut in self.mesh.everywhere(buffer.axes) if share <= {*cut}]
 
     def place(self, member: Member, cut: Coords) -> Place:
@@ -350,7 +350,7 @@ class Manifest:
     def local_shape(self, param: str) -> Ints:
         """The shape of a rank's share of a parameter that is cut evenly."""
         spec = self.by_name[param]
-        return spec.layout.local_shape(param, spec.shape, self.mesh.shares())
+        return spec.layout.local_shape(param, spec.shape, self.mesh.first_shares())
 
     def slots(self, parts: Iterable[BufferPart]) -> Iterator[Slot]:
         """Every state of some partitions: of partition 0 of buffer 3 at ("tp", 1) those called
@@ -373,10 +373,10 @@ class Manifest:
             buffer = self.buffers[number]
             for axis in buffer.axes:
                 here.setdefault(axis, mesh.index(rank, axis))
-            if buffer.spread not in part:
-                part[buffer.spread] = mesh.share_of(rank, buffer.spread)
+            if buffer.held_along not in part:
+                part[buffer.held_along] = mesh.partition_index(rank, buffer.held_along)
             cut = tuple((axis, here[axis]) for axis in buffer.axes)
-            out.append((number, cut, part[buffer.spread] if buffer.partitions > 1 else 0))
+            out.append((number, cut, part[buffer.held_along] if buffer.partitions > 1 else 0))
         return out
 
     def _held_at(self, rank: int) -> list[int]:

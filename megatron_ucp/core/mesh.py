@@ -55,7 +55,7 @@ def expert_rank_of(at: Coords) -> int:
 
 
 def without_cuts(at: Coords) -> Coords:
-    """A place as it is for what all ranks say alike that cut a parameter: its groups."""
+    """A place less the axes that cut parameters: on all ranks of these, groups are the same."""
     return tuple((axis, index) for axis, index in at if axis not in CUTTING)
 
 
@@ -372,27 +372,26 @@ class Mesh:
         """Sizes of the axes that cut an expert, or what is none."""
         return {axis: self.size(axis) for axis in (EXPERT_CUT if expert else DENSE_CUT)}
 
-    def shares(self) -> dict[str, tuple[int, int]]:
-        """The first place along every axis that cuts: of what has the same shape on every rank."""
+    def first_shares(self) -> dict[str, tuple[int, int]]:
+        """The size of each axis that cuts, and the first index on it: for shapes that are the same
+        on every rank."""
         return {axis: (self.size(axis), 0) for axis in CUTTING}
 
-    def sharers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+    def partition_ranks(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks over which ZeRO partitions a buffer that `axes` cut or place, in order: those
         that hold the same experts for an expert's, else the dense ones."""
         return self.expert_data_group(rank) if EXPERTS & {*axes} else self.partition_group(rank)
 
-    def share_of(self, rank: int, axes: Iterable[str]) -> int:
-        """The place of a rank among the `sharers` of a buffer that `axes` cut or place; without
-        making their list, which has all ranks of a large mesh."""
+    def partition_index(self, rank: int, axes: Iterable[str]) -> int:
+        """The place of a rank among the `partition_ranks`, without making their list, which has all
+        ranks of a large mesh."""
         return self.index(rank, "edp") if EXPERTS & {*axes} else self.partition_of(rank)
 
-    def holders(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+    def replica_ranks(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that hold the same as a rank of a buffer that `axes` cut or place, and no
         partition divides; that rank alone where these axes tell all ranks apart."""
-        spread = {*axes}
-        if spread & {"dp", "cp", "sp", "edp"}:
-            return (rank,)
-        return self.expert_data_group(rank) if EXPERTS & spread else self.partition_group(rank)
+        is_alone = {*axes} & {"dp", "cp", "sp", "edp"}
+        return (rank,) if is_alone else self.partition_ranks(rank, axes)
 
     def partition_of(self, rank: int) -> int:
         """Which one of the dense partitions a rank has: its place in `partition_group`."""
@@ -403,7 +402,7 @@ class Mesh:
         """The ranks over which ZeRO partitions the dense parameters of `rank`, in order."""
         return self.dense.group(rank, ("cp", "sp", "dp"))
 
-    def sharers_at(self, stage: int, tp: int) -> tuple[int, ...]:
+    def partition_ranks_at(self, stage: int, tp: int) -> tuple[int, ...]:
         """The ranks of a stage that share the dense buffers of a tensor-parallel rank."""
         return self.partition_group(self.rank(Coord(tp=tp, pp=stage)))
 

@@ -290,7 +290,7 @@ class _Planner:
         """Of ranks with buffers of their own, the one at the target's own place comes first."""
         if len(holders) == 1:
             return holders
-        shares = {bm: {*self.source.buffers[bm[0]].share} for bm in holders}
+        shares = {bm: {*self.source.buffers[bm[0]].cut_at} for bm in holders}
         return sorted(holders, key=lambda bm: not shares[bm] <= {*place})
 
     def _from(

@@ -151,7 +151,7 @@ def _with(at: Ints, dim: int, value: int) -> Ints:
 
 
 def weights_manifest(
-    params: Mapping[str, ParamSpec], tensors: Iterable[tuple[TensorPart, str]], family: str = ""
+    params: Mapping[str, ParamSpec], tensors: Iterable[tuple[TensorPart, str]]
 ) -> Manifest:
     """A manifest with a buffer for each tensor, in their order; each tensor has its own dtype.
 
@@ -164,7 +164,7 @@ def weights_manifest(
         specs.setdefault(share.param, replace(share.held(spec), dtype=dtype))
         size = math.prod(share.stored_shape(spec))
         buffers.append(alone(share.param, size, ((VALUE, dtype),), axes=(), chunk=share.chunk))
-    return Manifest(Keeper.WEIGHTS, Mesh(), tuple(specs.values()), tuple(buffers), family=family)
+    return Manifest(Keeper.WEIGHTS, Mesh(), tuple(specs.values()), tuple(buffers))
 
 
 def state_in(source: Manifest, state: str) -> str:

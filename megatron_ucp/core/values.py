@@ -204,7 +204,7 @@ class ClassName:
         return f"ClassName({self.qualname!r})"
 
 
-ARRAY, DTYPE, TENSOR = "numpy.ndarray", "numpy.dtype", "torch.Tensor"  # names of Stands
+ARRAY, DTYPE, TENSOR = "numpy.ndarray", "numpy.dtype", "torch.Tensor"  # of InertObjects
 NUMPY_SCALARS = (NumpyInt, NumpyFloat, NumpyComplex, NumpyText, NumpyBytes)
 DATES = (
     datetime.date,

@@ -12,10 +12,11 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from megatron_ucp.reshard.execute import copy_run
 from megatron_ucp.reshard.messages import Ranks, of_bytes, to_bytes
 from megatron_ucp.reshard.options import BACKGROUND, IN_BACKGROUND, check_fields, options_for
 from megatron_ucp.reshard.threads import at_lowest_priority
+from megatron_ucp.reshard.waits import MOST_NAMED, StepsOfRanks
 
 _T = TypeVar("_T")
 
@@ -43,7 +45,6 @@ _T = TypeVar("_T")
 _START_S = 120.0  # until all ranks are connected
 _DONE = "done"
 _LATE = "TORCH_GLOO_LAZY_INIT"  # since torch 2.8; older ones connect all ranks at once
-_MOST_NAMED = 8  # ranks that a message names
 _MESSAGE_BYTES = 64 * 2**20  # that go to another rank at once
 
 
@@ -71,10 +72,9 @@ class SideGroup(Ranks):
         self.rank, self.world = agree.world()
         self.patience_s: float | None = None
         self._group: Any = None
-        self._store: TCPStore | None = None
         self._turn = 0
         self.doing = "has not begun"
-        self._said = ""
+        self._steps: StepsOfRanks | None = None
         if self.world > 1:
             self._connect()
 
@@ -82,11 +82,11 @@ class SideGroup(Ranks):
         patience, alone = timedelta(seconds=_START_S), False
         if self.rank == 0:
             host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-            self._store = TCPStore(host, 0, self.world, True, patience, alone)
-        store: Any = self._store
+            store = TCPStore(host, 0, self.world, True, patience, alone)
         host, port = agree.of_first(lambda: (store.host, store.port))
         if self.rank:
-            self._store = store = TCPStore(host, port, self.world, False, patience, alone)
+            store = TCPStore(host, port, self.world, False, patience, alone)
+        self._steps = StepsOfRanks(store, self.rank, self.world)
         self.says(_DONE)
         with _connecting_late():
             mine = PrefixStore("agree", store)
@@ -115,9 +115,11 @@ class SideGroup(Ranks):
         try:
             yield
         except RuntimeError as error:
+            late = self._steps.late(self._turn) if self._steps is not None else ()
+            doing = [f"rank {rank}: {what}" for rank, what in islice(late, MOST_NAMED)]
             raise RankError(
                 "the ranks could not agree beside training: one is gone, or takes too long",
-                found="; ".join(self._missing()) or str(error).strip().partition("\n")[0],
+                found="; ".join(doing) or str(error).strip().partition("\n")[0],
                 fix="look at the output of that rank",
             ) from error
 
@@ -151,29 +153,10 @@ class SideGroup(Ranks):
             ) from error
 
     def says(self, what: str) -> None:
-        """Keeps what this rank does now for those that wait for it: one entry for each rank."""
-        said = f"{self._turn} {what}"
-        if said == self._said:
-            return
-        self.doing, self._said = what, said
-        if self._store is not None:
-            with suppress(RuntimeError):  # it goes with rank 0, which `merged` then says
-                self._store.set(f"rank {self.rank}", said)
-
-    def _missing(self) -> list[str]:
-        """What the ranks do that did not come to this turn, some of them."""
-        out: list[str] = []
-        store: Any = self._store
-        with suppress(RuntimeError):
-            for rank in range(self.world):
-                key = f"rank {rank}"
-                said = store.get(key).decode() if store.check([key]) else "0 nothing yet"
-                turn, _, what = said.partition(" ")
-                if int(turn) < self._turn:
-                    out.append(f"rank {rank}: {what}")
-                if len(out) == _MOST_NAMED:
-                    break
-        return out
+        """Keeps what this rank does now for those that wait for it."""
+        self.doing = what
+        if self._steps is not None:
+            self._steps.says(self._turn, what)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ucp.core.box import Ints, dims_in_memory
 from megatron_ucp.core.experts import number_and_count
-from megatron_ucp.core.join_ranks import AllRanks, Stage, join
+from megatron_ucp.core.join_ranks import JoinedStages, Stage, join
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.names import Keeper, dtype_name
@@ -58,7 +58,7 @@ def spec_of(
     if model is None or kind == "buffer":
         return ParamSpec(name, local, dtype, kind, expert=expert)
     declared = model.find(name)
-    share = declared.layout.local_shape(name, declared.shape, mesh.shares())
+    share = declared.layout.local_shape(name, declared.shape, mesh.first_shares())
     if share != local:
         raise LayoutError(
             "a live parameter has another shape than its family declares",
@@ -513,7 +513,7 @@ class LiveShards:
                 found=str(found),
                 fix=fix,
             )
-        self.joined: AllRanks = join(stages)
+        self.joined: JoinedStages = join(stages)
         self._here, self._program, self._modules = found.index(own.at), program, modules
         self.param_groups = own.param_groups
         first = self.joined.first_group[self._here]
@@ -522,7 +522,7 @@ class LiveShards:
     def numbered(self, buffers: Sequence[Any], values: Sequence[Any]) -> list[dict[int, Any]]:
         """This rank's buffers of the optimizer, and its values, by their numbers in the
         manifest."""
-        numbers = self.joined.numbers[self._here], self.joined.values[self._here]
+        numbers = self.joined.buffer_numbers[self._here], self.joined.value_numbers[self._here]
         both = zip(numbers, (buffers, values), strict=True)
         return [dict(zip(*pair, strict=True)) for pair in both]
 

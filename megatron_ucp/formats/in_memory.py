@@ -15,7 +15,7 @@ from megatron_ucp.formats.checkpoint import Checkpoint, Extras, Where
 from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
 
-_NAME = "what was taken"  # of the one thing in it that is compared and asked, in place of files
+_STATE = "state"  # the one name that is compared and asked for, in place of files
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class RunInMemory(Checkpoint):
 
     @property
     def file_names(self) -> list[str]:
-        return [_NAME]
+        return [_STATE]
 
     @property
     def recorded(self) -> Manifest:

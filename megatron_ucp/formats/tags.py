@@ -243,11 +243,6 @@ class FoundTag:
     notes: tuple[str, ...] = ()
 
 
-def tag_folder(path: str | os.PathLike[str], tag: str | None = None) -> Location:
-    """The folder that `find_tag` finds."""
-    return find_tag(path, tag).folder
-
-
 def find_tag(path: str | os.PathLike[str], tag: str | None = None) -> FoundTag:
     """The tag folder for a path that is a tag folder or the folder above it, whose pointer to the
     newest tag (see `pointers_in`) is always followed.

@@ -42,7 +42,7 @@ from megatron_ucp.formats.dcp.torchtitan import (
     is_torchtitan,
     titan_names,
 )
-from megatron_ucp.formats.dcp.writer import IndexedFolder
+from megatron_ucp.formats.dcp.writer import DcpFolder
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.megatron.index_writer import KeyPath
 from megatron_ucp.formats.optimizers import DECOUPLED, rule_of
@@ -146,9 +146,9 @@ class _Written:
         if layout.is_flat:
             found = self._as_torchtitan()
             self.shares, self.state_slices = found.shares, found.states
-        model = IndexedFolder(layout.folders[0])
+        model = DcpFolder(layout.folders[0])
         same = layout.folders[0] == layout.folders[1]
-        optimizer = model if same else IndexedFolder(layout.folders[1])
+        optimizer = model if same else DcpFolder(layout.folders[1])
         self.model, self.optimizer = model, optimizer
         self.plans = [model] if same else [model, optimizer]
         self.buffers: list[FlatBuffer] = []
@@ -472,7 +472,7 @@ class _Written:
             for number, buffer in enumerate(self.buffers)
             for state, _ in buffer.states
         ]
-        files = tuple(layout for plan in self.plans for layout in plan.layouts())
+        files = tuple(layout for plan in self.plans for layout in plan.files())
         part = SinkPart(target, tuple(wants))
         publish = partial(self._publish, folder, target, [file.name for file in files])
         return FolderOutput((part,), files, self._close, publish)

@@ -516,7 +516,7 @@ def require_plain(folder: Location, may_replace: Callable[[], object] | None = N
     replaced, or that has no plain name, or a pointer's."""
     require_no_pointer(folder.absolute())
     if may_replace is None or not may_replace():
-        require_free(folder)
+        require_free(folder, "" if may_replace is None else REPLACES)
     if folder.absolute().name.startswith(".") or not folder.name:
         raise UsageError(
             "the output is the plain name of a new folder",
@@ -527,16 +527,18 @@ def require_plain(folder: Location, may_replace: Callable[[], object] | None = N
         )
 
 
-def require_free(folder: Location) -> None:
-    """Raises UsageError for an output that exists."""
+REPLACES = "; an earlier export is replaced with --force (Python: force=True)"
+
+
+def require_free(folder: Location, also: str = "") -> None:
+    """Raises UsageError for an output that exists; `also` says what else may be done."""
     if folder.exists() or folder.is_symlink():
         raise UsageError(
             "the output exists",
             file=folder,
             expected="a folder that does not exist yet",
             found="one that does",
-            fix="give another name, or remove it; export-hf replaces its own with --force (Python: "
-            "force=True)",
+            fix=f"give another name, or remove it{also}",
         )
 
 

@@ -121,7 +121,8 @@ def _like_this_rank(
     mesh, at = ranks_of(source), here.coord(agree.world()[0])
     if not usual or (mesh.tp, mesh.pp) != (here.tp, here.pp):
         return None
-    first, own = (source.of_rank(rank).only(what) for rank in (0, mesh.sharers_at(at.pp, at.tp)[0]))
+    like = mesh.partition_ranks_at(at.pp, at.tp)[0]
+    first, own = (source.of_rank(rank).only(what) for rank in (0, like))
     kept = {key: value for key, value in own.client_state.items() if key in usual}
     return replace(first, client_state={**first.client_state, **kept})
 

@@ -41,6 +41,7 @@ from megatron_ucp.formats.registry import (
 from megatron_ucp.formats.store import Location, StorePath, folder_at, location, look_once
 from megatron_ucp.formats.tags import (
     LATEST_UNIVERSAL,
+    find_tag,
     has_state_files,
     has_tags,
     is_unfinished,
@@ -50,7 +51,6 @@ from megatron_ucp.formats.tags import (
     require_folder,
     saved_at,
     state_files,
-    tag_folder,
 )
 from megatron_ucp.reshard.findings import in_short
 from megatron_ucp.reshard.options import plain_path
@@ -562,9 +562,8 @@ def _saved(manifest: Manifest, folder: Location) -> str:
     if manifest.keeper == Keeper.WEIGHTS:
         return ""
     by = "with a manifest (an attached engine, or convert)"
-    without = "without a manifest (plain DeepSpeed or Megatron-LM)"
     at = manifest.saved_at if manifest.saved_at is not None else time_of_save(folder)
-    return f"{date(at)}, {by if manifest.save_id else without}"
+    return f"{date(at)}, {by if manifest.save_id else 'without a manifest'}"
 
 
 def _row(manifest: Manifest, spec: ParamSpec, also: tuple[str, ...]) -> ParamRow:
@@ -703,7 +702,7 @@ def ls(path: str | os.PathLike[str], *, remove_left_overs: bool = False) -> List
 def _tags_in(folder: Location, removed: Sequence[str]) -> Listed:
     """What `ls` gives."""
     if not folder.is_dir() or (has_state_files(folder) and not pointers_in(folder)):
-        return Listed(str(folder), (_listed(tag_folder(folder), ""),), ())
+        return Listed(str(folder), (_listed(find_tag(folder).folder, ""),), ())
     named = named_or_note(folder)
     found = [one for one in folder.iterdir() if one.is_dir() and has_state_files(one)]
     notes = [*([named.note] if named.note else []), *unfinished(folder), *removed]
@@ -719,7 +718,7 @@ def _tags_in(folder: Location, removed: Sequence[str]) -> Listed:
 
 def _no_tags(folder: Location) -> NotFoundError:
     if not is_hugging_face(folder):
-        tag_folder(folder)  # which says what is there instead
+        find_tag(folder)  # which says what is there instead
     return NotFoundError(
         "this folder holds no tags",
         file=folder,

@@ -42,7 +42,7 @@ def holders(mesh: Mesh, manifest: Manifest, number: int, rank: int) -> Ints:
     Example: at dp=4, tp=2 rank 1 holds the same as ranks 3, 5 and 7 of a buffer that is not cut.
     """
     buffer = manifest.buffers[number]
-    return (rank,) if buffer.partitions > 1 else mesh.holders(rank, buffer.spread)
+    return (rank,) if buffer.partitions > 1 else mesh.replica_ranks(rank, buffer.held_along)
 
 
 def is_read_once(read: str | None, copies: int) -> bool:
@@ -85,7 +85,7 @@ def shared_parts(parts: Sequence[Proved], read: str | None, rank: int) -> list[S
             slot = want[0]
             ranks = holders(target.mesh, target, slot.buffer, rank)
             if is_read_once(read, len(ranks)) and slot.place not in kept:
-                of_experts = bool(EXPERTS & {*target.buffers[slot.buffer].spread})
+                of_experts = bool(EXPERTS & {*target.buffers[slot.buffer].held_along})
                 by_ranks.setdefault((of_experts, ranks), []).append(want)
         out += [
             SharedPart(one.number, ranks, tuple(wants))

@@ -550,7 +550,7 @@ def target_manifest(wanted: Conversion) -> Manifest:
 
 def _local_shapes(wanted: Conversion, mesh: Mesh) -> dict[str, Ints]:
     """The shape of every parameter on a rank of a mesh."""
-    shares = mesh.shares()
+    shares = mesh.first_shares()
     return {
         spec.name: spec.layout.local_shape(spec.name, spec.shape, shares)
         for spec in wanted.params.values()

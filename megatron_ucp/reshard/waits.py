@@ -10,7 +10,32 @@ from typing import Any
 from megatron_ucp import say
 
 LONG_S = 30.0  # that others may be late before anybody asks for whom one waits
-_MOST = 8  # ranks that a message names
+MOST_NAMED = 8  # ranks that a message names
+
+
+class StepsOfRanks:
+    """At which step each rank is, in a store of torch's that all of them reach: one entry for each
+    rank, the number of its step and what it does there."""
+
+    def __init__(self, store: Any, rank: int, world: int, name: str = "") -> None:
+        self._store, self._name = store, name
+        self._rank, self._world = rank, world
+
+    def says(self, number: int, what: str) -> None:
+        with suppress(RuntimeError):  # the store goes with rank 0, which the next agreement says
+            self._store.set(f"{self._name}rank {self._rank}", f"{number} {what}")
+
+    def late(self, number: int) -> Iterator[tuple[int, str]]:
+        """The ranks that have not come to a step, with what each one did last."""
+        with suppress(RuntimeError):
+            for rank in range(self._world):
+                key = f"{self._name}rank {rank}"
+                said = (
+                    self._store.get(key).decode() if self._store.check([key]) else "0 nothing yet"
+                )
+                step, _, what = said.partition(" ")
+                if int(step) < number:
+                    yield rank, what
 
 
 @dataclass(frozen=True)
@@ -63,14 +88,14 @@ class _Watch:
         from torch.distributed.distributed_c10d import _get_default_store
 
         store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
-        key = f"megatron_ucp waits {step.number}"
-        store.set(f"{key} of {rank}", step.what)
-        if store.add(f"{key} count", 1) > 1:
+        steps = StepsOfRanks(store, rank, world, "megatron_ucp waits, ")
+        steps.says(step.number, step.what)
+        if store.add(f"megatron_ucp waits for step {step.number}", 1) > 1:
             return
         time.sleep(min(2.0, LONG_S / 4))
-        late = [other for other in range(world) if not store.check([f"{key} of {other}"])]
+        late = [other for other, _ in steps.late(step.number)]
         if late and self.step is step:
-            named = ", ".join(map(str, late[:_MOST])) + (" ..." if len(late) > _MOST else "")
+            named = ", ".join(map(str, late[:MOST_NAMED])) + " ..." * (len(late) > MOST_NAMED)
             say.note_of_rank(
                 f"rank {rank} has waited for {time.monotonic() - step.since:.0f} s in {step.what}: "
                 f"{len(late)} of {world} ranks have not come to it: rank {named}"

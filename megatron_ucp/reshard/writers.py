@@ -48,7 +48,7 @@ from megatron_ucp.formats.megatron.writer import (
     CommonFile,
     ModelKeys,
     PlannedChunk,
-    Wish,
+    WantedTensor,
     declared_keys,
     entries_of,
     finish_files,
@@ -382,8 +382,8 @@ class _TorchDist:
         params = {name: _chunked(spec, keys) for name, spec in wanted.params.items()}
         self.states, self.weights = _states(params, wanted.source), _weights(params)
         self._numbers = [_numbers(manifest) for manifest in (self.states, self.weights)]
-        wishes = list(_wishes(params, self.states))
-        self.plan = plan_torch_dist(wanted.params, wishes, keys, _FILES)
+        tensors = list(_tensors(params, self.states))
+        self.plan = plan_torch_dist(wanted.params, tensors, keys, _FILES)
         self.common = CommonFile(self.states, extras, self.mesh, wanted.file)
         self._beside = self.common.output()
 
@@ -395,10 +395,10 @@ class _TorchDist:
         return FolderOutput(parts, files, close, partial(self._publish, folder))
 
     def _slot_of(self, chunk: PlannedChunk) -> tuple[int, Slot]:
-        wish = chunk.wish
-        part = _MODEL_WEIGHTS if wish.state == WEIGHT else _ADAM_STATES
-        number, state = self._numbers[part][wish.param]
-        slot_state = state if part == _MODEL_WEIGHTS else wish.state
+        tensor = chunk.tensor
+        part = _MODEL_WEIGHTS if tensor.state == WEIGHT else _ADAM_STATES
+        number, state = self._numbers[part][tensor.param]
+        slot_state = state if part == _MODEL_WEIGHTS else tensor.state
         return part, Slot(number + chunk.number, (), 0, slot_state)
 
     def _publish(self, folder: Location, aside: Location) -> None:
@@ -539,10 +539,10 @@ def _check_states(source: Manifest, file: str) -> None:
             )
 
 
-def _wishes(params: Mapping[str, ParamSpec], states: Manifest) -> Iterator[Wish]:
+def _tensors(params: Mapping[str, ParamSpec], states: Manifest) -> Iterator[WantedTensor]:
     for name, spec in params.items():
         boxes = _boxes(spec)
-        yield Wish(name, WEIGHT, spec.dtype, boxes)
+        yield WantedTensor(name, WEIGHT, spec.dtype, boxes)
         if spec.kind == "trainable":
             for state, dtype in states.states_of(name).items():
-                yield Wish(name, state, dtype, boxes)
+                yield WantedTensor(name, state, dtype, boxes)

@@ -394,6 +394,6 @@ def test_the_rank_of_a_partition_is_the_one_in_its_group(order, tp, pp, cp, sp, 
 
 @settings(deadline=None)
 @given(meshes())
-def test_a_ranks_share_is_its_place_among_the_sharers(mesh: Mesh) -> None:
+def test_a_ranks_index_is_its_place_among_the_partition_ranks(mesh: Mesh) -> None:
     for rank, axes in product(range(mesh.world), (("tp",), ("pp", "tp"), ("ep", "etp"))):
-        assert mesh.share_of(rank, axes) == mesh.sharers(rank, axes).index(rank)
+        assert mesh.partition_index(rank, axes) == mesh.partition_ranks(rank, axes).index(rank)

@@ -35,7 +35,7 @@ def states_of(family: str, mesh: Mesh) -> Any:
 def said(output: StackOutput, file: str) -> list[Any]:
     """All that a plan says of a file."""
     return [
-        (one.key, one.tensor_start, one.shape, one.offset_bytes, one.archive.size_bytes)
+        (one.key, one.start, one.shape, one.offset_bytes, one.archive.size_bytes)
         for one in output.plan.chunks
         if one.file == file
     ]

@@ -47,6 +47,7 @@ from tests.places import Place
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
 CASES = ("plain", "flat", "accelerate", "tied", "bf16")
+NEWER = ("flat_torch2.14", "flat_torch2.15", "accelerate_torch2.15")  # by Python 3.13
 MODEL = "pytorch_model_fsdp_0"
 
 
@@ -86,7 +87,7 @@ def differences(checkpoint: Checkpoint, want: Any) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *NEWER])
 def test_every_state_is_read_as_torch_gathers_it(case: str, place: Place) -> None:
     with open_checkpoint(place(GOLDEN / case)) as checkpoint:
         for name in checkpoint.file_names:

@@ -30,7 +30,7 @@ CAPS = st.sampled_from([None, 1, 500, 3000])
 
 def faults(found: GradBuffer, params: list[Registered], ranks: int, cap: int | None) -> list[str]:
     """Which laws a layout breaks. Nothing here builds one."""
-    alone = {param.name for param in params if param.alone}
+    alone = {param.name for param in params if param.own_bucket}
     out: list[str] = []
     if [param.name for param in found.params] != [param.name for param in reversed(params)]:
         out.append("order")
@@ -102,13 +102,6 @@ def test_places_without_padding_between_buckets(
     ends = [a + param.elems for a, param in zip(at, found.params, strict=True)]
     assert at[0] == 0 and all(b >= a for a, b in zip(ends, at[1:], strict=False))
     assert ends[-1] == sum(bucket.used for bucket in found.buckets)  # the last has no slack
-
-
-def test_without_the_distributed_optimizer_nothing_is_padded() -> None:
-    params = [Registered("a", 100, alone=True), Registered("b", 31)]
-    found = grad_buffer(params, 4, distributed=False)
-    assert [(p.name, p.start) for p in found.params] == [("b", 0), ("a", 31)]
-    assert [(b.start, b.stop, b.used) for b in found.buckets] == [(0, 131, 131)]
 
 
 def test_the_sizes_that_stock_files_say() -> None:

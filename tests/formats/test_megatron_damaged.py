@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
     "chunks of two layers swapped": (
         *(swapped(FC2, (2, 0, 0)), StateMismatchError, "not the weights beside them"),
     ),
-    "the bucket error of 0.16.1": (shifted_masters, StateMismatchError, "0.16.1 to 0.19.0"),
+    "the bucket error of 0.16.1": (shifted_masters, StateMismatchError, "0.16.1 to 0.19.2"),
     "chunks of other tensors": (
         *(swapped("output_layer.weight", (0, 0)), DamagedFileError, OTHER_BYTES),
     ),

@@ -17,7 +17,7 @@ from megatron_ucp.errors import DamagedFileError, UcpError
 from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.megatron import index as reader
 from megatron_ucp.formats.megatron.arguments import OF_METADATA
-from megatron_ucp.formats.megatron.distcp import ArchivePlace, Chunk
+from megatron_ucp.formats.megatron.distcp import ArchivePlace, Blocks, Chunk, aligned
 from megatron_ucp.formats.megatron.index import Index, parsed_index, read_index, untiled
 from megatron_ucp.formats.pt import unpickle
 from megatron_ucp.formats.pt.unpickle import loads
@@ -357,3 +357,62 @@ def test_borders_at_many_places_are_no_damage() -> None:
     chunks = [*index.tensors["a"].chunks]
     assert reader.tiling_fault((200, 9000, 7000), chunks) == ""
     assert "gap" in reader.tiling_fault((200, 9000, 7000), chunks[1:])
+
+
+# ---- blocks of parameters
+
+
+def within(start: Any, stop: Any) -> tuple[slice, ...]:
+    return tuple(slice(int(a), int(b)) for a, b in zip(start, stop, strict=True))
+
+
+def assert_read(blocks: Blocks, boxes: list[tuple[Any, Any]], stored: Any, param: Any) -> None:
+    """The blocks, read of the chunks `boxes` of a stored tensor, are a parameter, each element
+    once."""
+    out = np.full(param.shape, -1)
+    for number, ((start, stop),) in enumerate(blocks):
+        first, size = boxes[blocks.chunks[number]]
+        memory = stored[within(first, np.add(first, size))].reshape(-1)[blocks.offsets[number] :]
+        box = within(start, stop)
+        assert (out[box] == -1).all()
+        out[box] = memory[: blocks.elems(number)].reshape(out[box].shape)
+    assert (out == param).all()
+
+
+def test_stacked_parameters_in_chunks_that_cross_them() -> None:
+    crossed = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        shape = tuple(rng.randint(1, 5) for _ in range(3))
+        counts, stored = shape[: rng.randrange(3)], np.arange(np.prod(shape)).reshape(shape)
+        boxes = split(rng, [0] * 3, [*shape])
+        each = Blocks.of(index_of(shape, boxes).tensors["a"]).stacked(counts)
+        params = stored.reshape(-1, *shape[len(counts) :])
+        for blocks, param in zip(each, params, strict=True):
+            assert_read(blocks, boxes, stored, param)
+        crossed += sum(map(len, each)) > len(boxes)
+    assert crossed > 30
+
+
+def test_states_that_are_cut_at_other_rows() -> None:
+    for seed in range(150):
+        rng = random.Random(seed)
+        shape = rng.randint(2, 9), rng.randint(2, 4)
+        stored = np.arange(np.prod(shape)).reshape(shape)
+        boxes: dict[str, list[tuple[Any, Any]]] = {}
+        for state in "abc":
+            borders = [
+                0,
+                *sorted(rng.sample(range(1, shape[0]), rng.randrange(shape[0]))),
+                shape[0],
+            ]
+            boxes[state] = [((low, 0), (high - low, shape[1])) for low, high in pairwise(borders)]
+            rng.shuffle(boxes[state])
+        whole = {s: Blocks.of(index_of(shape, each).tensors["a"]) for s, each in boxes.items()}
+        same = aligned(whole)
+        assert same is not None and same["a"] == same["b"] == same["c"]
+        for state, blocks in same.items():
+            assert_read(blocks, boxes[state], stored, stored)
+        columns = [((0, at), (shape[0], 1)) for at in range(shape[1])]
+        whole["c"] = Blocks.of(index_of(shape, columns).tensors["a"])
+        assert aligned(whole) is None

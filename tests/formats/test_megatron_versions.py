@@ -13,6 +13,7 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp import errors
+from megatron_ucp.core.names import Keeper
 from megatron_ucp.formats.byte_files import Record
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.megatron.index import Index, read_index
@@ -221,3 +222,20 @@ def test_what_they_do_not_hold_is_named(tmp_path: Path) -> None:
     changed_index(whole, in_blocks)
     with pytest.raises(errors.UnsupportedError, match="scaled by blocks"):
         open_checkpoint(whole).__enter__()
+
+
+def test_a_run_of_muon_is_whole_and_gives_its_weights(tmp_path: Path) -> None:
+    """Two optimizers in a chain, each with states of its own parameters: a momentum of matrices,
+    two moments of the rest. No engine here steps whole matrices: its states stay where they are."""
+    folder, said = GOLDEN_LATER / "v019_muon_tp2", "the states of the optimizer muon"
+    weights = weights_of("v019_muon_tp2")
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.manifest.keeper == Keeper.WEIGHTS and said in checkpoint.notes[-1]
+        assert {spec.name for spec in checkpoint.manifest.params} == {*weights}
+        for name, weight in weights.items():
+            value = read_state(checkpoint, name, "value")
+            assert value.dtype == torch.bfloat16 and torch.equal(value, weight.reshape(-1)), name
+    assert ucp.verify(folder, deep=True).ok
+    assert ucp.export_hf(folder, tmp_path / "hf").complete
+    with pytest.raises(errors.StateMismatchError, match="optimizer"):
+        ucp.convert(folder, tmp_path / "dp2" / "global_step3", target=ucp.Target.of("dp=2"))

@@ -18,12 +18,13 @@ from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.index import read_index, tiling_fault
+from megatron_ucp.formats.megatron.index_writer import saved
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
     CommonFile,
     PlannedChunk,
     TorchDistPlan,
-    Wish,
+    WantedTensor,
     declared_keys,
     finish_files,
     plan_torch_dist,
@@ -72,9 +73,12 @@ def fill(folder: Path, plan: TorchDistPlan, chunk: PlannedChunk, pieces: int) ->
     """As several writers do: each writes a flat run of the chunk, one of them what is around."""
     start, stop = chunk.box
     shape = tuple(b - a for a, b in zip(start, stop, strict=True))
-    spec_shape = model(True).get(chunk.wish.param)
+    spec_shape = model(True).get(chunk.tensor.param)
     whole = values(
-        chunk.wish.param, chunk.wish.state, spec_shape.shape if spec_shape else (), chunk.wish.dtype
+        chunk.tensor.param,
+        chunk.tensor.state,
+        spec_shape.shape if spec_shape else (),
+        chunk.tensor.dtype,
     )
     data = whole[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))].contiguous()
     raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -90,14 +94,15 @@ def fill(folder: Path, plan: TorchDistPlan, chunk: PlannedChunk, pieces: int) ->
 
 def write(folder: Path, alike: bool, cuts: int, files: int, pieces: int) -> TorchDistPlan:
     params = model(alike)
-    wishes = [
-        Wish(name, state, "bfloat16" if state == WEIGHT else "float32", boxes(spec.shape, cuts))
+    tensors = [
+        WantedTensor(
+            name, state, "bfloat16" if state == WEIGHT else "float32", boxes(spec.shape, cuts)
+        )
         for name, spec in params.items()
         for state in (WEIGHT, "fp32", "exp_avg")
     ]
-    plan = plan_torch_dist(
-        params, wishes, declared_keys(params), files, {"rng_state/shard_0.0_1.1": {"a": 1}}
-    )
+    plan = plan_torch_dist(params, tensors, declared_keys(params), files)
+    plan.add_object("rng_state/shard_0.0_1.1", saved([{"a": 1}]))
     folder.mkdir()
     for name, size in plan.sizes.items():
         with open(folder / name, "wb") as file:
@@ -121,9 +126,9 @@ def test_what_several_writers_wrote(
     found, params = by_torch(tmp_path / "x"), model(alike)
     by_state: dict[tuple[str, str], list[PlannedChunk]] = {}
     for chunk in plan.chunks:
-        by_state.setdefault((chunk.wish.param, chunk.wish.state), []).append(chunk)
+        by_state.setdefault((chunk.tensor.param, chunk.tensor.state), []).append(chunk)
     for (name, state), chunks in by_state.items():
-        want = values(name, state, params[name].shape, chunks[0].wish.dtype)
+        want = values(name, state, params[name].shape, chunks[0].tensor.dtype)
         stored = found[chunks[0].key]
         have = stored[chunks[0].at.index] if chunks[0].at.index else stored
         assert torch.equal(have, want), (name, state)
@@ -167,8 +172,10 @@ def test_no_two_archives_share_bytes(cuts: int, files: int) -> None:
         (ROWS, 12),
         {"output_layer.weight": ParamSpec("output_layer.weight", (ROWS, 12), "float32")},
     )
-    wishes = [Wish("output_layer.weight", s, "float32", boxes(shape, cuts)) for s in ("fp32", "x")]
-    plan = plan_torch_dist(params, wishes, declared_keys(params), files)
+    tensors = [
+        WantedTensor("output_layer.weight", s, "float32", boxes(shape, cuts)) for s in ("fp32", "x")
+    ]
+    plan = plan_torch_dist(params, tensors, declared_keys(params), files)
     for name, size in plan.sizes.items():
         spans = [(c.offset_bytes, c.archive.size_bytes) for c in plan.chunks if c.file == name]
         at = 0

@@ -21,7 +21,7 @@ from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.manifest_beside import ManifestBeside
-from megatron_ucp.formats.tags import LATEST, nothing_there, tag_folder
+from megatron_ucp.formats.tags import LATEST, find_tag, nothing_there
 
 STATE = "mp_rank_00_model_states.pt"
 KILLED = 9
@@ -114,9 +114,9 @@ def test_killed_between_any_two_operations_the_newest_tag_is_whole(
             seen.add("between two renames")
             assert content_of(folder / f"{tag}.replaced") == "old"
             with pytest.raises(NotFoundError, match=r"global_step1\.replaced"):
-                tag_folder(folder)
+                find_tag(folder)
         else:
-            seen.add(content_of(tag_folder(folder)))
+            seen.add(content_of(find_tag(folder).folder))
             assert content_of(folder / named) in ("old", "new")
             if tag == "global_step1":
                 assert (folder / tag / "mine.txt").read_text() == "kept"
@@ -133,7 +133,7 @@ def test_killed_between_any_two_operations_the_newest_tag_is_whole(
 def check_that_saves_go_on(folder: Path) -> None:
     """What a killed save left is in nobody's way, and goes."""
     save(folder, "global_step3", "third")
-    assert content_of(tag_folder(folder)) == "third"
+    assert content_of(find_tag(folder).folder) == "third"
     assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
 
 
@@ -142,9 +142,9 @@ def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> N
         (aside / STATE).write_text("all of it")
         assert nothing_there(tmp_path)
         with pytest.raises(NotFoundError, match="was not finished"):
-            tag_folder(aside)
+            find_tag(aside)
         with pytest.raises(NotFoundError, match="no checkpoint"):
-            tag_folder(tmp_path)
+            find_tag(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,7 +156,7 @@ def test_a_folder_with_checkpoints_below_is_no_first_start(tmp_path: Path) -> No
         save(tmp_path / "out" / f"checkpoint-{step}", f"global_step{step}", "all of it")
     assert not nothing_there(tmp_path / "out")
     with pytest.raises(NotFoundError, match="folders below it do") as caught:
-        tag_folder(tmp_path / "out")
+        find_tag(tmp_path / "out")
     assert "checkpoint-10" in str(caught.value) and "checkpoint-5" in str(caught.value)
 
 

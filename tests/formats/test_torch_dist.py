@@ -12,6 +12,7 @@ from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.families import families, find_family, megatron_deepspeed
 from megatron_ucp.formats.checkpoint import Checkpoint
 from megatron_ucp.formats.megatron.distcp import ArchivePlace, Chunk, StoredTensor
+from megatron_ucp.formats.megatron.index import _of_tensors
 from megatron_ucp.formats.megatron.names import key_of, layout_of, read_key, second_matrix
 from megatron_ucp.formats.megatron.params import stored_params
 from megatron_ucp.formats.registry import open_checkpoint
@@ -157,7 +158,7 @@ def test_an_expert_with_a_key_of_its_own_that_is_missing(missing: int) -> None:
     prefix = "decoder.layers.0.mlp."
     keys = [_kept(f"{prefix}router.weight", 4, 8)]
     keys += [_kept(f"{prefix}experts.experts.{n}.linear_fc2.weight", 8, 8) for n in range(4)]
-    tensors = {tensor.key: tensor for tensor in keys}
+    tensors = dict(_of_tensors(keys, {}).tensors)
     found = stored_params(tensors, "file")
     assert [param.expert for param in found.values()] == [None, *((n, 4) for n in range(4))]
     del tensors[f"{prefix}experts.experts.{missing}.linear_fc2.weight"]
@@ -171,3 +172,12 @@ def test_keys_and_names_are_inverse(stacked: bool) -> None:
         for name in find_family(family).table(find_family(family).sizes(**sizes)):
             at = key_of(name, stacked)
             assert read_key(at.key).canonical(at.index)[0] == name
+
+
+def test_norms_before_a_layer_of_one_matrix_are_read_under_its_name() -> None:
+    """As Megatron-LM stores them where a layer has a linear in the place of attention or MLP."""
+    for module, norm in (("self_attention", "input"), ("mlp", "pre_mlp")):
+        key, name = f"decoder.layers.1.{module}.layer_norm_weight", f"{norm}_layernorm.weight"
+        assert read_key(key).canonical(()) == (f"decoder.layers.1.{name}", None)
+        usual = key_of(f"decoder.layers.1.{name}", False).key
+        assert usual != key and read_key(usual) == read_key(key), "the other key is written"

@@ -96,7 +96,7 @@ class Layout:
         self, tensors: list[list[str]], parts: int, axes: tuple[str, ...], group: int
     ) -> list[FlatBuffer]:
         mesh = self.mesh
-        shares = mesh.shares()
+        shares = mesh.first_shares()
 
         def elems(name: str) -> int:
             spec = self._spec(name)

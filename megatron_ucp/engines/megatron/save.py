@@ -46,6 +46,7 @@ from megatron_ucp.errors import PlanError, SaveError, UcpError, UnsupportedError
 from megatron_ucp.formats import output_folder
 from megatron_ucp.formats.file_layout import FileLayout
 from megatron_ucp.formats.megatron.arguments import Kind
+from megatron_ucp.formats.megatron.index_writer import file_of
 from megatron_ucp.formats.megatron.run_state import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.torch_dist import BACKEND as TORCH_DIST
 from megatron_ucp.formats.megatron.torch_dist import METADATA_FILE
@@ -55,9 +56,8 @@ from megatron_ucp.formats.megatron.writer import (
     ModelKeys,
     PlannedChunk,
     TorchDistPlan,
-    Wish,
+    WantedTensor,
     entry_in,
-    file_of,
     finish_files,
     plan_torch_dist,
 )
@@ -257,8 +257,8 @@ class StackOutput:
             every = self._cut({s.name: runs_of(states, s.name) for s in states.params}, keys)
         else:
             keys = replace(keys, extra_states=())
-        params, wishes = states.by_name, list(self._wishes(every))
-        self.plan: TorchDistPlan = plan_torch_dist(params, wishes, keys, kind=kind)
+        params, tensors = states.by_name, list(self._tensors(every))
+        self.plan: TorchDistPlan = plan_torch_dist(params, tensors, keys, kind=kind)
 
     @cached_property
     def files(self) -> tuple[FileLayout, ...]:
@@ -279,10 +279,10 @@ class StackOutput:
         for chunk in self.plan.chunks:
             if chunk.file != name:
                 continue
-            wish, run = chunk.wish, runs[chunk.wish.param, chunk.box]
-            state = VALUE if wish.state == WEIGHT else wish.state
+            tensor, run = chunk.tensor, runs[chunk.tensor.param, chunk.box]
+            state = VALUE if tensor.state == WEIGHT else tensor.state
             ends = run.local, run.local + run.elems
-            found = WrittenRun(wish.param, state, run.place, *ends, [chunk])
+            found = WrittenRun(tensor.param, state, run.place, *ends, [chunk])
             if out and found.follows(out[-1]):
                 out[-1] = replace(out[-1], last=found.last, chunks=[*out[-1].chunks, chunk])
             else:
@@ -298,16 +298,16 @@ class StackOutput:
             for name, found in runs.items()
         }
 
-    def _wishes(self, every: Mapping[str, Sequence[OwnedBox]]) -> Iterator[Wish]:
+    def _tensors(self, every: Mapping[str, Sequence[OwnedBox]]) -> Iterator[WantedTensor]:
         for spec in self.states.params:
             runs = every[spec.name]
             if not runs:
                 continue
             boxes = tuple((run.start, run.stop) for run in runs)
             owners = tuple(first_rank(self.states, run.place) for run in runs)
-            yield Wish(spec.name, WEIGHT, spec.dtype, boxes, owners)
+            yield WantedTensor(spec.name, WEIGHT, spec.dtype, boxes, owners)
             for state, dtype in self._stored(spec):
-                yield Wish(spec.name, state, dtype, boxes, owners)
+                yield WantedTensor(spec.name, state, dtype, boxes, owners)
 
     def _stored(self, spec: ParamSpec) -> list[tuple[str, str]]:
         """The states that the files hold beside the weights."""
@@ -363,7 +363,7 @@ class StackFiles:
             copy = self._copy(snapshot, memory)
             at, ranges = 0, list[FileRange]()
             for chunk in run.chunks:
-                size = math.prod(chunk.shape) * ITEMSIZE[chunk.wish.dtype]
+                size = math.prod(chunk.shape) * ITEMSIZE[chunk.tensor.dtype]
                 path, place = self.sink.aside / chunk.file, chunk.data_offset
                 part = (memory if copy is None else copy)[at : at + size]
                 ranges.append(FileRange(path, place, place, part))

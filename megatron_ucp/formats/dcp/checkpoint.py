@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_ucp.core.box import Bounds, Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
-from megatron_ucp.core.grouping import grouped
+from megatron_ucp.core.grouping import grouped, kept
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import FILE_NAME, RECORDED, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
@@ -53,7 +53,13 @@ from megatron_ucp.formats.hugging_face.stacked import joined
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.manifest_beside import ManifestBeside
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
-from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Chunk, DistcpFile, StoredTensor
+from megatron_ucp.formats.megatron.distcp import (
+    INDEX_FILE,
+    Blocks,
+    DistcpFile,
+    StoredTensor,
+    aligned,
+)
 from megatron_ucp.formats.megatron.torch_dist import check_backend
 from megatron_ucp.formats.optimizers import check_known, counts_steps, is_element, untold_states
 from megatron_ucp.formats.param_groups import param_groups, step_of
@@ -215,17 +221,17 @@ def _groups(groups: Mapping[str, Mapping[str, str]], file: str) -> tuple[GroupKe
             expected="numbers, each with its list of parameters",
             found=some_of(odd),
         )
-    numbers = sorted(map(int, numbered))
-    if numbers != [*range(len(numbers))] or len({*numbers}) != len(numbered):
+    numbers = [*map(str, range(len(numbered)))]
+    if numbered.keys() != {*numbers}:
         raise DamagedFileError(
             "a parameter group is missing",
             file=file,
             expected=f"groups 0 to {len(numbered) - 1}",
-            found=", ".join(map(str, numbers)),
+            found=", ".join(sorted(numbered, key=int)),
         )
     return tuple(
         GroupKeys({k: v for k, v in keys.items() if k != "params"}, keys["params"])
-        for keys in (numbered[str(number)] for number in numbers)
+        for keys in map(numbered.__getitem__, numbers)
     )
 
 
@@ -235,32 +241,9 @@ def _weights_prefix(
     """What the keys of weights begin with, and other sets of weights that are left out: averages
     beside the model. Raises StateMismatchError where the weights of `names`, which an optimizer
     steps, are not there."""
-    keys = {*weights}
-    if names:
-        first = names[0]
-        ends = [key.removesuffix(first) for key in weights if key.endswith(first)]
-        fitting = [p for p in ends if (not p or p[-1] == ".") and all(p + n in keys for n in names)]
-        if not fitting:
-            lost = [name for name in names if not any(key.endswith(name) for key in weights)]
-            raise StateMismatchError(
-                "the optimizer has states of parameters whose weights are not in the folder",
-                file=file,
-                parameter=some_of(lost or names),
-                expected="the weights beside the states: Accelerate's pytorch_model_fsdp_0 beside "
-                "optimizer_0, or one folder with both",
-                found=some_of(weights) if weights else "no weights",
-                fix="give the folder that holds both",
-            )
-    else:
-        fitting = ["", *sorted({key[: at + 1] for key in weights for at in _dots(key)[:2]})]
-        if known:
-            counts = {p: sum(p + name in keys for name in known) for p in fitting}
-            most = max(counts.values())
-            fitting = [p for p, count in counts.items() if count == most > 0] or fitting
-        own = [key for key in weights if not key.startswith(_BESIDE)]
-        inside = [key.startswith((_MODEL, *(_averages(own)))) for key in own]
-        if not known:
-            fitting = [_MODEL] if own and all(inside) else [""]
+    fitting = (
+        _prefixes_of_states(weights, names, file) if names else _prefixes_of_model(weights, known)
+    )
     kept = [p for p in fitting if not _AVERAGES.fullmatch(p)] or fitting
     prefix = _MODEL if _MODEL in kept else min(kept, key=len)
     if len(kept) > 1 and prefix != _MODEL:
@@ -274,12 +257,38 @@ def _weights_prefix(
     return prefix, tuple(sorted({*fitting} - {prefix}))
 
 
-def _averages(keys: Iterable[str]) -> tuple[str, ...]:
-    return tuple({found[0] for key in keys if (found := _AVERAGES.match(key))})
+def _prefixes_of_states(weights: list[str], names: list[str], file: str) -> list[str]:
+    """The prefixes below which all weights are that an optimizer steps. Raises
+    StateMismatchError."""
+    keys, first = {*weights}, names[0]
+    ends = [key.removesuffix(first) for key in weights if key.endswith(first)]
+    fitting = [p for p in ends if (not p or p[-1] == ".") and all(p + n in keys for n in names)]
+    if fitting:
+        return fitting
+    lost = [name for name in names if not any(key.endswith(name) for key in weights)]
+    raise StateMismatchError(
+        "the optimizer has states of parameters whose weights are not in the folder",
+        file=file,
+        parameter=some_of(lost or names),
+        expected="the weights beside the states: Accelerate's pytorch_model_fsdp_0 beside "
+        "optimizer_0, or one folder with both",
+        found=some_of(weights) if weights else "no weights",
+        fix="give the folder that holds both",
+    )
 
 
-def _dots(key: str) -> list[int]:
-    return [at for at, char in enumerate(key) if char == "."]
+def _prefixes_of_model(weights: list[str], known: Collection[str]) -> list[str]:
+    """The prefixes below which most of the `known` names are. Where nobody says any: `model.`, if
+    nothing but averages is beside it."""
+    if not known:
+        own = [key for key in weights if not key.startswith(_BESIDE)]
+        inside = [key.startswith(_MODEL) or bool(_AVERAGES.match(key)) for key in own]
+        return [_MODEL] if own and all(inside) else [""]
+    keys, parts = {*weights}, [key.split(".") for key in weights]
+    starts = {".".join([*part[:n], ""]) for part in parts for n in (1, 2) if n < len(part)}
+    counts = {p: sum(p + name in keys for name in known) for p in ("", *sorted(starts))}
+    most = max(counts.values())
+    return [p for p, count in counts.items() if count == most > 0] or [*counts]
 
 
 # ---- the checkpoint
@@ -316,42 +325,19 @@ class IndexFolder:
         return self.name + name
 
 
-PlaceOfRun = tuple[str, int, int]  # key of the tensor, number of the chunk, first element
 _ZEROS = ""  # the key of a state that no tensor has
 
 
 @dataclass(frozen=True)
-class TensorBlock:
-    """What chunks of stored tensors have of a parameter: `boxes` of it, one after the other along
-    the layout's dim. `places` say by state where these elements lie, each in a row."""
+class PlacedBlock:
+    """Block `number` of what chunks of the tensors of each state, by its key, have of a part of a
+    parameter: `boxes` of it, one after the other along the layout's dim."""
 
     elems: int
     boxes: tuple[Bounds, ...]
-    places: Mapping[str, PlaceOfRun]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one chunk of a tensor has of a part: the box [start, stop) of the part."""
-
-    start: Ints
-    stop: Ints
-    place: PlaceOfRun
-
-    @property
-    def elems(self) -> int:
-        return math.prod(b - a for a, b in zip(self.start, self.stop, strict=True))
-
-    @property
-    def box(self) -> Bounds:
-        return self.start, self.stop
-
-    def rows(self, low: int, high: int) -> "Run":
-        """Some of its rows."""
-        key, number, first = self.place
-        row = self.elems // max(self.stop[0] - self.start[0], 1)
-        place = key, number, first + (low - self.start[0]) * row
-        return Run((low, *self.start[1:]), (high, *self.stop[1:]), place)
+    states: Mapping[str, Blocks]
+    keys: Mapping[str, str]
+    number: int
 
 
 class DcpCheckpoint(Checkpoint):
@@ -377,7 +363,7 @@ class DcpCheckpoint(Checkpoint):
             self._unstepped: dict[str, tuple[str, ...]] = {}  # parameters -> states of others
             self._check_states()
             self._ties: tuple[Tie, ...] = ()
-            self._blocks: list[TensorBlock] = []
+            self._blocks: list[PlacedBlock] = []
             self._specs: Mapping[str, ParamSpec] | None = None  # of parts under other names
             self._state_slices: Mapping[str, Slice] = {}
             self._left_out: list[str] = []
@@ -470,9 +456,6 @@ class DcpCheckpoint(Checkpoint):
         """A value that lies as an object, or as a small tensor, which it stays."""
         if key in self._objects:
             return self._object(key)
-        return self._small_tensor(key)
-
-    def _small_tensor(self, key: str) -> Any:
         tensor = self._stored[key]
         if math.prod(tensor.shape) > MAX_INDEXED or len(tensor.chunks) != 1:
             raise UnsupportedError(
@@ -483,13 +466,14 @@ class DcpCheckpoint(Checkpoint):
                 found=str(tensor.shape),
                 fix="save the checkpoint again with its program",
             )
-        return self._chunk_value(key, 0, tensor.shape)
+        return self._chunk_value(key, 0)
 
-    def _chunk_value(self, key: str, number: int, shape: Ints) -> Any:
+    def _chunk_value(self, key: str, number: int) -> Any:
         """A small chunk of a tensor, as a tensor of its own."""
-        where = self._place(key, number, 0, math.prod(shape))
+        tensor = self._stored[key]
+        where = self._where(key, Blocks.of(tensor), number)
         self.note_read(where.file, where.record)
-        return tensor_at(where, contiguous("0", where.dtype, shape))
+        return tensor_at(where, contiguous("0", where.dtype, tensor.chunks[number].shape))
 
     def _number(self, key: str) -> float:
         """A number that lies as an object or as a tensor of one element."""
@@ -612,7 +596,7 @@ class DcpCheckpoint(Checkpoint):
             tuple(buffers),
             self.groups,
             self._ties,
-            run=self._run(),
+            run=dict(self._counters),
         )
         return self._as_recorded(found)
 
@@ -696,7 +680,7 @@ class DcpCheckpoint(Checkpoint):
         key = self.keys.weights[name]
         return all(
             math.prod(chunk.shape) <= MAX_INDEXED
-            and not any(self._chunk_value(key, number, chunk.shape).get("data"))
+            and not any(self._chunk_value(key, number).get("data"))
             for number, chunk in enumerate(self._stored[key].chunks)
         )
 
@@ -833,7 +817,9 @@ class DcpCheckpoint(Checkpoint):
             alone(param, block.elems, kept, group, scalars, axes=(), chunk=number)
             for number, block in enumerate(blocks)
         ]
-        kind = _kind(param, dtype) if group is None else "trainable"
+        kind = "trainable"
+        if group is None:
+            kind = "buffer" if _BUFFERS.fullmatch(param) or dtype not in _FLOATS else "frozen"
         return self._spec(param, shape, dtype, kind, held[0][1], blocks), buffers
 
     def _stepped(
@@ -869,7 +855,7 @@ class DcpCheckpoint(Checkpoint):
         dtype: str,
         kind: str,
         part: TensorPart,
-        blocks: Sequence[TensorBlock],
+        blocks: Sequence[PlacedBlock],
     ) -> ParamSpec:
         """A parameter that lies in these blocks; `part` is the first of its tensors."""
         known = None if self._specs is None else self._specs.get(param)
@@ -947,95 +933,69 @@ class DcpCheckpoint(Checkpoint):
                 del tensors[name]
         self._ties = tuple(Tie(name, tuple(aliases)) for name, aliases in ties.items())
 
-    def _are_same(self, one: str, other: str) -> bool:
-        keys = self.keys.weights[one], self.keys.weights[other]
-        chunks = [self._stored[key].chunks for key in keys]
-        boxes = [[(chunk.start, chunk.shape) for chunk in each] for each in chunks]
-        return boxes[0] == boxes[1] and all(
-            same_bytes(*(self._place(key, n, 0, math.prod(box[1])) for key in keys))
-            for n, box in enumerate(boxes[0])
+    def _are_same(self, *names: str) -> bool:
+        keys = [self.keys.weights[name] for name in names]
+        one, other = (Blocks.of(self._stored[key]) for key in keys)
+        return one == other and all(
+            same_bytes(*(self._where(key, one, number) for key in keys))
+            for number in range(len(one))
         )
 
     # ------------------------------------------------ blocks
 
     def _blocks_of(
         self, name: str, part: TensorPart, shape: Ints, keys: Mapping[str, str]
-    ) -> Iterator[TensorBlock]:
+    ) -> Iterator[PlacedBlock]:
         """What chunks of the tensors of a part's states, by their `keys`, have of a parameter of a
-        `shape`."""
+        `shape`. Raises UnsupportedError for states that are cut otherwise than it."""
         others = self._state_slices.get(name, part.slice_of)
-        runs = {
-            state: self._runs(key, part.slice_of if state in (MASTER, VALUE) else others)
+        stored = {
+            state: self._sliced(key, part.slice_of if state in (MASTER, VALUE) else others)
             for state, key in keys.items()
             if key != _ZEROS
         }
-        zeros = {state: (_ZEROS, 0, 0) for state, key in keys.items() if key == _ZEROS}
-        for own in self._aligned(runs, keys):
-            first = next(iter(own.values()))
-            places = {state: run.place for state, run in own.items()} | zeros
-            if first.elems:
-                boxes = tuple(part.boxes(shape, *first.box))
-                yield TensorBlock(first.elems, boxes, places)
-            elif not math.prod(shape) and first.place[1] == 0:
-                yield TensorBlock(0, (((0,) * len(shape), shape),), places)
-
-    def _runs(self, key: str, within: Slice | None) -> list[Run]:
-        """What each chunk of a tensor has of a slice of it."""
-        out: list[Run] = []
-        for number, chunk in enumerate(self._stored[key].chunks):
-            found = _in_slice(within, chunk.start, chunk.stop)
-            if found is not None:
-                start, stop, first = found
-                out.append(Run(start, stop, (key, number, first)))
-        return out
-
-    def _aligned(
-        self, runs: Mapping[str, Sequence[Run]], keys: Mapping[str, str]
-    ) -> Iterator[dict[str, Run]]:
-        """Runs of all states that have the same elements: as they are, or cut at the rows at which
-        any of them is. Raises UnsupportedError where other dims are cut differently."""
-        first, *_ = runs.values()
-        boxes = [one.box for one in first]
-        if all([one.box for one in each] == boxes for each in runs.values()):
-            for number in range(len(boxes)):
-                yield {state: each[number] for state, each in runs.items()}
-            return
-        rest = {(one.start[1:], one.stop[1:]) for each in runs.values() for one in each}
-        if len(rest) > 1 or not boxes[0][0]:
-            state = next(s for s, each in runs.items() if [one.box for one in each] != boxes)
+        states = aligned(stored)
+        if states is None:
+            first, *rest = stored
+            state = next(state for state in rest if stored[state] != stored[first])
             raise UnsupportedError(
                 "a state is cut otherwise than its parameter",
                 file=self._index_file,
                 parameter=keys[state],
-                expected=f"the {len(boxes)} chunks of {next(iter(keys.values()))}",
-                found=f"{len(runs[state])} others",
+                expected=f"the {len(stored[first])} chunks of {keys[first]}",
+                found=f"{len(stored[state])} others",
                 fix="save weights and states from one mesh",
             )
-        ordered = {state: sorted(each, key=lambda one: one.start) for state, each in runs.items()}
-        cuts = sorted({side[0] for each in runs.values() for one in each for side in one.box})
-        at = dict.fromkeys(ordered, 0)
-        for low, high in itertools.pairwise(cuts):
-            for state, each in ordered.items():
-                while each[at[state]].stop[0] <= low:
-                    at[state] += 1
-            yield {state: each[at[state]].rows(low, high) for state, each in ordered.items()}
+        blocks = next(iter(states.values()))
+        for number, ((start, stop),) in enumerate(blocks):
+            elems = blocks.elems(number)
+            if elems:
+                yield PlacedBlock(elems, (*part.boxes(shape, start, stop),), states, keys, number)
+            elif not math.prod(shape) and number == 0:
+                yield PlacedBlock(0, (((0,) * len(shape), shape),), states, keys, number)
 
-    def _place(self, key: str, number: int, first: int, elems: int) -> Where:
-        """So many elements of a chunk of a tensor, from `first` on."""
-        if key == _ZEROS:
-            return Where(
-                Zeros(), Record(_ZEROS, 0, elems * ITEMSIZE["float32"], 0), 0, elems, "float32"
-            )
+    def _sliced(self, key: str, within: Slice | None) -> Blocks:
+        """What the chunks of a tensor have of a slice of it."""
+        if within is None:
+            return Blocks.of(self._stored[key])
+        if not within.rows:
+            return self._matrices(key)[within.first]
+        low, high = within.first, within.first + within.rows
+        parts = Blocks.of(self._stored[key]).cut(0, [0, low, high, within.of])
+        inside = (parts.starts[:, 0] >= low) & (parts.stops[:, 0] <= high)
+        return parts.taken(inside).moved(-low)
+
+    @kept
+    def _matrices(self, key: str) -> list[Blocks]:
+        """What the chunks of a stack of matrices have of each of them."""
         tensor = self._stored[key]
-        chunk: Chunk = tensor.chunks[number]
-        file = self.file(self._folder_of[key].file(chunk.place.file))
-        record = file.record_of_chunk(tensor, chunk)
-        return Where(file, record, first * ITEMSIZE[tensor.dtype], elems, tensor.dtype)
+        return Blocks.of(tensor).stacked(tensor.shape[:1])
+
+    def _where(self, key: str, blocks: Blocks, number: int) -> Where:
+        folder = self._folder_of[key]
+        return blocks.where(number, (self._stored[key],), lambda name: self.file(folder.file(name)))
 
     # ------------------------------------------------ the run
-
-    def _run(self) -> dict[str, Any]:
-        return dict(self._counters)
 
     @cached_property
     def _counters(self) -> dict[str, int]:
@@ -1143,17 +1103,16 @@ class DcpCheckpoint(Checkpoint):
 
     def where(self, slot: Slot) -> Where:
         block = self._blocks[slot.buffer]
-        return self._place(*block.places[slot.state], block.elems)
+        if slot.state in block.states:
+            return self._where(block.keys[slot.state], block.states[slot.state], block.number)
+        record = Record("", 0, block.elems * ITEMSIZE["float32"], 0)
+        return Where(Zeros(), record, 0, block.elems, "float32")
 
     def open_file(self, name: str) -> PtFile | DistcpFile:
         stored, one = self.folder.open(name), self._by_file.get(name)
         if one is None:
             return self._closing.enter_context(PtFile(stored, allow=OF_VALUES))
         return self._closing.enter_context(one.index.opened(stored, name.removeprefix(one.name)))
-
-
-def _kind(name: str, dtype: str) -> str:
-    return "buffer" if _BUFFERS.fullmatch(name) or dtype not in _FLOATS else "frozen"
 
 
 def _as_it_is(tensor: Any) -> Any:
@@ -1172,25 +1131,6 @@ def _class_name(settings: Mapping[str, Any]) -> str:
     if not {"betas", "eps", "amsgrad", "capturable"} <= settings.keys():
         return ""
     return "torch.AdamW" if settings.get("decoupled_weight_decay") else "torch.Adam"
-
-
-# ---- boxes
-
-
-def _in_slice(within: Slice | None, start: Ints, stop: Ints) -> tuple[Ints, Ints, int] | None:
-    """What of a chunk [start, stop) of a tensor lies in a slice of it (None: all), in the
-    coordinates of the slice, and the first element of it in the chunk; None for nothing."""
-    if within is None:
-        return start, stop, 0
-    row = math.prod(b - a for a, b in zip(start[1:], stop[1:], strict=True))
-    low = max(start[0], within.first)
-    high = min(stop[0], within.first + max(within.rows, 1))
-    if low >= high:
-        return None
-    first = (low - start[0]) * row
-    if not within.rows:
-        return start[1:], stop[1:], first
-    return (low - within.first, *start[1:]), (high - within.first, *stop[1:]), first
 
 
 class DcpFormat:

@@ -173,7 +173,8 @@ def twin_shapes(shapes: Mapping[str, Ints]) -> tuple[dict[str, Ints], list[str]]
             for expert in range(shape[0]):
                 out[f"{first}mlp.experts.{expert}.{experts[end]}"] = shape[1:]
         elif end in stacks:
-            out[first + stacks[end]] = _turned(shape) if stacks[end].endswith(_MATRICES) else shape
+            is_turned = stacks[end].endswith(_MATRICES)
+            out[first + stacks[end]] = (*shape[:-2], shape[-1], shape[-2]) if is_turned else shape
         elif end in ends and not is_bias:
             out[first + ends[end]] = shape
         else:
@@ -185,10 +186,6 @@ def _ends(latent: bool) -> dict[str, str]:
     """The names of what no layer has for each expert."""
     router = {k: v for k, v in _LAYER.items() if not k.startswith("mlp.router.weight")}
     return {**router, **(_LATENT if latent else {})}
-
-
-def _turned(shape: Ints) -> Ints:
-    return (*shape[:-2], shape[-1], shape[-2])
 
 
 # ---- names of parts

@@ -15,7 +15,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import same
 from megatron_ucp.errors import ForeignFileError, StateMismatchError
 from megatron_ucp.formats.checkpoint import TrainedWeights
-from megatron_ucp.formats.deepspeed.manifest import difference, require_equal, shares
+from megatron_ucp.formats.deepspeed.manifest import compare_fields, difference, shares
 from megatron_ucp.formats.deepspeed.optimizers import Contents, sharing
 from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
@@ -137,7 +137,8 @@ def _check_sharing(run: NativeRun, tree: Any, found: Contents, rank: int, file: 
     """Where a file of ZeRO-3 says which ranks share each sub-group: they must be those of the
     mesh, as nothing else shows whose experts lie in it."""
     for one, buffer in zip(sharing(tree, file) or (), found.buffers, strict=False):
-        said, want = one.get("partition_ranks"), list(run.mesh.sharers(rank, buffer.spread))
+        said = one.get("partition_ranks")
+        want = [*run.mesh.partition_ranks(rank, buffer.held_along)]
         if said != want:
             raise ForeignFileError(
                 "a sub-group was shared by other ranks than the mesh says",
@@ -162,7 +163,7 @@ def _check_model_file(run: NativeRun, name: str) -> int:
     theirs: dict[str, Any] = {key: number(tree.get(key)) for key in keys}
     ours["param_shapes"] = shapes_by_group(first, at)
     theirs["param_shapes"] = shapes_by_group(tree, file)
-    require_equal(ours, theirs, "a model file differs from the first one in", file)
+    compare_fields(ours, theirs, "a model file differs from the first one in", file)
     if run.contents.keeper in COMPARED:  # others have no masters, and `where` looks at the weights
         _check_headers(run, run.rank_of_file(0, mp))
     return mp
@@ -370,7 +371,7 @@ def _manifest(run: NativeRun) -> Manifest:
     for spec in whole.params:
         if spec.name not in whole.holders or not whole.first_holder(spec.name)[0].stepped:
             continue
-        local = spec.layout.local_shape(spec.name, spec.shape, run.mesh.shares())
+        local = spec.layout.local_shape(spec.name, spec.shape, run.mesh.first_shares())
         axes, states = run.partition_ranks.axes(spec.name), ((VALUE, spec.dtype),)
         own = alone(spec.name, math.prod(local), states, axes=axes)
         buffers += shares(run, spec, own)

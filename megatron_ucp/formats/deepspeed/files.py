@@ -318,8 +318,13 @@ class TagFolder(Checkpoint):
         return ManifestBeside(self.folder, self.names.names)
 
     def open_file(self, name: str) -> PtFile:
-        is_value = _is_value if name in self.names.model.values() else _is_no_value
-        vouched = VouchedClasses(is_value, self._classes, self._members)
+        # a program's own values: elsewhere they are in parameter groups alone
+        own = self.names.model.values()
+        vouched = VouchedClasses(
+            lambda key: name in own and (key in _OF_PROGRAMS or key not in OWN_KEYS),
+            self._classes,
+            self._members,
+        )
         file = self._closing.enter_context(PtFile(self.folder.open(name), vouched=vouched))
         self.evidence.compare(name, file.size_bytes, file.directory_sha256)
         return file
@@ -374,13 +379,3 @@ class TagFolder(Checkpoint):
         for name in self.evidence.files.keys() - set(self.file_names):
             if not (self._without_optimizer and is_optimizer_file(name)):
                 self.evidence.read(name)
-
-
-def _is_value(key: str) -> bool:
-    """Whether a key of a model file holds values of the program that wrote it."""
-    return key in _OF_PROGRAMS or key not in OWN_KEYS
-
-
-def _is_no_value(key: str) -> bool:
-    """Other files have such values in parameter groups alone."""
-    return False

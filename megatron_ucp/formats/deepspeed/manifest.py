@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.experts import number_and_count, of_every_expert
+from megatron_ucp.core.experts import number_and_count, with_all_experts
 from megatron_ucp.core.flat import FlatBuffer, Member, alone
 from megatron_ucp.core.manifest import ARGUMENTS, Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import expert_rank_of
@@ -88,14 +88,14 @@ def compare(recorded: Manifest, derived: Manifest, file: str) -> None:
     counters = {key: value for key, value in derived.run.items() if key != ARGUMENTS}
     said |= {key: recorded.run.get(key) for key in counters}
     found |= counters
-    require_equal(said, found, "manifest and files disagree in the", file)
+    compare_fields(said, found, "manifest and files disagree in the", file)
 
 
-def require_equal(
+def compare_fields(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], problem: str, file: str
 ) -> None:
-    """Raises ForeignFileError for the first of some values that differs; `problem` is a sentence
-    that its name ends."""
+    """Raises ForeignFileError for the first field that differs: its name follows `problem` in the
+    message."""
     for what, value in ours.items():
         if value != theirs[what]:
             raise ForeignFileError(
@@ -221,7 +221,7 @@ def _buffer_names(run: NativeRun) -> set[str]:
         for file in run.first_of_stages
         for name in buffer_names(run.tree(file), run.full_path(file))
     }
-    return of_every_expert(found, run.expert_counts)
+    return with_all_experts(found, run.expert_counts)
 
 
 def unexplained(name: str, lacking: Collection[str], file: str) -> UnsupportedError:
@@ -456,7 +456,7 @@ def _spec(run: NativeRun, name: str, local: Ints, dtype: str, kind: str) -> Para
             found="none",
             fix="build the model as the run that wrote the checkpoint did",
         )
-    shares = run.mesh.shares()
+    shares = run.mesh.first_shares()
     share = declared.layout.local_shape(name, declared.shape, shares)
     if share != local:
         _is_another(run, declared, local, share, run.model_name)

@@ -113,9 +113,9 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
     kinds = "add_position_embedding", "use_rotary_position_embeddings"
     learned, rotary = (arguments.get(name) is True for name in kinds)
     heads, groups = arguments.get("num_attention_heads"), arguments.get("num_key_value_heads")
+    is_null = arguments.get("tokenizer_type") == "NullTokenizer"  # no other goes by vocab_size
     out |= {
-        # no other tokenizer goes by the flag
-        "vocab_size": arguments.get("vocab_size") if _is_null(arguments) else None,
+        "vocab_size": arguments.get("vocab_size") if is_null else None,
         "true_vocab_size": said.get("original_vocab_size"),
         ORDER: order_of(arguments),
         "normalization": _NORMS.get(str(arguments.get("normalization"))),
@@ -131,10 +131,6 @@ def flags_of_model(arguments: Mapping[str, Any], info: object = None) -> dict[st
 
 
 _PLAIN = (bool, int, float, str)
-
-
-def _is_null(arguments: Mapping[str, Any]) -> bool:
-    return arguments.get("tokenizer_type") == "NullTokenizer"
 
 
 def _rotates_otherwise(arguments: Mapping[str, Any]) -> bool:

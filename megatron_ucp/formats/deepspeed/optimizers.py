@@ -176,7 +176,7 @@ class Contents:
 
     @property
     def scalars(self) -> tuple[Mapping[str, float], ...]:
-        """Tensors states of each buffer, which are those of its members."""
+        """The scalar states of each buffer, which are those of its members."""
         return tuple(b.members[0].scalars if b.members else {} for b in self.buffers)
 
 

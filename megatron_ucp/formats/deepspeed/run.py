@@ -109,8 +109,9 @@ class ExpertFiles:
 
     def _read(self, file: str, number: int) -> dict[str, TensorRef]:
         out: dict[str, TensorRef] = {}
+        name_of = self.autoep.name_in_module if self.autoep else name_in_module
         for key, ref in self._folder.tree(file).items():
-            name = self._name_in_module(key) if isinstance(key, str) else ""
+            name = name_of(key) if isinstance(key, str) else ""
             part = expert_name(name)
             if part is None or not isinstance(ref, TensorRef) or part.number != number:
                 raise DamagedFileError(
@@ -121,9 +122,6 @@ class ExpertFiles:
                 )
             out[name] = ref
         return out
-
-    def _name_in_module(self, key: str) -> str:
-        return self.autoep.name_in_module(key) if self.autoep else name_in_module(key)
 
     def _same(self, name: str, one: tuple[TensorRef, str], two: tuple[TensorRef, str]) -> None:
         sums = [
@@ -519,7 +517,7 @@ class NativeRun(TagFolder):
         """Whether each tensor-parallel rank has buffers of its own, as AutoTP gives some ranks
         larger shares."""
         if self.recorded is not None:
-            return any(buffer.share for buffer in self.recorded.buffers)
+            return any(buffer.cut_at for buffer in self.recorded.buffers)
         info = self.meta.get(PATTERNS)
         return self.mesh.tp > 1 and not self.pipeline and is_uneven(info, self.main_file)
 
@@ -540,7 +538,7 @@ class NativeRun(TagFolder):
 
     def rank_of_file(self, part: int, mp: int) -> int:
         """The rank whose files have a partition and a model-parallel rank in their names."""
-        return self.mesh.sharers_at(*divmod(mp, self.mesh.tp))[part]
+        return self.mesh.partition_ranks_at(*divmod(mp, self.mesh.tp))[part]
 
     def place_of_rank(self, rank: int) -> int:
         """The number of a rank's place among `places`."""
@@ -727,7 +725,7 @@ class NativeRun(TagFolder):
         joined = join([Stage((), found.buffers, found.groups, at=at) for at, found in places])
         indices = {
             number: index
-            for numbers, found in zip(joined.numbers, self.stages, strict=True)
+            for numbers, found in zip(joined.buffer_numbers, self.stages, strict=True)
             for number, index in zip(numbers, found.indices, strict=True)
         }
         return replace(

@@ -117,7 +117,7 @@ class NativeWriter:
         mesh = self.mesh
         for stage in range(mesh.pp):
             for tp in range(mesh.tp):
-                ranks = mesh.sharers_at(stage, tp)
+                ranks = mesh.partition_ranks_at(stage, tp)
                 for rank in ranks if mesh.zero == 3 else ranks[:1]:
                     yield self._model(self._view(rank))
                 if self._is_split:
@@ -312,7 +312,7 @@ class NativeWriter:
         stacked = [any(is_stacked(m.param) for m in buffer.members) for buffer in held]
         if not any(stacked):
             return {}
-        ranks = [mesh.sharers(view.rank, buffer.spread) for buffer in held]
+        ranks = [mesh.partition_ranks(view.rank, buffer.held_along) for buffer in held]
         return {
             "ds_zero_partition_groups": [
                 {
@@ -572,7 +572,7 @@ class NativeWriter:
         output = Output(layer_name(position, tp))
         names = dict(zip(layers.held[position], layers.canonical[position], strict=True))
         stage = self._stage_with({*names.values()})
-        view = self._view(self.mesh.sharers_at(stage, tp)[0])
+        view = self._view(self.mesh.partition_ranks_at(stage, tp)[0])
         by_name = self.manifest.by_name
         tree: dict[str, Any] = OrderedDict(
             (key, self._entry(output, by_name[name], view)) for key, name in names.items()

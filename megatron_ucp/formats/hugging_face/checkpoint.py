@@ -116,7 +116,8 @@ class Fp8File(ByteFile):
         values, at = self._stored(first, count), 0
         while at < count:
             row, column = divmod(first + at, self.width)
-            rows = 1 if column else max(1, min((count - at) // self.width, self._rows_left(row)))
+            of_block = self.block[0] - row % self.block[0]
+            rows = 1 if column else max(1, min((count - at) // self.width, of_block))
             end = min(at + rows * self.width - column, count)
             held = values[at:end].view(rows, -1)
             held *= self._scales_of(row)[column : column + held.shape[1]]
@@ -133,10 +134,6 @@ class Fp8File(ByteFile):
         stored = bytearray(count)
         self.held.file.read_into(self.held.record, first, memoryview(stored))
         return torch.frombuffer(stored, dtype=torch.float8_e4m3fn).to(torch.float32)
-
-    def _rows_left(self, row: int) -> int:
-        """Rows from this one on to the end of its block."""
-        return self.block[0] - row % self.block[0]
 
     def _scales_of(self, row: int) -> Any:
         """The scale of each element of a row. Raises DamagedFileError."""

@@ -42,12 +42,12 @@ _LEAST_CAP, _CAP_PER_RANK = 40_000_000, 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A parameter as a model registered it: the elements that a rank has. `alone`: it gets a bucket
-    of its own, as embedding and head do that several pipeline stages share."""
+    """A parameter as a model registered it: the elements that a rank has. `own_bucket`: no other
+    parameter is in its bucket, as embedding and head do that several pipeline stages share."""
 
     name: str
     elems: int
-    alone: bool = False
+    own_bucket: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +100,14 @@ def grad_buffer(
     params: Sequence[Registered],
     ranks: int,
     cap: int | None = None,
-    *,
-    distributed: bool = True,
     wide: bool = False,
 ) -> GradBuffer:
     """The buffer for parameters in the order in which the model registered them: they lie in it in
-    the reverse order, as gradients become ready. `ranks` share it; without the DistributedOptimizer
-    nothing is padded and nothing has a bucket of its own."""
+    the reverse order, as gradients become ready. `ranks` share it."""
     builder = _Builder(math.lcm(ranks, BUCKET_ALIGNMENT, WIDE_ALIGNMENT if wide else 1))
     for param in reversed(params):
-        builder.add(param, cap, distributed)
-    builder.close(builder.at, distributed)
+        builder.add(param, cap)
+    builder.close(builder.at)
     return GradBuffer(tuple(builder.params), tuple(builder.buckets))
 
 
@@ -125,23 +122,21 @@ class _Builder:
         self.at = self.first = 0
         self.is_empty = True
 
-    def add(self, param: Registered, cap: int | None, distributed: bool) -> None:
-        alone = param.alone and distributed
-        if distributed:
-            self.at = _rounded(self.at, PARAM_ALIGNMENT)
-        if alone:
-            self.close(self.at, distributed)
+    def add(self, param: Registered, cap: int | None) -> None:
+        self.at = _rounded(self.at, PARAM_ALIGNMENT)
+        if param.own_bucket:
+            self.close(self.at)
         start, stop = self.at, self.at + param.elems
         self.params.append(InBuffer(param.name, start, param.elems, len(self.buckets)))
         self.at, self.is_empty = stop, False
-        if alone or (cap is not None and stop - self.first >= cap):
-            self.close(stop, distributed)
+        if param.own_bucket or (cap is not None and stop - self.first >= cap):
+            self.close(stop)
 
-    def close(self, stop: int, distributed: bool) -> None:
+    def close(self, stop: int) -> None:
         """Ends the open bucket, where anything is in it."""
         if self.is_empty:
             return
-        end = _rounded(stop, self.alignment) if distributed else stop
+        end = _rounded(stop, self.alignment)
         self.buckets.append(Bucket(self.first, end, stop - self.first))
         self.at = self.first = end
         self.is_empty = True
@@ -536,7 +531,7 @@ class RunLayout:
     def _elems(self, name: str) -> int:
         """The elements that a rank has of a parameter."""
         spec = self.params[name]
-        return math.prod(spec.layout.local_shape(name, spec.shape, self.mesh.shares()))
+        return math.prod(spec.layout.local_shape(name, spec.shape, self.mesh.first_shares()))
 
 
 def _sharing(ranks: int, instances: int) -> int:

@@ -109,7 +109,10 @@ class MegatronFolder(Checkpoint):
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""
         if self.manifest.keeper == Keeper.WEIGHTS:
-            return [*self.path_notes, "weights alone: no states of an optimizer"]
+            states = "no states of an optimizer"
+            if self.other_optimizer and not self.told.weights:
+                states = f"the states of the optimizer {self.other_optimizer} are not supported"
+            return [*self.path_notes, f"weights alone: {states}"]
         lower = (one.name for one in self.manifest.params if one.dtype != "float32")
         return [*self.path_notes, *([CLIPPED] if any(map(self.is_clipped, lower)) else [])]
 
@@ -206,6 +209,18 @@ class MegatronFolder(Checkpoint):
         layout = spec.on_mesh or (_uncut(spec) if spec.shape else Replicate())
         return replace(spec, layout=layout, on_mesh=None)
 
+    @cached_property
+    def other_optimizer(self) -> str:
+        """The optimizer of the run, where it is none of those whose states are read: such as Muon,
+        which steps a matrix as a whole; "" where it is one of them."""
+        name = self.arguments.get("optimizer")
+        return "" if name in (None, *STEPPING_ELEMENTS) else str(name)[:100]
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the states of the optimizer are read, and not the weights alone."""
+        return not self.told.weights and not self.other_optimizer
+
     def refuse_optimizer(self) -> None:
         """Raises UnsupportedError for optimizers whose files hold no fp32 masters."""
         for name, what in WITHOUT_MASTERS.items():
@@ -267,6 +282,8 @@ def _as_recorded(spec: ParamSpec, kept: ParamSpec | None) -> ParamSpec:
         on_mesh = kept.on_mesh if isinstance(kept.layout, Chunks) else kept.layout
     return replace(spec, extent=kept.extent, on_mesh=on_mesh)
 
+
+STEPPING_ELEMENTS = ("adam", "sgd")  # optimizers of Megatron-LM that step each element for itself
 
 # Options under which the optimizer's files hold no fp32 masters. Those of a precision-aware one do:
 # Megatron-LM writes its states unscaled, whatever it keeps them in.
@@ -332,7 +349,7 @@ def not_proved(wrong: list[str], arguments: Mapping[str, Any], file: str) -> Sta
     reason = ""
     if several:
         reason = (
-            " (megatron-core 0.16.1 to 0.19.0 saves wrong slices of buckets with padding, which "
+            " (megatron-core 0.16.1 to 0.19.2 saves wrong slices of buckets with padding, which "
             "this run may have had: they are lost)"
         )
     return StateMismatchError(

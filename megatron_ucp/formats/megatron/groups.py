@@ -62,7 +62,8 @@ def saved_groups(
     out: list[SavedGroup] = []
     for tree in expect.each(trees, dict, "param_groups", file):
         own = {key: _own(tree, key) for key in MEGATRON_KEYS if _own(tree, key) is not None}
-        rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
+        names = {key: str(key).removeprefix("pre_") for key in tree}
+        rest = {key: tree[key] for key, name in names.items() if name not in MEGATRON_KEYS}
         if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
             del rest[_TE_ONLY]  # torch's Adam always corrects; the key is for whoever loads it next
         (plain,) = param_groups([rest], tensors, file)
@@ -77,12 +78,8 @@ def saved_groups(
     return out
 
 
-def _plain_key(key: object) -> str:
-    """NeMo writes `pre_wd_mult` for `wd_mult`."""
-    return str(key).removeprefix("pre_")
-
-
 def _own(tree: Mapping[str, Any], key: str) -> Any:
+    """NeMo writes `pre_wd_mult` for `wd_mult`."""
     return tree.get(key, tree.get(f"pre_{key}"))
 
 
@@ -140,30 +137,34 @@ class Membership:
         return self.numbers(spec)[0]
 
     def numbers(self, spec: ParamSpec) -> list[int]:
-        """Those of all that could be it, which are alike. Raises as `number`."""
-        expert = spec.expert is not None and any(g.own.get(EXPERT_MARK) for g in self.groups)
-        left = [n for n, g in enumerate(self.groups) if bool(g.own.get(EXPERT_MARK)) == expert]
-        left = self._as_recorded(left, spec.name)
-        if len(self._kinds(left)) == 1:
-            return left
-        if self._has_own_rate(spec):
-            left = self._narrowed(left, "max_lr", self.decoupled_lr)
-        elif self.decoupled_lr is not None:
-            others = [n for n in left if self.groups[n].own.get("max_lr") != self.decoupled_lr]
-            left = others or left
-        free = is_not_decayed(spec, self.decays_qk_norms)
-        left = self._narrowed(left, "wd_mult", 0.0 if free else 1.0)
-        for keys in (IDENTIFIERS, SCHEDULED):
+        """Those of all that could be it, which are alike: as the rules leave them, the one that
+        says most first. A rule that would leave none says nothing. Raises as `number`."""
+        marked = [bool(group.own.get(EXPERT_MARK)) for group in self.groups]
+        is_expert = spec.expert is not None and any(marked)
+        left = [number for number, mark in enumerate(marked) if mark == is_expert]
+        decay = 0.0 if is_not_decayed(spec, self.decays_qk_norms) else 1.0
+        rules = (
+            ("the manifest", lambda: self._as_recorded(left, spec.name)),
+            ("decoupled_lr", lambda: self._by_rate(left, spec.name)),
+            (
+                "weight decay",
+                lambda: [n for n in left if self.groups[n].own.get("wd_mult") == decay],
+            ),
+            ("the engine's groups", lambda: self._as_live(left, spec.name, IDENTIFIERS)),
+            ("the engine's schedule", lambda: self._as_live(left, spec.name, SCHEDULED)),
+        )
+        told = {str(left): "experts"}  # the groups that were left, by the rule that left them
+        for who, narrowed in rules:
             if len(self._kinds(left)) > 1:
-                left = self._as_live(left, spec.name, keys)
-        alike = self._kinds(left)
-        if len(alike) != 1:
+                left = narrowed() or left
+                told.setdefault(str(left), who)
+        if len(self._kinds(left)) != 1:
             raise StateMismatchError(
                 "the files do not say which parameter group steps a parameter",
                 file=self.file,
                 parameter=spec.name,
                 expected="one group for its kind",
-                found=f"{len(left)} of {len(self.groups)} groups",
+                found=", ".join(f"groups {numbers} by {who}" for numbers, who in told.items()),
                 fix="load it into an engine whose groups have the same overrides, or load the "
                 "weights alone (Python: load_optimizer_states=False)",
             )
@@ -178,8 +179,7 @@ class Membership:
         return [repr(_values(group)) for group in self.groups]
 
     def _as_recorded(self, left: list[int], name: str) -> list[int]:
-        """The groups with the hyper-parameters that a manifest says; all, where it says none, or
-        none that is there."""
+        """The groups with the hyper-parameters that a manifest says."""
         known = self.recorded.get(name)
         if known is None:
             return left
@@ -188,29 +188,25 @@ class Membership:
         def fits(one: SavedGroup) -> bool:
             return _agree(known.settings, one.group.settings) and _agree(marks, one.own)
 
-        return [n for n in left if fits(self.groups[n])] or left
+        return [n for n in left if fits(self.groups[n])]
+
+    def _by_rate(self, left: list[int], name: str) -> list[int]:
+        """The groups with the rate of embedding and head, or those without it."""
+        if self.decoupled_lr is None:
+            return left
+        rates = {n: self.groups[n].own.get("max_lr") for n in left}
+        has_it = name in _EMBEDDING_OR_OUTPUT
+        return [n for n, rate in rates.items() if (rate == self.decoupled_lr) == has_it]
 
     def _as_live(self, left: list[int], name: str, keys: Sequence[str]) -> list[int]:
         """The groups that have what the engine's group of a parameter has under these keys; all,
         where the engine has not a group like each of them: then it says nothing of the others."""
-
-        def values(own: Mapping[str, Any]) -> list[Any]:
-            return [own.get(key) for key in keys]
-
-        live = {
-            param: values(group.marks.get(MEGATRON) or {}) for param, group in self.live.items()
-        }
-        have, saved = [*live.values()], {n: values(self.groups[n].own) for n in left}
-        if name not in live or any(one not in have for one in saved.values()):
+        marks = {param: group.marks.get(MEGATRON) or {} for param, group in self.live.items()}
+        live = {param: [own.get(key) for key in keys] for param, own in marks.items()}
+        saved = {n: [self.groups[n].own.get(key) for key in keys] for n in left}
+        if name not in live or any(one not in live.values() for one in saved.values()):
             return left
-        return [n for n in left if saved[n] == live[name]] or left
-
-    def _narrowed(self, left: list[int], key: str, value: object) -> list[int]:
-        """The groups with a value; all, where no group has it (one without overrides)."""
-        return [n for n in left if self.groups[n].own.get(key) == value] or left
-
-    def _has_own_rate(self, spec: ParamSpec) -> bool:
-        return self.decoupled_lr is not None and spec.name in _EMBEDDING_OR_OUTPUT
+        return [n for n in left if saved[n] == live[name]]
 
 
 def is_not_decayed(spec: ParamSpec, decays_qk_norms: bool = False) -> bool:

@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from megatron_ucp.core.box import Ints
@@ -238,7 +237,7 @@ class LegacyCheckpoint(MegatronFolder):
     @property
     def _has_optimizer(self) -> bool:
         """Whether the optimizer's states are there, and wanted."""
-        return bool(self.main_tree.get("optimizer")) and not self.told.weights
+        return bool(self.main_tree.get("optimizer")) and self.reads_states
 
     @property
     def _has_buffers(self) -> bool:
@@ -379,12 +378,12 @@ class LegacyCheckpoint(MegatronFolder):
     def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
         """The parameters of a part at a rank, by canonical name, in the order of the model."""
         first_expert = self._first_expert(expert)
+        is_tied = self.arguments.get("untie_embeddings_and_output_weights") is False
         for name, ref in self._model(RankFolder(tp, part.stage, expert), part.chunk).items():
             if not isinstance(ref, TensorRef):
                 continue
             found = global_name(name, part.first, first_expert)
-            is_copy = found == HEAD and self._is_tied
-            yield (EMBEDDING if is_copy else found), ref
+            yield (EMBEDDING if is_tied and found == HEAD else found), ref
 
     @property
     def _experts(self) -> int:
@@ -394,10 +393,6 @@ class LegacyCheckpoint(MegatronFolder):
     def _first_expert(self, rank: int) -> int:
         """The first of a rank's experts, by its number in the layer."""
         return experts_of_rank(rank, self._experts, self.saved_on.ep).start
-
-    @cached_property
-    def _is_tied(self) -> bool:
-        return self.arguments.get("untie_embeddings_and_output_weights") is False
 
     def _check_layers(self) -> None:
         """Raises ForeignFileError where a part has other layers than the arguments give it: those

@@ -1,6 +1,5 @@
 """Megatron-core's distributed checkpoints (`torch_dist`), opened."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES, OF_VALUES
 from megatron_ucp.formats.megatron.checkpoint import MegatronFolder, not_proved
-from megatron_ucp.formats.megatron.distcp import INDEX_FILE, DistcpFile, StoredTensor
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Blocks, DistcpFile, StoredTensor
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
@@ -30,13 +29,7 @@ from megatron_ucp.formats.megatron.names import (
     is_cut_in_parts,
     second_matrix,
 )
-from megatron_ucp.formats.megatron.params import (
-    EachAlone,
-    HeldStates,
-    NamedStates,
-    StoredBlock,
-    StoredParam,
-)
+from megatron_ucp.formats.megatron.params import HeldStates, NamedStates, StoredParam
 from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
 from megatron_ucp.formats.proof import are_masters_of, boxes_of, elems_in
 from megatron_ucp.formats.pt.file import PtFile
@@ -78,7 +71,8 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def _read(self) -> None:
         self.groups: list[SavedGroup] = []
-        if not self.told.weights:
+        if self.reads_states:
+            self.states.check()
             self.refuse_optimizer()
             self.groups = self._read_groups()
         self.manifest = self._build()
@@ -100,17 +94,16 @@ class TorchDistCheckpoint(MegatronFolder):
         and one for experts. Raises ForeignFileError where the arguments say the other kind; they
         leave it open where experts are cut otherwise than the rest, and not spread."""
         tree = expect.key_or(self.main_tree, "optimizer", {}, self.main_file)
-        chained = set(tree) == {0, 1}
+        trees = [*tree.values()] if tree and set(tree) == {*range(len(tree))} else [tree]
         spread: Any = self.arguments.get("expert_model_parallel_size")
-        is_open = type(spread) is not int or self.has_experts_cut_alone
-        if tree and not is_open and chained != (spread > 1):
+        is_open = type(spread) is not int or self.has_experts_cut_alone or self.other_optimizer
+        if tree and not is_open and len(trees) != (2 if spread > 1 else 1):
             raise ForeignFileError(
                 "the common tree is of a run with another kind of expert parallelism",
                 file=self.main_file,
                 expected="two optimizers" if spread > 1 else "one optimizer",
-                found="two" if chained else "one",
+                found=f"{len(trees)}",
             )
-        trees: Any = [tree[0], tree[1]] if chained else [tree]
         return expect.each(trees, dict, "optimizer", self.main_file)
 
     def _read_groups(self) -> list[SavedGroup]:
@@ -170,7 +163,7 @@ class TorchDistCheckpoint(MegatronFolder):
         None where they are not even parts along one dim, and of a run without tensor parallelism,
         whose chunks say nothing of other runs."""
         (axis,) = DENSE_CUT if spec.expert is None else EXPERT_CUT
-        ranks, boxes = self.saved_on.size(axis), weight.boxes
+        ranks, boxes = self.saved_on.size(axis), [box for (box,) in weight.blocks]
         if weight.rows and is_cut_in_parts(spec.name):
             return ShardNC(axis, 0, weight.rows)
         if ranks == 1:
@@ -196,20 +189,19 @@ class TorchDistCheckpoint(MegatronFolder):
         """A parameter as chunks hold it whole, on no mesh."""
         if spec.kind == "trainable" and not held.stepped:
             spec = replace(spec, kind="frozen")
-        return replace(spec, layout=Chunks(EachAlone(held.boxes))), held
+        return replace(spec, layout=Chunks(held.blocks)), held
 
     def chunk_buffers(self, groups: Mapping[str, int | None]) -> ChunkBuffers:
         """A buffer for each chunk of some parameters, which are stepped in these groups."""
         self._group_of = groups
-        counts = {name: len(self._held[name].boxes) for name in groups}
+        counts = {name: len(self._held[name].blocks) for name in groups}
         return ChunkBuffers(counts, self._chunk_buffer)
 
     def _chunk_buffer(self, name: str, number: int) -> FlatBuffer:
         held, group = self._held[name], self._group_of[name]
         scalars = {} if group is None else self.groups[group].scalars
         states = tuple((state, param.dtype) for state, param in held.by_state.items())
-        start, stop = held.boxes[number]
-        size = math.prod(b - a for a, b in zip(start, stop, strict=True))
+        size = held.blocks.elems(number)
         return alone(name, size, states, group, scalars, axes=(), chunk=number)
 
     # ------------------------------------------------ what the operations ask for
@@ -237,18 +229,16 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def _check_copy(self, one: StoredTensor, other: StoredTensor) -> None:
         """Raises ForeignFileError where a tensor that lies under two keys is not the same."""
-        for chunks in zip(one.chunks, other.chunks, strict=True):
-            blocks = [
-                StoredBlock(chunk.start, chunk.stop, tensor, chunk, 0)
-                for tensor, chunk in zip((one, other), chunks, strict=True)
-            ]
-            if not same_bytes(*map(self._where, blocks)):
+        blocks = Blocks.of(one)
+        for number, chunk in enumerate(one.chunks):
+            copies = (blocks.where(number, (tensor,), self.file) for tensor in (one, other))
+            if not same_bytes(*copies):
                 raise ForeignFileError(
                     "a tensor lies under two keys, and they differ",
                     file=self.folder / INDEX_FILE,
                     parameter=one.key,
                     expected=f"what {other.key} holds",
-                    found=f"other values from {chunks[0].start} on",
+                    found=f"other values from {chunk.start} on",
                     fix="load another tag",
                 )
 
@@ -256,7 +246,9 @@ class TorchDistCheckpoint(MegatronFolder):
     def _weights_by_file(self) -> Mapping[str, Sequence[StoredParam]]:
         """Each weight in the file that has its first chunk."""
         weights = self.states.weights.values()
-        return grouped((one.blocks[0].chunk.place.file, one) for one in weights if one.blocks)
+        return grouped(
+            (one.blocks.chunk(0, one.tensors)[1].place.file, one) for one in weights if one.blocks
+        )
 
     def _is_proved(self, weight: StoredParam) -> bool:
         """Whether the masters that are stored beside a weight, rounded, are that weight; true where
@@ -268,7 +260,7 @@ class TorchDistCheckpoint(MegatronFolder):
             for box, slot, at in boxes_of(self.manifest, weight.name, MASTER)
         }
         weights = {
-            box: self._where(block) for box, block in zip(weight.boxes, weight.blocks, strict=True)
+            box: weight.where(number, self.file) for number, (box,) in enumerate(weight.blocks)
         }
         return masters == weights or are_masters_of(
             masters, weights, weight.shape, self.is_clipped(weight.name)
@@ -281,15 +273,7 @@ class TorchDistCheckpoint(MegatronFolder):
     def where_in_chunk(self, number: int, state: str) -> Where:
         """Place of a state of the number-th buffer of a chunk."""
         name, chunk = self._chunks.place(number)
-        return self._where(self._held[name].by_state[state].blocks[chunk])
-
-    def _where(self, block: StoredBlock) -> Where:
-        tensor, chunk = block.tensor, block.chunk
-        file = self.file(chunk.place.file)
-        record = file.record_of_chunk(tensor, chunk)
-        offset = block.offset_elems * ITEMSIZE[tensor.dtype]
-        size = math.prod(b - a for a, b in zip(block.start, block.stop, strict=True))
-        return Where(file, record, offset, size, tensor.dtype)
+        return self._held[name].by_state[state].where(chunk, self.file)
 
     def open_file(self, name: str) -> PtFile | DistcpFile:
         stored = self.folder.open(name)

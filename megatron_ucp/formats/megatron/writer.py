@@ -4,25 +4,21 @@ every mesh of Megatron loads: the plan of the `.distcp` files, and `common.pt`."
 import json
 import math
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from io import BytesIO
 from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import FileEntry, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import MASTER
-from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import InertObject, alike
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.checkpoint import Extras
-from megatron_ucp.formats.file_layout import Blob, Crcs, FileLayout, FilePiece
 from megatron_ucp.formats.megatron.arguments import OF_WSD, Kind, is_schedule, written_arguments
 from megatron_ucp.formats.megatron.distcp import INDEX_FILE, SUFFIX
 from megatron_ucp.formats.megatron.groups import SCHEDULED, is_not_decayed
-from megatron_ucp.formats.megatron.index_writer import IndexedBytes, IndexedChunk, index_bytes
+from megatron_ucp.formats.megatron.index_writer import PlacedChunk, PlannedFolder, saved
 from megatron_ucp.formats.megatron.names import (
     ROUTER,
     Stacking,
@@ -38,7 +34,7 @@ from megatron_ucp.formats.megatron.torch_dist import BACKEND, COMMON_FILE, METAD
 from megatron_ucp.formats.optimizers import steps_in_group
 from megatron_ucp.formats.output_folder import entry_of
 from megatron_ucp.formats.param_groups import MEGATRON
-from megatron_ucp.formats.pt.archive import ArchiveLayout, Output, tensor_archive, write_pt
+from megatron_ucp.formats.pt.archive import Output, tensor_archive, write_pt
 from megatron_ucp.formats.pt.refs import number_in
 from megatron_ucp.formats.store import CLAIM, Location
 
@@ -293,12 +289,8 @@ class CommonFile:
 
 # ---- writer
 #
-# Writes Megatron-core's distributed checkpoints (`torch_dist`, `fully_reshardable`), which every
-# mesh of Megatron loads.
-#
-# First a plan: which file has which chunk of which tensor, at which byte. It needs no tensor, is
-# the same wherever it is made, and several writers may fill one file by it: each writes its bytes
-# to their place, and one of them, who knows the CRC-32 of a chunk, what stands around them.
+# The plan of the `.distcp` files: each state of a parameter in chunks, under the keys that
+# Megatron-LM has for it.
 
 
 WEIGHT = "weight"  # what a plan calls the training copy of a parameter
@@ -312,7 +304,7 @@ _METADATA = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class WantedTensor:
     """A state of a parameter that is to be written, in the chunks `boxes` (start and stop in the
     parameter), which together are the whole of it. `owners` are the ranks that write them, each
     into a file of its own (none: they go into the smallest file)."""
@@ -325,103 +317,20 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedChunk:
-    """Box number `number` of a wish, as the archive at `offset_bytes` of a file. `at` is the key of
-    the weight, `key` that of the state: "optimizer.state.exp_avg.output_layer.weight"."""
+class PlannedChunk(PlacedChunk):
+    """Box number `number` of a wanted tensor. `at` is the key of the weight, and `key` that of the
+    state: "optimizer.state.exp_avg.output_layer.weight"."""
 
-    wish: Wish
+    tensor: WantedTensor
     number: int
-    key: str
     at: Stacking
-    file: str
-    offset_bytes: int
-    archive: ArchiveLayout
 
     @property
     def box(self) -> tuple[Ints, Ints]:
-        return self.wish.boxes[self.number]
-
-    @property
-    def data_offset(self) -> int:
-        """The first byte of its elements in the file; they are row-major."""
-        return self.offset_bytes + self.archive.places["0"]
-
-    @property
-    def tensor_start(self) -> Ints:
-        """Where it begins in the stored tensor, stacked dims first."""
-        start, _ = self.box
-        if self.at.last is None:
-            return (*self.at.index, *start)
-        return (*self.at.index, start[0] - self.at.first, *start[1:])
-
-    @property
-    def shape(self) -> Ints:
-        """As it is stored, stacked dims first."""
-        return _stored_shape(self.at.index, self.box)
-
-    @property
-    def indexed(self) -> IndexedChunk:
-        """As the index lists it."""
-        place = IndexedBytes(self.file, self.offset_bytes, self.archive.size_bytes)
-        return IndexedChunk(self.key, self.tensor_start, self.shape, place)
-
-    def around(self, crcs: Crcs) -> Iterator[Blob]:
-        """What stands around its elements in the file."""
-        for at, data in self.archive.around({"0": crcs[self.data_offset]}):
-            yield self.offset_bytes + at, data
+        return self.tensor.boxes[self.number]
 
 
-def _stored_shape(index: Ints, box: tuple[Ints, Ints]) -> Ints:
-    start, stop = box
-    return (1,) * len(index) + tuple(b - a for a, b in zip(start, stop, strict=True))
-
-
-@dataclass(frozen=True)
-class TorchDistPlan:
-    """Every chunk of every tensor, and every other object, by place. `objects` are small: key ->
-    (file, first byte, bytes of the archive). `copies`: a further key of a tensor -> its key; the
-    index lists both, for the same bytes."""
-
-    chunks: tuple[PlannedChunk, ...]
-    shapes: Mapping[str, Ints]
-    objects: Mapping[str, tuple[str, int, bytes]]
-    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
-    copies: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def layouts(
-        self, slot_of: Callable[[PlannedChunk], tuple[int, Slot]], rank: int | None = None
-    ) -> Iterator[FileLayout]:
-        """The files; `slot_of` gives the part of an output, and the slot of it, that a chunk is
-        read into. Of other files than that of a `rank` no chunks are given."""
-        held: dict[str, list[PlannedChunk]] = {name: [] for name in self.sizes}
-        for chunk in self.chunks:
-            if rank is None or chunk.file == file_of(rank):
-                held[chunk.file].append(chunk)
-        for name, size in self.sizes.items():
-            chunks, objects = held[name], self.objects.values()
-            blobs = [(at, partial(bytes, data)) for file, at, data in objects if file == name]
-            pieces = [_piece(chunk, slot_of) for chunk in chunks]
-            owner = int(name.split("_")[2])
-            yield FileLayout(name, size, pieces, blobs, partial(_around, chunks), owner=owner)
-
-    def index_bytes(self) -> bytes:
-        """The file `.metadata`."""
-        tensors = {one.key: (one.wish.dtype, self.shapes[one.key]) for one in self.chunks}
-        chunks = [one.indexed for one in self.chunks]
-        objects = {
-            key: IndexedBytes(file, at, len(data)) for key, (file, at, data) in self.objects.items()
-        }
-        return index_bytes(tensors, chunks, objects, self.copies)
-
-
-def _piece(chunk: PlannedChunk, slot_of: Callable[[PlannedChunk], tuple[int, Slot]]) -> FilePiece:
-    elems = math.prod(chunk.shape)
-    return FilePiece(*slot_of(chunk), elems, chunk.wish.dtype, chunk.data_offset)
-
-
-def _around(chunks: Sequence[PlannedChunk], crcs: Crcs) -> Iterator[Blob]:
-    for chunk in chunks:
-        yield from chunk.around(crcs)
+TorchDistPlan = PlannedFolder[PlannedChunk]
 
 
 @dataclass(frozen=True)
@@ -459,92 +368,64 @@ def declared_keys(params: Mapping[str, ParamSpec], apart: bool = False) -> Model
 
 def plan_torch_dist(
     params: Mapping[str, ParamSpec],
-    wishes: Sequence[Wish],
+    tensors: Sequence[WantedTensor],
     keys: ModelKeys,
     files: int = 1,
-    objects: Mapping[str, Any] | None = None,
     kind: Kind = Kind.DISTRIBUTED,
 ) -> TorchDistPlan:
     """The plan for states of parameters, spread over so many files. `params` are all of the model,
-    by canonical name; no box of a wish lies under two `keys` (see `ModelKeys.cut`). `objects` are
-    what else is stored by key, such as random states; `kind` is the optimizer that they are for."""
-    room = _Room(files)
-    saved = dict.fromkeys(keys.extra_states, _saved([None]))
-    saved |= {key: _saved([value]) for key, value in (objects or {}).items()}
-    places = {key: room.object(data) for key, data in saved.items()}
-    shapes: dict[str, Ints] = {}
-    placed: list[PlannedChunk] = []
-    copies: dict[str, str] = {}
+    by canonical name; no box of a tensor lies under two `keys` (see `ModelKeys.cut`). `kind` is
+    the optimizer that they are for."""
+    plan = TorchDistPlan(files)
+    for key, data in dict.fromkeys(keys.extra_states, saved([None])).items():
+        plan.add_object(key, data)
     mixtures = {number_of_layer(name) for name in params if name.endswith(ROUTER)}
-    for wish in wishes:
-        for at in _keys_to_write(wish, keys, mixtures):
-            key, whole = _stored_key(wish, at.key, kind), params[wish.param].shape
+    for tensor in tensors:
+        for at in _keys_to_write(tensor, keys, mixtures):
+            key, whole = _stored_key(tensor, at.key, kind), params[tensor.param].shape
             rows = whole[:1] if at.last is None else (at.last - at.first,)
             whole = (*(n + 1 for n in at.index), *rows, *whole[1:])
-            shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
-            placed += _placed(wish, key, at, room)
-            for other in keys.copies.get(wish.param, ()):
-                copies[_stored_key(wish, other, kind)] = key
-    return TorchDistPlan(tuple(placed), shapes, places, room.sizes, copies)
+            _, known = plan.shapes.get(key, (tensor.dtype, whole))
+            plan.shapes[key] = tensor.dtype, tuple(map(max, known, whole))
+            _place(tensor, key, at, plan)
+            for other in keys.copies.get(tensor.param, ()):
+                plan.copies[_stored_key(tensor, other, kind)] = key
+    return plan
 
 
-def _stored_key(wish: Wish, key: str, kind: Kind) -> str:
+def _stored_key(tensor: WantedTensor, key: str, kind: Kind) -> str:
     """The key of a state of the parameter that has a `key` among the weights."""
-    if wish.state == WEIGHT:
+    if tensor.state == WEIGHT:
         return key
-    return f"optimizer.state.{kind.value if wish.state == MASTER else wish.state}.{key}"
+    return f"optimizer.state.{kind.value if tensor.state == MASTER else tensor.state}.{key}"
 
 
-def _placed(wish: Wish, key: str, at: Stacking, room: "_Room") -> Iterator[PlannedChunk]:
-    """The chunks of a state under one key, each in a file with room."""
-    for number, box in enumerate(wish.boxes):
-        if at.last is not None and not at.first <= box[0][0] < at.last:
+def _place(tensor: WantedTensor, key: str, at: Stacking, plan: TorchDistPlan) -> None:
+    """Adds the chunks of a state under one key."""
+    for number, (start, stop) in enumerate(tensor.boxes):
+        if at.last is not None and not at.first <= start[0] < at.last:
             continue
-        archive = tensor_archive(wish.dtype, _stored_shape(at.index, box))
-        owner = wish.owners[number] if wish.owners else None
-        file, offset = room.take(archive.size_bytes, owner)
-        yield PlannedChunk(wish, number, key, at, file, offset, archive)
+        shape = (1,) * len(at.index) + tuple(b - a for a, b in zip(start, stop, strict=True))
+        if at.last is not None:
+            start = (start[0] - at.first, *start[1:])
+        archive = tensor_archive(tensor.dtype, shape)
+        place = plan.take(archive.size_bytes, tensor.owners[number] if tensor.owners else None)
+        first = (*at.index, *start)
+        plan.chunks.append(
+            PlannedChunk(key, tensor.dtype, first, shape, *place, archive, tensor, number, at)
+        )
 
 
 def _keys_to_write(
-    wish: Wish, keys: ModelKeys, mixtures: Collection[int | None]
+    tensor: WantedTensor, keys: ModelKeys, mixtures: Collection[int | None]
 ) -> Iterator[Stacking]:
-    """The keys of a wish; of the norm of a layer with experts both: that of megatron-core's own
+    """The keys of a tensor; of the norm of a layer with experts both: that of megatron-core's own
     modules and that of Transformer Engine's (a load passes over keys that it does not ask for)."""
-    for at in keys.params[wish.param]:
+    for at in keys.params[tensor.param]:
         yield at
-        if number_of_layer(wish.param) in mixtures:
+        if number_of_layer(tensor.param) in mixtures:
             others = key_before_experts(at.key), key_behind_experts(at.key)
             yield from (Stacking(other, at.index) for other in others if other is not None)
-
-
-class _Room:
-    """The files of a plan as they fill: what comes next goes into the smallest."""
-
-    def __init__(self, files: int) -> None:
-        self._ends = {file_of(number): 0 for number in range(max(1, files))}
-
-    def take(self, size_bytes: int, owner: int | None = None) -> tuple[str, int]:
-        """A file, the smallest or its owner's, and the first byte of a free place in it."""
-        smallest = min(self._ends, key=self._ends.__getitem__)
-        file = smallest if owner is None else file_of(owner)
-        offset = self._ends.get(file, 0)
-        self._ends[file] = offset + size_bytes
-        return file, offset
-
-    def object(self, data: bytes) -> tuple[str, int, bytes]:
-        """The place of an object that is no tensor."""
-        return (*self.take(len(data)), data)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each file that holds anything."""
-        return {name: size for name, size in self._ends.items() if size}
-
-
-def file_of(number: int) -> str:
-    """The file that a rank writes."""
-    return f"__{number}_0{SUFFIX}"
 
 
 def layers_are_alike(params: Mapping[str, ParamSpec]) -> bool:
@@ -562,14 +443,6 @@ def layers_are_alike(params: Mapping[str, ParamSpec]) -> bool:
     return True
 
 
-def _saved(value: Any) -> bytes:
-    import torch
-
-    out = BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
 # ------------------------------------------------ writing
 
 
@@ -577,7 +450,7 @@ def finish_files(folder: Location, plan: TorchDistPlan, common: Output) -> None:
     """Writes what is no chunk: `common.pt`, the index, and the file that says the format, last.
     Raises OSError, UnsupportedError."""
     write_pt(folder / common.name, common.tree, lambda storage: [_bytes(common, storage.key)])
-    (folder / INDEX_FILE).write_bytes(plan.index_bytes())
+    (folder / plan.index_file).write_bytes(plan.index_bytes())
     (folder / METADATA_FILE).write_text(json.dumps(_METADATA))
 
 

@@ -639,30 +639,21 @@ def _parts(item: object) -> tuple[int, list[object]]:
     return count, containers
 
 
-def with_tensors(
-    value: object,
-    convert: Callable[[Any], object],
-    *,
-    file: str | None = None,
-    max_depth: int = 100,
-) -> object:
+def with_tensors(value: object, convert: Callable[[Any], object]) -> object:
     """A copy of `value` with `convert(ref)` in the place of each TensorRef, and of each InertObject
     of a tensor, inside containers and other InertObjects.
 
     Each shared object is copied once, so sharing and cycles stay as they are and `convert` sees
-    each TensorRef object once. Raises DamagedFileError when the nesting is deeper than `max_depth`.
+    each TensorRef object once. Raises DamagedFileError when the nesting is too deep.
     """
     copies: dict[int, Any] = {}  # by the identity of the original
 
     def copied(item: Any, depth: int) -> Any:
         if id(item) in copies:
             return copies[id(item)]
-        if depth > max_depth:
-            raise DamagedFileError(
-                "the value is nested too deeply",
-                file=file,
-                expected=f"at most {max_depth} levels",
-            )
+        if depth > MAX_DEPTH:
+            problem = "the value is nested too deeply"
+            raise DamagedFileError(problem, expected=f"at most {MAX_DEPTH} levels")
         copy = item
         if isinstance(item, TensorRef) or (
             isinstance(item, InertObject) and item.qualname == TENSOR

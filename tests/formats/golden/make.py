@@ -97,6 +97,7 @@ CASES = {
     "bf16_optimizer": Case(zero(1, config=GRADIENTS)),
     "zero1_elastic": Case(zero(1, zero_config=(("elastic_checkpoint", True),))),
     **{f"zero{stage}_old": Case(zero(stage, **OLD), older) for stage in (1, 2, 3)},
+    "zero2_python3.13": Case(zero(2)),  # made by Python 3.13 with torch 2.14.1
 }
 
 
@@ -177,6 +178,8 @@ def main() -> None:
             make(pool, name, CASES[name])
     finally:
         pool.close()
+    if sys.argv[1:]:
+        return
     versions = {name: version(name) for name in ("deepspeed", "torch", "numpy")}
     (FOLDER / "made_with.json").write_text(json.dumps(versions, indent=1) + "\n")
 

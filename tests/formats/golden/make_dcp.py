@@ -1,10 +1,12 @@
 """Makes the folders in `golden/dcp`: a small model under FSDP2 on two CPU ranks, by torch alone.
 
-    python tests/formats/golden/make_dcp.py     # torch 2.13
+    python tests/formats/golden/make_dcp.py                     # Python 3.11, torch 2.13
+    python3.13 tests/formats/golden/make_dcp.py flat_torch2.15  # another Python, another torch
 
 Each has what torch's own gather says in NAME.pt. Cases: "plain" (`model` and `optim`), "flat" (one
 object for each parameter and setting, scheduler and counters beside), "accelerate" (two folders),
 "tied" (one matrix under two names), "bf16" (weights in bfloat16, and so its moments).
+What follows a "_" says who wrote it: "flat_torch2.15" is "flat" by Python 3.13 and torch 2.15.
 """
 
 import os
@@ -44,7 +46,8 @@ class Net(nn.Module):
         return self.head(self.outer(torch.tanh(self.inner(self.table(tokens))))) * self.scale[0]
 
 
-def main(case: str, rank: int, store: str) -> None:
+def main(name: str, rank: int, store: str) -> None:
+    case = name.partition("_")[0]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.manual_seed(0)
     net = Net(case == "tied").to(torch.bfloat16 if case == "bf16" else torch.float32)
@@ -66,7 +69,7 @@ def main(case: str, rank: int, store: str) -> None:
         optimizer.step()
         schedule.step()
     weights, states = get_model_state_dict(net), get_optimizer_state_dict(net, optimizer)
-    folder = HERE / case
+    folder = HERE / name
     if case == "accelerate":
         dcp.save({"model": weights}, checkpoint_id=folder / "pytorch_model_fsdp_0")
         dcp.save({"optimizer": states}, checkpoint_id=folder / "optimizer_0")
@@ -85,21 +88,21 @@ def main(case: str, rank: int, store: str) -> None:
     weights = get_model_state_dict(net, options=full)
     states = get_optimizer_state_dict(net, optimizer, options=full)
     if not rank:
-        torch.save({"weights": weights, **states}, HERE / f"{case}.pt")
+        torch.save({"weights": weights, **states}, HERE / f"{name}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    if "RANK" in os.environ:
+        main(sys.argv[1], int(os.environ["RANK"]), sys.argv[2])
     else:
-        for one in CASES:
+        for one in sys.argv[1:] or CASES:
             shutil.rmtree(HERE / one, ignore_errors=True)
             (HERE / one).mkdir(parents=True)
             place = HERE / "store"
-            start = [sys.executable, __file__, one]
+            start = [sys.executable, __file__, one, str(place)]
             ranks = [
-                subprocess.Popen([*start, str(n), str(place)], env={**os.environ, "PYTHONPATH": ""})
+                subprocess.Popen(start, env={**os.environ, "PYTHONPATH": "", "RANK": str(n)})
                 for n in range(2)
             ]
             assert [each.wait(120) for each in ranks] == [0, 0]
