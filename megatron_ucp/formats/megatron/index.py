@@ -8,7 +8,6 @@ somebody asks for them.
 Source: `Metadata` of torch.distributed.checkpoint (torch 2.13), as Megatron-core 0.16.1 fills it.
 """
 
-import itertools
 import marshal
 import math
 import pickle
@@ -46,12 +45,11 @@ MOST = 2**62  # of what arrays hold, with room for a sum
 
 MAX_INDEX_BYTES = 16 * 2**30  # of 100 million chunks
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
-_MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
 # what else than OF_METADATA an index names
 _MORE_NAMES = ("torch.Size", "pathlib.PosixPath", "pathlib._local.PosixPath")
 _SECONDS = 5  # of processor time for a small index
 _SMALL_BYTES = 2**16  # of an index that is read in this process
-_MAX_AT_ONCE = 1500  # chunks of which each is compared with each other one
+_MAX_COMPARED = 10_000  # chunks of which each is compared with each other one
 
 # ---- index
 
@@ -267,7 +265,7 @@ def _of_child(data: bytes) -> Index | None:
             for key, (number, at, size) in zip(objects, places, strict=True)
         },
     )
-    return None if untiled(index) is not None else _without_copies(index)
+    return None if tiling_fault(index) else _without_copies(index)
 
 
 # ---- entries, one by one
@@ -373,14 +371,19 @@ def _one_by_one(tree: Any, path: str) -> Index:
         chunks: list[Chunk] = []
         for one in expect.each(entry.state.get("chunks"), InertObject, key, path):
             start, size = read.box(key, one)
+            if not len(start) == len(size) == len(shape):
+                read.fail("a chunk has other dims than its tensor", key, start)
             chunks.append(Chunk(start, size, read.taken(places, key, start)))
-        if fault := tiling_fault(shape, chunks):
-            read.fail(f"the chunks of a tensor are not the whole of it: {fault}", key, shape)
         tensors.append(StoredTensor(key, dtype, shape, chunks))
+    index = _of_tensors(tensors, objects)
+    if fault := tiling_fault(index):
+        key, what = fault
+        problem = f"the chunks of a tensor are not the whole of it: {what}"
+        read.fail(problem, key, index.tensors[key].shape)
     if places:
         (key, start), *_ = places
         read.fail("bytes are listed that belong to no entry", key, f"{len(places)}: {start}")
-    return _without_copies(_of_tensors(tensors, objects))
+    return _without_copies(index)
 
 
 def _of_tensors(tensors: Sequence[StoredTensor], objects: Mapping[str, ArchivePlace]) -> Index:
@@ -476,9 +479,9 @@ def _narrow(values: IntArray) -> IntArray:
 # ---- whether chunks are the whole of their tensors
 
 
-def untiled(index: Index) -> int | None:
-    """The number of a tensor of which the chunks may not be the whole, each element once; None
-    where all are.
+def tiling_fault(index: Index) -> tuple[str, str] | None:
+    """The key of a tensor of which the chunks are not the whole, each element once, and what is
+    wrong with them; None where all are.
 
     Chunks that lie inside, and have as many elements in all as their tensor, are the whole of it
     unless two overlap. Two don't where a plane lies between them that cuts no chunk: all chunks of
@@ -495,18 +498,21 @@ def untiled(index: Index) -> int | None:
     volumes = [math.prod(shape) for shape in index.shapes]
     for number, volume in enumerate(volumes):
         if volume > MOST or max(index.shapes[number], default=0) > MOST // 2:
-            return number
+            return index.keys[number], "they leave a gap"
     outside = np.flatnonzero(((starts > wholes[owner]) | (sizes > wholes[owner] - starts)).any(1))
     if len(outside):
-        return int(owner[outside[0]])
+        row, number = outside[0], owner[outside[0]]
+        start = tuple(starts[row, : len(index.shapes[number])].tolist())
+        return index.keys[number], f"one lies outside, at {start}"
     volume = sizes.prod(1, dtype=np.int64)
     sums = np.concatenate(([0], np.cumsum(volume)))
-    wrong = np.flatnonzero(np.diff(sums[index.firsts]) != np.array(volumes, np.int64))
-    if len(wrong):
-        return int(wrong[0])
+    more = np.diff(sums[index.firsts]) - np.array(volumes, np.int64)
+    if len(wrong := np.flatnonzero(more)):
+        what = "two overlap" if more[wrong[0]] > 0 else "they leave a gap"
+        return index.keys[wrong[0]], what
     some = volume > 0
-    owner = owner[some]
-    return _overlapping(owner, starts[some], (starts + sizes)[some])
+    number = _overlapping(owner[some], starts[some], (starts + sizes)[some])
+    return None if number is None else (index.keys[number], "two overlap")
 
 
 def _overlapping(owner: IntArray, starts: IntArray, stops: IntArray) -> int | None:
@@ -533,46 +539,11 @@ def _overlapping(owner: IntArray, starts: IntArray, stops: IntArray) -> int | No
     _, firsts, counts = np.unique(part[order], return_index=True, return_counts=True)
     for first, size in zip(firsts.tolist(), counts.tolist(), strict=True):
         rows = order[first : first + size]
-        if size > _MAX_AT_ONCE:
-            return int(owner[rows[0]])
-        low = np.maximum(starts[rows][:, None], starts[rows][None])
-        high = np.minimum(stops[rows][:, None], stops[rows][None])
-        if (low < high).all(2).sum() > size:
-            return int(owner[rows[0]])
+        for row in rows.tolist():
+            low, high = np.maximum(starts[row], starts[rows]), np.minimum(stops[row], stops[rows])
+            if size > _MAX_COMPARED or (low < high).all(1).sum() > 1:
+                return int(owner[row])
     return None
-
-
-def tiling_fault(shape: Ints, chunks: Sequence[Chunk]) -> str:
-    """What is wrong with chunks that should be the whole of a tensor of `shape`, each element once;
-    "" where nothing is.
-
-    The borders of all chunks cut the tensor into cells; each cell must lie in one chunk.
-    """
-    for chunk in chunks:
-        inside = len(chunk.start) == len(chunk.shape) == len(shape)
-        if not inside or any(b > n for b, n in zip(chunk.stop, shape, strict=True)):
-            return f"one lies outside, at {chunk.start}"
-    numbers = [_border_numbers(dim, size, chunks) for dim, size in enumerate(shape)]
-    cells = math.prod(len(borders) - 1 for borders in numbers)
-    if cells > _MAX_CELLS:
-        whole = untiled(_of_tensors([StoredTensor("", "", shape, chunks)], {})) is None
-        return "" if whole else "they overlap or leave a gap"
-    seen: set[Ints] = set()
-    for chunk in chunks:
-        sides = zip(numbers, chunk.start, chunk.stop, strict=True)
-        for cell in itertools.product(*(range(known[a], known[b]) for known, a, b in sides)):
-            if cell in seen:
-                return f"two overlap at {chunk.start}"
-            seen.add(cell)
-    return "" if len(seen) == cells else f"they leave a gap ({cells - len(seen)} of {cells} cells)"
-
-
-def _border_numbers(dim: int, size: int, chunks: Sequence[Chunk]) -> dict[int, int]:
-    """The borders along a dim, each with its number."""
-    borders = {0, size}
-    for chunk in chunks:
-        borders |= {chunk.start[dim], chunk.stop[dim]}
-    return {at: number for number, at in enumerate(sorted(borders))}
 
 
 # ---- the files that lie there
