@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -416,52 +416,37 @@ def _rows(values: Sequence[Ints], dims: int, filling: int) -> IntArray:
 
 def _without_copies(index: Index) -> Index:
     """Without tensors that are others under a further key: the same state, at the same places."""
-    arrays = (index.starts, index.sizes)
-    places = (index.file_numbers, index.offsets_bytes, index.sizes_bytes)
-    firsts: list[int] = index.firsts.tolist()
-    rows = index.firsts[:-1]
-    has_rows = np.diff(index.firsts) > 0
-    first_places = np.full((3, len(index.keys)), -1, np.int64)
-    for number, each in enumerate(places):
-        first_places[number, has_rows] = each[rows[has_rows]]
-    at_place: dict[tuple[int, ...], int] = {}
-    kept: list[int] = []
-    for number, place in enumerate(zip(*first_places.tolist(), strict=True)):
-        other = at_place.setdefault(place, number) if place[0] >= 0 else number
-        if other != number:
-            one, two = (slice(firsts[each], firsts[each + 1]) for each in (number, other))
-            is_same = (
-                one.stop - one.start == two.stop - two.start
-                and all(np.array_equal(each[one], each[two]) for each in (*arrays, *places))
-                and index.dtypes[number] == index.dtypes[other]
-                and index.shapes[number] == index.shapes[other]
-                and _state_of(index.keys[number]) == _state_of(index.keys[other])
-            )
-            if is_same:
-                continue
-        kept.append(number)
-    chosen = np.array(kept, np.int64)
     counts = np.diff(index.firsts)
-    mask = np.zeros(len(index.keys), bool)
-    mask[chosen] = True
-    is_all = len(kept) == len(index.keys)
-    picked = np.repeat(mask, counts)
-    starts, sizes, numbers, offsets, lengths = (
-        _narrow(each if is_all else each[picked]) for each in (*arrays, *places)
+    with_rows = np.flatnonzero(counts)
+    first = index.firsts[with_rows]
+    heads = with_rows, index.file_numbers[first], index.offsets_bytes[first]
+    at_place: dict[tuple[int, ...], int] = {}
+    is_kept = np.ones(len(index.keys), bool)
+    for number, *place in zip(*(each.tolist() for each in heads), strict=True):
+        other = at_place.setdefault(tuple(place), number)
+        is_kept[number] = other == number or not _are_same(index, number, other)
+    kept: list[int] = np.flatnonzero(is_kept).tolist()
+    picked = np.repeat(is_kept, counts)
+    return replace(
+        index,
+        keys=tuple(index.keys[number] for number in kept),
+        dtypes=tuple(index.dtypes[number] for number in kept),
+        shapes=tuple(index.shapes[number] for number in kept),
+        firsts=np.concatenate(([0], np.cumsum(counts[is_kept]))),
+        **{name: _narrow(getattr(index, name)[picked]) for name in _OF_CHUNKS},
     )
-    return Index(
-        tuple(index.keys[number] for number in kept),
-        tuple(index.dtypes[number] for number in kept),
-        tuple(index.shapes[number] for number in kept),
-        np.concatenate(([0], np.cumsum(counts[chosen]))),
-        starts,
-        sizes,
-        numbers,
-        offsets,
-        lengths,
-        index.files,
-        index.objects,
-    )
+
+
+# the arrays of an index that have a row for each chunk
+_OF_CHUNKS = ("starts", "sizes", "file_numbers", "offsets_bytes", "sizes_bytes")
+
+
+def _are_same(index: Index, *numbers: int) -> bool:
+    """Whether two tensors are of one state, and lie at the same places."""
+    rows = [slice(*index.firsts[number : number + 2].tolist()) for number in numbers]
+    kinds = {(index.dtypes[n], index.shapes[n], _state_of(index.keys[n])) for n in numbers}
+    arrays = (getattr(index, name) for name in _OF_CHUNKS)
+    return len(kinds) == 1 and all(np.array_equal(*(each[r] for r in rows)) for each in arrays)
 
 
 def _state_of(key: str) -> str | None:
