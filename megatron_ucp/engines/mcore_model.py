@@ -632,7 +632,8 @@ def model_of(
     Raises UsageError for a family that does not fit, LayoutError where the tensor-parallel size
     does not divide the model, or where family and model say different things.
     """
-    built = model_as_built(module, table) if family is None else None
+    shapes = {name: declared.shape for name, declared in table.items()}
+    built = model_as_built(module, shapes) if family is None else None
     found = built.family if built else family
     if found is None:
         say.note(

@@ -1,9 +1,10 @@
 """Model families: tables of names, shapes and layouts, and what else is decided with them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.errors import LayoutError, UsageError, did_you_mean
 from megatron_ucp.families import deepseek_v3, gpt, gpt_oss, llama, megatron_deepspeed, mixtral
@@ -93,9 +94,10 @@ def model_of_module(family: str | Family, module: Any, tp: int) -> Model:
     return model
 
 
-def model_as_built(module: Any, params: Collection[str], first: object = "") -> Model | None:
+def model_as_built(module: Any, shapes: Mapping[str, Ints], first: object = "") -> Model | None:
     """The first family, `first` before all others, whose builder makes the model `module` and whose
-    table has all of its parameters; None where no family is so."""
+    table has all of its parameters with their `shapes`; None where no family is so: one whose
+    layers have widths of their own is of none."""
     for family in sorted(_FAMILIES.values(), key=lambda one: one.name != first):
         builder = family.builder
         if builder is None:
@@ -103,8 +105,8 @@ def model_as_built(module: Any, params: Collection[str], first: object = "") -> 
         try:
             model = Model(family, (family.measure or measured)(module))
             fits = builder.experts == hasattr(model.sizes, "experts")
-            fits = fits and model.sizes.layers <= len(params) and builder.makes(model.sizes)
-            if fits and {*params} <= model.table.keys():
+            fits = fits and model.sizes.layers <= len(shapes) and builder.makes(model.sizes)
+            if fits and shapes.items() <= {n: one.shape for n, one in model.table.items()}.items():
                 return model
         except (UsageError, LayoutError, AttributeError):  # what it measures is not there
             continue

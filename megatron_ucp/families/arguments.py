@@ -21,14 +21,14 @@ def with_model(manifest: Manifest) -> Manifest:
     if arguments is None:
         return manifest
     # a model with more than a family has (latent attention, multi-token prediction) is none of it
-    params = [spec.name for spec in manifest.params if spec.kind != "buffer"]
+    shapes = {spec.name: spec.shape for spec in manifest.params if spec.kind != "buffer"}
     try:
         module = _module(arguments)
-        if is_of_program(params):
+        if is_of_program(shapes):
             order = order_of_rows(manifest.params, arguments.get(ORDER))
-            model = model_of_program(module, params, order)
+            model = model_of_program(module, shapes, order)
         else:
-            model = model_as_built(module, params, arguments.get("model_family"))
+            model = model_as_built(module, shapes, arguments.get("model_family"))
         architecture = _with_scaling(architecture_of(module), arguments)
     except (KeyError, TypeError, ValueError, AttributeError):  # missing, or of other types
         return manifest
@@ -39,7 +39,7 @@ def with_model(manifest: Manifest) -> Manifest:
     if arguments.get(OTHER_ANGLES):
         run[RECORDED] = {"sizes": asdict(model.sizes), OTHER_ANGLES: True}
     manifest = replace(manifest, family=model.family.name, run=run)
-    return _with_layouts(manifest, model) if is_of_program(params) else manifest
+    return _with_layouts(manifest, model) if is_of_program(shapes) else manifest
 
 
 def _with_layouts(manifest: Manifest, model: Model) -> Manifest:

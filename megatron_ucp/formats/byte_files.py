@@ -4,15 +4,15 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from isal.isal_zlib import crc32_combine
 
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats.folder import AHEAD_BYTES, Closing, StoredFile
-from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef
+from megatron_ucp.formats.folder import Closing, StoredFile
+from megatron_ucp.formats.pt.refs import ITEMSIZE
 from megatron_ucp.formats.store import open_file
 
 _CHUNK_BYTES = 2**20
@@ -48,22 +48,10 @@ class ByteFile(ABC):
         for start, place in zip(starts, places, strict=True):
             self.read_into(record, start, target[place : place + size_bytes])
 
-    @property
-    def ahead_bytes(self) -> int:
-        """How much is asked for before it is read."""
-        return AHEAD_BYTES
-
-    def will_read(self, record: Record, start_byte: int, size_bytes: int) -> None:
-        """Says that these bytes of a record are read soon. A hint, which most files don't need."""
-        return
-
-    def begin_reading(self) -> None:
-        """Says that nothing more is told for now."""
-        return
-
-    def will_locate(self, storage: StorageRef) -> None:
-        """Says that the record of a storage is looked up soon. A hint as well."""
-        return
+    @abstractmethod
+    def prefetch(self, source: Record, start_byte: int, size_bytes: int) -> None:
+        """Lets storage begin with bytes that are read soon, from `start_byte` of the record on: in
+        a file with several records those that follow the record, too."""
 
     def check(self, record: Record) -> None:
         """Compares the record's bytes with its CRC-32, 1 MiB at a time; nothing is read without
@@ -144,15 +132,8 @@ class OpenFile(ByteFile, Closing):
     def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
         self._read_run(source.name, source.offset_bytes, source.size_bytes, start_byte, target)
 
-    @property
-    def ahead_bytes(self) -> int:
-        return self.stored.ahead_bytes
-
-    def will_read(self, record: Record, start_byte: int, size_bytes: int) -> None:
-        self.stored.will_read(record.offset_bytes + start_byte, size_bytes)
-
-    def begin_reading(self) -> None:
-        self.stored.begin_reading()
+    def prefetch(self, source: Record, start_byte: int, size_bytes: int) -> None:
+        self.stored.prefetch(source.offset_bytes + start_byte, size_bytes)
 
     def _read_run(
         self, name: str, offset_bytes: int, size_bytes: int, start_byte: int, target: memoryview
@@ -203,6 +184,9 @@ class Zeros(ByteFile):
         view = target.cast("B") if target.nbytes else memoryview(bytearray())
         view[:] = bytes(len(view))
 
+    def prefetch(self, source: Record, start_byte: int, size_bytes: int) -> None:
+        """They are nowhere."""
+
 
 class AssembledTensor(ByteFile):
     """A one-dimensional tensor whose chunks lie in several files, read as a file with one record.
@@ -222,17 +206,26 @@ class AssembledTensor(ByteFile):
         self.record = Record(name, 0, size, crc if self.has_checksums else 0)
 
     def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
-        view, at = target.cast("B") if target.nbytes else memoryview(b""), start_byte
+        view, at = target.cast("B") if target.nbytes else memoryview(b""), 0
         stop = start_byte + len(view)
         if start_byte < 0 or stop > source.size_bytes:
             damaged(self.path, "a range lies outside of the tensor", source.size_bytes, stop)
+        for file, record, low, count in self._pieces(start_byte, stop):
+            file.read_into(record, low, view[at : at + count])
+            at += count
+
+    def prefetch(self, source: Record, start_byte: int, size_bytes: int) -> None:
+        for file, record, low, count in self._pieces(start_byte, start_byte + size_bytes):
+            file.prefetch(record, low, count)
+
+    def _pieces(self, at: int, stop: int) -> Iterator[tuple[ByteFile, Record, int, int]]:
+        """Where bytes [at, stop) lie: file, record, first byte and number of bytes."""
         number = bisect_right(self._starts, at) - 1
         while at < stop:
             file, record = self._parts[number]
             low = at - self._starts[number]
             count = min(record.size_bytes - low, stop - at)
-            first = at - start_byte
-            file.read_into(record, low, view[first : first + count])
+            yield file, record, low, count
             at, number = at + count, number + 1
 
     def check(self, record: Record) -> None:

@@ -16,7 +16,6 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.core.values import InertObject
-from megatron_ucp.errors import StoreError, UcpError
 from megatron_ucp.formats import per_rank
 from megatron_ucp.formats.byte_files import ByteFile, Record, Where
 from megatron_ucp.formats.folder import Folder
@@ -166,10 +165,9 @@ class Checkpoint(ABC):
     def where(self, slot: Slot) -> Where:
         """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
 
-    def will_place(self, slots: Iterable[Slot]) -> None:
-        """Says that the places of these are looked up soon. A hint, which most formats don't
-        need."""
-        return
+    def locate(self, slots: Collection[Slot]) -> dict[Slot, Where]:
+        """Places of several slots. Raises as `where`."""
+        return {slot: self.where(slot) for slot in slots}
 
     def unread(self) -> list[str]:
         """Files beside those of the checkpoint that may hold states of a run, and that nobody
@@ -222,21 +220,22 @@ class Checkpoint(ABC):
             self.file(name)
 
     def check_all(self, names: Sequence[str], allow: Collection[str] = ()) -> None:
-        """As `check`, for several files; an object store sends what some of them need at once."""
+        """As `check`, for several files."""
+        for name in self.prefetching(names, allow):
+            self.check(name, allow)
+
+    def prefetching(self, names: Sequence[str], allow: Collection[str] = ()) -> Iterator[str]:
+        """The names of files, each of which is checked before the next one is asked for: an object
+        store sends what the checks of some of them need at once."""
         for at in range(0, len(names), _CHECKED_AT_ONCE):
             some = names[at : at + _CHECKED_AT_ONCE]
-            self.folder.will_open(some)
-            try:
-                self.will_check(some, allow)
-            except StoreError:
-                raise
-            except UcpError:  # who checks the file says it
-                pass
-            for name in some:
-                self.check(name, allow)
+            self.folder.prefetch(some)
+            self.prefetch_checked(some, allow)
+            yield from some
 
-    def will_check(self, names: Collection[str], allow: Collection[str]) -> None:
-        """Says what of these files is read when they are checked. A hint, as `will_place`."""
+    def prefetch_checked(self, names: Collection[str], allow: Collection[str]) -> None:
+        """Lets storage begin with what `check` reads of these files besides their ends. In most
+        formats that is nothing. Raises StoreError."""
         return
 
     def records(self, name: str) -> list[tuple[Record, str]]:
@@ -361,6 +360,10 @@ class TrainedWeights:
         """Place of a slot of the manifest."""
         ref, name = self.held[slot.buffer, slot.cut]
         return self.files.place(name, ref)
+
+    def locate(self, slots: Collection[Slot]) -> dict[Slot, Where]:
+        """As `Checkpoint.locate`: their headers were read when they were compared."""
+        return {slot: self.where(slot) for slot in slots}
 
     def opened(self, path: str) -> ByteFile:
         return self.files.opened(path)

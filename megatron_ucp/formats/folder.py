@@ -22,7 +22,7 @@ from megatron_ucp.core.manifest import FileEntry
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
 
 MAX_JSON_BYTES = 256 * 2**20
-AHEAD_BYTES = 32 * 2**20  # of a disk, which keeps them itself
+_FEW_BYTES = 4 * 2**10  # of which some are known: so are those that are wanted
 _T = TypeVar("_T")
 
 
@@ -52,7 +52,6 @@ class StoredFile(Closing):
 
     path: str
     size_bytes: int
-    ahead_bytes: int = AHEAD_BYTES  # how much of it is asked for before it is read
 
     @abstractmethod
     def read(self, start_byte: int, target: memoryview) -> None:
@@ -64,12 +63,9 @@ class StoredFile(Closing):
         for start, place in zip(starts, places, strict=True):
             self.read(start, target[place : place + size_bytes])
 
-    def will_read(self, start_byte: int, size_bytes: int) -> None:
-        """Says that these bytes are read soon, so that storage may begin with them; at the latest
-        with `begin_reading`, as neighbours may follow."""
-
-    def begin_reading(self) -> None:
-        """Says that nothing more is told for now."""
+    @abstractmethod
+    def prefetch(self, start_byte: int, size_bytes: int) -> None:
+        """Lets storage begin with bytes that are read soon, and returns at once."""
 
     def bytes_at(self, start_byte: int, size_bytes: int) -> bytes:
         """Bytes of the file. Raises as `read`."""
@@ -135,9 +131,10 @@ class Folder(ABC):
     def open(self, name: str) -> StoredFile:
         """Opens a regular file. Raises NotFoundError, DamagedFileError."""
 
-    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:  # noqa: B027
-        """Says that these files are opened soon, and so many bytes of both ends read (0: as many as
-        usual). A hint, which disks don't need."""
+    @abstractmethod
+    def prefetch(self, names: Iterable[str], ends_bytes: int = 0) -> None:
+        """Lets storage begin with files that are opened soon, of which so many bytes of both ends
+        are read (0: as many as usual)."""
 
     def listing(self) -> Any:
         """What was seen of the names, where another rank needs it to open the files without looking
@@ -226,7 +223,7 @@ class LocalFile(StoredFile):
                 _damaged(self.path, "the file is truncated", expected, f"{done} bytes")
             done += count
 
-    def will_read(self, start_byte: int, size_bytes: int) -> None:
+    def prefetch(self, start_byte: int, size_bytes: int) -> None:
         with suppress(OSError):  # a hint, which a file system need not take
             os.posix_fadvise(self.fd, start_byte, size_bytes, os.POSIX_FADV_WILLNEED)
 
@@ -301,6 +298,9 @@ class LocalFolder(Folder):
         self._opened += 1
         _allow_descriptors(self._opened)
         return LocalFile(self / name)
+
+    def prefetch(self, names: Iterable[str], ends_bytes: int = 0) -> None:
+        """A disk answers one request as soon as many."""
 
     def _entries_of(self, below: str) -> dict[str, os.DirEntry[str]]:
         """What lies in the folder, or in one below it; nothing where there is none."""
@@ -423,9 +423,9 @@ class SharedFolder(Folder):
             return {(0, len(self._to_come[name])): self._to_come[name]}
         return self._seen.reads.get(name, {})
 
-    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
+    def prefetch(self, names: Iterable[str], ends_bytes: int = 0) -> None:
         known = {*self._seen.sizes, *self._to_come}
-        self._base.will_open((one for one in names if one not in known), ends_bytes)
+        self._base.prefetch((one for one in names if one not in known), ends_bytes)
 
     def made(self, key: str, make: Callable[[], _T]) -> _T:
         if key in self._seen.made:
@@ -456,8 +456,6 @@ class _SharedFile(StoredFile):
         self._folder, self._name, self._reads = folder, name, folder.reads(name)
         self._open_here, self._file = open_here, file
         self._is_closed = False
-        if file is not None:
-            self.ahead_bytes = file.ahead_bytes
 
     @property
     def _opened(self) -> StoredFile:
@@ -465,7 +463,6 @@ class _SharedFile(StoredFile):
             raise UsageError("the file has been closed", file=self.path, fix="open it again")
         if self._file is None:
             self._file = self._open_here()
-            self.ahead_bytes = self._file.ahead_bytes
             if self._file.size_bytes != self.size_bytes:
                 _damaged(
                     self.path,
@@ -486,14 +483,11 @@ class _SharedFile(StoredFile):
         if (look := self._folder.look) is not None:
             look.reads.setdefault(self._name, {})[start_byte, len(target)] = bytes(target)
 
-    def will_read(self, start_byte: int, size_bytes: int) -> None:
+    def prefetch(self, start_byte: int, size_bytes: int) -> None:
         end = start_byte + size_bytes
-        if not any(start_byte <= at and at + size <= end for at, size in self._reads):
-            self._opened.will_read(start_byte, size_bytes)
-
-    def begin_reading(self) -> None:
-        if self._file is not None:
-            self._file.begin_reading()
+        is_known = any(start_byte <= at and at + size <= end for at, size in self._reads)
+        if size_bytes > _FEW_BYTES or not is_known:
+            self._opened.prefetch(start_byte, size_bytes)
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         self._opened.read_rows(starts, size_bytes, target, places)

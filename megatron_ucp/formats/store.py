@@ -4,7 +4,7 @@ written whole or not at all. The only module that knows the library `obstore`.
 What lies in a store differs from a disk in three ways. Nothing can be renamed, so a save writes its
 objects where they stay, and one object that is written last, the manifest, makes them a tag
 (`store_saves`). Nothing can be locked, so writers find each other by conditional writes. And each
-request takes its time, so bytes are asked for before they are needed (`StoredObject.will_read`).
+request takes its time, so bytes are asked for before they are needed (`prefetch`).
 """
 
 import io
@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import uuid
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -275,23 +275,21 @@ class StoreOptions:
                 found=repr(given)[:200],
                 fix="give a mapping",
             )
-        own = {"timeout_s", "give_up_s"}
-        for name in own:
-            value = given.get(name, 1.0)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_span(value):
-                raise UsageError(
-                    f"store: {name} is a number of seconds",
-                    expected="more than 0",
-                    found=repr(value),
-                    fix="give seconds, such as 30",
-                )
-        config = {name: value for name, value in given.items() if name not in own}
-        return cls(**{name: given[name] for name in own & {*given}}, config=config or None)
+        times = {n: _seconds(f"store: {n}", given[n]) for n in _ENVIRONMENT if n in given}
+        config = {name: value for name, value in given.items() if name not in _ENVIRONMENT}
+        return cls(**times, config=config or None)
 
 
-def _is_span(seconds: float) -> bool:
-    """Whether a request can take so long."""
-    return 0 < seconds < 10**7
+def _seconds(name: str, value: object) -> float:
+    """How long a request may take. Raises UsageError."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 10**7:
+        return value
+    raise UsageError(
+        f"{name} is a number of seconds",
+        expected="more than 0, such as 30",
+        found=repr(value),
+        fix="correct it, or leave it out",
+    )
 
 
 _ENVIRONMENT = {"timeout_s": "UCP_STORE_TIMEOUT_S", "give_up_s": "UCP_STORE_GIVE_UP_S"}
@@ -312,18 +310,12 @@ def options() -> StoreOptions:
     UsageError."""
     said: dict[str, Any] = {}
     for name, variable in _ENVIRONMENT.items():
-        if (text := os.environ.get(variable)) and getattr(_options, name) == getattr(
-            StoreOptions, name
-        ):
+        text = os.environ.get(variable)
+        if text and getattr(_options, name) == getattr(StoreOptions, name):
+            value: object = text
             with suppress(ValueError):
-                said[name] = float(text)
-            if not _is_span(said.get(name, 0.0)):
-                raise UsageError(
-                    f"{variable} is a number of seconds",
-                    expected="30",
-                    found=repr(text),
-                    fix="correct it, or leave it out",
-                )
+                value = float(text)
+            said[name] = _seconds(variable, value)
     return replace(_options, **said)
 
 
@@ -484,8 +476,8 @@ def _head(path: StorePath) -> "_Status | None":
     """What is known of an object; None where there is none."""
     import obstore
 
-    if (listed := _listing_of(path)) is not None and listed.objects:
-        return listed.objects.get(listed.name_of(path))
+    if listed := _listed_around(path):
+        return listed.get(path)
     client = _of(path)
     try:
         with _asking(path, "say whether the object is there"):
@@ -516,8 +508,9 @@ def _prefix(path: StorePath) -> str:
 
 def objects_below(path: StorePath) -> Iterator[tuple[StorePath, _Status]]:
     """All objects below a folder."""
-    if (listed := _listing_of(path)) is not None:
-        yield from listed.below(path)
+    if (listed := _listed_around(path)) is not None:
+        prefix = _prefix(path)
+        yield from ((one, status) for one, status in listed.items() if one.key.startswith(prefix))
         return
     for page in _pages_below(path):
         yield from page
@@ -541,7 +534,7 @@ def _pages_below(path: StorePath) -> Iterator[list[tuple[StorePath, _Status]]]:
             ]
 
 
-def _without_marks(files: Mapping[str, _Status], folders: Collection[str]) -> dict[str, _Status]:
+def _without_marks(files: Mapping[_T, _Status], folders: Collection[_T]) -> dict[_T, _Status]:
     """Objects without the empty ones that have the name of a folder: what a store's console makes
     when somebody makes a folder there."""
     return {n: one for n, one in files.items() if one.st_size or n not in folders}
@@ -551,64 +544,31 @@ def level_of(path: StorePath) -> tuple[list[str], dict[str, _Status]]:
     """Names of the folders in a folder, and of the objects."""
     import obstore
 
-    if (listed := _listing_of(path)) is not None:
-        return listed.level(path)
-    prefix, client = _prefix(path), _of(path)
-    with _asking(path, "list its objects"):
-        found = obstore.list_with_delimiter(client, prefix=prefix or None)
-    folders = {one.rstrip("/").removeprefix(prefix) for one in found["common_prefixes"]} - {""}
-    files = {meta["path"].removeprefix(prefix): _Status.of(meta) for meta in found["objects"]}
+    if _listed_around(path) is not None:
+        below = [(one.relative_to(path).parts, status) for one, status in objects_below(path)]
+        folders = {parts[0] for parts, _ in below if len(parts) > 1}
+        files = {parts[0]: status for parts, status in below if len(parts) == 1}
+    else:
+        prefix, client = _prefix(path), _of(path)
+        with _asking(path, "list its objects"):
+            found = obstore.list_with_delimiter(client, prefix=prefix or None)
+        folders = {one.rstrip("/").removeprefix(prefix) for one in found["common_prefixes"]} - {""}
+        files = {meta["path"].removeprefix(prefix): _Status.of(meta) for meta in found["objects"]}
     return sorted(folders), _without_marks({n: files[n] for n in sorted(files) if n}, folders)
 
 
 # ---- one listing for a look
 
 
-class _Listing:
-    """What lies below a folder, from one answer; `is_whole` says whether that had all of it."""
-
-    def __init__(self, root: StorePath) -> None:
-        self.root = root
-        page = next(_pages_below(root), [])
-        self.is_whole = len(page) < _PAGE_OBJECTS - 1  # the folder itself may be an object
-        objects = {self.name_of(path): status for path, status in page}
-        folders = {str(one) for name in objects for one in PurePosixPath(name).parents}
-        self.objects = _without_marks(objects, folders)
-
-    def name_of(self, path: StorePath) -> str:
-        """The name of a path relative to the folder; empty of the folder."""
-        return path.key.removeprefix(self.root.key).removeprefix("/")
-
-    def holds(self, path: StorePath) -> bool:
-        """Whether all is known of a path."""
-        return self.is_whole and self.root in (path, *path.parents)
-
-    def below(self, path: StorePath) -> Iterator[tuple[StorePath, _Status]]:
-        """All objects below a folder."""
-        prefix = f"{name}/" if (name := self.name_of(path)) else ""
-        for name, status in self.objects.items():
-            if name.startswith(prefix):
-                yield self.root / name, status
-
-    def level(self, path: StorePath) -> tuple[list[str], dict[str, _Status]]:
-        """As `level_of`."""
-        folders, files = set[str](), dict[str, _Status]()
-        for one, status in self.below(path):
-            first, *rest = one.relative_to(path).parts
-            if rest:
-                folders.add(first)
-            else:
-                files[first] = status
-        return sorted(folders), dict(sorted(files.items()))
+# The folder of the look that is under way, and all objects below it.
+_LISTED: ContextVar["tuple[StorePath, dict[StorePath, _Status]] | None"]
+_LISTED = ContextVar("listed", default=None)
 
 
-_LISTED: ContextVar["_Listing | None"] = ContextVar("listed", default=None)
-
-
-def _listing_of(path: StorePath) -> _Listing | None:
-    """The listing of the look that is under way, where it says all of a path."""
-    listed = _LISTED.get()
-    return listed if listed is not None and listed.holds(path) else None
+def _listed_around(path: StorePath) -> dict[StorePath, _Status] | None:
+    """What was listed for the look that is under way, where that is all of a path."""
+    root, objects = _LISTED.get() or (None, {})
+    return objects if root in (path, *path.parents) else None
 
 
 def look_once(path: object, look: Callable[[], _T]) -> _T:
@@ -616,12 +576,13 @@ def look_once(path: object, look: Callable[[], _T]) -> _T:
     what is missed there is looked for once more, as somebody may have saved in between. Raises what
     `look` raises, StoreError."""
     root = location(cast("str", path)) if is_url(path) else None
-    if not isinstance(root, StorePath) or not root.key:
+    if not isinstance(root, StorePath) or not root.key or _listed_around(root) is not None:
         return look()
-    held = _LISTED.get()
-    if held is not None and held.holds(root):
+    objects = dict(next(_pages_below(root), []))
+    if len(objects) >= _PAGE_OBJECTS - 1:  # there are more; the folder itself may be an object
         return look()
-    token = _LISTED.set(_Listing(root))
+    folders = {folder for one in objects for folder in one.parents}
+    token = _LISTED.set((root, _without_marks(objects, folders)))
     try:
         return look()
     except NotFoundError:
@@ -659,11 +620,11 @@ def read_object(path: StorePath) -> tuple[bytes, str | None]:
 ENDS_BYTES = 128 * 2**10  # of the head and of the tail of an object, which are asked for once
 SMALL_BYTES = 4 * 2**10  # what is asked for at least, and kept: of records, headers and scalars
 _KEPT_PAGES = 256  # of so many bytes each, for what nobody said would be read
-_JOINED_BYTES, _GAP_BYTES = 8 * 2**20, 4 * 2**10  # what is asked for in one request
+_ROW_GAP_BYTES = 256  # over which one request reads on, to the next row
+REQUEST_BYTES = 8 * 2**20  # at most of one request
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(NamedTuple):
     """Bytes [first, end) of an object, which were asked for."""
 
     first: int
@@ -671,78 +632,65 @@ class _Asked:
     data: "Future[memoryview]"
 
 
-class _Ranges:
-    """Ranges of an object that hardly overlap, found by a byte in them."""
-
-    def __init__(self) -> None:
-        self._by_first: dict[int, _Asked] = {}
-        self._firsts: list[int] = []  # sorted
-
-    def add(self, asked: _Asked) -> None:
-        if asked.first not in self._by_first:
-            insort(self._firsts, asked.first)
-        self._by_first[asked.first] = asked
-
-    def at(self, byte: int) -> _Asked | None:
-        """The range that begins last of those that begin at this byte or before it, where it has
-        the byte."""
-        number = bisect_right(self._firsts, byte) - 1
-        found = self._by_first[self._firsts[number]] if number >= 0 else None
-        return found if found is not None and byte < found.end else None
-
-    def drop(self, asked: _Asked) -> None:
-        if self._by_first.get(asked.first) is asked:
-            del self._by_first[asked.first]
-            self._firsts.remove(asked.first)
-
-    def clear(self) -> None:
-        self._by_first.clear()
-        self._firsts.clear()
+def _first(asked: _Asked) -> int:
+    return asked.first
 
 
 class StoredObject(StoredFile):
     """An object that is read by ranges. All ranges are of one version of it: one that was replaced
     meanwhile is refused."""
 
-    ahead_bytes = 128 * 2**20  # in memory; with less, 30 ms for each request are waited for
-
     def __init__(self, path: StorePath, size_bytes: int, e_tag: str | None) -> None:
         self._at, self.path, self.size_bytes, self._e_tag = path, str(path), size_bytes, e_tag
-        self._ahead = _Ranges()  # until they were read
-        self._small = _Ranges()  # until the file is closed
-        self._blocks: dict[int, _Asked] = {}  # head and tail, by the first byte; as long
-        self._pages: deque[_Asked] = deque()  # the small ones that nobody told of
-        self._told: tuple[int, int] | None = None  # bytes that are to be asked for with the next
+        # by their first bytes; none overlap. Each until its last byte was read, but for small ones
+        # and the ends of the object, which may be read again.
+        self._asked: list[_Asked] = []
+        self._pages: deque[_Asked] = deque()  # of them those that no `prefetch` asked for
         self._lock = threading.RLock()  # of what was asked
-        self._ends_bytes = ENDS_BYTES
         self._is_closed = False
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            self._ahead.clear()
-            self._small.clear()
-            self._blocks.clear()
+            self._asked.clear()
+
+    def prefetch(self, start_byte: int, size_bytes: int) -> None:
+        """Asks now for what of these bytes nobody has asked for."""
+        end = min(start_byte + size_bytes, self.size_bytes)
+        with self._lock:
+            at = self._unasked(start_byte, end)
+            if at >= end:
+                return
+            end = max(end, min(at + SMALL_BYTES, self.size_bytes))
+            while asked := self._asked_with(end - 1):
+                end = asked.first
+            low, high = (bisect_left(self._asked, byte, key=_first) for byte in (at, end))
+            self._asked[low:high] = [
+                self._ask(first, min(first + REQUEST_BYTES, end))
+                for first in range(at, end, REQUEST_BYTES)
+            ]
+
+    def _ask(self, first: int, end: int) -> _Asked:
+        return _Asked(first, end, _threads().submit(self._range, first, end))
 
     def read(self, start_byte: int, target: memoryview) -> None:
         if self._is_closed:
             raise UsageError("the file has been closed", file=self.path, fix="open it again")
-        done = 0
-        while done < len(target):
-            at = start_byte + done
-            data, first = self._piece(at, len(target) - done)
-            part = data[at - first : at - first + len(target) - done]
-            target[done : done + len(part)] = part
-            done += len(part)
+        at, end = start_byte, start_byte + len(target)
+        while at < end:
+            data, first = self._piece(at, end)
+            part = data[at - first : end - first]
+            target[at - start_byte : at - start_byte + len(part)] = part
+            at += len(part)
 
     def read_rows(self, starts: range, size_bytes: int, target: memoryview, places: range) -> None:
         """Several rows at a time, each by a request of its own; those that are near by one."""
         joined: list[tuple[int, int, list[tuple[int, int]]]] = []  # first byte, end, rows in it
         for start, place in zip(starts, places, strict=True):
-            if self._is_asked(start, size_bytes):
+            if self._unasked(start, start + size_bytes) >= start + size_bytes:
                 self.read(start, target[place : place + size_bytes])
                 continue
-            if joined and 0 <= start - joined[-1][1] <= _GAP_BYTES // 16:
+            if joined and 0 <= start - joined[-1][1] <= _ROW_GAP_BYTES:
                 first, _, rows = joined.pop()
             else:
                 first, rows = start, []
@@ -757,101 +705,54 @@ class StoredObject(StoredFile):
                     row = data[start - first : start - first + size_bytes]
                     target[place : place + size_bytes] = row
 
-    def will_read(self, start_byte: int, size_bytes: int) -> None:
-        """Asks for these bytes now; together with those before them where they are neighbours."""
-        at, end = start_byte, start_byte + size_bytes
+    def _asked_with(self, byte: int) -> _Asked | None:
+        """What was asked for and has a byte."""
+        number = bisect_right(self._asked, byte, key=_first) - 1
+        found = self._asked[number] if number >= 0 else None
+        return found if found is not None and byte < found.end else None
+
+    def _unasked(self, at: int, end: int) -> int:
+        """The first of bytes [at, end) that nobody asked for; no less than `end` where all were."""
         with self._lock:
-            while at < end and (asked := self._found(at, end - at)):
+            while at < end and (asked := self._asked_with(at)):
                 at = asked.end
-            if at >= end:
-                return
-            if self._told is not None:
-                first, told = self._told
-                if first <= at <= told + _GAP_BYTES and end - first <= _JOINED_BYTES:
-                    self._told = first, max(end, told)
-                    return
-            self._ask_told()
-            self._told = at, end
+        return at
 
-    def begin_reading(self) -> None:
-        with self._lock:
-            self._ask_told()
-
-    def will_read_ends(self, ends_bytes: int) -> None:
-        """Asks for the head and for the tail now, which are to have so many bytes."""
-        with self._lock:
-            if ends_bytes and self.size_bytes > ENDS_BYTES:
-                self._ends_bytes = ends_bytes
-            for first in self._block_starts():
-                self._block(first)
-
-    def _is_asked(self, at: int, size: int) -> bool:
-        """Whether bytes are there, or on their way."""
-        with self._lock:
-            first, told = self._told or (0, 0)
-            asked = self._found(at, size)
-            return first <= at < told or (asked is not None and at + size <= asked.end)
-
-    def _ask_told(self) -> None:
-        """Sends the request for what was told."""
-        if self._told is not None:
-            (first, end), self._told = self._told, None
-            if end - first > SMALL_BYTES:
-                self._ahead.add(self._ask(first, end))
-            else:
-                self._small.add(self._ask(first, min(first + SMALL_BYTES, self.size_bytes)))
-
-    def _ask(self, first: int, end: int) -> _Asked:
-        return _Asked(first, end, _threads().submit(self._range, first, end))
-
-    def _found(self, at: int, size: int) -> _Asked | None:
-        """What was asked for and has all of these bytes; else what has the first of them."""
-        asked = self._ahead.at(at), self._small.at(at), *self._blocks.values()
-        found = [one for one in asked if one is not None and one.first <= at < one.end]
-        return next((one for one in found if at + size <= one.end), found[0] if found else None)
-
-    def _piece(self, at: int, size: int) -> tuple[memoryview, int]:
+    def _piece(self, at: int, end: int) -> tuple[memoryview, int]:
         """Bytes that begin at `at` or before it, and their first byte."""
         with self._lock:
-            if self._told is not None and self._told[0] <= at < self._told[1]:
-                self._ask_told()
-            asked = self._found(at, size) or self._around(at, size)
-            if asked is not None and at + size >= asked.end:
-                self._ahead.drop(asked)  # nobody reads it again
+            asked = self._asked_with(at) or self._around(at, end)
         if asked is None:
-            return self._range(at, at + size), at
-        if asked.data.exception() is not None:
-            with self._lock:  # whoever reads it again asks again
-                self._ahead.drop(asked)
-                self._small.drop(asked)
-                self._blocks.pop(asked.first, None)
+            return self._range(at, end), at
+        has_failed = asked.data.exception() is not None  # whoever reads it again asks again
+        is_end = asked.first == 0 or asked.end == self.size_bytes
+        is_kept = asked.end - asked.first <= (ENDS_BYTES if is_end else SMALL_BYTES)
+        if has_failed or (end >= asked.end and not is_kept):
+            self._drop(asked)
         return asked.data.result(), asked.first
 
-    def _around(self, at: int, size: int) -> _Asked | None:
+    def _around(self, at: int, end: int) -> _Asked | None:
         """Asks for the head or the tail where it has these bytes, else for what lies around a few;
         None for many."""
-        for first in self._block_starts():
-            if first <= at and at + size <= min(first + self._ends_bytes, self.size_bytes):
-                return self._block(first)
-        if size > SMALL_BYTES or at + size > self.size_bytes:
+        for first in (0, max(0, self.size_bytes - ENDS_BYTES)):
+            if first <= at and end <= min(first + ENDS_BYTES, self.size_bytes):
+                self.prefetch(first, ENDS_BYTES)
+                return self._asked_with(at)
+        if end - at > SMALL_BYTES or end > self.size_bytes:
             return None
+        self.prefetch(at, SMALL_BYTES)
         if len(self._pages) == _KEPT_PAGES:
-            self._small.drop(self._pages.popleft())
-        page = self._ask(at, min(at + SMALL_BYTES, self.size_bytes))
-        self._pages.append(page)
-        self._small.add(page)
+            self._drop(self._pages.popleft())
+        page = self._asked_with(at)
+        if page is not None:
+            self._pages.append(page)
         return page
 
-    def _block_starts(self) -> tuple[int, ...]:
-        """The first bytes of the head and of the tail."""
-        tail = self.size_bytes - self._ends_bytes
-        return (0,) if tail <= 0 else (0, tail)
-
-    def _block(self, first: int) -> _Asked:
-        if first not in self._blocks:
-            end = min(first + self._ends_bytes, self.size_bytes)
-            self._blocks[first] = self._ask(first, end)
-        return self._blocks[first]
+    def _drop(self, asked: _Asked) -> None:
+        with self._lock:
+            number = bisect_left(self._asked, asked.first, key=_first)
+            if self._asked[number : number + 1] == [asked]:
+                del self._asked[number]
 
     def _range(self, start: int, end: int) -> memoryview:
         """Bytes [start, end). Raises DamagedFileError where the object ends before, or was
@@ -959,11 +860,14 @@ class StoreFolder(Folder):
         self._begun[name] = None
         return file
 
-    def will_open(self, names: Iterable[str], ends_bytes: int = 0) -> None:
+    def prefetch(self, names: Iterable[str], ends_bytes: int = 0) -> None:
         for name in names:
             if name not in self._begun and self.is_file(name):
                 self._begun[name] = file = self._opened(name)
-                file.will_read_ends(ends_bytes)
+                is_small = file.size_bytes <= ENDS_BYTES
+                ends = ENDS_BYTES if is_small or not ends_bytes else ends_bytes
+                file.prefetch(0, ends)
+                file.prefetch(max(0, file.size_bytes - ends), ends)
 
     def _opened(self, name: str) -> StoredObject:
         status = self._status(name)
@@ -1200,24 +1104,18 @@ def delete(paths: Iterable[StorePath]) -> None:
             obstore.delete(client, [one.key for one in batch])
 
 
-def _tried_conditions(folder: StorePath) -> bool:
-    """Whether the second of two writes of a new object is refused, and one of another version."""
-    probe = folder / f".ucp_probe_{uuid.uuid4().hex}"
-    conditions = None, '"of-no-object"'
-    try:
-        put_if(probe, b"1", None)
-        return not any(put_if(probe, b"2", e_tag) for e_tag in conditions)
-    finally:
-        delete([probe])
-
-
 def keeps_conditions(folder: StorePath) -> bool:
     """Whether the store of a folder refuses a write whose condition is not met, as all others here
-    rely on. It is tried once for each bucket."""
-    bucket = StorePath(folder.bucket)
-    if bucket not in _KEEPS:
-        _KEEPS[bucket] = _tried_conditions(folder)
-    return _KEEPS[bucket]
+    rely on: the second of two writes of a new object, and one of another version. It is tried once
+    for each bucket."""
+    if folder.bucket not in _KEEPS:
+        probe = folder / f".ucp_probe_{uuid.uuid4().hex}"
+        try:
+            put_if(probe, b"1", None)
+            _KEEPS[folder.bucket] = not any(put_if(probe, b"2", tag) for tag in (None, '"none"'))
+        finally:
+            delete([probe])
+    return _KEEPS[folder.bucket]
 
 
-_KEEPS: dict[StorePath, bool] = {}
+_KEEPS: dict[str, bool] = {}  # by the bucket

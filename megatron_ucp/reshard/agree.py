@@ -62,8 +62,28 @@ def among(group: Any) -> Iterator[None]:
 def delivered(given: Mapping[int, T], ranks: Ranks | None = None) -> dict[int, T]:
     """As `Ranks.delivered`. Collective."""
     where = ranks or default_ranks()
-    with waiting(_caller(), where):
+    with _agreeing(where):
         return where.delivered(given)
+
+
+_LEFT = "_left_agreement"  # of an error that came between the messages of an agreement
+
+
+@contextmanager
+def _agreeing(ranks: Ranks) -> Iterator[None]:
+    """Inside are the messages of one agreement. An error that comes between them, such as an
+    interrupt, leaves this rank at another message than the others: it takes part in no agreement
+    around this one, whose messages would be taken for those that are missing."""
+    try:
+        with waiting(_caller(), ranks):
+            yield
+    except BaseException as error:
+        error.__dict__[_LEFT] = True
+        raise
+
+
+def _has_left(error: BaseException | None) -> bool:
+    return error is not None and _LEFT in error.__dict__
 
 
 # ---- one fate
@@ -90,12 +110,14 @@ class together:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         ranks = self._ranks or default_ranks()
         told = _as_ucp_error(error)
+        if _has_left(error):
+            return
         if ranks.world == 1:  # nothing is sent
             self.lowest = self.numbers
             if told is not None:
                 _raise(_Failure(0, told), 0, error, told)
             return
-        with waiting(_caller(), ranks):
+        with _agreeing(ranks):
             fate = ranks.world if told is None else ranks.rank
             first, *self.lowest = ranks.lowest(fate, *self.numbers)
             if first == ranks.world:
@@ -187,8 +209,10 @@ class merging(together):
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         ranks = self._ranks or default_ranks()
         told = _as_ucp_error(error)
+        if _has_left(error):
+            return
         own = self.value if told is None else _Failure(ranks.rank, told)
-        with waiting(_caller(), ranks):
+        with _agreeing(ranks):
             one = functools.partial(self._one, ranks.rank)
             self.merged, result = ranks.agreed(own, one, self._concluded)
         if isinstance(result, _Failure):
@@ -296,7 +320,7 @@ def of_first(make: Callable[[], T], ranks: Ranks | None = None) -> T:
 def all_of(value: bool, ranks: Ranks | None = None) -> bool:
     """Whether it holds on every rank. Collective: one number."""
     where = ranks or default_ranks()
-    with waiting(_caller(), where):
+    with _agreeing(where):
         return bool(where.lowest(int(value))[0])
 
 
@@ -308,7 +332,7 @@ def any_of(value: bool, ranks: Ranks | None = None) -> bool:
 def lowest(*numbers: int) -> list[int]:
     """For each number the lowest one of all ranks. Collective: these numbers."""
     ranks = default_ranks()
-    with waiting(_caller(), ranks):
+    with _agreeing(ranks):
         return ranks.lowest(*numbers)
 
 

@@ -329,7 +329,7 @@ def _look(
     """Adds what is wrong with a checkpoint that could be opened; returns notes, and the bytes that
     were read."""
     names = checkpoint.file_names
-    for name in names:
+    for name in checkpoint.prefetching(names):
         _noted(findings, lambda name=name: checkpoint.check(name))
     _noted(findings, checkpoint.check_beside)
     bare = [name for name in names if not checkpoint.file(name).has_checksums]

@@ -19,7 +19,7 @@ from megatron_ucp.core.box import Ints, span, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.byte_files import ByteFile, Record, Where
+from megatron_ucp.formats.byte_files import Record, Where
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.checksums import CRC_CHUNK_BYTES, SummedRun
 from megatron_ucp.reshard.findings import Progress
@@ -53,7 +53,9 @@ STAGING_BYTES = 8 * 2**20
 ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
-AHEAD_STEP_BYTES = 4 * 2**20
+# What storage is told of before it is read: with less, 30 ms for each request are waited for.
+AHEAD_BYTES = 128 * 2**20
+AHEAD_STEP_BYTES, AHEAD_GAP_BYTES = 8 * 2**20, 4 * 2**10  # at once, with what lies between
 LONG_RUN_BYTES = 2**20  # of a copy that does not go by way of torch
 SHORT_GAP_BYTES = 32 * 2**10  # a disk reads on over it anyway
 
@@ -130,36 +132,42 @@ def execute(
 
 class _Ahead:
     """Lets storage begin with what is read next, in the order of the files, while this thread
-    sums and copies what came: as much as that storage wants. Regions with gaps are left out."""
+    sums and copies what came. Regions with gaps are left out."""
 
     def __init__(self, ordered: Sequence[Op], places: dict[Slot, Where]) -> None:
         self._steps, self._told_bytes = _steps_of(ordered, places), 0
-        self._last: ByteFile | None = None  # that storage was told of
-        self._ahead_bytes = max((one.file.ahead_bytes for one in places.values()), default=0)
 
     def advance(self, read_bytes: int) -> None:
         """So many bytes were read."""
-        while self._told_bytes < read_bytes + self._ahead_bytes:
-            step = next(self._steps, None)
-            if self._last is not None and (step is None or step[0].file is not self._last):
-                self._last.begin_reading()
-            if step is None:
-                return
+        while self._told_bytes < read_bytes + AHEAD_BYTES and (step := next(self._steps, None)):
             where, start, size = step
-            self._last = where.file
             self._told_bytes += size
             if self._told_bytes > read_bytes:
-                where.file.will_read(where.record, start, size)
+                where.file.prefetch(where.record, start, size)
 
 
 def _steps_of(ordered: Sequence[Op], places: dict[Slot, Where]) -> Iterator[tuple[Where, int, int]]:
-    """The bytes of operations, as much at once as storage is told of: place, first byte, size."""
+    """The bytes of operations, as much at once as storage is told of: place, first byte, size.
+    Operations on neighbours in a file are one step, of up to AHEAD_STEP_BYTES."""
+    begun: Where | None = None  # of a step, of bytes [first, end) of the file
+    first = end = 0
     for op in ordered:
         where, side = places[op.sources[0].slot], op.sources[0]
-        if span(op.shape, side.strides) == math.prod(op.shape):
-            first, size = _byte_offset(where, side), math.prod(op.shape) * ITEMSIZE[where.dtype]
-            for at in range(0, size, AHEAD_STEP_BYTES):
-                yield where, first + at, min(AHEAD_STEP_BYTES, size - at)
+        size = math.prod(op.shape)
+        if span(op.shape, side.strides) != size:
+            continue
+        at = where.record.offset_bytes + _byte_offset(where, side)
+        stop = at + size * ITEMSIZE[where.dtype]
+        while at < stop:
+            is_near = begun is not None and begun.file is where.file and at <= end + AHEAD_GAP_BYTES
+            if not is_near or at >= first + AHEAD_STEP_BYTES:
+                if begun is not None:
+                    yield begun, first - begun.record.offset_bytes, end - first
+                begun, first, end = where, at, at
+            end = max(end, min(stop, first + AHEAD_STEP_BYTES))
+            at = end
+    if begun is not None:
+        yield begun, first - begun.record.offset_bytes, end - first
 
 
 def _advancing(

@@ -21,7 +21,6 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.checksums import SummedRun, check_runs
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import (
-    AHEAD_STEP_BYTES,
     TORCH_DTYPES,
     Counts,
     OfOp,
@@ -91,11 +90,7 @@ class FileSource:
 
     def locate(self, one: Proved) -> None:
         """Looks up where the sources of a plan lie. Raises a UcpError."""
-        sources = one.plan.sources - self.places.keys()
-        if isinstance(self.checkpoint, Checkpoint):
-            self.checkpoint.will_place(sources)
-        for slot in sources:
-            self.places[slot] = self.checkpoint.where(slot)
+        self.places.update(self.checkpoint.locate(one.plan.sources - self.places.keys()))
 
     def windows(self, one: Proved) -> "FileWindows":
         return FileWindows(self, one)
@@ -302,9 +297,7 @@ class FileWindows:
         where = self._source.places[run.source]
         at = where.offset_bytes + (run.offset + first - run.start) * ITEMSIZE[where.dtype]
         left = (run.start + run.elems - first) * ITEMSIZE[where.dtype]
-        for low in range(0, min(left, _AHEAD_BYTES), AHEAD_STEP_BYTES):
-            where.file.will_read(where.record, at + low, min(AHEAD_STEP_BYTES, left - low))
-        where.file.begin_reading()
+        where.file.prefetch(where.record, at, min(left, _AHEAD_BYTES))
         if TORCH_DTYPES[where.dtype] == into.dtype:
             read_run(where, at, bytes_of(into), counts)
             return

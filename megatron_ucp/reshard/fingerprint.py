@@ -517,8 +517,7 @@ def of_path(
         table = {} if source.recorded is None else recorded_in(source.recorded.run)
         if recorded:
             return Fingerprint(_required(table, str(source.folder)), settings_of(source.manifest))
-        for name in source.file_names:
-            source.check(name)
+        source.check_all(source.file_names)
         found = of_files(source)
         require_recorded(found.table, table, str(source.folder))
         return found

@@ -368,12 +368,10 @@ class _Threads:
         size = ITEMSIZE[piece.dtype]
         step = self._readers.window_bytes(piece.part, piece.slot) // size
         for low in range(0, piece.elems, step):
-            if self._run.stopped.is_set():
-                raise SaveError("the output was given up", file=self._aside)
             window = self._memory.take(min(step, piece.elems - low), piece.dtype)
             self._readers.fill(piece.part, piece.slot, low, window)
-            self._run.count(window.nbytes)
             yield bytes_of(window)
+            self._run.count(window.nbytes)
 
     def _pieces(self, file: FileOnItsWay, pieces: Sequence[FilePiece]) -> FileRun | None:
         """Some pieces of a file that follow each other. Runs in a thread of its own."""
@@ -385,15 +383,11 @@ class _Threads:
 
     def _piece(self, out: OutFile, piece: FilePiece) -> int:
         """One piece; its CRC-32."""
-        size, crc = ITEMSIZE[piece.dtype], 0
-        step = self._readers.window_bytes(piece.part, piece.slot) // size
-        for low in range(0, piece.elems, step):
-            window = self._memory.take(min(step, piece.elems - low), piece.dtype)
-            self._readers.fill(piece.part, piece.slot, low, window)
-            data = bytes_of(window)
+        at, crc = piece.place, 0
+        for data in self._windows(piece):
             crc = crc32(data, crc)
-            out.write(data, piece.place + low * size)
-            self._run.count(window.nbytes)
+            out.write(data, at)
+            at += len(data)
         return crc
 
 
@@ -571,8 +565,7 @@ def check_source(source: Checkpoint, folder: Location, allow: Collection[str]) -
     """Compares the files of a checkpoint with each other, all of them; the output lies elsewhere.
     Raises a UcpError."""
     require_outside(folder, location(str(source.folder)))
-    for name in source.file_names:
-        source.check(name, allow)
+    source.check_all(source.file_names, allow)
 
 
 # ---- ranks folder

@@ -40,8 +40,7 @@ def fp32_tensors(
     """
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(path, tag, rules))
-        for name in source.file_names:
-            source.check(name)
+        source.check_all(source.file_names)
         _refuse_copies(source)
         _note_rounded(source)
         ties = {tie.canonical: tie.aliases for tie in source.manifest.ties}

@@ -255,8 +255,7 @@ def check_whole(folder: Location) -> None:
     another save."""
     checkpoint, _ = open_anyhow(folder)
     with checkpoint:
-        for name in checkpoint.file_names:
-            checkpoint.check(name)
+        checkpoint.check_all(checkpoint.file_names)
         checkpoint.check_beside()
 
 

@@ -2,6 +2,7 @@
 resumed on other meshes, and compared by stock megatron-core's own checkpoints of both."""
 
 import copy
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,18 @@ DELTA_NET = {
     "linear_num_value_heads": 8,
     "deterministic_mode": True,
 }
+
+
+def block(mlp: int | None = 24, heads: int | None = 2) -> dict[str, Any]:
+    """A layer with an MLP of that width, or with none, and attention of groups of so many heads, or
+    without it."""
+    attention = {"n_heads_in_group": heads, "no_op": heads is None, "replace_with_linear": False}
+    inner = {"ffn_hidden_size": mlp, "no_op": mlp is None, "replace_with_linear": False}
+    return {"attention": attention, "ffn": inner}
+
+
+BLOCKS = {"block_configs": [block(), block(40), block(None), block(16, None)]}
+OWN_LAYERS = {"heterogeneous_layers_config_encoded_json": json.dumps(BLOCKS)}
 ENCODES = {"gated_linear_unit": False, "activation_func": F.gelu, "add_bias_linear": True}
 # what a model has beside those of `_config`
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -105,6 +118,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hybrid mixture": {**EXPERTS, "num_layers": 8, "qk_layernorm": True},
     "mamba": MAMBA,
     "gated delta net": DELTA_NET,
+    "layers of their own": OWN_LAYERS,
     "own module": {},
 }
 
@@ -169,10 +183,14 @@ def _mend_marks(name: str, param: Any) -> None:
 
 def _config(setup: AnyModel) -> Any:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+        HeterogeneousTransformerConfig,
+    )
 
     settings = SETTINGS[setup.kind]
     latent = settings.get("multi_latent_attention")
     kind: Any = MLATransformerConfig if latent else TransformerConfig
+    kind = HeterogeneousTransformerConfig if settings is OWN_LAYERS else kind
     drawn = partial(torch.nn.init.normal_, std=0.15)
     # also so that ranks sum gradients of what their heads share: a delta net's output norm
     by_sequence = bool({"num_moe_experts", "linear_conv_kernel_dim"} & settings.keys())
@@ -214,6 +232,9 @@ def _model(setup: AnyModel, config: Any, number: int | None) -> Any:
         get_gpt_decoder_block_spec,
         get_gpt_mtp_block_spec,
     )
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+        get_gpt_heterogeneous_layer_spec,
+    )
 
     place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number}
     ends = {
@@ -230,6 +251,8 @@ def _model(setup: AnyModel, config: Any, number: int | None) -> Any:
         return hybrid(config, PATTERNS[setup.kind], VOCAB, SEQUENCE, tied=setup.tied, **ends)
     with on_cpu(), kernels_on_cpu():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=number)
+        if config.heterogeneous_block_specs:
+            spec = get_gpt_heterogeneous_layer_spec(config, vp_stage=number)
         if config.multi_latent_attention:
             with_latent_attention(spec)
         if setup.kind == "gated delta net":

@@ -172,3 +172,12 @@ def test_keys_and_names_are_inverse(stacked: bool) -> None:
         for name in find_family(family).table(find_family(family).sizes(**sizes)):
             at = key_of(name, stacked)
             assert read_key(at.key).canonical(at.index)[0] == name
+
+
+def test_norms_before_a_layer_of_one_matrix_are_read_under_its_name() -> None:
+    """As Megatron-LM stores them where a layer has a linear in the place of attention or MLP."""
+    for module, norm in (("self_attention", "input"), ("mlp", "pre_mlp")):
+        key, name = f"decoder.layers.1.{module}.layer_norm_weight", f"{norm}_layernorm.weight"
+        assert read_key(key).canonical(()) == (f"decoder.layers.1.{name}", None)
+        usual = key_of(f"decoder.layers.1.{name}", False).key
+        assert usual != key and read_key(usual) == read_key(key), "the other key is written"

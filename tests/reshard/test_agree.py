@@ -181,3 +181,27 @@ def test_a_defect_of_one_rank_goes_on_as_it_is() -> None:
     found, _ = run(3, work)
     assert isinstance(found[1], KeyError)
     assert isinstance(found[0], RankError) and isinstance(found[2], RankError)
+
+
+def test_an_error_between_messages_leaves_the_agreement_around_them_too() -> None:
+    """Whose first message would be taken for the one that is missing: gloo ends a process that
+    receives another size than it waits for."""
+
+    def work(ranks: ThreadRanks) -> None:
+        sends = ranks.move
+
+        def fails_once(*_: Any) -> Any:
+            ranks.move = sends  # type: ignore[method-assign]
+            raise MemoryError
+
+        if ranks.rank == 1:
+            ranks.move = fails_once  # type: ignore[method-assign]
+        try:
+            with agree.together(ranks):
+                agree.gather(ranks.rank, ranks)
+        finally:
+            if ranks.rank == 1:  # its process ends
+                ranks.network.dies(1)
+
+    found, _ = run(3, work)
+    assert [type(one) for one in found] == [BrokenError, MemoryError, BrokenError]

@@ -233,12 +233,12 @@ def test_storage_is_told_of_what_is_read_next(
     """Each byte once, before it is read, not more than a bound ahead; nothing of rows with gaps."""
     step, most = 16 * 2**10, 48 * 2**10
     monkeypatch.setattr(execute, "AHEAD_STEP_BYTES", step)
-    monkeypatch.setattr(PtFile, "ahead_bytes", most)
+    monkeypatch.setattr(execute, "AHEAD_BYTES", most)
     monkeypatch.setattr(execute, "CRC_CHUNK_BYTES", step)
     told, read = list[tuple[int, int]](), [0]
     into = PtFile.read_into
 
-    def will_read(_: PtFile, record: object, start: int, size: int) -> None:
+    def prefetch(_: PtFile, record: object, start: int, size: int) -> None:
         told.append((start, start + size))
         assert start < read[0] + most
 
@@ -247,7 +247,7 @@ def test_storage_is_told_of_what_is_read_next(
         into(self, source, start_byte, target)
         read[0] = start_byte + len(target)
 
-    monkeypatch.setattr(PtFile, "will_read", will_read)
+    monkeypatch.setattr(PtFile, "prefetch", prefetch)
     monkeypatch.setattr(PtFile, "read_into", read_into)
     out, elems = torch.zeros(ROWS * COLUMNS), ROWS * COLUMNS
     with PtFile(file) as opened:
@@ -256,6 +256,14 @@ def test_storage_is_told_of_what_is_read_next(
         assert torch.equal(out.view(ROWS, COLUMNS), tensor)
         assert told == [(at, at + step) for at in range(0, 4 * elems, step)]
         told.clear()
+        parts = ((0, 100), (100, 3900), (4000, 200), (4200, 96), (6000, 10))  # first, elements
+        ops = [plan_of((size,), (at, (1,)), (at, (1,))).ops[0] for at, size in parts]
+        steps = execute._steps_of(ops, {op.source.slot: where for op in ops})
+        assert [(at, at + size) for _, at, size in steps] == [
+            (0, step),
+            (step, 17184),
+            (24000, 24040),
+        ]
         columns = plan_of((ROWS, 256), (0, (COLUMNS, 1)), (0, (256, 1)))
         execute.execute(columns, lambda _: where, lambda _: out)
         assert told == []

@@ -455,3 +455,20 @@ def test_each_tensor_has_the_dtype_that_the_class_would_write(
     for name in kept:
         want = written.truth(name)  # of weights the masters
         assert torch.equal(found[name], want) and torch.equal(loaded[name], want), name
+
+
+@pytest.mark.parametrize("odd", ["a width", "no attention", "nothing"])
+def test_layers_of_megatron_core_that_differ_are_of_no_class(odd: str) -> None:
+    """The answer is no config.json, which no such model has."""
+    shapes = {"embedding.word_embeddings.weight": (8, 4)}
+    for layer in range(2):
+        width = 6 if odd == "a width" and layer else 8
+        shapes[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] = (width, 4)
+        if not (odd == "no attention" and layer):
+            shapes[f"decoder.layers.{layer}.self_attention.linear_qkv.weight"] = (12, 4)
+    specs = [ParamSpec(name, shape, "float32", "trainable") for name, shape in shapes.items()]
+    manifest = Manifest(Keeper.TORCH_DIST, Mesh(), tuple(specs), ())
+    with pytest.raises(ucp.UcpError) as caught:
+        twin_of(manifest, None, "", "float32", "x")
+    assert ("layers that differ" in str(caught.value)) == (odd != "nothing")
+    assert ("--config" in str(caught.value)) == (odd == "nothing")

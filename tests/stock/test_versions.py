@@ -45,6 +45,10 @@ LATENT = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 8"
 )
 HYBRID = "--spec tests.stock.hybrid_layers local_stack --hybrid-layer-pattern"
+OWN_LAYERS = (  # widths of their own, one without attention, one without an MLP
+    f"--heterogeneous-layers-config-path {ROOT}/tests/stock/own_layers.json --rotary-percent 1.0 "
+    "--use-rope-scaling --rope-scaling-factor 8 --use-rotary-position-embeddings"
+)
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 
@@ -61,6 +65,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "latent-rows": (f"{DISTRIBUTED} {LATENT} {TP2}", ("--group-query-attention",)),
     "hybrid": (f"{DISTRIBUTED} {HYBRID} *-*-*-*- {TP2}", ("--num-layers",)),
     "context": (f"{DISTRIBUTED} {CP2}", ()),
+    "own-layers": (f"{DISTRIBUTED} {OWN_LAYERS} {TP2}", ()),
     "named": (f"{NAMED} {TP2}", ()),
     "named-mixture": (f"{NAMED} {MOE} {experts(2)}", ()),
     "named-mtp": (f"{NAMED} {MTP} {TP2}", ()),
@@ -89,6 +94,7 @@ RESUMED: list[Case] = [
     ("latent", 1, f"{DISTRIBUTED} {LATENT}"),
     ("hybrid", 4, f"{DISTRIBUTED} {HYBRID} *-*-|*-*- {PP2}"),
     ("context", 4, f"{DISTRIBUTED} {TP2}"),
+    ("own-layers", 4, f"{DISTRIBUTED} {OWN_LAYERS} {PP2}"),
 ]
 LATER: list[Case] = [
     ("default", 4, f"{DISTRIBUTED} {TP4}"),
@@ -132,6 +138,7 @@ COMPUTED_OTHERWISE = {"latent-rows"}
 BY_STOCK: list[Case] = [RESUMED[0], RESUMED[2], RESUMED[4]]
 BY_STOCK_LATER: list[Case] = [
     RESUMED[1],
+    RESUMED[6],
     ("latent", 4, f"{DISTRIBUTED} {LATENT} {PP2}"),
     ("context", 4, f"{DISTRIBUTED} {CP2}"),
     ("plain", 4, f"{PLAIN} {PP2}"),

@@ -14,7 +14,6 @@ from megatron_ucp.core.names import MASTER, VALUE, Keeper
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import same
 from megatron_ucp.errors import ForeignFileError, StateMismatchError
-from megatron_ucp.formats.byte_files import ByteFile, Record
 from megatron_ucp.formats.checkpoint import TrainedWeights
 from megatron_ucp.formats.deepspeed.manifest import compare_fields, difference, shares
 from megatron_ucp.formats.deepspeed.optimizers import Contents, sharing
@@ -22,7 +21,8 @@ from megatron_ucp.formats.deepspeed.run import NativeRun
 from megatron_ucp.formats.deepspeed.weights import shapes_by_group
 from megatron_ucp.formats.param_groups import number
 from megatron_ucp.formats.proof import is_rounded
-from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.file import PtFile
+from megatron_ucp.formats.pt.refs import ITEMSIZE, StorageRef, TensorRef
 
 # ---- file checks
 
@@ -32,7 +32,7 @@ COMPARED = (Keeper.ZERO_1_OR_2, Keeper.BF16)  # the optimizers that keep masters
 # slot of the masters, fragment, name, weight, file of the weight
 _Sample = tuple[Slot, Fragment, str, TensorRef, str]
 _Runs = tuple[_Sample, range, int]  # where runs of a sample begin, and how many elements each has
-_Place = tuple[ByteFile, Record, str, int]  # with the dtype, and an element of the record
+_Place = tuple[str, StorageRef, int]  # a file, a storage in it, and one of its elements
 
 
 def check_file(run: NativeRun, name: str, allow: Collection[str] = ()) -> None:
@@ -201,7 +201,7 @@ def check_weights(
     run. Of at most that many parameters, evenly chosen, as many runs are compared as `spread`
     gives."""
     samples = _samples_of(run, rank, most, runs, run_elems)
-    _will_compare(run, samples)
+    _prefetch(run, samples)
     for sample, starts, elems in samples:
         _check_runs(run, sample, starts, elems)
 
@@ -216,30 +216,25 @@ def _samples_of(
     ]
 
 
-def will_check_files(run: NativeRun, names: Collection[str], allow: Collection[str]) -> None:
-    """Says what `check_file` reads of these files, besides their heads and tails."""
+def prefetch_checked(run: NativeRun, names: Collection[str], allow: Collection[str]) -> None:
+    """Lets storage begin with what `check_file` reads of these files besides their ends: an object
+    store answers many requests in the time of one."""
     for name in names:
         if name in run.names.optimizer.values():
-            run.will_read_scalars(name, run.tree(name))
+            run.prefetch_scalars(name, run.tree(name))
     if "stale" in allow or run.contents.keeper not in COMPARED:
         return
     ranks = [run.rank_of_file(*at) for at, name in run.names.optimizer.items() if name in names]
-    _will_compare(run, [one for rank in ranks for one in _samples_of(run, rank)])
+    _prefetch(run, [one for rank in ranks for one in _samples_of(run, rank)])
 
 
-def _will_compare(run: NativeRun, samples: Sequence[_Runs]) -> None:
-    """Says what is compared next, first where it lies and then all of it: an object store answers
-    many requests in the time of one."""
-    run.will_place(sample[0] for sample, _, _ in samples)
-    for (*_, weight, beside), _, _ in samples:
-        run.file(beside).will_locate(weight.storage)
-    run.begin_reading()
+def _prefetch(run: NativeRun, samples: Sequence[_Runs]) -> None:
+    """Lets storage begin with what is compared next."""
     for sample, starts, elems in samples:
-        for file, record, dtype, first in _places(run, sample):
+        for name, storage, first in _places(run, sample):
+            size = ITEMSIZE[storage.dtype]
             for start in starts:
-                size = ITEMSIZE[dtype]
-                file.will_read(record, (first + start) * size, elems * size)
-    run.begin_reading()
+                run.file(name).prefetch(storage, (first + start) * size, elems * size)
 
 
 def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:
@@ -263,7 +258,10 @@ def _check_runs(run: NativeRun, sample: _Sample, starts: range, run_elems: int) 
     where = run.where(slot)
     member = run.manifest.buffers[slot.buffer].members[fragment.member]
     _require_like_master(run, member, weight, beside)
-    ours, theirs = (_elements(*place, starts, run_elems) for place in _places(run, sample))
+    ours, theirs = (
+        _elements(run.file(file), storage, first, starts, run_elems)
+        for file, storage, first in _places(run, sample)
+    )
     if not is_rounded(ours, theirs):
         model = run.file(beside)
         for file, record in ((where.file, where.record), (model, model.record(weight.storage))):
@@ -284,12 +282,10 @@ def _check_runs(run: NativeRun, sample: _Sample, starts: range, run_elems: int) 
 def _places(run: NativeRun, sample: _Sample) -> tuple[_Place, _Place]:
     """Where a fragment begins, as masters and as weights."""
     slot, fragment, _, weight, beside = sample
-    where, model = run.where(slot), run.file(beside)
-    first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
-    record, at = model.record(weight.storage), weight.offset_elems + fragment.low
+    masters, name = run.ref_of(slot)
     return (
-        (where.file, where.record, where.dtype, first),
-        (model, record, weight.storage.dtype, at),
+        (name, masters.storage, masters.offset_elems + fragment.offset),
+        (beside, weight.storage, weight.offset_elems + fragment.low),
     )
 
 
@@ -312,18 +308,16 @@ def _sampled(run: NativeRun, rank: int, most: int) -> Iterator[_Sample]:
                 yield Slot(index, cut, part, MASTER), fragment, name, weight, beside
 
 
-def _elements(
-    file: ByteFile, record: Record, dtype: str, first: int, starts: range, run_elems: int
-) -> Any:
-    """Runs, one after the other; they begin at `starts` after an element of a record."""
+def _elements(file: PtFile, storage: StorageRef, first: int, starts: range, run_elems: int) -> Any:
+    """Runs, one after the other; they begin at `starts` after an element of a storage."""
     import torch
 
-    size, run_bytes = ITEMSIZE[dtype], run_elems * ITEMSIZE[dtype]
+    size, run_bytes = ITEMSIZE[storage.dtype], run_elems * ITEMSIZE[storage.dtype]
     rows = range((first + starts[0]) * size, (first + starts[-1]) * size + 1, starts.step * size)
     data = bytearray(len(starts) * run_bytes)
     places = range(0, len(data), run_bytes)
-    file.read_rows_into(record, rows, run_bytes, memoryview(data), places)
-    return torch.frombuffer(data, dtype=getattr(torch, dtype))
+    file.read_rows_into(file.record(storage), rows, run_bytes, memoryview(data), places)
+    return torch.frombuffer(data, dtype=getattr(torch, storage.dtype))
 
 
 # ---- trained weights

@@ -289,6 +289,7 @@ def _place(found: re.Match[str]) -> tuple[Any, ...]:
 
 CLASSES = "classes"  # of a manifest's run: that plain values of the program have
 MEMBERS = "members"  # of a manifest's run: of enums that pickles name by value
+_SCALAR_BYTES = 16
 # keys of a model file under which a program's own values stand, beside its client state
 _OF_PROGRAMS = frozenset({"lr_scheduler", *HELPERS})
 
@@ -307,7 +308,7 @@ class TagFolder(Checkpoint):
         self._without_optimizer = without_optimizer
         names = scan(folder)
         self.names: TagFiles = names.without_optimizer if without_optimizer else names
-        folder.will_open([FILE_NAME, *self.names.first_ones])
+        folder.prefetch([FILE_NAME, *self.names.first_ones])
         self._closing.callback(self.evidence.close)
 
     @cached_property
@@ -367,17 +368,11 @@ class TagFolder(Checkpoint):
             )
         return tree
 
-    def will_read_scalars(self, name: str, tree: object) -> None:
-        """Says that the small tensors in the tree of a file are read soon: an optimizer's steps."""
-        file = self.file(name)
+    def prefetch_scalars(self, name: str, tree: object) -> None:
+        """Lets storage begin with the small tensors in the tree of a file: an optimizer's steps."""
         for storage in storages_of(tree):
-            file.will_read_small(storage)
-        file.begin_reading()
-
-    def begin_reading(self) -> None:
-        """Says of all open files that nothing more is told for now."""
-        for file in self._open.values():
-            file.begin_reading()
+            if storage.size_bytes <= _SCALAR_BYTES:
+                self.file(name).prefetch(storage, 0, storage.size_bytes)
 
     def check_beside(self) -> None:
         """Compares what the manifest lists besides state files. Raises ForeignFileError."""

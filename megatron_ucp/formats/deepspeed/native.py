@@ -19,14 +19,14 @@ from megatron_ucp.core.mesh import EXPERTS
 from megatron_ucp.core.names import MASTER, VALUE
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.values import TENSOR, InertObject, same
-from megatron_ucp.errors import ForeignFileError, UnsupportedError
+from megatron_ucp.errors import ForeignFileError, StoreError, UcpError, UnsupportedError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.byte_files import Where
 from megatron_ucp.formats.checkpoint import CallerModel, Checkpoint, Extras, TrainedWeights
 from megatron_ucp.formats.deepspeed.checks import (
     check_file,
+    prefetch_checked,
     trained_weights,
-    will_check_files,
 )
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of, notes_of_keys
 from megatron_ucp.formats.deepspeed.files import (
@@ -452,8 +452,13 @@ class NativeCheckpoint(NativeRun):
         for name in names:
             check_file(self, name, ("stale",))
 
-    def will_check(self, names: Collection[str], allow: Collection[str]) -> None:
-        will_check_files(self, names, allow)
+    def prefetch_checked(self, names: Collection[str], allow: Collection[str]) -> None:
+        try:
+            prefetch_checked(self, names, allow)
+        except StoreError:
+            raise
+        except UcpError:  # who checks the file says it
+            pass
 
     @property
     def _ranks_have_files(self) -> bool:
@@ -470,16 +475,18 @@ class NativeCheckpoint(NativeRun):
 
     # ------------------------------------------------ where slots lie
 
-    def will_place(self, slots: Iterable[Slot]) -> None:
+    def locate(self, slots: Collection[Slot]) -> dict[Slot, Where]:
+        """The headers of their records are asked for at once."""
         for slot in slots:
-            ref, name = self._ref(slot, self.manifest.buffers[slot.buffer])
-            if isinstance(ref, TensorRef):
-                self.file(name).will_locate(ref.storage)
-        self.begin_reading()
+            ref, name = self.ref_of(slot)
+            self.file(name).prefetch(ref.storage, 0, 0)
+        return super().locate(slots)
 
     def where(self, slot: Slot) -> Where:
-        """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees
-        with the structure."""
+        ref, name = self.ref_of(slot)
+        return self.place(name, ref)
+
+    def ref_of(self, slot: Slot) -> tuple[TensorRef, str]:
         buffer = self.manifest.buffers[slot.buffer]
         ref, name = self._ref(slot, buffer)
         param = buffer.members[0].param if buffer.members else None
@@ -503,7 +510,7 @@ class NativeCheckpoint(NativeRun):
                 expected=f"{used} to {most} contiguous elements of {dtype}",
                 found=f"{ref.shape} of {ref.storage.dtype}",
             )
-        return self.place(name, ref)
+        return ref, name
 
     def _used_elems(self, slot: Slot) -> int:
         """Elements of a slot up to the end of its last parameter. Kept: every place of a checkpoint
@@ -516,7 +523,7 @@ class NativeCheckpoint(NativeRun):
         return self._used[key]
 
     def _ref(self, slot: Slot, buffer: FlatBuffer) -> tuple[Any, str]:
-        """The tensor of a slot as its file has it, and the name of the file."""
+        """What a slot's file has of it, and the name of the file."""
         param = buffer.first_param
         if slot.state == VALUE and buffer.rule == "each":
             tp = tp_of(slot.cut)

@@ -2,6 +2,7 @@
 weights, its optimizers, and in which order these flatten parameters."""
 
 import re
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from megatron_ucp.core.join_ranks import Stage, join
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest, Order, Tie
 from megatron_ucp.core.mesh import Coords, Mesh, stage_of
 from megatron_ucp.core.names import Keeper
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats import expect
 from megatron_ucp.formats.checkpoint import CallerModel
@@ -353,6 +355,11 @@ class NativeRun(TagFolder):
         if self.recorded is not None or told.rules is not None or told.specs is not None:
             return told
         return replace(told, rules=rules_for(self.meta, self.main_file))
+
+    @abstractmethod
+    def ref_of(self, slot: Slot) -> tuple[TensorRef, str]:
+        """The tensor of a slot, and the name of its file. Raises DamagedFileError, ForeignFileError
+        where the file disagrees with the structure."""
 
     # ------------------------------------------------ files
 
@@ -773,7 +780,7 @@ class NativeRun(TagFolder):
         """What the optimizer of a rank holds, with canonical names: its state dict, and its
         file."""
         tree = expect.kind(tree, dict, "the optimizer", file)
-        self.will_read_scalars(self.folder.name_of(file), tree)
+        self.prefetch_scalars(self.folder.name_of(file), tree)
         found = OptimizerTree(tree, file, lambda ref: self.tensor(file, ref))
         contents = format_.contents(
             found, self._flattened(found, order, rank), self.partition_ranks

@@ -239,7 +239,7 @@ class UniversalCheckpoint(TagFolder):
         self._global = self.tree(_GLOBAL)
         self._stacked = autoep_of(self.meta, self.main_file).experts  # whole layers here
         self._atoms = self._find_atoms()
-        self.folder.will_open(self.file_names, _ENDS_BYTES)
+        self.folder.prefetch(self.file_names, _ENDS_BYTES)
         self._check_listed()
         self._experts = {**counts_of(self._atoms), **self._stacked}
         self.manifest = self._manifest(self._groups(), recorded)

@@ -124,6 +124,9 @@ class Fp8File(ByteFile):
             at = end
         target[:] = memoryview(cast(Any, values.numpy())).cast("B")
 
+    def prefetch(self, source: Record, start_byte: int, size_bytes: int) -> None:
+        self.held.file.prefetch(self.held.record, start_byte // _SIZE, size_bytes // _SIZE)
+
     def _stored(self, first: int, count: int) -> Any:
         """Elements as they are stored, in fp32."""
         import torch  # inspecting a checkpoint must not need it

@@ -30,6 +30,9 @@ _FUSED_WITH_MLP = "mlp.linear_fc1.layer_norm_"
 _RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     _FUSED_WITH_MLP: "pre_mlp_layernorm.",
+    # read only, of layers that have one matrix in the place of attention or of the MLP
+    "self_attention.layer_norm_": "input_layernorm.",
+    "mlp.layer_norm_": "pre_mlp_layernorm.",
 }
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(?P<number>\d+)\.)?(?P<rest>linear_fc[12]\..+)")
 _LAYER = re.compile(rf"{_LISTS}\.(?:(?P<number>\d+)\.)?{_INNER}(?P<rest>.+)")

@@ -37,7 +37,7 @@ from megatron_ucp.formats.pt.zip import (
 # Of an archive inside of a file, what is read at once from either end: the directory that torch
 # writes for one tensor has about 700 bytes, its pickle 300.
 _END_BYTES = 1536
-_SMALL_BYTES = 16  # of a record with a scalar
+_BEHIND_BYTES = 64  # may follow a record before the next one: torch writes its size once more
 
 
 class PtFile(OpenFile):
@@ -60,7 +60,6 @@ class PtFile(OpenFile):
         may name, as for `unpickle.loads`."""
         super().__init__(file)
         self._allow = allow
-        self._looked_up: set[str] = set()  # records whose headers were read, or are asked for
         self.vouched = vouched
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
@@ -142,18 +141,18 @@ class PtFile(OpenFile):
         places = {f"{self.root}/data/{one.key}": one.dtype for one in storages_of(self.tree)}
         return [(self.records[name], places.get(name, "")) for name in self.records]
 
-    def will_locate(self, storage: StorageRef) -> None:
-        name = f"{self.root}/data/{storage.key}"
-        if name in self._entries and name not in self._looked_up:
-            self._looked_up.add(name)
-            header_bytes = LOCAL.size + len(name.encode())
-            self.stored.will_read(self._entries[name].header_bytes, header_bytes)
-
-    def will_read_small(self, storage: StorageRef) -> None:
-        """Says that a record is read soon, header and all, where it has a number or two."""
-        entry = self._entries.get(f"{self.root}/data/{storage.key}")
-        if entry is not None and entry.size_bytes <= _SMALL_BYTES:
-            self.stored.will_read(entry.header_bytes, entry.limit_bytes - entry.header_bytes)
+    def prefetch(self, source: Record | StorageRef, start_byte: int, size_bytes: int) -> None:
+        """Of a storage the header of its record comes too, which says where the bytes lie: up to
+        some that follow them, at the end of what the record has."""
+        if isinstance(source, Record):
+            super().prefetch(source, start_byte, size_bytes)
+            return
+        name = f"{self.root}/data/{source.key}"
+        if entry := self._entries.get(name):
+            self.stored.prefetch(entry.header_bytes, LOCAL.size + len(name.encode()))
+            if size_bytes:
+                at = max(entry.header_bytes, entry.limit_bytes - entry.size_bytes - _BEHIND_BYTES)
+                self.stored.prefetch(at + start_byte, size_bytes + _BEHIND_BYTES)
 
     def read_into(
         self, source: Record | StorageRef | TensorRef, start_byte: int, target: memoryview
@@ -199,7 +198,6 @@ class PtFile(OpenFile):
         """The record, its payload found through its local header, which must be the one that the
         directory means."""
         entry, raw = self._entries[name], name.encode()
-        self._looked_up.add(name)
         header = self.stored.bytes_at(entry.header_bytes, LOCAL.size + len(raw))
         mark, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(header)
         offset_bytes = entry.header_bytes + LOCAL.size + name_bytes + extra_bytes
@@ -239,6 +237,9 @@ class _Part(StoredFile):
                 target[:] = block[start_byte - at : start_byte - at + len(target)]
                 return
         self._whole.read(self._start + start_byte, target)
+
+    def prefetch(self, start_byte: int, size_bytes: int) -> None:
+        self._whole.prefetch(self._start + start_byte, size_bytes)
 
 
 class PtArchive(PtFile):

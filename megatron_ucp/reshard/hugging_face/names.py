@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.manifest import OTHER_ANGLES, RECORDED, Manifest, ParamSpec, Tie
 from megatron_ucp.core.tensor_parts import TensorPart
 from megatron_ucp.errors import (
@@ -39,6 +40,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     WEIGHTS_FILE,
     read_json,
 )
+from megatron_ucp.formats.megatron.names import number_of_layer
 from megatron_ucp.formats.store import Location, location
 from megatron_ucp.formats.tags import require_folder
 from megatron_ucp.formats.wrapped_model import unwrapped_name
@@ -690,6 +692,15 @@ def _plain(
                 fix="load it into a GPTModel without them, save that, and export the save "
                 '(Python: allow={"hybrid"} for the layers of a HybridModel)',
             )
+    if ours and (unlike := _unlike_layers(manifest)):
+        raise UnsupportedError(
+            "no class of transformers that is written here has layers that differ",
+            file=file,
+            parameter=some_of(unlike, 2),
+            expected="layers of one shape",
+            found="several widths, or layers without attention",
+            fix="ucp.fp32_state_dict(PATH) gives the weights under the model's own names",
+        )
     if ours:
         raise UsageError(
             "the checkpoint holds a model of megatron-core, and does not say its family",
@@ -729,6 +740,22 @@ def _plain(
         )
     float32 = known.in_float32(specs)
     return Twin(shares, specs, tree, notes=notes, is_complete=not drawn, float32=float32)
+
+
+def _unlike_layers(manifest: Manifest) -> list[str]:
+    """What megatron-core's heterogeneous layers have otherwise than each other: parameters that
+    have several shapes, and those of attention that some layers lack."""
+    held = grouped(
+        (name.partition(f".{layer}.")[2], spec.shape)
+        for name, spec in manifest.by_name.items()
+        if (layer := number_of_layer(name)) is not None
+    )
+    most = max(map(len, held.values()), default=0)
+    return [
+        rest
+        for rest, shapes in held.items()
+        if len({*shapes}) > 1 or (rest.startswith("self_attention.") and len(shapes) < most)
+    ]
 
 
 def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
