@@ -4,6 +4,7 @@ pickle."""
 
 import pickle
 import random
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron_ucp.formats.folder import LocalFolder
 from megatron_ucp.formats.megatron import index as reader
 from megatron_ucp.formats.megatron.arguments import OF_METADATA
 from megatron_ucp.formats.megatron.distcp import ArchivePlace, Blocks, Chunk, aligned
-from megatron_ucp.formats.megatron.index import Index, parsed_index, read_index, untiled
+from megatron_ucp.formats.megatron.index import Index, parsed_index, read_index, tiling_fault
 from megatron_ucp.formats.pt import unpickle
 from megatron_ucp.formats.pt.unpickle import loads
 from tests.formats.craft import mutated, pickle_of
@@ -171,6 +172,13 @@ def _gap(metadata: Any) -> None:
     one.size = type(one.size)((one.size[0] + 1, *one.size[1:]))
 
 
+def _other_dims(metadata: Any) -> None:
+    import torch
+
+    one = metadata.state_dict_metadata["output_layer.weight"].chunks[0]
+    one.sizes = torch.Size((*one.sizes, 1))
+
+
 def _bad_name(metadata: Any) -> None:
     [*metadata.storage_data.values()][7].relative_path = "../x"
 
@@ -183,7 +191,7 @@ def _compressed(metadata: Any) -> None:
     [*metadata.storage_data.values()][7].transform_descriptors = ["zstd"]
 
 
-CHANGES = [_twice, _lost, _left, _overlaps, _gap, _bad_name, _negative, _compressed]
+CHANGES = [_twice, _lost, _left, _overlaps, _gap, _other_dims, _bad_name, _negative, _compressed]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
@@ -318,7 +326,7 @@ def test_random_tilings_and_what_is_none() -> None:
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 4)))
         boxes = split(rng, [0] * len(shape), [*shape])
         rng.shuffle(boxes)
-        assert untiled(index_of(shape, boxes)) is None
+        assert tiling_fault(index_of(shape, boxes)) is None
         number, (start, size) = 0, boxes[0]
         changed = [*boxes]
         dim = rng.randrange(len(shape))
@@ -332,20 +340,19 @@ def test_random_tilings_and_what_is_none() -> None:
             case _:
                 changed[number] = rng.choice(boxes)
         is_whole = painted(shape, changed)
-        assert (untiled(index_of(shape, changed)) is None) == is_whole, seed
+        assert (tiling_fault(index_of(shape, changed)) is None) == is_whole, seed
         wholes, others = wholes + is_whole, others + (not is_whole)
     assert wholes > 20 and others > 200
 
 
 def test_boxes_that_no_plane_divides() -> None:
     around = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
-    assert untiled(index_of((3, 3), [*around, ((1, 1), (1, 1))])) is None
-    assert untiled(index_of((3, 3), [*around, ((0, 0), (1, 1))])) == 0
+    assert tiling_fault(index_of((3, 3), [*around, ((1, 1), (1, 1))])) is None
+    assert tiling_fault(index_of((3, 3), [*around, ((0, 0), (1, 1))])) == ("a", "two overlap")
 
 
 def test_borders_at_many_places_are_no_damage() -> None:
-    """Each layer of a stack is cut at other places: the borders of all make a grid of more cells
-    than can be looked at one by one."""
+    """Each layer of a stack is cut at other places."""
     rng, boxes = random.Random(0), list[tuple[Any, Any]]()
     for layer in range(200):
         rows = [0, *sorted(rng.sample(range(1, 9000), 3)), 9000]
@@ -353,10 +360,24 @@ def test_borders_at_many_places_are_no_damage() -> None:
             at = rng.randrange(1, 7000)
             boxes.append(((layer, low, 0), (1, high - low, at)))
             boxes.append(((layer, low, at), (1, high - low, 7000 - at)))
-    index = index_of((200, 9000, 7000), boxes)
-    chunks = [*index.tensors["a"].chunks]
-    assert reader.tiling_fault((200, 9000, 7000), chunks) == ""
-    assert "gap" in reader.tiling_fault((200, 9000, 7000), chunks[1:])
+    assert tiling_fault(index_of((200, 9000, 7000), boxes)) is None
+    fault = tiling_fault(index_of((200, 9000, 7000), boxes[1:]))
+    assert fault == ("a", "they leave a gap")
+
+
+def test_what_is_wrong_with_chunks() -> None:
+    whole = [((0, 0), (2, 3)), ((2, 0), (2, 3)), ((0, 3), (4, 1))]
+    for boxes, what in (
+        (whole, ""),
+        (whole[:2], "gap"),
+        ([*whole, ((1, 1), (1, 1))], "overlap"),
+        ([*whole[:2], ((0, 2), (4, 1))], "overlap"),
+        ([((0, 0), (4, 5))], r"outside, at \(0, 0\)"),
+    ):
+        _, found = tiling_fault(index_of((4, 4), boxes)) or ("", "")
+        assert bool(found) == bool(what) and re.search(what, found)
+    assert tiling_fault(index_of((), [((), ())])) is None
+    assert tiling_fault(index_of((), [])) == ("a", "they leave a gap")
 
 
 # ---- blocks of parameters

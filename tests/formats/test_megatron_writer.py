@@ -17,7 +17,7 @@ from megatron_ucp.core.names import Keeper
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.folder import LocalFile, LocalFolder
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.index import read_index, tiling_fault
+from megatron_ucp.formats.megatron.index import read_index
 from megatron_ucp.formats.megatron.index_writer import saved
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
@@ -183,24 +183,6 @@ def test_no_two_archives_share_bytes(cuts: int, files: int) -> None:
             assert start == at
             at += length
         assert at == size
-
-
-# ------------------------------------------------ chunks of a tensor
-
-
-def test_tilings() -> None:
-    from megatron_ucp.formats.megatron.distcp import ArchivePlace, Chunk
-
-    def chunk(start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
-        return Chunk(start, shape, ArchivePlace("x", 0, 1))
-
-    whole = [chunk((0, 0), (2, 3)), chunk((2, 0), (2, 3)), chunk((0, 3), (4, 1))]
-    assert tiling_fault((4, 4), whole) == ""
-    assert "gap" in tiling_fault((4, 4), whole[:2])
-    assert "overlap" in tiling_fault((4, 4), [*whole, chunk((1, 1), (1, 1))])
-    assert "outside" in tiling_fault((4, 4), [chunk((0, 0), (4, 5))])
-    assert "outside" in tiling_fault((4, 4), [chunk((0,), (4,))])
-    assert tiling_fault((), [chunk((), ())]) == "" and "gap" in tiling_fault((), [])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ HELPERS = {
     ],
     "universal": [(universal_reader, "alone"), (universal_reader, "param_groups")],
     megatron_files.LEGACY: [(legacy, "global_name"), (megatron_folder, "layout_of")],
-    "td_full_tp2dp2": [(index, "untiled"), (megatron_folder, "layout_of")],
+    "td_full_tp2dp2": [(index, "tiling_fault"), (megatron_folder, "layout_of")],
 }
 PLANTED = [(case, *helper) for case, helpers in HELPERS.items() for helper in helpers]
 ODD: list[Any] = [None, 5, -1, "x", 2.5, True, [], {}, [[]], {"x": []}, ("x",), 10**400]

@@ -1,10 +1,10 @@
 """What every checkpoint of Megatron gives to the operations above, whatever its files are."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member
@@ -36,8 +36,6 @@ from megatron_ucp.formats.megatron.run_state import (
     iteration_of,
 )
 
-Read = TypeVar("Read")
-
 
 class MegatronFolder(Checkpoint):
     """An opened tag folder; a context manager that closes its files. Subclasses set `manifest`."""
@@ -46,11 +44,6 @@ class MegatronFolder(Checkpoint):
         super().__init__(folder)
         self.told = told
         self.groups: Sequence[SavedGroup] = []
-
-    def _guarded(self, read: Callable[[], Read]) -> Read:
-        """What `read` gives; closes the files where it fails."""
-        with self.closed_on_failure():
-            return read()
 
     # ------------------------------------------------ what subclasses give
 
@@ -102,7 +95,8 @@ class MegatronFolder(Checkpoint):
 
     @cached_property
     def extras(self) -> Extras:
-        found, kept = self._guarded(self.read_extras), self.recorded
+        with self.closed_on_failure():
+            found, kept = self.read_extras(), self.recorded
         return found if kept is None else replace(found, data_position=kept.run.get("data"))
 
     @property
@@ -146,25 +140,23 @@ class MegatronFolder(Checkpoint):
             return NO_RANDOM_STATES
         if not self._is_cut_as(here):
             return self.of_another_mesh
-        return self._guarded(lambda: self._random_states(here, rank))
+        with self.closed_on_failure():
+            found = self.random_entry(here, rank)
+            if isinstance(found, str):
+                return found
+            entry, place, file = found
+            ranks = expect.kind(entry, list, "rng_state", file)
+            if not ranks:
+                raise expect.other_structure("rng_state of data-parallel ranks", None, file)
+            if len(ranks) not in (1, here.dp):
+                return self.of_another_mesh
+            return generators(entry, here.coord(rank).dp, place, file)
 
     def _is_cut_as(self, here: Mesh) -> bool:
         """Whether a mesh cuts the model as the run did; it may have another number of copies."""
         ran, experts = self.saved_on, bool(self.arguments.get("num_experts"))
         alike = (here.tp, here.pp, here.sp) == (ran.tp, ran.pp, ran.sp)
         return alike and (not experts or (here.ep, here.etp) == (ran.ep, ran.etp))
-
-    def _random_states(self, here: Mesh, rank: int) -> Generators | str:
-        found = self.random_entry(here, rank)
-        if isinstance(found, str):
-            return found
-        entry, place, file = found
-        ranks = expect.kind(entry, list, "rng_state", file)
-        if not ranks:
-            raise expect.other_structure("rng_state of data-parallel ranks", None, file)
-        if len(ranks) not in (1, here.dp):
-            return self.of_another_mesh
-        return generators(entry, here.coord(rank).dp, place, file)
 
     @property
     def of_another_mesh(self) -> str:

@@ -8,7 +8,6 @@ somebody asks for them.
 Source: `Metadata` of torch.distributed.checkpoint (torch 2.13), as Megatron-core 0.16.1 fills it.
 """
 
-import itertools
 import marshal
 import math
 import pickle
@@ -16,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -46,12 +45,11 @@ MOST = 2**62  # of what arrays hold, with room for a sum
 
 MAX_INDEX_BYTES = 16 * 2**30  # of 100 million chunks
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
-_MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
 # what else than OF_METADATA an index names
 _MORE_NAMES = ("torch.Size", "pathlib.PosixPath", "pathlib._local.PosixPath")
 _SECONDS = 5  # of processor time for a small index
 _SMALL_BYTES = 2**16  # of an index that is read in this process
-_MAX_AT_ONCE = 1500  # chunks of which each is compared with each other one
+_MAX_COMPARED = 10_000  # chunks of which each is compared with each other one
 
 # ---- index
 
@@ -267,7 +265,7 @@ def _of_child(data: bytes) -> Index | None:
             for key, (number, at, size) in zip(objects, places, strict=True)
         },
     )
-    return None if untiled(index) is not None else _without_copies(index)
+    return None if tiling_fault(index) else _without_copies(index)
 
 
 # ---- entries, one by one
@@ -373,14 +371,19 @@ def _one_by_one(tree: Any, path: str) -> Index:
         chunks: list[Chunk] = []
         for one in expect.each(entry.state.get("chunks"), InertObject, key, path):
             start, size = read.box(key, one)
+            if not len(start) == len(size) == len(shape):
+                read.fail("a chunk has other dims than its tensor", key, start)
             chunks.append(Chunk(start, size, read.taken(places, key, start)))
-        if fault := tiling_fault(shape, chunks):
-            read.fail(f"the chunks of a tensor are not the whole of it: {fault}", key, shape)
         tensors.append(StoredTensor(key, dtype, shape, chunks))
+    index = _of_tensors(tensors, objects)
+    if fault := tiling_fault(index):
+        key, what = fault
+        problem = f"the chunks of a tensor are not the whole of it: {what}"
+        read.fail(problem, key, index.tensors[key].shape)
     if places:
         (key, start), *_ = places
         read.fail("bytes are listed that belong to no entry", key, f"{len(places)}: {start}")
-    return _without_copies(_of_tensors(tensors, objects))
+    return _without_copies(index)
 
 
 def _of_tensors(tensors: Sequence[StoredTensor], objects: Mapping[str, ArchivePlace]) -> Index:
@@ -413,52 +416,37 @@ def _rows(values: Sequence[Ints], dims: int, filling: int) -> IntArray:
 
 def _without_copies(index: Index) -> Index:
     """Without tensors that are others under a further key: the same state, at the same places."""
-    arrays = (index.starts, index.sizes)
-    places = (index.file_numbers, index.offsets_bytes, index.sizes_bytes)
-    firsts: list[int] = index.firsts.tolist()
-    rows = index.firsts[:-1]
-    has_rows = np.diff(index.firsts) > 0
-    first_places = np.full((3, len(index.keys)), -1, np.int64)
-    for number, each in enumerate(places):
-        first_places[number, has_rows] = each[rows[has_rows]]
-    at_place: dict[tuple[int, ...], int] = {}
-    kept: list[int] = []
-    for number, place in enumerate(zip(*first_places.tolist(), strict=True)):
-        other = at_place.setdefault(place, number) if place[0] >= 0 else number
-        if other != number:
-            one, two = (slice(firsts[each], firsts[each + 1]) for each in (number, other))
-            is_same = (
-                one.stop - one.start == two.stop - two.start
-                and all(np.array_equal(each[one], each[two]) for each in (*arrays, *places))
-                and index.dtypes[number] == index.dtypes[other]
-                and index.shapes[number] == index.shapes[other]
-                and _state_of(index.keys[number]) == _state_of(index.keys[other])
-            )
-            if is_same:
-                continue
-        kept.append(number)
-    chosen = np.array(kept, np.int64)
     counts = np.diff(index.firsts)
-    mask = np.zeros(len(index.keys), bool)
-    mask[chosen] = True
-    is_all = len(kept) == len(index.keys)
-    picked = np.repeat(mask, counts)
-    starts, sizes, numbers, offsets, lengths = (
-        _narrow(each if is_all else each[picked]) for each in (*arrays, *places)
+    with_rows = np.flatnonzero(counts)
+    first = index.firsts[with_rows]
+    heads = with_rows, index.file_numbers[first], index.offsets_bytes[first]
+    at_place: dict[tuple[int, ...], int] = {}
+    is_kept = np.ones(len(index.keys), bool)
+    for number, *place in zip(*(each.tolist() for each in heads), strict=True):
+        other = at_place.setdefault(tuple(place), number)
+        is_kept[number] = other == number or not _are_same(index, number, other)
+    kept: list[int] = np.flatnonzero(is_kept).tolist()
+    picked = np.repeat(is_kept, counts)
+    return replace(
+        index,
+        keys=tuple(index.keys[number] for number in kept),
+        dtypes=tuple(index.dtypes[number] for number in kept),
+        shapes=tuple(index.shapes[number] for number in kept),
+        firsts=np.concatenate(([0], np.cumsum(counts[is_kept]))),
+        **{name: _narrow(getattr(index, name)[picked]) for name in _OF_CHUNKS},
     )
-    return Index(
-        tuple(index.keys[number] for number in kept),
-        tuple(index.dtypes[number] for number in kept),
-        tuple(index.shapes[number] for number in kept),
-        np.concatenate(([0], np.cumsum(counts[chosen]))),
-        starts,
-        sizes,
-        numbers,
-        offsets,
-        lengths,
-        index.files,
-        index.objects,
-    )
+
+
+# the arrays of an index that have a row for each chunk
+_OF_CHUNKS = ("starts", "sizes", "file_numbers", "offsets_bytes", "sizes_bytes")
+
+
+def _are_same(index: Index, *numbers: int) -> bool:
+    """Whether two tensors are of one state, and lie at the same places."""
+    rows = [slice(*index.firsts[number : number + 2].tolist()) for number in numbers]
+    kinds = {(index.dtypes[n], index.shapes[n], _state_of(index.keys[n])) for n in numbers}
+    arrays = (getattr(index, name) for name in _OF_CHUNKS)
+    return len(kinds) == 1 and all(np.array_equal(*(each[r] for r in rows)) for each in arrays)
 
 
 def _state_of(key: str) -> str | None:
@@ -476,9 +464,9 @@ def _narrow(values: IntArray) -> IntArray:
 # ---- whether chunks are the whole of their tensors
 
 
-def untiled(index: Index) -> int | None:
-    """The number of a tensor of which the chunks may not be the whole, each element once; None
-    where all are.
+def tiling_fault(index: Index) -> tuple[str, str] | None:
+    """The key of a tensor of which the chunks are not the whole, each element once, and what is
+    wrong with them; None where all are.
 
     Chunks that lie inside, and have as many elements in all as their tensor, are the whole of it
     unless two overlap. Two don't where a plane lies between them that cuts no chunk: all chunks of
@@ -495,18 +483,21 @@ def untiled(index: Index) -> int | None:
     volumes = [math.prod(shape) for shape in index.shapes]
     for number, volume in enumerate(volumes):
         if volume > MOST or max(index.shapes[number], default=0) > MOST // 2:
-            return number
+            return index.keys[number], "they leave a gap"
     outside = np.flatnonzero(((starts > wholes[owner]) | (sizes > wholes[owner] - starts)).any(1))
     if len(outside):
-        return int(owner[outside[0]])
+        row, number = outside[0], owner[outside[0]]
+        start = tuple(starts[row, : len(index.shapes[number])].tolist())
+        return index.keys[number], f"one lies outside, at {start}"
     volume = sizes.prod(1, dtype=np.int64)
     sums = np.concatenate(([0], np.cumsum(volume)))
-    wrong = np.flatnonzero(np.diff(sums[index.firsts]) != np.array(volumes, np.int64))
-    if len(wrong):
-        return int(wrong[0])
+    more = np.diff(sums[index.firsts]) - np.array(volumes, np.int64)
+    if len(wrong := np.flatnonzero(more)):
+        what = "two overlap" if more[wrong[0]] > 0 else "they leave a gap"
+        return index.keys[wrong[0]], what
     some = volume > 0
-    owner = owner[some]
-    return _overlapping(owner, starts[some], (starts + sizes)[some])
+    number = _overlapping(owner[some], starts[some], (starts + sizes)[some])
+    return None if number is None else (index.keys[number], "two overlap")
 
 
 def _overlapping(owner: IntArray, starts: IntArray, stops: IntArray) -> int | None:
@@ -533,46 +524,11 @@ def _overlapping(owner: IntArray, starts: IntArray, stops: IntArray) -> int | No
     _, firsts, counts = np.unique(part[order], return_index=True, return_counts=True)
     for first, size in zip(firsts.tolist(), counts.tolist(), strict=True):
         rows = order[first : first + size]
-        if size > _MAX_AT_ONCE:
-            return int(owner[rows[0]])
-        low = np.maximum(starts[rows][:, None], starts[rows][None])
-        high = np.minimum(stops[rows][:, None], stops[rows][None])
-        if (low < high).all(2).sum() > size:
-            return int(owner[rows[0]])
+        for row in rows.tolist():
+            low, high = np.maximum(starts[row], starts[rows]), np.minimum(stops[row], stops[rows])
+            if size > _MAX_COMPARED or (low < high).all(1).sum() > 1:
+                return int(owner[row])
     return None
-
-
-def tiling_fault(shape: Ints, chunks: Sequence[Chunk]) -> str:
-    """What is wrong with chunks that should be the whole of a tensor of `shape`, each element once;
-    "" where nothing is.
-
-    The borders of all chunks cut the tensor into cells; each cell must lie in one chunk.
-    """
-    for chunk in chunks:
-        inside = len(chunk.start) == len(chunk.shape) == len(shape)
-        if not inside or any(b > n for b, n in zip(chunk.stop, shape, strict=True)):
-            return f"one lies outside, at {chunk.start}"
-    numbers = [_border_numbers(dim, size, chunks) for dim, size in enumerate(shape)]
-    cells = math.prod(len(borders) - 1 for borders in numbers)
-    if cells > _MAX_CELLS:
-        whole = untiled(_of_tensors([StoredTensor("", "", shape, chunks)], {})) is None
-        return "" if whole else "they overlap or leave a gap"
-    seen: set[Ints] = set()
-    for chunk in chunks:
-        sides = zip(numbers, chunk.start, chunk.stop, strict=True)
-        for cell in itertools.product(*(range(known[a], known[b]) for known, a, b in sides)):
-            if cell in seen:
-                return f"two overlap at {chunk.start}"
-            seen.add(cell)
-    return "" if len(seen) == cells else f"they leave a gap ({cells - len(seen)} of {cells} cells)"
-
-
-def _border_numbers(dim: int, size: int, chunks: Sequence[Chunk]) -> dict[int, int]:
-    """The borders along a dim, each with its number."""
-    borders = {0, size}
-    for chunk in chunks:
-        borders |= {chunk.start[dim], chunk.stop[dim]}
-    return {at: number for number, at in enumerate(sorted(borders))}
 
 
 # ---- the files that lie there

@@ -214,7 +214,8 @@ class LegacyCheckpoint(MegatronFolder):
         first = min(name for name in folder.names() if OF_RANK.fullmatch(name))
         self._main = f"{first}/{MODEL_FILE}"
         self.main_file = self.full_path(self._main)
-        self._guarded(self._read)
+        with self.closed_on_failure():
+            self._read()
 
     def _read(self) -> None:
         if self._has_optimizer:

@@ -67,15 +67,12 @@ class TorchDistCheckpoint(MegatronFolder):
         self.main_file = self.full_path(self._common_file or index.objects[COMMON_KEY].file)
         self._held: dict[str, HeldStates] = {}  # of each parameter with buffers of its chunks
         self._chunks = ChunkBuffers({}, self._chunk_buffer)
-        self._guarded(self._read)
-
-    def _read(self) -> None:
-        self.groups: list[SavedGroup] = []
-        if self.reads_states:
-            self.states.check()
-            self.refuse_optimizer()
-            self.groups = self._read_groups()
-        self.manifest = self._build()
+        with self.closed_on_failure():
+            if self.reads_states:
+                self.states.check()
+                self.refuse_optimizer()
+                self.groups = self._read_groups()
+            self.manifest = self._build()
 
     # ------------------------------------------------ the common tree
 
