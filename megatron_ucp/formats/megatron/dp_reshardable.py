@@ -34,7 +34,7 @@ from megatron_ucp.formats.megatron.buffers import (
 )
 from megatron_ucp.formats.megatron.distcp import StoredTensor, chunk_name
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.params import HeldStates, NamedStates
+from megatron_ucp.formats.megatron.params import NamedStates
 from megatron_ucp.formats.megatron.run_state import loss_scale_of
 from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
 from megatron_ucp.formats.pt.refs import TensorRef
@@ -115,12 +115,8 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         trained = {name: spec for name, spec in specs.items() if spec.kind != "buffer"}
         on_mesh = {name: self.cut(spec) for name, spec in trained.items()}
         numbers = self.group_numbers(trained.values())
-        chunked: list[ParamSpec] = []
         others = [name for name in specs if name not in trained]
-        for name in others:
-            spec, held = self.whole(specs[name], HeldStates({VALUE: self.states.weights[name]}))
-            chunked.append(spec)
-            self._held[name] = held
+        chunked = [self.whole(specs[n], {VALUE: self.states.weights[n]}) for n in others]
         self._chunks = self.chunk_buffers(dict.fromkeys(others))
         found = Manifest(
             Keeper.TORCH_DIST,

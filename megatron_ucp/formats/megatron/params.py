@@ -155,16 +155,9 @@ _MASTERS = ("param", "fp32_param")
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class HeldStates:
-    """What is held of one parameter: each state, the masters first, all in the same boxes."""
-
-    by_state: Mapping[str, StoredParam]
-    stepped: bool = False
-
-    @property
-    def blocks(self) -> Blocks:
-        return next(iter(self.by_state.values())).blocks
+def blocks_of(states: Mapping[str, StoredParam]) -> Blocks:
+    """The blocks of a parameter, in which all of its states lie."""
+    return next(iter(states.values())).blocks
 
 
 @dataclass(frozen=True)
@@ -196,8 +189,9 @@ class NamedStates:
                     found=f"{len(odd)} such parameters",
                 )
 
-    def held(self, name: str) -> HeldStates | None:
-        """The optimizer's states of a parameter; None for one that no optimizer steps.
+    def held(self, name: str) -> Mapping[str, StoredParam] | None:
+        """The optimizer's states of a parameter, the masters first, all in the same blocks; None
+        for one that no optimizer steps.
 
         Where no masters are stored the weights are the masters, which is right in fp32 alone.
         Raises DamagedFileError, UnsupportedError.
@@ -242,7 +236,7 @@ class NamedStates:
                     found=f"{len(param.blocks)} chunks of {state}",
                     fix="load it with Megatron-LM and save it again with --ckpt-format torch_dist",
                 )
-        return HeldStates(by_state, stepped=True)
+        return by_state
 
 
 def split_keys(tensors: Mapping[str, StoredTensor], file: str) -> NamedStates:

@@ -29,7 +29,7 @@ from megatron_ucp.formats.megatron.names import (
     is_cut_in_parts,
     second_matrix,
 )
-from megatron_ucp.formats.megatron.params import HeldStates, NamedStates, StoredParam
+from megatron_ucp.formats.megatron.params import NamedStates, StoredParam, blocks_of
 from megatron_ucp.formats.megatron.run_state import WhereOf, loss_scale_of
 from megatron_ucp.formats.proof import are_masters_of, boxes_of, elems_in
 from megatron_ucp.formats.pt.file import PtFile
@@ -65,7 +65,8 @@ class TorchDistCheckpoint(MegatronFolder):
         is_file = folder.is_file(COMMON_FILE) or COMMON_KEY not in index.objects
         self._common_file = COMMON_FILE if is_file else None
         self.main_file = self.full_path(self._common_file or index.objects[COMMON_KEY].file)
-        self._held: dict[str, HeldStates] = {}  # of each parameter with buffers of its chunks
+        # the states of each parameter with buffers of its chunks
+        self._held: dict[str, Mapping[str, StoredParam]] = {}
         self._chunks = ChunkBuffers({}, self._chunk_buffer)
         with self.closed_on_failure():
             if self.reads_states:
@@ -127,10 +128,9 @@ class TorchDistCheckpoint(MegatronFolder):
         for name, weight in self.states.weights.items():
             spec = self._spec(weight)
             held = self.states.held(name) if spec.kind == "trainable" else None
-            spec, held = self.whole(spec, held or HeldStates({VALUE: weight}))
+            spec = self.whole(spec, held or {VALUE: weight})
             params.append(spec)
-            groups[name] = membership.number(spec) if held.stepped else None
-            self._held[name] = held
+            groups[name] = None if held is None else membership.number(spec)
         self._chunks = self.chunk_buffers(groups)
         found = Manifest(
             Keeper.TORCH_DIST if self.groups else Keeper.WEIGHTS,
@@ -182,23 +182,24 @@ class TorchDistCheckpoint(MegatronFolder):
                 return Shard(axis, dim)
         return None
 
-    def whole(self, spec: ParamSpec, held: HeldStates) -> tuple[ParamSpec, HeldStates]:
-        """A parameter as chunks hold it whole, on no mesh."""
-        if spec.kind == "trainable" and not held.stepped:
+    def whole(self, spec: ParamSpec, states: Mapping[str, StoredParam]) -> ParamSpec:
+        """A parameter as chunks of its states hold it whole, on no mesh."""
+        self._held[spec.name] = states
+        if spec.kind == "trainable" and MASTER not in states:
             spec = replace(spec, kind="frozen")
-        return replace(spec, layout=Chunks(held.blocks)), held
+        return replace(spec, layout=Chunks(blocks_of(states)))
 
     def chunk_buffers(self, groups: Mapping[str, int | None]) -> ChunkBuffers:
         """A buffer for each chunk of some parameters, which are stepped in these groups."""
         self._group_of = groups
-        counts = {name: len(self._held[name].blocks) for name in groups}
+        counts = {name: len(blocks_of(self._held[name])) for name in groups}
         return ChunkBuffers(counts, self._chunk_buffer)
 
     def _chunk_buffer(self, name: str, number: int) -> FlatBuffer:
         held, group = self._held[name], self._group_of[name]
         scalars = {} if group is None else self.groups[group].scalars
-        states = tuple((state, param.dtype) for state, param in held.by_state.items())
-        size = held.blocks.elems(number)
+        states = tuple((state, param.dtype) for state, param in held.items())
+        size = blocks_of(held).elems(number)
         return alone(name, size, states, group, scalars, axes=(), chunk=number)
 
     # ------------------------------------------------ what the operations ask for
@@ -270,7 +271,7 @@ class TorchDistCheckpoint(MegatronFolder):
     def where_in_chunk(self, number: int, state: str) -> Where:
         """Place of a state of the number-th buffer of a chunk."""
         name, chunk = self._chunks.place(number)
-        return self._held[name].by_state[state].where(chunk, self.file)
+        return self._held[name][state].where(chunk, self.file)
 
     def open_file(self, name: str) -> PtFile | DistcpFile:
         stored = self.folder.open(name)
