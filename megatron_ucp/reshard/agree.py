@@ -62,24 +62,27 @@ def among(group: Any) -> Iterator[None]:
 def delivered(given: Mapping[int, T], ranks: Ranks | None = None) -> dict[int, T]:
     """As `Ranks.delivered`. Collective."""
     where = ranks or default_ranks()
-    with _agreeing(where):
+    with waiting(_caller(), where), _AGREEMENT:
         return where.delivered(given)
 
 
 _LEFT = "_left_agreement"  # of an error that came between the messages of an agreement
 
 
-@contextmanager
-def _agreeing(ranks: Ranks) -> Iterator[None]:
+class _Agreement:
     """Inside are the messages of one agreement. An error that comes between them, such as an
     interrupt, leaves this rank at another message than the others: it takes part in no agreement
     around this one, whose messages would be taken for those that are missing."""
-    try:
-        with waiting(_caller(), ranks):
-            yield
-    except BaseException as error:
-        error.__dict__[_LEFT] = True
-        raise
+
+    def __enter__(self) -> None:
+        """Nothing is to be done before."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            error.__dict__[_LEFT] = True
+
+
+_AGREEMENT = _Agreement()
 
 
 def _has_left(error: BaseException | None) -> bool:
@@ -117,7 +120,7 @@ class together:
             if told is not None:
                 _raise(_Failure(0, told), 0, error, told)
             return
-        with _agreeing(ranks):
+        with waiting(_caller(), ranks), _AGREEMENT:
             fate = ranks.world if told is None else ranks.rank
             first, *self.lowest = ranks.lowest(fate, *self.numbers)
             if first == ranks.world:
@@ -212,7 +215,7 @@ class merging(together):
         if _has_left(error):
             return
         own = self.value if told is None else _Failure(ranks.rank, told)
-        with _agreeing(ranks):
+        with waiting(_caller(), ranks), _AGREEMENT:
             one = functools.partial(self._one, ranks.rank)
             self.merged, result = ranks.agreed(own, one, self._concluded)
         if isinstance(result, _Failure):
@@ -320,7 +323,7 @@ def of_first(make: Callable[[], T], ranks: Ranks | None = None) -> T:
 def all_of(value: bool, ranks: Ranks | None = None) -> bool:
     """Whether it holds on every rank. Collective: one number."""
     where = ranks or default_ranks()
-    with _agreeing(where):
+    with waiting(_caller(), where), _AGREEMENT:
         return bool(where.lowest(int(value))[0])
 
 
@@ -332,7 +335,7 @@ def any_of(value: bool, ranks: Ranks | None = None) -> bool:
 def lowest(*numbers: int) -> list[int]:
     """For each number the lowest one of all ranks. Collective: these numbers."""
     ranks = default_ranks()
-    with _agreeing(ranks):
+    with waiting(_caller(), ranks), _AGREEMENT:
         return ranks.lowest(*numbers)
 
 

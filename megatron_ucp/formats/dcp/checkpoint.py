@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_ucp.core.box import Bounds, Ints
@@ -992,8 +992,11 @@ class DcpCheckpoint(Checkpoint):
         return Blocks.of(tensor).stacked(tensor.shape[:1])
 
     def _where(self, key: str, blocks: Blocks, number: int) -> Where:
-        folder = self._folder_of[key]
-        return blocks.where(number, (self._stored[key],), lambda name: self.file(folder.file(name)))
+        return blocks.where(number, (self._stored[key],), partial(self._opened_for, key))
+
+    def _opened_for(self, key: str, name: str) -> DistcpFile:
+        """The file of that name beside the index that has a key."""
+        return self.file(self._folder_of[key].file(name))
 
     # ------------------------------------------------ the run
 
@@ -1100,6 +1103,16 @@ class DcpCheckpoint(Checkpoint):
     @property
     def file_names(self) -> list[str]:
         return sorted(self._by_file)
+
+    def locate(self, slots: Collection[Slot]) -> dict[Slot, Where]:
+        """What says where their chunks lie is asked for at once."""
+        for slot in slots:
+            block = self._blocks[slot.buffer]
+            if slot.state in block.states:
+                key = block.keys[slot.state]
+                _, chunk = block.states[slot.state].chunk(block.number, (self._stored[key],))
+                self._opened_for(key, chunk.place.file).prefetch_chunk(chunk)
+        return super().locate(slots)
 
     def where(self, slot: Slot) -> Where:
         block = self._blocks[slot.buffer]

@@ -14,7 +14,7 @@ from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.byte_files import OpenFile, Record, Where, damaged
 from megatron_ucp.formats.folder import StoredFile
 from megatron_ucp.formats.megatron.arguments import OF_VALUES
-from megatron_ucp.formats.pt.file import PtArchive
+from megatron_ucp.formats.pt.file import PtArchive, prefetch_archive
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef, storages_of
 
 # ---- what the index lists
@@ -222,6 +222,11 @@ class DistcpFile(OpenFile):
         """As the first archive: one call wrote them all."""
         places = [chunk.place for _, chunk in self.chunks] or list(self.objects.values())
         return self._archive(places[0]).has_checksums
+
+    def prefetch_chunk(self, chunk: Chunk) -> None:
+        """Lets storage begin with what says where the bytes of a chunk lie."""
+        if chunk.place.offset_bytes not in self._records:
+            prefetch_archive(self.stored, chunk.place.offset_bytes, chunk.place.size_bytes)
 
     @kept
     def _archive(self, place: ArchivePlace) -> PtArchive:

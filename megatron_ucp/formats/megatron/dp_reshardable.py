@@ -32,7 +32,7 @@ from megatron_ucp.formats.megatron.buffers import (
     parts_of,
     registered_names,
 )
-from megatron_ucp.formats.megatron.distcp import StoredTensor, chunk_name
+from megatron_ucp.formats.megatron.distcp import Chunk, StoredTensor, chunk_name
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.params import NamedStates
 from megatron_ucp.formats.megatron.run_state import loss_scale_of
@@ -260,12 +260,20 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
 
     # ------------------------------------------------ bytes
 
+    def chunks_of(self, slot: Slot) -> Sequence[Chunk]:
+        if slot.buffer >= len(self._buckets):
+            return super().chunks_of(replace(slot, buffer=slot.buffer - len(self._buckets)))
+        return self._bucket(slot).chunks
+
+    def _bucket(self, slot: Slot) -> StoredTensor:
+        one, number = self._buckets[slot.buffer]
+        return self._tensors[self._key(one, number, slot.cut)][slot.state]
+
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError."""
         if slot.buffer >= len(self._buckets):
             return self.where_in_chunk(slot.buffer - len(self._buckets), slot.state)
-        one, number = self._buckets[slot.buffer]
-        tensor = self._tensors[self._key(one, number, slot.cut)][slot.state]
+        tensor = self._bucket(slot)
         file = self.file(tensor.key)
         return Where(file, file.record, 0, tensor.shape[0], tensor.dtype)
 

@@ -20,7 +20,7 @@ from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES, OF_VALUES
 from megatron_ucp.formats.megatron.checkpoint import MegatronFolder, not_proved
-from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Blocks, DistcpFile, StoredTensor
+from megatron_ucp.formats.megatron.distcp import INDEX_FILE, Blocks, Chunk, DistcpFile, StoredTensor
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
@@ -263,6 +263,19 @@ class TorchDistCheckpoint(MegatronFolder):
         return masters == weights or are_masters_of(
             masters, weights, weight.shape, self.is_clipped(weight.name)
         )
+
+    def locate(self, slots: Collection[Slot]) -> dict[Slot, Where]:
+        """What says where their chunks lie is asked for at once."""
+        for slot in slots:
+            for chunk in self.chunks_of(slot):
+                self.file(chunk.place.file).prefetch_chunk(chunk)
+        return super().locate(slots)
+
+    def chunks_of(self, slot: Slot) -> Sequence[Chunk]:
+        """The chunks that a slot lies in."""
+        name, number = self._chunks.place(slot.buffer)
+        held = self._held[name].by_state[slot.state]
+        return (held.blocks.chunk(number, held.tensors)[1],)
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError."""

@@ -221,6 +221,18 @@ class PtFile(OpenFile):
         return Record(name, offset_bytes, entry.size_bytes, entry.crc32)
 
 
+def _ends_of(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """The two ends of an archive: first byte and number of bytes."""
+    for at in {0, max(0, size_bytes - _END_BYTES)}:
+        yield at, min(_END_BYTES, size_bytes)
+
+
+def prefetch_archive(file: StoredFile, start: int, size_bytes: int) -> None:
+    """Lets storage begin with what is read of an archive in a file when that is opened."""
+    for at, size in _ends_of(size_bytes):
+        file.prefetch(start + at, size)
+
+
 class _Part(StoredFile):
     """`size_bytes` of a file from byte `start` on, as a file of its own. All that an archive with
     one tensor has besides its elements lies at its two ends, which are read at once."""
@@ -228,8 +240,7 @@ class _Part(StoredFile):
     def __init__(self, whole: StoredFile, start: int, size_bytes: int) -> None:
         self.path, self.size_bytes = whole.path, size_bytes
         self._whole, self._start = whole, start
-        ends = {0, max(0, size_bytes - _END_BYTES)}
-        self._ends = [(at, whole.bytes_at(start + at, min(_END_BYTES, size_bytes))) for at in ends]
+        self._ends = [(at, whole.bytes_at(start + at, size)) for at, size in _ends_of(size_bytes)]
 
     def close(self) -> None:
         """The file around it stays open."""
