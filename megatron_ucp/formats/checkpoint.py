@@ -4,7 +4,7 @@ formats share."""
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, Self
 
@@ -49,7 +49,7 @@ class Extras:
 
     `scheduler` is its `state_dict`; what it keeps for each parameter group stands in the order of
     the manifest's groups. `scaler` is the loss scale, `config` the DeepSpeed config (None: the
-    files hold none), `others` are states of DeepSpeed's own helpers by key. `clip_grad` and
+    files hold none), `helpers` are states of DeepSpeed's own helpers by key. `clip_grad` and
     `int_steps` (whether the optimizer keeps its step as an int) are as the files show them.
     `stateless` are entries of the weights that hold nothing, by canonical name; `patterns` is stock
     DeepSpeed's `universal_checkpoint_info`; `modules` are what modules keep besides tensors
@@ -62,7 +62,7 @@ class Extras:
     scaler: LossScale
     config: Mapping[str, Any] | None
     client_state: Mapping[str, Any]
-    others: Mapping[str, Any] = field(default_factory=dict)
+    helpers: Mapping[str, Any] = field(default_factory=dict)
     data_position: Mapping[str, Any] | None = None
     version: str = ""
     clip_grad: float | None = None
@@ -301,10 +301,12 @@ class Checkpoint(ABC):
     @cached_property
     def extras(self) -> Extras:
         """What was saved besides element-wise states. Raises DamagedFileError."""
-        return self.read_extras()
+        found, kept = self.read_extras(), self.recorded
+        position = found.data_position if kept is None else kept.run.get("data")
+        return replace(found, data_position=position)
 
     def read_extras(self) -> Extras:
-        """What `extras` gives."""
+        """What the files say of `extras`; a manifest beside them says the data position."""
         return Extras({}, None, LossScale(), None, {})
 
     # ------------------------------------------------ tensors outside of a plan

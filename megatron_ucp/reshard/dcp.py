@@ -55,7 +55,7 @@ from megatron_ucp.reshard.hugging_face.names import config_for, needs_family, tw
 from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.target import Conversion, NamedGroup, SourceSettings, named_groups
 from megatron_ucp.reshard.transfer import SinkPart
-from megatron_ucp.reshard.writers import name_folder, refuse_muon, signed
+from megatron_ucp.reshard.writers import left_out, name_folder, refuse_muon, signed
 
 _HEAD = "lm_head.weight"  # of every model of transformers that gives logits
 _RULES = ("AdamW", "Adam")
@@ -127,7 +127,7 @@ def _output(
     refuse_muon(wanted, "folder for FSDP2")
     match_ties(wanted.source, wanted.file)
     found = _Written(origin, wanted, layout)
-    origin.notes += found.notes
+    origin.notes += [*found.notes, *left_out(origin.extras)]
     return found.output(folder)
 
 

@@ -370,7 +370,7 @@ class SourceSettings:
         again. Raises UnsafePickleError for what only a call makes: nobody here knows what it
         would do; UnsupportedError for an object that can't be written."""
         extras, names = self.extras, set[str]()
-        kept = [extras.scheduler, extras.client_state, extras.others]
+        kept = [extras.scheduler, extras.client_state, extras.helpers]
         kept += [extras.modules, extras.stateless, extras.data_position]
         kept += [part for group in self.manifest.groups for part in (group.settings, group.marks)]
         kept += [part for own in apart.ranks for part in (own.buffers, own.client_state)]

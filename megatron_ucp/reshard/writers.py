@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -346,7 +346,7 @@ def torch_dist(
     _refuse_names(wanted)
     _refuse_classes(held, wanted.file)
     found = _TorchDist(origin, wanted)
-    origin.notes += [*found.common.notes, *_left_out(origin.extras)]
+    origin.notes += [*found.common.notes, *left_out(origin.extras, CLIENT_KEYS)]
     return found.output(folder)
 
 
@@ -428,14 +428,14 @@ def _numbers(target: Manifest) -> dict[str, tuple[int, str]]:
     return out
 
 
-def _left_out(extras: Extras) -> list[str]:
-    """Notes about what Megatron has no place for."""
-    notes: list[str] = []
-    if extras.modules:
-        notes.append(f"left out: extra states of modules: {some_of(sorted(extras.modules))}")
-    if own := sorted(repr(key) for key in extras.client_state if key not in CLIENT_KEYS):
-        notes.append(f"left out: client state: {some_of(own)}")
-    return notes
+def left_out(extras: Extras, kept: Collection[str] = ()) -> list[str]:
+    """Notes about what a folder has no place for; of the client state it has the keys `kept`."""
+    names = {
+        "extra states of modules": extras.modules,
+        "client state": [repr(key) for key in extras.client_state if key not in kept],
+        "states of DeepSpeed's helpers": extras.helpers,
+    }
+    return [f"left out: {what}: {some_of(sorted(held))}" for what, held in names.items() if held]
 
 
 def _refuse_classes(source: Manifest, file: str) -> None:

@@ -344,7 +344,7 @@ MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step,
 @dataclass(frozen=True)
 class EngineState:
     """Values ready to be set in an engine, tensors included; the loss scale where its `wrapper` is
-    given. `schedules`: whether the scheduler is asked for. `others` are states of DeepSpeed's own
+    given. `schedules`: whether the scheduler is asked for. `helpers` are states of DeepSpeed's own
     helpers, `modules` what modules keep besides tensors; `module_only`: nothing else is set.
     `groups` are the hyper-parameters of this rank's groups; `carried` as of `Wants`."""
 
@@ -353,7 +353,7 @@ class EngineState:
     common: CommonState
     schedules: bool
     scheduler: Any
-    others: Mapping[str, Any]
+    helpers: Mapping[str, Any]
     ranks: tuple[int, int]  # data-parallel and model-parallel ones of the checkpoint
     modules: Mapping[str, Any]
     module_only: bool
@@ -384,14 +384,14 @@ class EngineState:
             found, notes = _schedule(source, engine, wants.origins[own], options, values)
         notes += _of_the_position(source, engine, options)
         common = CommonState.prepare(source, values, options, mesh, place)
-        others = source.extras.others.items()
+        helpers = source.extras.helpers.items()
         return cls(
             engine,
             wrapper if options.optimizer else None,
             common,
             options.scheduler,
             found,
-            {key: values.built(value, key) for key, value in others},
+            {key: values.built(value, key) for key, value in helpers},
             (ranks.partitions, ranks.tp * ranks.pp),
             states_for(engine.module, source, values, options),
             options.module_only,
@@ -408,7 +408,7 @@ class EngineState:
         if self.wrapper is not None:
             set_scaler(engine, self.wrapper, self.common.scaler, notes)
         self._restore_scheduler(engine, notes)
-        self._restore_helpers(engine)
+        self._restore_helpers(engine, notes)
         counters = self.common.counters
         engine.global_steps = counters.get("global_steps", engine.global_steps)
         samples = engine.global_steps * engine.train_batch_size()
@@ -428,15 +428,14 @@ class EngineState:
             why = "the checkpoint has none" if self.scheduler is None else "the engine has none"
             notes.append(f"the scheduler was not restored: {why}")
 
-    def _restore_helpers(self, engine: Any) -> None:
+    def _restore_helpers(self, engine: Any, notes: list[str]) -> None:
         """DeepSpeed's layer dropping and curriculum learning."""
-        dropping, sampler = (self.others.get(key) for key in ("random_ltd", "data_sampler"))
-        if dropping is not None and engine.random_ltd_enabled():
-            if engine.random_ltd_scheduler is not None:
-                engine.random_ltd_scheduler.load_state_dict(dropping)
-        if sampler is not None and engine.training_dataloader is not None:
-            if engine.curriculum_learning_enabled():
-                engine.training_dataloader.data_sampler.load_state_dict(sampler)
+        live = _live_helpers(engine)
+        for key, state in self.helpers.items():
+            if key in live:
+                live[key].load_state_dict(state)
+            else:
+                notes.append(f"the state of {key} was not restored: the engine has none")
 
 
 def _schedule(
@@ -617,12 +616,18 @@ def read_extras(shard: LocalShard, client_state: Mapping[Any, Any]) -> Extras:
 
 
 def _helpers(engine: Any) -> dict[str, Any]:
-    """States of DeepSpeed's layer dropping and curriculum learning, where they are used."""
+    """Their states, as a save has them."""
+    return {key: inert(one.state_dict()) for key, one in _live_helpers(engine).items()}
+
+
+def _live_helpers(engine: Any) -> dict[str, Any]:
+    """DeepSpeed's layer dropping and curriculum learning, where they are used, by the keys of its
+    model files."""
     found: dict[str, Any] = {}
-    if engine.random_ltd_enabled():
-        found["random_ltd"] = inert(engine.random_ltd_scheduler.state_dict())
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
+        found["random_ltd"] = engine.random_ltd_scheduler
     if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-        found["data_sampler"] = inert(engine.training_dataloader.data_sampler.state_dict())
+        found["data_sampler"] = engine.training_dataloader.data_sampler
     return found
 
 

@@ -53,7 +53,7 @@ def from_meta(
             found=type(scheduler).__name__,
         )
     config = meta.get("ds_config")
-    recorded, clip = folder.recorded, optimizer.get("clip_grad")
+    clip = optimizer.get("clip_grad")
     has_clip = isinstance(clip, int | float) and not isinstance(clip, bool)
     clip_grad = float(cast("float", clip)) if has_clip else None
     return Extras(
@@ -62,8 +62,7 @@ def from_meta(
         scaler=scaler,
         config=config if isinstance(config, dict) else None,
         client_state={key: value for key, value in meta.items() if key not in OWN_KEYS},
-        others={key: meta[key] for key in HELPERS if meta.get(key) is not None},
-        data_position=recorded.run.get("data") if recorded is not None else None,
+        helpers={key: meta[key] for key in HELPERS if meta.get(key) is not None},
         version=str(meta.get("ds_version") or ""),
         clip_grad=clip_grad,
         int_steps=_int_steps(optimizer),

@@ -52,7 +52,7 @@ OWN_KEYS = frozenset(
 )
 NEWEST = (0, 19)  # the latest version of DeepSpeed whose keys these are
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-HELPERS = ("random_ltd", "data_sampler")
+HELPERS = ("data_sampler", "random_ltd")  # curriculum learning, layer dropping
 # Members of enums in the arguments that Megatron-DeepSpeed has in its client state: (class, value)
 # -> name; and their classes.
 MEMBERS_OF_ARGUMENTS = {

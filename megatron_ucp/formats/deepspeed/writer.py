@@ -37,6 +37,7 @@ from megatron_ucp.core.values import ClassName, InertObject
 from megatron_ucp.formats.checkpoint import Extras
 from megatron_ucp.formats.deepspeed.autoep import LAYERS, group_name, key_in_file, layers_tree
 from megatron_ucp.formats.deepspeed.files import (
+    HELPERS,
     at_tp,
     expert_file_name,
     expert_optimizer_name,
@@ -642,8 +643,7 @@ def run_fields(output: Output, run: RunSettings, mesh: Mesh, scheduler: Any) -> 
     helpers, sizes and config."""
     return {
         "lr_scheduler": output.adopt(scheduler),
-        "data_sampler": output.adopt(run.extras.others.get("data_sampler")),
-        "random_ltd": output.adopt(run.extras.others.get("random_ltd")),
+        **{key: output.adopt(run.extras.helpers.get(key)) for key in HELPERS},
         "skipped_steps": 0,
         "global_steps": 0,
         **run.extras.counters,

@@ -96,8 +96,7 @@ class MegatronFolder(Checkpoint):
     @cached_property
     def extras(self) -> Extras:
         with self.closed_on_failure():
-            found, kept = self.read_extras(), self.recorded
-        return found if kept is None else replace(found, data_position=kept.run.get("data"))
+            return super().extras
 
     @property
     def notes(self) -> list[str]:

@@ -26,6 +26,7 @@ from megatron_ucp.formats.folder import Folder
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.buffers import (
     BUFFER_STATES,
+    InBuffer,
     PlacedBuffer,
     RunLayout,
     orders_to_try,
@@ -205,22 +206,25 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         left = {key for key, states in self._tensors.items() if states}
         for one in placed:
             for number, bucket in enumerate(one.layout.buckets):
-                starts = {*one.layout.starts(number).values()}
+                starts = one.layout.starts(number)
                 for key in self._keys(one, number):
                     left.discard(key)
                     if fault := self._bucket_fault(key, bucket.used, starts):
-                        return f"bucket {key.bucket} of buffer {key.buffer}: {fault}"
+                        whose = f"{'experts' if key.optimizer else 'dense'}, group {key.group}"
+                        return f"bucket {key.bucket} of buffer {key.buffer} ({whose}): {fault}"
         return f"{len(left)} further buckets" if left else ""
 
-    def _bucket_fault(self, key: BucketKey, elems: int, starts: set[int]) -> str:
+    def _bucket_fault(self, key: BucketKey, elems: int, starts: Mapping[InBuffer, int]) -> str:
         states = self._tensors.get(key, {})
         if {*states} != {*BUFFER_STATES.values()}:
             return f"it has {', '.join(states) or 'no states'}"
         for tensor in states.values():
             if (tensor.shape, tensor.dtype) != ((elems,), "float32"):
                 return f"{tensor.dtype} {tensor.shape} instead of {elems} elements"
-            if starts - {chunk.start[0] for chunk in tensor.chunks}:
-                return "a parameter begins where no chunk does"
+            begins = {chunk.start[0] for chunk in tensor.chunks}
+            for param, at in starts.items():
+                if at not in begins:
+                    return f"{param.name} would begin at element {at}, where no chunk does"
         return ""
 
     @cached_property

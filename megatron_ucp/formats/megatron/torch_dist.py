@@ -274,7 +274,7 @@ class TorchDistCheckpoint(MegatronFolder):
     def chunks_of(self, slot: Slot) -> Sequence[Chunk]:
         """The chunks that a slot lies in."""
         name, number = self._chunks.place(slot.buffer)
-        held = self._held[name].by_state[slot.state]
+        held = self._held[name][slot.state]
         return (held.blocks.chunk(number, held.tensors)[1],)
 
     def where(self, slot: Slot) -> Where:
