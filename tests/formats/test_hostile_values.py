@@ -55,7 +55,7 @@ def test_a_name_of_a_pickle_is_one_line() -> None:
 
 def source_with(value: Any, place: str) -> Any:
     extras = dict.fromkeys(
-        ("config", "scheduler", "client_state", "others", "modules", "stateless", "data_position")
+        ("config", "scheduler", "client_state", "helpers", "modules", "stateless", "data_position")
     )
     group = ParamGroup({}, marks={"name": value} if place == "marks" else {})
     return SimpleNamespace(
