@@ -21,6 +21,7 @@ from megatron_ucp.core.values import InertObject
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.byte_files import Record, Where
 from megatron_ucp.formats.pt.refs import ITEMSIZE, TensorRef
+from megatron_ucp.formats.store import is_url
 from megatron_ucp.reshard.checksums import CRC_CHUNK_BYTES, SummedRun
 from megatron_ucp.reshard.findings import Progress
 
@@ -53,8 +54,9 @@ STAGING_BYTES = 8 * 2**20
 ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
-# What storage is told of before it is read: with less, 30 ms for each request are waited for.
-AHEAD_BYTES = 128 * 2**20
+# What storage is told of before it is read. Of a disk more would be waited for, as it takes only so
+# many requests; of a store less would be, whose requests take 30 ms each.
+DISK_AHEAD_BYTES, STORE_AHEAD_BYTES = 32 * 2**20, 128 * 2**20
 AHEAD_STEP_BYTES, AHEAD_GAP_BYTES = 8 * 2**20, 4 * 2**10  # at once, with what lies between
 LONG_RUN_BYTES = 2**20  # of a copy that does not go by way of torch
 SHORT_GAP_BYTES = 32 * 2**10  # a disk reads on over it anyway
@@ -136,10 +138,13 @@ class _Ahead:
 
     def __init__(self, ordered: Sequence[Op], places: dict[Slot, Where]) -> None:
         self._steps, self._told_bytes = _steps_of(ordered, places), 0
+        in_store = any(is_url(one.file.path) for one in itertools.islice(places.values(), 1))
+        self._ahead_bytes = STORE_AHEAD_BYTES if in_store else DISK_AHEAD_BYTES
 
     def advance(self, read_bytes: int) -> None:
         """So many bytes were read."""
-        while self._told_bytes < read_bytes + AHEAD_BYTES and (step := next(self._steps, None)):
+        most = read_bytes + self._ahead_bytes
+        while self._told_bytes < most and (step := next(self._steps, None)):
             where, start, size = step
             self._told_bytes += size
             if self._told_bytes > read_bytes:
