@@ -233,7 +233,7 @@ def test_storage_is_told_of_what_is_read_next(
     """Each byte once, before it is read, not more than a bound ahead; nothing of rows with gaps."""
     step, most = 16 * 2**10, 48 * 2**10
     monkeypatch.setattr(execute, "AHEAD_STEP_BYTES", step)
-    monkeypatch.setattr(execute, "AHEAD_BYTES", most)
+    monkeypatch.setattr(execute, "DISK_AHEAD_BYTES", most)
     monkeypatch.setattr(execute, "CRC_CHUNK_BYTES", step)
     told, read = list[tuple[int, int]](), [0]
     into = PtFile.read_into
