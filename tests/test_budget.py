@@ -20,6 +20,9 @@ LAST = ROOT / os.environ.get("CACHE", ".cache")
 BEFORE_TESTS = ("set-up", "ops", "newest")  # of an environment that is made once
 LISTED_S = 0.02  # that a function costs to stand in the budget
 NAMED = 10
+# Runs of one commit on one machine differ by a tenth within hours, of which the piece of work that
+# is always the same sees a part.
+ALLOWED = 1.12
 
 
 Functions = dict[str, tuple[float, int]]  # processor seconds, and of how many cases
@@ -38,7 +41,7 @@ def over(budget: dict[str, Any], spent: float, unit: float, functions: Functions
     """What is wrong with a run; nothing where it stays within its budget. A machine that is slower,
     by itself or by what else it does, has more seconds in proportion."""
     slower = max(1.0, unit / budget["unit_s"])
-    if spent <= budget["processor_s"] * slower:
+    if spent <= budget["processor_s"] * slower * ALLOWED:
         return ""
     expected = budget["functions"]
     grown = {
@@ -59,7 +62,7 @@ def test_what_grew_is_named() -> None:
     budget = {"processor_s": 100, "unit_s": 0.1, "functions": {"a": (60.0, 1), "b": (39.0, 2)}}
     functions = {"a": (60.0, 1), "b": (59.0, 2)}
     functions |= {f"new {number}": (1.0, 1) for number in range(20)}
-    assert over(budget, 100.0, 0.1, functions) == ""
+    assert over(budget, 111.0, 0.1, functions) == ""
     assert over(budget, 139.0, 0.2, functions) == "", "a machine that is half as fast"
     first, *named = over(budget, 139.0, 0.1, functions).splitlines()
     assert "139" in first and "100" in first
